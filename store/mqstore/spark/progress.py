@@ -86,8 +86,8 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
     """The stores as they are now, each opened and closed again. `first`: and where a new stream begins.
 
     ConfigError, OffsetOutOfRangeError for a start that is gone; with `first` NotAStoreError for a store that is not
-    there and TopicNotFoundError for a queue that `assign` or the offsets name and no store has, unless data loss is
-    allowed: later what is absent is for `advance` to judge. A topic that is only subscribed to may come yet.
+    there and TopicNotFoundError for a topic or queue that the options name and no store has, unless data loss is
+    allowed: later what is absent is for `advance` to judge.
     """
     names = stores_of(options)
     by_log = options.scan == "log"
@@ -129,10 +129,11 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
 
 
 def _tell_missing(options: SourceOptions, counted: Counted) -> None:
-    """TopicNotFoundError for topics and queues that the options count on; a warning for those that may come yet."""
+    """TopicNotFoundError for topics and queues that the options name and no store has. If data loss is allowed, a
+    warning: they may come yet."""
     if options.fail_on_data_loss:
-        counted.check("failOnDataLoss=false waits for it", "subscribe")
-    if missing := sorted({each.topic for each in counted.missing()}):
+        counted.check("failOnDataLoss=false waits for it, and so does subscribePattern")
+    if missing := sorted({each.topic for each in counted.missing}):
         names = ", ".join(map(repr, missing))
         warn_once(f"no store has the topic {names}: the stream waits for it; see that it is spelled right")
 

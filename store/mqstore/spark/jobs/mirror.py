@@ -257,7 +257,7 @@ def _limit(max_messages: int | None, max_bytes: int | None) -> Limit | None:
 def _from_the_start(selection: Selection) -> Selection:
     """A mirror has no end, and begins at the oldest message unless the options say otherwise."""
     options = selection.options
-    ends = (options.ending_offsets, options.ending_timestamp_ms) != ("latest", None)
+    ends = (options.ending_offsets or "latest", options.ending_timestamp_ms) != ("latest", None)
     if ends or selection.offsets != Selection(options).offsets or selection.times_ms != Selection(options).times_ms:
         raise ConfigError(
             "a mirror has no bounds (start, stop, --from, --to, endingOffsets, endingTimestamp): where a new one "
