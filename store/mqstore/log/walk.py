@@ -16,6 +16,7 @@ damage everywhere, whatever the watermark says:
     unit points at a record that verifies      the message
     void unit                                  nothing: a record lost earlier, which was reported then
     record does not verify                     Finding bad_record, where in the commitlog
+    record in a file that is not there         Finding missing_segment, once for each file
     record below the log's first segment       nothing: retention took it, perhaps just now
     no unit, though later ones are there       Finding missing_units, where in the queue
 """
@@ -28,9 +29,10 @@ from operator import attrgetter
 
 import numpy as np
 
-from mqstore.files.segments import place_in_file
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
+from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.message import Message
+from mqstore.log.reader import LOST_SEGMENTS
 from mqstore.log.report import Finding
 from mqstore.log.scanner import Bad, End, Good, scan_log
 from mqstore.log.slots import Placed
@@ -41,8 +43,6 @@ from mqstore.log.verify import Gap, Verifier
 __all__ = ["damage_at", "in_log_order", "walk_log", "walk_queue"]
 
 _STEP = 512
-_LOST_SEGMENTS = 1024
-"""A unit that points further behind the end of the log is a damaged one, and no sign of a lost record."""
 
 
 def walk_log(
@@ -115,7 +115,7 @@ def _lost_behind(store: MessageStore, verifier: Verifier, wanted: Callable[[str,
     for queue in store._queues:
         if wanted is None or wanted(*queue.ref):
             first, seen = verifier.slots.behind_last(queue, verifier.front)
-            end = store._run.end + _LOST_SEGMENTS * store._run.segment_bytes
+            end = store._run.end + LOST_SEGMENTS * store._run.segment_bytes
             stop = verifier.slots.behind_lost(queue, first, seen, end)
             if stop > first:
                 yield (*queue.ref, first, stop)
@@ -133,9 +133,10 @@ def walk_queue(
     queue = store._queue(topic, queue_id, 0)
     position = low if start is None else max(start, low)
     end = high if stop is None else min(stop, high)
+    missing: set[str] = set()
     while position < end:
         count = min(_STEP, end - position)
-        result = store.get(topic, queue_id, position, count)
+        result = store.get(topic, queue_id, position, count, tell=False)
         if result.status == "OFFSET_TOO_SMALL":  # retention went on meanwhile
             position = result.min_offset
             continue
@@ -148,12 +149,18 @@ def walk_queue(
         else:
             units = queue.units(position, after - position)
             front = store._find_front(queue)  # behind the look at the units: retention takes a record before its unit
-            yield from _with_gaps(store, topic, queue_id, position, messages, units, front)
+            yield from _with_gaps(store, queue, position, messages, units, front, missing)
         position = after
 
 
 def _with_gaps(
-    store: MessageStore, topic: str, queue_id: int, first: int, messages: list[Message], units: np.ndarray, front: int
+    store: MessageStore,
+    queue: ConsumeQueue,
+    first: int,
+    messages: list[Message],
+    units: np.ndarray,
+    front: int,
+    missing: set[str],
 ) -> Iterator[Message | Finding]:
     """Yield the messages of the slots from `first` on, which have `units`, with findings in place of those missing.
     `front`: the slot before which retention may have taken records."""
@@ -167,17 +174,18 @@ def _with_gaps(
         kind = "message" if slot in readable else "hole" if length <= 0 else "void" if void[slot - first] else "bad"
         return kind if slot >= front or kind == "message" else "void", slot // per
 
-    for (kind, file), group in groupby(range(first, first + len(units)), kind_of):
+    for (kind, _), group in groupby(range(first, first + len(units)), kind_of):
         slots = list(group)
         if kind == "message":
             yield from (readable[slot] for slot in slots)
         elif kind == "hole":
-            name = f"consumequeue/{topic}/{queue_id}/{file * per * UNIT_BYTES:020d}"
-            detail = f"offsets {slots[0]}..{slots[-1]}: no unit, though later ones are there"
-            yield Finding("missing_units", name, slots[0] % per * UNIT_BYTES, len(slots) * UNIT_BYTES, detail)
+            yield queue.missing_units(slots[0], slots[-1])
         for slot in slots if kind == "bad" else ():
             physical, length, _ = units[slot - first].tolist()
-            if not 0 <= physical < store.min_offset:
-                place = place_in_file(max(physical, 0), store.manifest.commitlog_segment_bytes)
-                detail = f"{topic}, queue {queue_id}, offset {slot}: the record does not verify"
-                yield Finding("bad_record", *place, length, detail)
+            if 0 <= physical < store.min_offset:
+                continue
+            loss = store.loss_at(physical, length, queue.ref, slot)
+            if loss.file not in missing:
+                yield loss
+            if loss.kind == "missing_segment":
+                missing.add(loss.file)

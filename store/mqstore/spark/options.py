@@ -65,7 +65,8 @@ class SourceOptions:
     keys: tuple[str, ...] | None = None
     starting_offsets: Offsets | None = None
     """None: not said; a batch then begins at the earliest, a stream at the latest."""
-    ending_offsets: Offsets = "latest"
+    ending_offsets: Offsets | None = None
+    """None: not said; a batch then ends at the latest."""
     starting_timestamp_ms: int | None = None
     ending_timestamp_ms: int | None = None
     starting_group: str | None = None
