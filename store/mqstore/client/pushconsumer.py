@@ -223,7 +223,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         suspend            ordered, mode "queue": for how long a failure holds its queue up, 0.01 to 60 s; None: as
                            the retry policy says, at most 60 s
         time_slice         ordered, mode "queue": seconds after which a queue lets others have the thread (60)
-        strategy           mode "queue": who has which queues: "avg" (default), "circle", "consistent_hash", a function.
+        strategy           mode "queue": who has which queues: "avg" (default), "circle", a function.
                            All members alike
         on_error           told (exception, message) of what handlers raise, and of what goes wrong behind the scenes
 
