@@ -15,7 +15,7 @@ import pytest
 
 import mqstore
 from mqstore import BatchFailure, Interceptor, Message, QueueRef, Reject, Retry, RetryPolicy
-from mqstore.client import assignment
+from mqstore.client import assignment, orderly
 from mqstore.client.workers import cancelled
 from mqstore.errors import ConfigError, StoreBusyError
 from tests.client.orderlysupport import Bench, fire
@@ -109,19 +109,21 @@ def test_a_failure_holds_up_its_queue_and_no_other(wide: Bench) -> None:
     assert wide.attempts == [("0", 1), ("a", 1), ("b", 1), ("0", 2), ("0", 3), ("1", 1)]
 
 
-def test_a_queue_lets_another_have_the_thread_after_its_slice(wide: Bench) -> None:
+def test_a_queue_lets_another_have_the_thread_after_its_slice(wide: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orderly, "SLICE_MS", 5_000)
     wide.put(*"0123")
     wide.put(*"abcd", queue=1)
-    wide.join(handler=lambda message: wide.clock.advance(3_000), time_slice=5)
+    wide.join(handler=lambda message: wide.clock.advance(3_000))
     wide.settle()
 
     assert "".join(wide.bodies) in ("01ab23cd", "ab01cd23")
 
 
-def test_within_its_slice_a_queue_is_not_interrupted(wide: Bench) -> None:
+def test_within_its_slice_a_queue_is_not_interrupted(wide: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orderly, "SLICE_MS", 9_000)
     wide.put(*"0123")
     wide.put(*"abcd", queue=1)
-    wide.join(handler=lambda message: wide.clock.advance(3_000), time_slice=9)  # "longer than", so four
+    wide.join(handler=lambda message: wide.clock.advance(3_000))  # "longer than", so four
     wide.settle()
 
     assert "".join(wide.bodies) in ("0123abcd", "abcd0123")
@@ -844,7 +846,7 @@ def test_what_a_broadcasting_member_rejects_is_passed_over_at_once(bench: Bench)
 
 def test_a_broadcasting_member_waits_for_no_lock(bench: Bench) -> None:
     bench.put("0", "1")
-    bench.join(handler=lambda message: bench.clock.advance(100_000), model="broadcasting", time_slice=1_000)
+    bench.join(handler=lambda message: bench.clock.advance(100_000), model="broadcasting")
     bench.settle()
 
     assert bench.bodies == ["0", "1"]

@@ -41,6 +41,8 @@ __all__ = ["OrderlyService"]
 NOBODY_AGAIN_MS = 1_000
 """When to look again whether anybody handles what nobody did: by then its queue is gone, as a rule."""
 SUSPEND_MIN_MS, SUSPEND_MAX_MS = 10, 60_000
+SLICE_MS = 60_000
+"""After this time a queue lets others have the thread."""
 WAITS_MS = -1
 """In place of a pause: the queue goes on when its first message, a suspected one, may begin."""
 TICK_MS = 1_000
@@ -76,7 +78,6 @@ class OrderlyService:
         batch_size: int,
         consume_timeout_ms: int,
         suspend_ms: int | None,
-        time_slice_ms: int,
         broadcasting: bool,
     ) -> None:
         """`suspend_ms` None: the delays of the group's retry policy."""
@@ -88,7 +89,6 @@ class OrderlyService:
         self._batch_size = batch_size
         self._timeout_ms = consume_timeout_ms
         self._suspend_ms = suspend_ms
-        self._slice_ms = time_slice_ms
         self._broadcasting = broadcasting
         self._clock = broker.store.clock
         self._lock = threading.Lock()
@@ -159,7 +159,7 @@ class OrderlyService:
         queue = task.queue
         while not queue.closing:
             now_ms = self._clock.monotonic_ms()
-            if now_ms - task.begin_ms > self._slice_ms:
+            if now_ms - task.begin_ms > SLICE_MS:
                 return 0
             batch = queue.take(self._batch_size)
             if not batch:  # from here on the queue may have another task

@@ -190,7 +190,6 @@ class PushConsumerOptions(TypedDict, total=False):
     retry: RetryPolicy | None
     consume_timeout: Duration
     suspend: Duration | None
-    time_slice: Duration | None
     strategy: str | Strategy | None
     interceptors: Sequence[Interceptor]
     on_error: OnError | None
@@ -222,7 +221,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         consume_timeout    seconds after which a handler is given up: its messages come again. Ordered: it is only told
         suspend            ordered, mode "queue": for how long a failure holds its queue up, 0.01 to 60 s; None: as
                            the retry policy says, at most 60 s
-        time_slice         ordered, mode "queue": seconds after which a queue lets others have the thread (60)
         strategy           mode "queue": who has which queues: "avg" (default), "circle", a function.
                            All members alike
         on_error           told (exception, message) of what handlers raise, and of what goes wrong behind the scenes
@@ -268,7 +266,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         retry: RetryPolicy | None = None,
         consume_timeout: Duration = 900,
         suspend: Duration | None = None,
-        time_slice: Duration | None = None,
         strategy: str | Strategy | None = None,
         interceptors: Sequence[Interceptor] = (),
         on_error: OnError | None = None,
@@ -289,7 +286,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 ordered and not pops,
                 "mode='queue' with ordered=True; elsewhere the retry policy says when a message comes again",
             ),
-            ("time_slice", time_slice, ordered and not pops, "mode='queue' with ordered=True"),
             ("max_span", max_span, not (ordered or pops), "mode='queue' without ordered=True"),
             (
                 "prefetch_total",
@@ -366,7 +362,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         check_start(start)
         self._check_group()
         suspend_ms = None if suspend is None else _milliseconds("suspend", suspend, 0.01, 60)
-        slice_ms = _milliseconds("time_slice", 60 if time_slice is None else time_slice, 0.001, 86_400)
         chosen = strategy_named("avg" if strategy is None else strategy)
         progress = None if pops else self._progress()
 
@@ -395,7 +390,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                     batch_size=self._batch_size,
                     consume_timeout_ms=timeout_ms,
                     suspend_ms=suspend_ms,
-                    time_slice_ms=slice_ms,
                     broadcasting=broadcasting,
                 )
                 self._own = service.own
