@@ -432,9 +432,9 @@ class _Recovery:
                 end, torn = event.position, event.torn
                 tail = event.detail if torn is None else ""
                 blank = torn is None and not tail
-        if not self.whole and (self._index_reaches(end, doomed_index) or (start > self.first and self.has_short_files)):
-            # Index files hold entries of records that are gone, or a queue file was cut: records before the range may
-            # lack their units.
+        # Where a queue file was cut, or lost all its units, records before the range may lack their units.
+        units_lost = self.has_short_files or any(map(self._lacks_units, parts.queues))
+        if not self.whole and (self._index_reaches(end, doomed_index) or (start > self.first and units_lost)):
             raise _WholeLogNeededError
         self.report.log_end = end
         if end < mark and not self.options.prefix:
@@ -453,6 +453,13 @@ class _Recovery:
         if self.progress is not None:
             self.progress(total, total)
         return end
+
+    def _lacks_units(self, queue: ConsumeQueue) -> bool:
+        """Return True if no unit is in the last file of a queue, and no record of the queue was met: a file is made for
+        the unit of a record."""
+        return (
+            not self.slots.is_met(queue) and bool(queue.list_files()) and queue.max_offset <= queue.last_file_offset()
+        )
 
     def _gap_in_front(self) -> Bad | None:
         """The segments that the log has lost at its beginning."""
