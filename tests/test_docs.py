@@ -119,3 +119,16 @@ def test_every_link_to_a_file_or_a_heading_leads_somewhere() -> None:
     ]
 
     assert [f"{page.name}: {target}" for page, target in links if not _leads_somewhere(page, target)] == []
+
+
+def test_the_reading_loop_of_the_readme_reads_more_than_32_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`read` returns 32 messages at most, and the loop ended there."""
+    monkeypatch.chdir(tmp_path)
+    [code] = [code for code in _examples(ROOT / "README.md") if "receipt.offset" in code]
+    [put] = re.findall(r"^    receipt = store\.put\(.*\)$", code, re.M)
+
+    _type(code.replace(put, f"{put}\n    store.put_many('orders', [b'more'] * 40, queue_id=receipt.queue.queue_id)"))
+
+    assert len(capsys.readouterr().out.splitlines()) == 41

@@ -253,6 +253,9 @@ class Store(AbstractContextManager["Store"]):
     ) -> list[Message]:
         """Messages of a queue from `offset` on, [] at the end; `tags` is an expression such as "paid || refunded".
 
+        The list has at most `max_messages` messages: `iter` yields all. Messages that cannot be read are passed over;
+        the log names each file that they are lost from once, at level ERROR.
+
         Raises TopicNotFoundError, OffsetOutOfRangeError (which carries the bounds), FilterError.
         """
         try:
@@ -274,7 +277,11 @@ class Store(AbstractContextManager["Store"]):
         follow: bool = False,
         tags: str | None = "*",
     ) -> Iterator[Message]:
-        """Messages of one queue in order, or of all queues merged by store time. `follow`: waits for more, for ever."""
+        """Messages of one queue in order, or of all queues merged by store time. `follow`: waits for more, for ever.
+
+        Messages that cannot be read are passed over; the log names each file that they are lost from once, at level
+        ERROR.
+        """
         while self._is_empty(topic, queue_id):
             if not follow:
                 return

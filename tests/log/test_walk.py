@@ -104,6 +104,22 @@ def test_each_bad_record_is_told_once_and_costs_nothing_else(
     ]
 
 
+def test_a_missing_segment_is_told_once_by_its_name(
+    store: tuple[Path, list[SendReceipt]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each of its messages was a record that does not verify, in a file that is not there."""
+    path, receipts = store
+    (path / "commitlog" / f"{_SEGMENT:020d}").unlink()
+
+    offsets, findings = walked(path)
+
+    kept = [i for i in range(1500) if receipts[i].physical_offset // _SEGMENT != 1]
+    assert 0 < len(kept) < 1500
+    assert offsets == kept
+    assert [(f.kind, f.file) for f in findings] == [("missing_segment", f"commitlog/{_SEGMENT:020d}")]
+    assert caplog.text == ""
+
+
 def test_missing_units_are_told_by_the_files_they_lack_in(store: tuple[Path, list[SendReceipt]]) -> None:
     path, _ = store
     write_units(path, 60, bytes(4 * 20))

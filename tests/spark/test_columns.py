@@ -282,6 +282,22 @@ def test_damage_is_kept_as_a_row_that_says_so(damaged: tuple[Path, list[int]]) -
             assert row["body"] == b"%04d" % row["queue_offset"] * 9
 
 
+def test_a_missing_segment_is_named(tmp_path: Path) -> None:
+    """It was told as records that do not verify, in a file that is not there."""
+    with MessageStore(tmp_path, config=StoreConfig(segment_bytes=4096)) as store:
+        places = [store.put("t", bytes(200)).physical_offset for _ in range(60)]
+    (tmp_path / "commitlog" / f"{4096:020d}").unlink()
+    lost = [slot for slot, place in enumerate(places) if place // 4096 == 1]
+    assert lost
+    for read in (read_all, lambda path, **options: by_log(path, [], **options)):
+        with pytest.raises(CorruptStoreError, match=f"^missing_segment: commitlog/{4096:020d}: .*"):
+            read(tmp_path)
+        told: list[Finding] = []
+        rows = rows_of(read(tmp_path, policy=Policy(on_corrupt="skip", tell=told.append)))
+        assert [row["queue_offset"] for row in rows] == [slot for slot in range(60) if slot not in lost]
+        assert {(finding.kind, finding.file) for finding in told} == {("missing_segment", f"commitlog/{4096:020d}")}
+
+
 def test_without_checksums_only_what_the_lengths_tell_is_found(damaged: tuple[Path, list[int]]) -> None:
     policy = Policy(on_corrupt="skip", verify=False)
     rows = rows_of(read_all(damaged[0], ["topic", "queue_offset", "body"], policy=policy))

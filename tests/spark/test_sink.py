@@ -259,14 +259,27 @@ def test_spark_refuses_save_modes_that_ask_whether_something_is_there(spark: Any
         numbers(spark, 0, 1).write.format("mqstore").mode(mode).save(str(tmp_path / "s"))
 
 
-def test_an_owner_that_is_in_the_way_is_named(spark: Any, tmp_path: Path) -> None:
-    job = writer(numbers(spark, 0, 5), lockTimeout="10ms", topic="u")
+def test_an_owner_that_is_in_the_way_is_named_before_any_task_runs(spark: Any, tmp_path: Path) -> None:
+    """The job failed when it committed, after all its tasks."""
+    from pyspark.sql.functions import udf
+
+    ran = str(tmp_path / "ran")
+
+    def note(body: str) -> str:
+        Path(ran).touch()
+        return body
+
+    frame = numbers(spark, 0, 5).withColumn("body", udf(note, "string", useArrow=False)("body"))
+    job = writer(frame, lockTimeout="10ms", topic="u")
     with MessageStore(tmp_path / "s") as owner:
         owner.put("t", b"mine")
-        with pytest.raises(Exception, match=rf"open for writing in process {os.getpid()}.*lockTimeout=0.01 s"):
+        with pytest.raises(Exception, match=rf"open for writing in process {os.getpid()}.*lockTimeout=0.01 s.*inbox"):
             job.save(str(tmp_path / "s"))
+        assert not Path(ran).exists()
 
     assert bodies(tmp_path / "s") == ["mine"]
+    job.save(str(tmp_path / "s"))
+    assert Path(ran).exists()
 
 
 # -- commits that raise ------------------------------------------------------------------------------------------------
@@ -579,7 +592,8 @@ def test_what_may_be_a_write_is_told_what_a_write_takes() -> None:
     from mqstore.spark.source import MQStoreDataSource
 
     for given, says in (
-        ({"path": "/p", "topci": "a"}, r"^no option 'topci'; did you mean 'topic'\?; to write there are path, topic, "),
+        ({"path": "/p", "topci": "a"}, r"^no option 'topci'; did you mean 'topic'\?$"),
+        ({"path": "/p", "qwertz": ""}, "^no option 'qwertz'; to write there are path, topic, .*; to read, path, paths"),
         ({"path": "/p", "topic": ""}, "^option topic='': it "),
         ({"topic": "t"}, r"to write, \.save\(PATH\)"),
     ):

@@ -33,6 +33,7 @@ from mqstore.layout.record import MAGIC_V1
 from mqstore.layout.scan import Headers
 from mqstore.log.commitlog import NO_FRAME, Queue, QueueRef
 from mqstore.log.names import is_path_safe
+from mqstore.log.report import Finding
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -108,6 +109,16 @@ class ConsumeQueue(Queue):
             path = os.path.join(self.directory, f"{segment * self._table.segment_bytes:020d}")
             self._last_path = last = (segment, path)
         return last[1]
+
+    def missing_units(self, first: int, last: int) -> Finding:
+        """Return the finding for offsets `first` to `last`, which lie in one file and have no unit."""
+        size = self._table.segment_bytes
+        start = first * UNIT_BYTES // size * size
+        file = f"consumequeue/{self.topic}/{self.queue_id}/{start:020d}"
+        which = f"offset {first}" if first == last else f"offsets {first}..{last}"
+        detail = f"{self.topic}, queue {self.queue_id}, {which}: no unit, though later ones are there"
+        position, length = first * UNIT_BYTES - start, (last + 1 - first) * UNIT_BYTES
+        return Finding("missing_units", file, position, length, detail)
 
     def list_files(self) -> list[str]:
         """Names of the queue's files, oldest first."""

@@ -5,6 +5,8 @@
 The same code serves the writer's own process and readers in others; what differs is how they learn of news
 (`_catch_up`) and what a record that does not verify means: to the writer it is damage, to be passed over and counted;
 to another process it may be a record that is just being written, so reading stops before it.
+
+Whatever reads, `_tell_lost` logs what it passes over: one line for each file while the store is open.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from mqstore.errors import (
     TopicNotFoundError,
 )
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.segments import Segment, SegmentRun
+from mqstore.files.lock import writer_alive
+from mqstore.files.segments import Segment, SegmentRun, segment_name
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_void
 from mqstore.layout.dispatch import Rows, is_listed, is_ok, tags_code_at
 from mqstore.layout.messageid import decode_message_id
@@ -57,12 +60,13 @@ from mqstore.log.index import Index
 from mqstore.log.manifest import Manifest
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.names import is_path_safe
+from mqstore.log.report import Finding
 from mqstore.log.stretch import FEW, Few, Stretch
 from mqstore.log.tagfilter import UnitFilter, parse_tags
 from mqstore.log.tip import QueueRef
 from mqstore.native import kernel
 
-__all__ = ["Bound", "GetResult", "StoreReader"]
+__all__ = ["LOST_SEGMENTS", "Bound", "GetResult", "StoreReader"]
 
 _log = logging.getLogger("mqstore")
 
@@ -79,6 +83,8 @@ _FOLLOW_LOOK_S = 1.0
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _BLOCK_UNITS = 4096
 _LOOK_AHEAD_UNITS = 256
+LOST_SEGMENTS = 1024
+"""A unit that points further behind the end of the log is a damaged one, and no sign of a lost segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +212,8 @@ class StoreReader:
         self._gets = 0
         self._get_bytes = 0
         self._bad: set[int] = set()
+        self._told: set[str] = set()
+        """Files whose loss or damage the log has a line about."""
 
     # -- for the two kinds of owner ---------------------------------------------------------------------------------
 
@@ -316,8 +324,9 @@ class StoreReader:
     ) -> list[Message]:
         """Messages of a queue from `offset` on; [] at the end. The first is returned however big it is.
 
-        Raises TopicNotFoundError, OffsetOutOfRangeError (which carries the bounds), FilterError. Damaged records are
-        passed over and counted (`stats().bad_records`).
+        Raises TopicNotFoundError, OffsetOutOfRangeError (which carries the bounds), FilterError. Messages that cannot
+        be read are passed over and counted (`stats().bad_records`). The log names each file that they are lost from
+        once.
         """
         result = self.get(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
         if result.messages:
@@ -342,8 +351,12 @@ class StoreReader:
         *,
         max_bytes: int | None = None,
         tags: str | UnitFilter | None = "*",
+        tell: bool = True,
     ) -> GetResult:
-        """As `read`, with a status in place of errors, and where to go on (store-format 10.1). `tags`: or a filter."""
+        """As `read`, with a status in place of errors, and where to go on (store-format 10.1). `tags`: or a filter.
+
+        Without `tell` nothing is logged about messages that are passed over, for a caller that reports them itself.
+        """
         # Who could be given more than is known looks for news first: a thread sees what it has put.
         queue = self._queue(topic, queue_id, offset + max(max_messages, 1) - 1)
         low, high = queue.min_offset, queue.max_offset
@@ -370,7 +383,7 @@ class StoreReader:
                 count = min(limit - position, max(count, 256))
             before = position
             found, position, stop = self._views(
-                queue, position, count, unit_filter, max_messages - len(messages), budget, not messages
+                queue, position, count, unit_filter, max_messages - len(messages), budget, not messages, tell
             )
             if before < queue.min_offset and not (found and found[0].offset == before):
                 position = before  # retention took what comes here, and perhaps many behind: who asks for it is told
@@ -398,6 +411,7 @@ class StoreReader:
         max_messages: int,
         max_bytes: int | None,
         first_is_free: bool,
+        tell: bool,
     ) -> tuple[list[Message], int, bool]:
         """(messages among units [offset, offset + count), offset behind the last unit consumed, whether to stop)."""
         few = None
@@ -409,7 +423,7 @@ class StoreReader:
         if few is not None:
             messages, after, stop = few
         else:
-            stretches, after, stop = self._locate(*asked)
+            stretches, after, stop = self._locate(*asked, tell=tell)
             messages = []
             for stretch in stretches:
                 starts, slots = stretch.starts.tolist(), stretch.slots.tolist()
@@ -559,6 +573,7 @@ class StoreReader:
         max_bytes: int | None,
         first_is_free: bool,
         with_bodies: bool = False,
+        tell: bool = True,
     ) -> tuple[list[Stretch], int, bool]:
         """Where the records of units [offset, offset + count) lie, checked; the offset behind the last unit consumed;
         and whether a limit ended it. `with_bodies`: their bodies, too, if the check can copy them by the way."""
@@ -576,7 +591,10 @@ class StoreReader:
         if not live.all():
             chosen = np.flatnonzero(live)
             if (sizes <= 0).any():  # retention may have taken the file they were in
-                self._find_front(queue)
+                front = self._find_front(queue)
+                holes = offset + np.flatnonzero(sizes <= 0)
+                for slot in holes[holes >= front].tolist() if tell else ():
+                    self._tell_lost(queue.missing_units(slot, slot))
         if chosen is None and count > max_messages:
             chosen = np.arange(max_messages)
             after, stop = offset + max_messages, True
@@ -620,7 +638,10 @@ class StoreReader:
                     if not self._verifies_behind(queue, int(slots[-1]) + 1):
                         after, stop = int(slots[low + whole]), True
                         bad[whole:] = False
-                self._note_bad(queue, physical[low:high][bad])
+                        if tell and not writer_alive(self.path, self.fs):
+                            loss = self.loss_at(int(physical[low + whole]), 0, queue.ref, after)
+                            self._tell_lost(loss, "Reading the queue ends there")
+                self._note_bad(queue, slots[here][bad], physical[here][bad], tell)
             if buffer is None:
                 continue
             starts = physical[here] - physical[low] // self._run.segment_bytes * self._run.segment_bytes
@@ -667,18 +688,44 @@ class StoreReader:
             slot += count
         return False
 
-    def _note_bad(self, queue: ConsumeQueue, physical: npt.NDArray[np.int64]) -> None:
-        for position in physical.tolist():
-            if position not in self._bad and len(self._bad) < 100_000:
+    def _note_bad(
+        self, queue: ConsumeQueue, slots: npt.NDArray[np.int64], physical: npt.NDArray[np.int64], tell: bool
+    ) -> None:
+        for slot, position in zip(slots.tolist(), physical.tolist(), strict=True):
+            if len(self._bad) < 100_000:
                 self._bad.add(position)
-                if self._passes_over_bad:
-                    _log.error(
-                        "%s: the record at %d of %s/%d does not verify and is passed over; see `mqstore verify`",
-                        self.path,
-                        position,
-                        queue.topic,
-                        queue.queue_id,
-                    )
+            if tell:
+                self._tell_lost(self.loss_at(position, 0, queue.ref, slot))
+
+    def loss_at(self, physical: int, length: int, ref: QueueRef, slot: int) -> Finding:
+        """Return the finding for the record of a unit that cannot be read: a `missing_segment` or a `bad_record`."""
+        message = f"{ref.topic}, queue {ref.queue_id}, offset {slot}"
+        missing = self.missing_segment(physical)
+        if missing is not None:
+            detail = f"{message}: the file that held it is missing"
+            return Finding("missing_segment", missing, 0, self._run.segment_bytes, detail)
+        start = max(physical, 0) // self._run.segment_bytes * self._run.segment_bytes
+        detail = f"{message}: the record does not verify"
+        return Finding("bad_record", f"commitlog/{segment_name(start)}", max(physical, 0) - start, length, detail)
+
+    def missing_segment(self, physical: int) -> str | None:
+        """Return the missing commitlog file, as a path below the store, that held the offset. None if it is there.
+
+        None also for an offset that retention has removed, or that lies far behind the end of the log.
+        """
+        size, run = self._run.segment_bytes, self._run
+        if run.find(physical) is not None or not self._first_kept() <= physical < run.end + LOST_SEGMENTS * size:
+            return None
+        return f"commitlog/{segment_name(physical - physical % size)}"
+
+    def _tell_lost(self, finding: Finding, then: str = "Messages that cannot be read there are passed over") -> None:
+        """Log a loss that a read has met, unless the same file was named before."""
+        if finding.file not in self._told:
+            self._told.add(finding.file)
+            _log.error(
+                "%s: %s: %s: %s. %s. Run `mqstore verify` to see all that is damaged",
+                *(self.path, finding.kind, finding.place, finding.detail, then),
+            )
 
     def _segment_at(self, physical: int, stop: int) -> tuple[Segment, mmap.mmap] | None:
         """The segment of records in [physical, stop), and its mapping. What lies behind a file that ends early, as it
@@ -816,7 +863,9 @@ class StoreReader:
         there = self._segment_at(physical_offset, physical_offset + MIN_RECORD_BYTES) if physical_offset >= 0 else None
         if there is None:
             self._check_open()  # a close meanwhile takes the segments away
-            raise LookupError(f"{self.path} holds nothing at physical offset {physical_offset}")
+            missing = self.missing_segment(physical_offset)
+            why = "" if missing is None else f": missing_segment: {missing}"
+            raise LookupError(f"{self.path} holds nothing at physical offset {physical_offset}{why}")
         segment, buffer = there
         at = physical_offset - segment.start
         check = check_record(buffer, at, len(buffer), physical_offset, self._checksum)
@@ -931,8 +980,8 @@ class StoreReader:
         `start`: a word, a time, or (one queue) an offset; `stop`: the offset to end before, or None for the end as of
         now. With `follow` it waits for more, for ever; of several queues it then yields what has come, merged within
         each round. Where a writer has had to cut what a reader had seen already, following goes on there, and the log
-        says so. The same holds where retention overtakes the reader. An offset as `start` that is not there is an
-        OffsetOutOfRangeError.
+        says so. The same holds where retention overtakes the reader. Messages that cannot be read are passed over as by
+        `read`. An offset as `start` that is not there is an OffsetOutOfRangeError.
         """
         if queue_id is not None:
             queue = self._queue(topic, queue_id)

@@ -47,6 +47,11 @@ class Finding:
     length: int
     detail: str
 
+    @property
+    def place(self) -> str:
+        """The file and the position in it, for a message. Only the file if it is missing."""
+        return self.file if self.kind == "missing_segment" else f"{self.file} at byte {self.position}"
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON, under the same names."""
         return asdict(self)

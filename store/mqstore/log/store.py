@@ -335,6 +335,10 @@ class MessageStore(StoreWriter):
 
     def _load_queues(self) -> None:
         """Of a reader: find every queue, and what of it can be read."""
+        for problem in self._missing_in_front():  # no read comes there
+            file = f"commitlog/{os.path.basename(problem.file)}"
+            loss = Finding("missing_segment", file, 0, problem.length, problem.detail)
+            self._tell_lost(loss, "Its messages are passed over")
         self._queues.load(exact=not self.clean_shutdown)
         if self.clean_shutdown and self._have_queues_lost():
             _log.warning(

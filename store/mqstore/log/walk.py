@@ -16,6 +16,7 @@ damage everywhere, whatever the watermark says:
     unit points at a record that verifies      the message
     void unit                                  nothing: a record lost earlier, which was reported then
     record does not verify                     Finding bad_record, where in the commitlog
+    record in a file that is not there         Finding missing_segment, once for each file
     record below the log's first segment       nothing: retention took it, perhaps just now
     no unit, though later ones are there       Finding missing_units, where in the queue
 """
@@ -29,7 +30,9 @@ from operator import attrgetter
 import numpy as np
 
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
+from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.message import Message
+from mqstore.log.reader import LOST_SEGMENTS
 from mqstore.log.recovery import given_out
 from mqstore.log.report import Finding
 from mqstore.log.scanner import Bad, End, Good, scan_log
@@ -40,8 +43,6 @@ from mqstore.log.verify import Gap, Placed, Verifier
 __all__ = ["damage_at", "in_log_order", "walk_log", "walk_queue"]
 
 _STEP = 512
-_LOST_SEGMENTS = 1024
-"""A unit that points further behind the end of the log is a damaged one, and no sign of a lost record."""
 
 
 def walk_log(
@@ -115,7 +116,7 @@ def _lost_behind(store: MessageStore, verifier: Verifier, wanted: Callable[[str,
         if wanted is None or wanted(*queue.ref):
             first, seen = verifier.behind_last(queue)
             run = store._run
-            end = run.end + _LOST_SEGMENTS * run.segment_bytes
+            end = run.end + LOST_SEGMENTS * run.segment_bytes
             stop = given_out(queue, first, seen, end, run, store.manifest.checksum)
             if stop > first:
                 yield (*queue.ref, first, stop)
@@ -133,9 +134,10 @@ def walk_queue(
     queue = store._queue(topic, queue_id, 0)
     position = low if start is None else max(start, low)
     end = high if stop is None else min(stop, high)
+    missing: set[str] = set()
     while position < end:
         count = min(_STEP, end - position)
-        result = store.get(topic, queue_id, position, count)
+        result = store.get(topic, queue_id, position, count, tell=False)
         if result.status == "OFFSET_TOO_SMALL":  # retention went on meanwhile
             position = result.min_offset
             continue
@@ -148,24 +150,27 @@ def walk_queue(
         else:
             units = queue.units(position, after - position)
             front = store._find_front(queue)  # behind the look at the units: retention takes a record before its unit
-            yield from _with_gaps(store, topic, queue_id, position, messages, units, front)
+            yield from _with_gaps(store, queue, position, messages, units, front, missing)
         position = after
 
 
 def _with_gaps(
-    store: MessageStore, topic: str, queue_id: int, first: int, messages: list[Message], units: np.ndarray, front: int
+    store: MessageStore,
+    queue: ConsumeQueue,
+    first: int,
+    messages: list[Message],
+    units: np.ndarray,
+    front: int,
+    missing: set[str],
 ) -> Iterator[Message | Finding]:
     per = store.manifest.consumequeue_segment_bytes // UNIT_BYTES
-    size = store.manifest.commitlog_segment_bytes
     void = is_void(units).tolist()
     readable = {message.offset: message for message in messages}
     hole: list[int] = []
 
     def holes() -> Iterator[Finding]:
         if hole:
-            file = f"consumequeue/{topic}/{queue_id}/{hole[0] // per * per * UNIT_BYTES:020d}"
-            detail = f"offsets {hole[0]}..{hole[-1]}: no unit, though later ones are there"
-            yield Finding("missing_units", file, hole[0] % per * UNIT_BYTES, len(hole) * UNIT_BYTES, detail)
+            yield queue.missing_units(hole[0], hole[-1])
             hole.clear()
 
     for i, (physical, length, _) in enumerate(units.tolist()):
@@ -181,7 +186,9 @@ def _with_gaps(
         if slot in readable:
             yield readable[slot]
         elif not void[i] and not 0 <= physical < store.min_offset:
-            start = max(physical, 0) // size * size
-            detail = f"{topic}, queue {queue_id}, offset {slot}: the record does not verify"
-            yield Finding("bad_record", f"commitlog/{start:020d}", max(physical, 0) - start, length, detail)
+            loss = store.loss_at(physical, length, queue.ref, slot)
+            if loss.file not in missing:
+                yield loss
+            if loss.kind == "missing_segment":
+                missing.add(loss.file)
     yield from holes()

@@ -65,7 +65,8 @@ class SourceOptions:
     keys: tuple[str, ...] | None = None
     starting_offsets: Offsets | None = None
     """None: not said; a batch then begins at the earliest, a stream at the latest."""
-    ending_offsets: Offsets = "latest"
+    ending_offsets: Offsets | None = None
+    """None: not said; a batch then ends at the latest."""
     starting_timestamp_ms: int | None = None
     ending_timestamp_ms: int | None = None
     starting_group: str | None = None
@@ -101,8 +102,8 @@ class SourceOptions:
     def _check(self) -> None:
         if not self.paths:
             raise ConfigError(
-                "no store: give .load(PATH), or one of the options path, paths, pathsFile; to write, .save(PATH), as a "
-                "table by name (saveAsTable) has no place of its own"
+                "no store: give .load(PATH), or one of the options path, paths, pathsFile; to write, .save(PATH). A "
+                "table by name (CREATE TABLE) has no options in a query: use CREATE TEMPORARY VIEW"
             )
         wanted = {"subscribe": self.topics, "subscribePattern": self.topic_pattern, "assign": self.assign}
         given = [name for name, value in wanted.items() if value is not None]

@@ -527,46 +527,42 @@ class Counted:
 
     def __init__(self, options: SourceOptions, *, offsets: bool = True) -> None:
         """`offsets`: those that the options have are of queues which have to be there."""
-        self._left = [_Named("subscribe", None, topic, None) for topic in options.topics or ()]
+        self.missing = [_Named("subscribe", None, topic, None) for topic in options.topics or ()]
+        """What no store has that was looked at by now."""
         for topic, ids in (options.assign or {}).items():
-            self._left += [_Named("assign", None, topic, queue_id) for queue_id in ids]
+            self.missing += [_Named("assign", None, topic, queue_id) for queue_id in ids]
         by_time = options.starting_timestamp_ms is not None or options.starting_group is not None
         if offsets and not by_time:
-            self._left += _named_by("startingOffsets", options.starting_offsets)
+            self.missing += _named_by("startingOffsets", options.starting_offsets)
         if offsets and options.ending_timestamp_ms is None:
-            self._left += _named_by("endingOffsets", options.ending_offsets)
+            self.missing += _named_by("endingOffsets", options.ending_offsets)
         self._topics: set[tuple[str | None, str]] = set()
         """(store or None, topic) that are there."""
 
     def find(self, name: StoreName, store: MessageStore, queues: Iterable[ConsumeQueue]) -> None:
         """Strike off what this store has, of whose queues these had a message."""
-        if not self._left:
+        if not self.missing:
             return
         refs = {queue.ref for queue in queues}
         self._topics |= {(each, ref.topic) for ref in refs for each in (None, name.id)}
-        left = [each for each in self._left if not (_is_in(each, name) and _among(each, refs))]
+        left = [each for each in self.missing if not (_is_in(each, name) and _among(each, refs))]
         if any(_is_in(each, name) for each in left):
             table = open_parts(store).topics
             configs = {topic: config for topic in {each.topic for each in left} if (config := table.get(topic))}
             self._topics |= {(each, topic) for topic in configs for each in (None, name.id)}
             sizes = {topic: max(config.read_queues, config.write_queues) for topic, config in configs.items()}
             left = [e for e in left if not (_is_in(e, name) and (e.queue_id or 0) < sizes.get(e.topic, 0))]
-        self._left = left
+        self.missing = left
 
     def found_all(self, name: StoreName) -> None:
         """Of a store that is read by its log nobody knows the topics before they are read."""
-        self._left = [each for each in self._left if not _is_in(each, name)]
+        self.missing = [each for each in self.missing if not _is_in(each, name)]
 
-    def missing(self, *but: str) -> list[_Named]:
-        """What no store has, without what these options name."""
-        return [each for each in self._left if each.option not in but]
-
-    def check(self, remedy: str, *but: str) -> None:
+    def check(self, remedy: str) -> None:
         """TopicNotFoundError for what is `missing`."""
-        missing = self.missing(*but)
-        if missing:
-            option, store = missing[0].option, missing[0].store
-            same = [self._said(each) for each in missing if (each.option, each.store) == (option, store)]
+        if self.missing:
+            option, store = self.missing[0].option, self.missing[0].store
+            same = [self._said(each) for each in self.missing if (each.option, each.store) == (option, store)]
             who = "no store has" if store is None else f"store {store!r} has not"
             raise TopicNotFoundError(
                 f"{who} the topic {'; '.join(dict.fromkeys(same))}, which option {option} names ({remedy})"
@@ -696,7 +692,7 @@ def _wanted_part(
     ref, bounds = queue.ref, bounds_of(store, queue, options)
     low, high = bounds.low, bounds.high
     start = starts.of(queue, bounds)
-    stop = _asked(options.ending_offsets, name.id, ref, -1, starts.several)
+    stop = _asked(options.ending_offsets or "latest", name.id, ref, -1, starts.several)
     if options.ending_timestamp_ms is not None:
         stop = store.offset_at(*ref, options.ending_timestamp_ms)
     stop = {-2: low, -1: high}.get(stop, stop)

@@ -86,8 +86,8 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
     """The stores as they are now, each opened and closed again. `first`: and where a new stream begins.
 
     ConfigError, OffsetOutOfRangeError for a start that is gone; with `first` NotAStoreError for a store that is not
-    there and TopicNotFoundError for a queue that `assign` or the offsets name and no store has, unless data loss is
-    allowed: later what is absent is for `advance` to judge. A topic that is only subscribed to may come yet.
+    there and TopicNotFoundError for a topic or queue that the options name and no store has, unless data loss is
+    allowed: later what is absent is for `advance` to judge.
     """
     names = stores_of(options)
     by_log = options.scan == "log"
@@ -129,10 +129,11 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
 
 
 def _tell_missing(options: SourceOptions, counted: Counted) -> None:
-    """TopicNotFoundError for topics and queues that the options count on; a warning for those that may come yet."""
+    """TopicNotFoundError for topics and queues that the options name and no store has. If data loss is allowed, a
+    warning: they may come yet."""
     if options.fail_on_data_loss:
-        counted.check("failOnDataLoss=false waits for it", "subscribe")
-    if missing := sorted({each.topic for each in counted.missing()}):
+        counted.check("failOnDataLoss=false waits for it, and so does subscribePattern")
+    if missing := sorted({each.topic for each in counted.missing}):
         names = ", ".join(map(repr, missing))
         warn_once(f"no store has the topic {names}: the stream waits for it; see that it is spelled right")
 
@@ -270,6 +271,8 @@ class StreamProgress:
         self._target: Offsets | None = None
         self._last: Offsets = {}
         self._published: dict[str, dict[tuple[str, int], int]] = {}
+        self._done: Offsets | None = None
+        """The offsets of the last call of `_publish`."""
 
     def initial(self) -> dict[str, Any]:
         """Where a new stream begins; the same however often it is asked for in a run. As `look`."""
@@ -300,9 +303,13 @@ class StreamProgress:
         """The offset that the next batch ends at; `start` itself if there is nothing new. None for `start`: that of the
         last call, for a Spark that does not say.
 
+        Spark asks when the batch that ended at `start` is done, so `start` is committed, as by `commit`.
+
         Raises for lost messages, as the module has it; ConfigError for a `start` of another kind of stream.
         """
         begin = self._last if start is None else self._decode(start)
+        if start is not None:
+            self._publish(begin)
         if self._pin:
             self._pin = False
             if self._initial == begin:
@@ -352,12 +359,15 @@ class StreamProgress:
     def commit(self, end: dict[str, Any]) -> None:
         """Everything before `end` is processed: tell the stores, if a group was named, of the queues that the options
         name: of others nothing is read, so they would lag for good. ConfigError for a store that cannot be told."""
+        self._publish(self._decode(end))
+
+    def _publish(self, done: Offsets) -> None:
         group = self._options.commit_group
-        if group is None:
+        if group is None or done == self._done:
             return
         admits = _admits(self._options)
         by_store: dict[str, dict[tuple[str, int], int]] = {}
-        for key, offset in self._decode(end).items():
+        for key, offset in done.items():
             if admits(key):
                 by_store.setdefault(key.store, {})[key.topic, key.queue_id] = offset
         for name in stores_of(self._options):
@@ -373,6 +383,7 @@ class StreamProgress:
                         "the user that Spark runs as write in config/spark, or leave the option out"
                     ) from error
                 self._published[name.id] = offsets
+        self._done = done
 
     def _encode(self, offsets: Offsets) -> dict[str, Any]:
         return encode_offset(offsets, by_log=self._by_log)

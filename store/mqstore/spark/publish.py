@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ from mqstore.errors import (
 from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import decode_json, encode_json, load_json, read_json, save_json
-from mqstore.files.lock import WriterLock
+from mqstore.files.lock import WriterLock, refuse_beside_writer, writer_alive
 from mqstore.layout.record import BLANK_BYTES
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.inbox import check_highest, topics_entered
@@ -83,6 +84,7 @@ __all__ = [
     "Commit",
     "Published",
     "abort",
+    "check_lock",
     "clean_target",
     "commit",
     "make_member",
@@ -97,6 +99,7 @@ _INBOX: Final = "inbox"
 _OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak", SET_FILE + ".tmp"})
 _SEGMENT_BYTES = 64 << 20
 _PAGE = 4096
+_LOCK_POLL_S = 0.05
 _LOOK: Final = (
     "Look whether the messages are in before they are written again; with txnAppId and txnVersion they are not written "
     "twice"
@@ -196,6 +199,19 @@ def plan_target(options: SinkOptions) -> Plan:
             max_record_bytes=largest,
         )
         return Plan(rules, manifest.profile)
+
+
+def check_lock(options: SinkOptions) -> None:
+    """Wait until nobody has the target open for writing, at most `lockTimeout`. Takes no lock.
+
+    Raises StoreLockedError, as `commit` would. Only for target=store.
+    """
+    until = time.monotonic() + options.lock_timeout_s
+    with _waiting(Path(options.path), options):
+        while options.target == "store" and writer_alive(options.path):
+            if time.monotonic() >= until:
+                refuse_beside_writer(options.path)
+            time.sleep(_LOCK_POLL_S)
 
 
 def _rule(config: TopicConfig) -> TopicRule:

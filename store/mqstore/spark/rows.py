@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.errors import CorruptStoreError
-from mqstore.layout.consumequeue import UNIT_BYTES, UNIT_DTYPE, is_void
+from mqstore.layout.consumequeue import UNIT_DTYPE, is_void
 from mqstore.layout.dispatch import is_listed
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.record import (
@@ -37,6 +37,7 @@ from mqstore.layout.record import (
     check_record,
 )
 from mqstore.layout.scan import Headers, find_next, gather, ordinary_bodies, topic_is, verify, walk
+from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding
@@ -78,8 +79,8 @@ class Policy:
         """Raise CorruptStoreError, or count."""
         if self.on_corrupt == "fail":
             raise CorruptStoreError(
-                f"{finding.file} at byte {finding.position}: {finding.detail} (onCorrupt 'skip' leaves such messages "
-                "out, 'keep' gives a row that says so; see also `mqstore verify`)",
+                f"{finding.kind}: {finding.place}: {finding.detail} (onCorrupt 'skip' leaves such messages out, 'keep' "
+                "gives a row that says so; see also `mqstore verify`)",
                 finding.file,
                 finding.position,
             )
@@ -245,7 +246,7 @@ def queue_batches(
                 count = int(np.argmax(~live & ~gone)) or count
             else:
                 count = int(np.argmax(live)) or count
-                yield from _holes(store, topic, queue_id, slots[:count], policy)
+                yield from _holes(queue, slots[:count], policy)
             policy.removed += int(gone[:count].sum())
             units, slots, live = units[:count], slots[:count], live[:count]
             physical, sizes, codes = physical[:count], sizes[:count], codes[:count]
@@ -330,18 +331,14 @@ def _joined(pieces: Iterator[Piece], policy: Policy, enough: int = _ENOUGH_ROWS)
         yield group
 
 
-def _holes(store: MessageStore, topic: str, queue_id: int, slots: _Int64s, policy: Policy) -> Iterator[list[Piece]]:
+def _holes(queue: ConsumeQueue, slots: _Int64s, policy: Policy) -> Iterator[list[Piece]]:
     """Units that are not there, though later ones are."""
-    if not len(slots):
-        return
-    per = store.manifest.consumequeue_segment_bytes // UNIT_BYTES
     for slot in slots.tolist():
-        file = f"consumequeue/{topic}/{queue_id}/{slot // per * per * UNIT_BYTES:020d}"
-        detail = f"{topic}, queue {queue_id}, offset {slot}: no unit, though later ones are there"
-        policy.damage(Finding("missing_units", file, slot % per * UNIT_BYTES, UNIT_BYTES, detail))
+        finding = queue.missing_units(slot, slot)
+        policy.damage(finding)
         if policy.on_corrupt == "keep":
-            one = np.full(1, -1, np.int64)
-            yield [Piece(topic, queue_id, np.full(1, slot), one, one, None, bad=np.ones(1, np.bool_), errors=[detail])]
+            one, bad = np.full(1, -1, np.int64), np.ones(1, np.bool_)
+            yield [Piece(*queue.ref, np.full(1, slot), one, one, None, bad=bad, errors=[finding.detail])]
 
 
 def _looked_up(
@@ -425,8 +422,11 @@ def _checked(
         errors = []
         for row in np.flatnonzero(bad).tolist():
             slot, physical, size = int(piece.slots[row]), int(piece.physical[row]), int(piece.sizes[row])
-            errors.append(f"{piece.topic}, queue {piece.queue_id}, offset {slot}: the record does not verify")
-            policy.damage(_in_log(store, "bad_record", physical, size, errors[-1]))
+            assert piece.topic is not None
+            assert piece.queue_id is not None
+            finding = store.loss_at(physical, size, QueueRef(piece.topic, piece.queue_id), slot)
+            errors.append(finding.detail)
+            policy.damage(finding)
         piece.bad, piece.errors = bad, errors
         if policy.on_corrupt != "keep":
             piece = piece.sound()
@@ -479,12 +479,6 @@ def _put_together(
     moved = np.zeros(len(positions), np.int64)
     moved[rows] = np.frombuffer(offsets, np.int32, len(rows) + 1)[:-1]
     return data.to_pybytes(), moved
-
-
-def _in_log(store: MessageStore, kind: Literal["bad_record"], physical: int, size: int, detail: str) -> Finding:
-    segment = store.manifest.commitlog_segment_bytes
-    start = physical // segment * segment
-    return Finding(kind, f"commitlog/{start:020d}", physical - start, size, detail)
 
 
 # -- log scan ----------------------------------------------------------------------------------------------------------
@@ -640,7 +634,11 @@ def _led_to(windows: Windows, first: int, low: int, last: int, checksum: Checksu
 def _no_record(
     store: MessageStore, window: Window, start: int, end: int, detail: str, policy: Policy
 ) -> Iterator[tuple[Window, Finding]]:
-    finding = _in_log(store, "bad_record", start, end - start, f"{end - start} bytes hold no record: {detail}")
+    size = store.manifest.commitlog_segment_bytes
+    missing = store.missing_segment(start)
+    file, position = missing or f"commitlog/{start - start % size:020d}", start % size
+    kind: Literal["missing_segment", "bad_record"] = "bad_record" if missing is None else "missing_segment"
+    finding = Finding(kind, file, position, end - start, f"{end - start} bytes hold no record: {detail}")
     policy.damage(finding)
     if policy.on_corrupt == "keep":
         yield window, finding

@@ -45,7 +45,7 @@ from pyspark.sql.types import (
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.spark.encode import Encoder
 from mqstore.spark.inputs import check_columns
-from mqstore.spark.publish import Commit, Plan, abort, commit, make_member, plan_target
+from mqstore.spark.publish import Commit, Plan, abort, check_lock, commit, make_member, plan_target
 from mqstore.spark.sinkoptions import APP_NAME, SinkOptions
 from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
 from mqstore.spark.telling import plain_errors
@@ -76,9 +76,15 @@ def batch_writer(
     given: Mapping[str, str], schema: StructType, overwrite: bool, *, arrow: bool = True
 ) -> DataSourceWriter:
     """The writer of a job. ConfigError for options, columns or a target that do not fit. Without `arrow` it is given
-    rows, one by one, as a Spark that has no Arrow writers gives them."""
+    rows, one by one, as a Spark that has no Arrow writers gives them.
+
+    StoreLockedError if the target is locked: else the commit would find out, after all tasks. The writer of a stream
+    does not look, for Spark makes it once more for each commit and abort.
+    """
     options = _checked(given, schema, overwrite)
-    write = _Write(options, _planned(options), overwrite, f"job-{uuid.uuid4().hex}", schema)
+    plan = _planned(options)
+    check_lock(options)
+    write = _Write(options, plan, overwrite, f"job-{uuid.uuid4().hex}", schema)
     return _ArrowWriter(write) if arrow else _RowWriter(write)
 
 

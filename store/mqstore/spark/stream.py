@@ -9,6 +9,7 @@ What of Spark's behaviour this leans on, none of it documented, each with a test
 - A first `latestOffset` that returns `start` makes a batch all the same, an empty one, and it is logged.
 - A logged batch is planned again with the same `end`, without a call of `latestOffset`.
 - Offsets are compared as text.
+- `latestOffset` is asked for with the end of a batch as `start` once that batch is done, also at the end of a run.
 - `commit` of a batch comes with the planning of the next; that of a run's last batch in the next run.
 - `stop` does not come after a normal end. Nothing durable happens there.
 - What `streamReader` raises comes last, or not at all: Spark trips over the reader that it does not have, and tells of

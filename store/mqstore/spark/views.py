@@ -58,7 +58,7 @@ def view_stores(options: SourceOptions) -> list[StoreName]:
     if options.view in _BY_QUEUE and options.fail_on_data_loss:
         counted = Counted(options)
         for name in names:
-            if counted.missing():  # opening them all is work
+            if counted.missing:  # opening them all is work
                 with open_store(name) as store:
                     counted.find(name, store, queues_of(store))
         counted.check("failOnDataLoss=false reads what there is")
