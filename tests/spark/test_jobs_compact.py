@@ -21,7 +21,7 @@ from mqstore.spark import publish
 from mqstore.spark.jobs import keyed
 from mqstore.spark.jobs.compact import compact, compact_plan
 from mqstore.spark.jobs.dedup import dedup, dedup_plan
-from mqstore.spark.jobs.shape import select
+from mqstore.spark.selection import select
 from tests.spark.copies import Copy, Queues, joined, killed_once_recorded, members, messages, tree
 from tests.spark.support import Odd, many, write_store
 

@@ -13,9 +13,9 @@ import pytest
 
 from mqstore import MessageStore
 from mqstore.errors import ConfigError, InvalidMessageError
+from mqstore.jobs.export import export_parquet
 from mqstore.spark import publish
 from mqstore.spark.jobs import importing
-from mqstore.spark.jobs.export import export_parquet
 from mqstore.spark.jobs.importing import import_plan, import_rows
 from tests.spark.copies import joined, killed_once_recorded, members, messages, tree
 from tests.spark.support import many, write_store
@@ -90,7 +90,7 @@ def test_a_large_file_is_cut_at_row_groups_and_files_follow_each_other(
 
 def test_what_was_exported_is_imported_as_it_was(tmp_path: Path) -> None:
     source = write_store(tmp_path / "s", many(40))
-    export_parquet(None, source, tmp_path / "lake", topics=["t", "orders"])
+    export_parquet(source, tmp_path / "lake", topics=["t", "orders"])
 
     import_rows(None, tmp_path / "lake", tmp_path / "t", validate=False, queues=2)
 
@@ -345,7 +345,7 @@ def test_without_a_place_for_them_the_first_refused_row_ends_it_and_leaves_nothi
 
 def test_a_remedy_is_called_as_an_import_calls_it(tmp_path: Path) -> None:
     """The command was told of an option of Spark's sink, which it does not have."""
-    export_parquet(None, write_store(tmp_path / "s", many(8)), tmp_path / "out", topics="t")
+    export_parquet(write_store(tmp_path / "s", many(8)), tmp_path / "out", topics="t")
     with pytest.raises(InvalidMessageError, match=r"or validate=False \(--no-validate\); refused=DIR"):
         import_rows(None, tmp_path / "out", tmp_path / "t")
 

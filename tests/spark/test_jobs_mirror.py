@@ -18,7 +18,7 @@ from mqstore.files.lock import WriterLock
 from mqstore.spark import publish
 from mqstore.spark.jobs import mirror as module
 from mqstore.spark.jobs.mirror import mirror, mirror_plan
-from mqstore.spark.jobs.shape import select
+from mqstore.spark.selection import select
 from tests.spark.copies import joined, killed_once_recorded, members, messages, tree
 from tests.spark.support import Odd, crashed_store, many, write_store
 from tests.tools.brokers import broker

@@ -16,15 +16,15 @@ from mqstore.broker.names import is_system_topic
 from mqstore.broker.parts import open_parts
 from mqstore.broker.selection import group_queue
 from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError, NotPermittedError, TopicNotFoundError
+from mqstore.jobs.export import export_parquet
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.spark import publish
 from mqstore.spark.jobs.compact import compact
 from mqstore.spark.jobs.dedup import dedup
-from mqstore.spark.jobs.export import export_parquet
 from mqstore.spark.jobs.replay import replay, replay_plan
 from mqstore.spark.jobs.rewrite import Pace
-from mqstore.spark.jobs.shape import select
+from mqstore.spark.selection import select
 from tests.conftest import GoldenStore
 from tests.spark.copies import Copy, Queues, fail, joined, killed_once_recorded, members, messages, tree
 from tests.spark.support import Odd, crashed_store, many, odd_records, write_store

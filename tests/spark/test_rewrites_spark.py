@@ -11,14 +11,14 @@ import pytest
 
 from mqstore import MessageStore
 from mqstore.errors import InvalidMessageError
+from mqstore.jobs.resend import dlq_resend
 from mqstore.layout.properties import encode_properties
 from mqstore.spark.jobs.compact import compact
 from mqstore.spark.jobs.dedup import dedup
 from mqstore.spark.jobs.importing import import_rows
 from mqstore.spark.jobs.mirror import mirror
 from mqstore.spark.jobs.replay import replay
-from mqstore.spark.jobs.resend import dlq_resend
-from mqstore.spark.jobs.shape import Selection, select
+from mqstore.spark.selection import Selection, select
 from tests.spark.copies import joined, members, messages
 from tests.spark.support import Odd, many, write_store
 
@@ -89,8 +89,8 @@ def test_dead_letters_are_sent_again_once(spark: Any, tmp_path: Path) -> None:
         for name in ("x", "y")
     }
 
-    assert dlq_resend(spark, paths).resent == 2
-    assert dlq_resend(spark, paths).resent == 0
+    assert dlq_resend(paths, spark=spark).count == 2
+    assert dlq_resend(paths, spark=spark).count == 0
 
     for path in paths.values():
         assert sorted(copy.body for key, found in messages(path).items() if key[0] == "t" for copy in found) == [

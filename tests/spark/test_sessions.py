@@ -29,14 +29,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _SCRIPT = """
 import sys
 sys.path[:0] = {paths!r}
-from mqstore.spark import session, traffic_report
+from mqstore.jobs import traffic_report
+from mqstore.spark import session
 from mqstore.spark.shipping import ship
 conf = {{"spark.master": "local[1]", "spark.driver.memory": "512m", "spark.sql.shuffle.partitions": "1"}}
 spark = session("mine", conf)
 assert spark.conf.get("spark.sql.session.timeZone") == "UTC"
 assert spark.sparkContext.uiWebUrl is None
 shipped = ship(spark.sparkContext)
-total = traffic_report(spark, {store!r}, topics="orders", top=0).total.messages
+total = traffic_report({store!r}, spark=spark, topics="orders", top=0).total.messages
 print("found", shipped, total)
 spark.stop()
 """

@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from mqstore import MessageStore
+from mqstore.jobs.resend import ResendReport
 from mqstore.spark.jobs.compact import CompactReport
 from mqstore.spark.jobs.importing import ImportReport
 from mqstore.spark.jobs.mirror import MirrorReport
-from mqstore.spark.jobs.resend import ResendReport
 from mqstore.spark.jobs.rewrite import RewriteReport
 from tests.spark.copies import fail, members, messages, tree
 from tests.spark.support import many, write_store

@@ -37,6 +37,8 @@ COMMANDS = (
     "groups",
     "offsets",
     "lag",
+    "traffic",
+    "trace",
     "delay",
     "dlq",
     "spark",

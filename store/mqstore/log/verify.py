@@ -3,7 +3,7 @@
 Reads only, and never trusts: what is found is yielded as `Finding`s, in the order log, queues, index, JSON. `mqstore
 verify` prints them, tests assert on them, `mqstore recover` mends what they name.
 
-`Verifier.findings` takes the steps one after the other. Who has a log read in pieces (`mqstore.spark.jobs.verify`)
+`Verifier.findings` takes the steps one after the other. Who has a log read in pieces (`mqstore.jobs.verifying`)
 takes them by hand: what can be told of a piece alone (`compare`, `wanted_of`) is told there, what takes the order of
 the log (`units`, `straight`) afterwards.
 """

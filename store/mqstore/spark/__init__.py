@@ -10,7 +10,8 @@
     copying   stored records as records of another store
     java      where a Java for Spark is
     sessions  a session with settings that suit
-    jobs      ready-made pipelines, each with a command: export, lag, traffic, trace, ...
+    selection which messages of which stores, for jobs and queries
+    queries   stores as views of SQL
 
 Reads stores without a lock and without a trace. This module imports nothing heavy: Spark's workers import it to find
 the data source, and `Store.to_arrow` to find the reader.
@@ -26,30 +27,19 @@ if TYPE_CHECKING:
 
     from mqstore.spark.jobs.compact import compact
     from mqstore.spark.jobs.dedup import dedup
-    from mqstore.spark.jobs.dlq import dlq_report
-    from mqstore.spark.jobs.export import export_parquet
     from mqstore.spark.jobs.importing import import_rows
-    from mqstore.spark.jobs.lag import lag_report
     from mqstore.spark.jobs.mirror import mirror
     from mqstore.spark.jobs.replay import replay
-    from mqstore.spark.jobs.resend import dlq_resend
-    from mqstore.spark.jobs.shape import select
-    from mqstore.spark.jobs.sql import create_views, sql
-    from mqstore.spark.jobs.trace import trace
-    from mqstore.spark.jobs.traffic import traffic_report
-    from mqstore.spark.jobs.verify import verify
     from mqstore.spark.ordering import ordered
+    from mqstore.spark.queries import create_views, sql
+    from mqstore.spark.selection import select
     from mqstore.spark.sessions import session
 
 __all__ = [
     "compact",
     "create_views",
     "dedup",
-    "dlq_report",
-    "dlq_resend",
-    "export_parquet",
     "import_rows",
-    "lag_report",
     "mirror",
     "ordered",
     "register",
@@ -57,29 +47,19 @@ __all__ = [
     "select",
     "session",
     "sql",
-    "trace",
-    "traffic_report",
-    "verify",
 ]
 
 _LAZY: Final = {
     "compact": "mqstore.spark.jobs.compact",
-    "create_views": "mqstore.spark.jobs.sql",
+    "create_views": "mqstore.spark.queries",
     "dedup": "mqstore.spark.jobs.dedup",
-    "dlq_report": "mqstore.spark.jobs.dlq",
-    "dlq_resend": "mqstore.spark.jobs.resend",
-    "export_parquet": "mqstore.spark.jobs.export",
     "import_rows": "mqstore.spark.jobs.importing",
-    "lag_report": "mqstore.spark.jobs.lag",
     "mirror": "mqstore.spark.jobs.mirror",
     "ordered": "mqstore.spark.ordering",
     "replay": "mqstore.spark.jobs.replay",
-    "select": "mqstore.spark.jobs.shape",
+    "select": "mqstore.spark.selection",
     "session": "mqstore.spark.sessions",
-    "sql": "mqstore.spark.jobs.sql",
-    "trace": "mqstore.spark.jobs.trace",
-    "traffic_report": "mqstore.spark.jobs.traffic",
-    "verify": "mqstore.spark.jobs.verify",
+    "sql": "mqstore.spark.queries",
 }
 """Where a name is, that is imported when it is first asked for."""
 

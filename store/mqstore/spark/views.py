@@ -16,10 +16,10 @@ from mqstore.broker.parts import open_parts
 from mqstore.errors import NotAStoreError
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.commitlog import QueueRef
+from mqstore.log.ranges import verified_ranges
 from mqstore.log.scanner import Good, scan_log
 from mqstore.log.store import MessageStore
 from mqstore.spark.columns import ColumnReader
-from mqstore.spark.jobs.verify import verified_ranges
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import Counted, StoreName, is_wanted, open_store, queues_of, stores_of
 from mqstore.spark.tally import Tally

@@ -11,10 +11,6 @@ __all__ = ["COMMANDS", "spark"]
 
 COMMANDS = (
     "export",
-    "lag",
-    "traffic",
-    "trace",
-    "dlq",
     "verify",
     "replay",
     "mirror",
@@ -52,9 +48,7 @@ class _LazyJobs(click.Group):
     epilog="""\b
 Examples:
   mqstore spark export var/mq lake/mq --dry-run
-  mqstore spark lag 'fleet/*' --max-lag 100000 --json
-  mqstore spark traffic 'fleet/*' --from 24h --plot traffic.svg
-  mqstore spark sql var/mq "select topic, count(*) from messages group by topic"
+  mqstore spark sql var/mq "select topic, count(*) from messages group by topic" --json
 
 \b
 Exit codes: 0 done, 1 findings, 2 wrong usage, 3 no Java or no pyspark, or a store that cannot be read.

@@ -17,26 +17,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
 from mqstore import ConfigError
-from mqstore_tools.opened import is_age, moment
-from mqstore_tools.render import console, note, print_json, progress, show_bytes, table
+from mqstore_tools.many import bound, duration, names, pairs, usable
+from mqstore_tools.opened import is_age
+from mqstore_tools.render import console, print_json, progress, show_bytes, table
 from mqstore_tools.shared import json_option
 
 __all__ = [
     "Bound",
     "Given",
     "bound",
-    "check_plot",
     "duration",
     "job_options",
     "names",
-    "plot_option",
-    "save_plot",
     "spark_errors",
     "usable",
 ]
@@ -54,32 +51,12 @@ class Bound:
 
     @property
     def moves(self) -> bool:
-        """It is an age: the same words mean another time in the next run."""
+        """Return True if it is an age: the same words mean another time in the next run."""
         return is_age(self.text)
 
 
-def bound(value: Any) -> Bound:
-    """The type of an option: a queue offset, or a time as `moment` has it."""
-    if isinstance(value, Bound):
-        return value
-    return Bound(value, int(value) if value.isdecimal() else moment(value))
-
-
-def duration(value: Any) -> float:
-    """The type of an option: a length of time, in seconds."""
-    if isinstance(value, float):
-        return value
-    with usable():
-        from mqstore.spark.optiontable import duration_s
-    try:
-        return duration_s(value)
-    except ValueError as error:
-        raise click.BadParameter(f"{value!r} is {error}; as in 36h") from error
-
-
-def names(value: str | None) -> tuple[str, ...] | None:
-    """Names separated by commas; None for an option that was not given."""
-    return None if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
+def _bound(value: Any) -> Bound:
+    return value if isinstance(value, Bound) else Bound(value, bound(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +75,16 @@ class Given:
     json_output: bool
 
     def select(self, **options: str) -> Any:
-        """The messages that are meant, as `mqstore.spark.jobs.shape.select` has it. ConfigError."""
+        """The messages that are meant, as `mqstore.spark.selection.select` has it. ConfigError."""
         with usable():
-            from mqstore.spark.jobs.shape import select
+            from mqstore.spark.selection import select
         return select(
             self.stores,
             topics=self.topics,
             start=None if self.start is None else self.start.at,
             stop=None if self.stop is None else self.stop.at,
             where=self.where,
-            options={**options, **_pairs("--option", self.options)},
+            options={**options, **pairs("--option", self.options)},
         )
 
     def print_plan(self, plan: Any) -> None:
@@ -122,7 +99,7 @@ class Given:
     @contextmanager
     def session(self) -> Iterator[Any]:
         """A session that ends with the command; None for `--master none`. SparkMissingError."""
-        conf = _pairs("--conf", self.conf)
+        conf = pairs("--conf", self.conf)
         if self.master == _NO_SPARK:
             yield None
             return
@@ -142,15 +119,6 @@ class Given:
 
 
 @contextmanager
-def usable() -> Iterator[None]:
-    """Around the import of a job: a package that is missing is wrong usage, and the text says what to install."""
-    try:
-        yield
-    except ImportError as error:
-        raise click.UsageError(str(error)) from error
-
-
-@contextmanager
 def spark_errors() -> Iterator[None]:
     """Around what a query can do wrong: the first line of what Spark says of it, which is wrong usage, and no trace."""
     try:
@@ -161,46 +129,6 @@ def spark_errors() -> Iterator[None]:
             raise
         said = str(error).strip().split("\n\nJVM stacktrace", 1)[0].splitlines()
         raise ConfigError(said[0] if said else repr(error)) from error
-
-
-plot_option = click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also draw it to this file, PNG, SVG or PDF by its name (pip install 'mqstore[plot]').",
-)
-
-
-def check_plot(path: Path | None) -> None:
-    """Whether the plot that was asked for can be drawn: better known before a job than after it."""
-    if path is not None:
-        with usable():
-            from mqstore.spark.jobs import plot
-
-            plot.check_plot(path)
-
-
-def save_plot(kind: Literal["lag", "traffic"], report: Any, path: Path | None) -> None:
-    """Draw a report, if a plot was asked for."""
-    if path is None:
-        return
-    from mqstore.spark.jobs import plot
-
-    if kind == "lag":
-        plot.plot_lag(report, path)
-    else:
-        plot.plot_traffic(report, path)
-    note(f"drawn to {path}")
-
-
-def _pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for text in given:
-        name, separator, value = text.partition("=")
-        if not separator or not name:
-            raise click.UsageError(f"{option} {text!r} is not NAME=VALUE")
-        found[name] = value
-    return found
 
 
 _OPTIONS = (
@@ -216,12 +144,12 @@ _OPTIONS = (
     click.option(
         "--from",
         "start",
-        type=bound,
+        type=_bound,
         metavar="WHERE",
         help="Begin at this queue offset of each queue, at this time (UTC unless it says otherwise), or so long ago "
         "(36h).",
     ),
-    click.option("--to", "stop", type=bound, metavar="WHERE", help="End before it, likewise."),
+    click.option("--to", "stop", type=_bound, metavar="WHERE", help="End before it, likewise."),
     click.option("--where", metavar="SQL", help="Only messages whose properties fulfil this SQL92 expression."),
     click.option(
         "--option",

@@ -51,20 +51,15 @@ def export(given: Given, dest: str, columns: str | None, partition_by: str, comp
     Each run adds a folder `export=N` as a whole, and notes where it ended in each queue: the next one begins there.
     """
     with usable():
-        from mqstore.spark.jobs.export import check_export, export_parquet, export_plan
+        from mqstore.jobs import export_parquet
     chosen = given.select()
     parts, picked = names(partition_by) or (), names(columns)
     transaction = None if txn is None else _transaction(txn)
-    if given.dry_run:
-        plan = export_plan(chosen, dest, columns=picked, partition_by=parts, compression=compression)
-        given.print_plan(plan)
-        return
-    check_export(chosen, dest, columns=picked, partition_by=parts, compression=compression)
     with given.running("exporting") as (spark, report):
         done = export_parquet(
-            spark,
             chosen,
             dest,
+            spark=spark,
             columns=picked,
             partition_by=parts,
             compression=compression,

@@ -43,13 +43,10 @@ def verify(given: Given, no_index: bool, max_errors: int) -> None:
     docs/recovery.md tells what each finding means. Whole logs are read: topics, bounds and --where are refused.
     """
     with usable():
-        from mqstore.spark.jobs import verify as job
+        from mqstore.jobs import verify as job
     chosen = given.select()
-    if given.dry_run:
-        given.print_plan(job.plan_verify(chosen))
-        return
     with given.running("verifying") as (spark, report):
-        found = job.verify(spark, chosen, deep=not no_index, max_errors=max_errors, progress=report)
+        found = job(chosen, spark=spark, deep=not no_index, max_errors=max_errors, progress=report)
     if given.json_output:
         print_json(found.to_dict())
     else:

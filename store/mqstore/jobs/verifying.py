@@ -18,22 +18,18 @@ Reads only, takes no lock, and may run beside a writer. Knows no Spark: `shape.r
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
+from typing import Any, Protocol, TypeVar
 
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.lock import writer_alive
-from mqstore.layout.dispatch import Rows
-from mqstore.log.report import Finding
-from mqstore.log.scanner import Bad, End, Good, scan_segment, until_torn
-from mqstore.log.store import MessageStore
-from mqstore.log.verify import Gap, IndexTally, Verifier, Wanted
-from mqstore.spark.jobs.ranges import (
+from mqstore.jobs.runner import Progress, Runner
+from mqstore.log.ranges import (
     MAX_ERRORS,
     RANGE_BYTES,
     LogRange,
@@ -41,26 +37,30 @@ from mqstore.spark.jobs.ranges import (
     RangeResult,
     SegmentParts,
     Stitcher,
-    bundles,
+    check_range,
     cut_ranges,
     is_straight,
-    read_range,
 )
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, join, run, select, tasks_for
+from mqstore.log.report import Finding
+from mqstore.log.scanner import Bad, End, Good, scan_segment, until_torn
+from mqstore.log.store import MessageStore
+from mqstore.log.verify import Gap, IndexTally
 from mqstore.spark.plan import StoreName, open_store
+from mqstore.spark.selection import Selection, Shaped, Stores, select
 
 __all__ = [
     "LostOffsets",
     "VerifiedStore",
     "VerifyFinding",
     "VerifyReport",
-    "check_range",
-    "plan_verify",
-    "verified_ranges",
     "verify",
 ]
 
 
+TASK_BYTES = 1 << 30
+"""Most that a task reads: so much is read anew when one is lost."""
+_STORE_BYTES = 1 << 20
+"""What opening a store weighs."""
 _JOINED_FASTER = 16
 """Times that a range in order is joined faster than it is read, at least."""
 
@@ -122,46 +122,53 @@ class VerifyReport(Shaped):
 
 
 def verify(
-    spark: object,
     stores: Stores | Selection,
     *,
+    jobs: int = 1,
+    spark: Any = None,
+    progress: Progress | None = None,
     deep: bool = True,
     range_bytes: int = RANGE_BYTES,
     max_errors: int = MAX_ERRORS,
-    progress: Progress | None = None,
 ) -> VerifyReport:
     """Check every record, unit, index entry and JSON file of `stores`, checksums included. Changes nothing.
 
-    `spark`: a session, or None to do it here. `deep` False leaves the index out. A store that cannot be opened is told
-    in its row, and the others are checked. Raises ConfigError; spark.md B7, B8.
+    `deep` False leaves the index out. A store that cannot be opened is named in its row, and the others are checked.
+    `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError.
     """
     chosen = _whole_stores(stores)
     if max_errors < 1:
         raise ConfigError(f"max_errors={max_errors} would tell nothing of what is found; give at least 1")
     names = chosen.stores()
     ranges, files, ends, errors = _cut(names, range_bytes, deep)
-    number = tasks_for(spark)
-    tasks: list[_Task] = [*bundles(ranges, number, range_bytes), *bundles(files, number)]
-    outcomes = run(spark, tasks, partial(_read, deep=deep, max_errors=max_errors), progress, "mqstore verify: ranges")
-    found: dict[StoreName, list[_Outcome]] = {name: [] for name in names if name not in errors}
-    for outcome in (each for task in outcomes for each in task):
-        if outcome.error is not None:
-            errors.setdefault(outcome.store, outcome.error)
-        else:
-            found[outcome.store].append(outcome)
-    jobs = [
-        _Joining(name, deep, max_errors, parts, ends.get(name)) for name, parts in found.items() if name not in errors
-    ]
-    joined = join(spark, bundles(jobs, number), _join, "mqstore verify: stores")
-    return _report(names, {each.name: each for each in joined}, errors)
+    with Runner(jobs, spark, progress) as runner:
+        tasks = [*bundles(ranges, runner.pieces, range_bytes), *bundles(files, runner.pieces)]
+        outcomes = runner.run(tasks, partial(_read, deep=deep, max_errors=max_errors), "mqstore verify: ranges")
+        found: dict[StoreName, list[_Outcome]] = {name: [] for name in names if name not in errors}
+        for outcome in (each for task in outcomes for each in task):
+            if outcome.error is not None:
+                errors.setdefault(outcome.store, outcome.error)
+            else:
+                found[outcome.store].append(outcome)
+        joins = [
+            _Joining(name, deep, max_errors, parts, ends.get(name))
+            for name, parts in found.items()
+            if name not in errors
+        ]
+        together = bundles(joins, runner.pieces)
+        if len(together) > 1:
+            joined = runner.run(together, _join, "mqstore verify: stores")
+        else:  # it is done sooner than it is sent
+            joined = [_join(task) for task in together]
+    return _report(names, {each.name: each for task in joined for each in task}, errors)
 
 
 def _cut(
     names: Sequence[StoreName], range_bytes: int, deep: bool
-) -> tuple[list[LogRange], list[_IndexFile], dict[StoreName, int], dict[StoreName, str]]:
+) -> tuple[list[_Piece], list[_Piece], dict[StoreName, int], dict[StoreName, str]]:
     """What to read; where to end in stores that a writer is at; and why some stores have none."""
-    ranges: list[LogRange] = []
-    files: list[_IndexFile] = []
+    ranges: list[_Piece] = []
+    files: list[_Piece] = []
     ends: dict[StoreName, int] = {}
     errors = {}
     for name in names:
@@ -169,25 +176,15 @@ def _cut(
             with open_store(name) as store:
                 if writer_alive(store.path, store.fs):
                     ends[name] = store.listed_end()
-                ranges += cut_ranges(store, name, range_bytes, ends.get(name))
-                files += [_IndexFile(name, file.name, store._index.file_bytes) for file in store._index.files if deep]
+                ranges += [_Piece(name, each) for each in cut_ranges(store, range_bytes, ends.get(name))]
+                files += [
+                    _Piece(name, file=(file.name, store._index.file_bytes)) for file in store._index.files if deep
+                ]
         except ConfigError:
             raise
         except (MQStoreError, OSError) as error:
             errors[name] = str(error)
     return ranges, files, ends, errors
-
-
-def plan_verify(stores: Stores | Selection, *, range_bytes: int = RANGE_BYTES) -> Plan:
-    """What `verify` would read; opens the stores, and reads no record."""
-    chosen = _whole_stores(stores)
-    plan = Plan.of_stores(chosen, lambda topic: True)
-    ranges: list[LogRange] = []
-    for name in chosen.stores():
-        with open_store(name) as store:
-            ranges += cut_ranges(store, name, range_bytes)
-    size = sum(each.high - each.low for each in ranges)
-    return Plan(plan.stores, plan.queues, plan.messages, size, len(bundles(ranges, tasks_for(None), range_bytes)))
 
 
 def _whole_stores(stores: Stores | Selection) -> Selection:
@@ -203,13 +200,52 @@ def _whole_stores(stores: Stores | Selection) -> Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class _IndexFile:
+class _Piece:
+    """A range of the log of a store, or an index file: its name and size in bytes."""
+
     store: StoreName
-    file: str
-    weight: int
+    range: LogRange | None = None
+    file: tuple[str, int] = ("", 0)
+
+    @property
+    def weight(self) -> int:
+        """Bytes to read."""
+        return self.file[1] if self.range is None else self.range.weight
 
 
-_Task = Sequence[LogRange | _IndexFile]
+class _Weighed(Protocol):
+    """Work on a store that may share a task with others."""
+
+    @property
+    def store(self) -> StoreName: ...
+
+    @property
+    def weight(self) -> int: ...
+
+
+P = TypeVar("P", bound=_Weighed)
+
+
+def bundles(pieces: Iterable[P], tasks: int, range_bytes: int = RANGE_BYTES) -> list[list[P]]:
+    """Pieces by tasks, in order: so many `tasks` of about equal weight, but none of less than RANGE_BYTES, as small
+    segments and small stores go together, and none of much more than TASK_BYTES. `range_bytes`: ranges that were cut
+    smaller than usual are to be tasks of their own."""
+    weighed: list[tuple[P, int]] = []
+    store = None
+    for piece in pieces:
+        weighed.append((piece, piece.weight + (_STORE_BYTES if piece.store != store else 0)))
+        store = piece.store
+    even = -(-sum(weight for _, weight in weighed) // tasks)
+    size = range_bytes if range_bytes < RANGE_BYTES else min(max(RANGE_BYTES, even), TASK_BYTES)
+    found: list[list[P]] = []
+    room = 0
+    for piece, weight in weighed:
+        if not found or room < weight / 2:  # without it the task is nearer to its size
+            found.append([])
+            room = size
+        found[-1].append(piece)
+        room -= weight
+    return found
 
 
 @dataclass(slots=True)
@@ -223,7 +259,7 @@ class _Outcome:
     error: str | None = None
 
 
-def _read(task: _Task, deep: bool, max_errors: int) -> list[_Outcome]:
+def _read(task: Sequence[_Piece], deep: bool, max_errors: int) -> list[_Outcome]:
     outcomes = []
     for name, pieces in groupby(task, lambda piece: piece.store):
         outcomes.append(outcome := _Outcome(name))
@@ -232,43 +268,13 @@ def _read(task: _Task, deep: bool, max_errors: int) -> list[_Outcome]:
                 check = partial(check_range, store, store.verifier(), deep=deep, max_errors=max_errors)
                 for piece in pieces:
                     with suppress(FileNotFoundError):  # retention: what is left is read when the store is joined
-                        if isinstance(piece, _IndexFile):
-                            outcome.findings += _check_index_file(store, piece.file)
-                        elif (result := check(piece)) is not None:
+                        if piece.range is None:
+                            outcome.findings += _check_index_file(store, piece.file[0])
+                        elif (result := check(piece.range)) is not None:
                             outcome.results.append(result)
         except (MQStoreError, OSError) as error:
             outcome.error = str(error)
     return outcomes
-
-
-def check_range(
-    store: MessageStore,
-    verifier: Verifier,
-    piece: LogRange,
-    start: int | None = None,
-    *,
-    deep: bool = True,
-    max_errors: int = MAX_ERRORS,
-) -> RangeResult | None:
-    """Check the records of a range, their units, and with `deep` their index entries; None when retention has taken
-    them. `verifier`: of the store; `start` as of `read_range`."""
-    wanted: list[Wanted] = []
-
-    def take_rows(rows: Rows) -> None:
-        if deep and (entries := verifier.wanted_of(rows)) is not None:
-            wanted.append(entries)
-
-    result = read_range(
-        *(store, piece),
-        take_run=verifier.compare,
-        take_rows=take_rows,
-        start=start,
-        max_errors=max_errors,
-        watermark=verifier.torn_from,
-    )
-    if result is not None:
-        result.index = verifier.tally(wanted)
-    return result
 
 
 def _check_index_file(store: MessageStore, name: str) -> list[Finding]:
@@ -330,7 +336,7 @@ class _Joiner:
         self._store = store
         self._job = job
         self._stitcher = Stitcher(
-            *(store, job.store, results, self._read_again),
+            *(store, results, self._read_again),
             watermark=self.verifier.torn_from,
             on_front=self.verifier.front_moved,
         )
@@ -437,40 +443,3 @@ def _report(
         ),
         lost=tuple(LostOffsets(store, *gap) for store, one in found for gap in one.lost),
     )
-
-
-def verified_ranges(store: MessageStore) -> Iterator[tuple[RangeResult, int, str | None]]:
-    """The ranges of an open store as they fit together, each with how much is wrong in it, and what first: bytes that
-    are no record, up to where the next one begins or the log should have ended; wrong units; keys that the index
-    lacks."""
-    name = StoreName(str(store.path), str(store.path))
-    verifier = store.verifier()
-    pieces = cut_ranges(store, name)
-    results = [result for piece in pieces if (result := check_range(store, verifier, piece)) is not None]
-    stitcher = Stitcher(
-        *(store, name, results, partial(check_range, store, verifier)),
-        watermark=verifier.torn_from,
-        on_front=verifier.front_moved,
-    )
-    fitting: list[RangeResult] = []
-    outside: list[tuple[int, Finding]] = []
-    for event in stitcher.events() if results else ():
-        if isinstance(event, SegmentParts):
-            fitting += event.results
-        elif isinstance(event, Bad):
-            outside.append((event.start, verifier.bad(event)))
-        else:
-            outside += [(event.position, finding) for finding in verifier.end(event)]
-    within = {bad.start for result in fitting for bad in result.bads}
-    starts = [result.range.base + result.range.low for result in fitting]
-    behind: dict[int, list[Finding]] = {}
-    for position, finding in outside:
-        if position not in within:  # it belongs to the range that it begins in, or lies behind
-            behind.setdefault(max(0, bisect_right(starts, position) - 1), []).append(finding)
-    for number, result in enumerate(fitting):
-        of_index = list(result.index.findings(store._index))
-        of_queues = (finding for part in result.queues.values() for finding in part.findings)
-        more = behind.get(number, [])
-        first = next(chain(map(verifier.bad, result.bads), more, of_queues, of_index), None)
-        told = None if first is None else f"{first.kind} at {first.position} of {first.file}: {first.detail}"
-        yield result, result.errors + len(more) + len(of_index), told

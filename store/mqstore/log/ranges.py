@@ -22,10 +22,11 @@ Spark, and nothing of what is done with the records.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Protocol, TypeVar
+from functools import partial
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -37,33 +38,28 @@ from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding
 from mqstore.log.scanner import MAX_SLOT, Bad, End, OnFront, first_good_in, join_segments, scan_segment, until_torn
 from mqstore.log.store import MessageStore
-from mqstore.log.verify import IndexTally
-from mqstore.spark.plan import StoreName
+from mqstore.log.verify import IndexTally, Verifier, Wanted
 
 __all__ = [
     "MAX_ERRORS",
     "RANGE_BYTES",
     "LogRange",
-    "Piece",
     "QueueKey",
     "QueuePart",
     "RangeResult",
     "SegmentParts",
     "Stitcher",
-    "bundles",
+    "check_range",
     "cut_ranges",
     "is_straight",
     "read_range",
+    "verified_ranges",
 ]
 
 RANGE_BYTES = 64 << 20
 """Of a log, read in one go."""
-TASK_BYTES = 1 << 30
-"""Most that a task reads: so much is read anew when one is lost."""
 MAX_ERRORS = 100
 """Findings of a range that are told; of more, only how many."""
-_STORE_BYTES = 1 << 20
-"""What opening a store weighs."""
 
 QueueKey = tuple[str, int]
 """Topic and queue id."""
@@ -76,7 +72,6 @@ class LogRange:
     """Bytes [low, high) of the segment that starts at physical offset `base`, counted from there: the records that
     begin in them."""
 
-    store: StoreName
     base: int
     low: int
     high: int
@@ -85,19 +80,6 @@ class LogRange:
     def weight(self) -> int:
         """Bytes to read."""
         return self.high - self.low
-
-
-class Piece(Protocol):
-    """Work on a store that may share a task with others."""
-
-    @property
-    def store(self) -> StoreName: ...
-
-    @property
-    def weight(self) -> int: ...
-
-
-P = TypeVar("P", bound=Piece)
 
 
 @dataclass(slots=True)
@@ -154,9 +136,7 @@ class RangeResult:
 # -- cutting ----------------------------------------------------------------------------------------------------------
 
 
-def cut_ranges(
-    store: MessageStore, name: StoreName, range_bytes: int = RANGE_BYTES, end: int | None = None
-) -> list[LogRange]:
+def cut_ranges(store: MessageStore, range_bytes: int = RANGE_BYTES, end: int | None = None) -> list[LogRange]:
     """The log of an open store up to `end` in ranges of about equal size, none over two segments. ConfigError for a
     size that is none."""
     if range_bytes < 1:
@@ -168,30 +148,8 @@ def cut_ranges(
             break
         pieces = -(-length // range_bytes)
         edges = [length * i // pieces for i in range(pieces + 1)]
-        ranges += [LogRange(name, segment.start, low, high) for low, high in pairwise(edges)]
+        ranges += [LogRange(segment.start, low, high) for low, high in pairwise(edges)]
     return ranges
-
-
-def bundles(pieces: Iterable[P], tasks: int, range_bytes: int = RANGE_BYTES) -> list[list[P]]:
-    """Pieces by tasks, in order: so many `tasks` of about equal weight, but none of less than RANGE_BYTES, as small
-    segments and small stores go together, and none of much more than TASK_BYTES. `range_bytes`: ranges that were cut
-    smaller than usual are to be tasks of their own."""
-    weighed: list[tuple[P, int]] = []
-    store = None
-    for piece in pieces:
-        weighed.append((piece, piece.weight + (_STORE_BYTES if piece.store != store else 0)))
-        store = piece.store
-    even = -(-sum(weight for _, weight in weighed) // tasks)
-    size = range_bytes if range_bytes < RANGE_BYTES else min(max(RANGE_BYTES, even), TASK_BYTES)
-    found: list[list[P]] = []
-    room = 0
-    for piece, weight in weighed:
-        if not found or room < weight / 2:  # without it the task is nearer to its size
-            found.append([])
-            room = size
-        found[-1].append(piece)
-        room -= weight
-    return found
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -273,6 +231,36 @@ def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeR
             part.unlisted += 1
 
 
+def check_range(
+    store: MessageStore,
+    verifier: Verifier,
+    piece: LogRange,
+    start: int | None = None,
+    *,
+    deep: bool = True,
+    max_errors: int = MAX_ERRORS,
+) -> RangeResult | None:
+    """Check the records of a range, their units, and with `deep` their index entries; None when retention has taken
+    them. `verifier`: of the store; `start` as of `read_range`."""
+    wanted: list[Wanted] = []
+
+    def take_rows(rows: Rows) -> None:
+        if deep and (entries := verifier.wanted_of(rows)) is not None:
+            wanted.append(entries)
+
+    result = read_range(
+        *(store, piece),
+        take_run=verifier.compare,
+        take_rows=take_rows,
+        start=start,
+        max_errors=max_errors,
+        watermark=verifier.torn_from,
+    )
+    if result is not None:
+        result.index = verifier.tally(wanted)
+    return result
+
+
 # -- putting together --------------------------------------------------------------------------------------------------
 
 
@@ -307,7 +295,6 @@ class Stitcher:
     def __init__(
         self,
         store: MessageStore,
-        name: StoreName,
         results: Iterable[RangeResult],
         read_again: Callable[[LogRange, int], RangeResult | None],
         *,
@@ -316,7 +303,6 @@ class Stitcher:
     ) -> None:
         self.read_again_count = 0
         self._store = store
-        self._name = name
         self._again = read_again
         self._watermark = watermark
         self._on_front = on_front
@@ -387,10 +373,46 @@ class Stitcher:
         if edges[-1] >= length and edges[:-1] == [result.range.low for result in found]:
             return found
         # Nobody has read this one, or all of it: as if somebody had begun in the wrong place.
-        return [RangeResult(LogRange(self._name, segment.start, 0, length), None, 0)]
+        return [RangeResult(LogRange(segment.start, 0, length), None, 0)]
 
     def _bad(self, segment: Segment, at: int, found: int) -> Bad:
         buffer = self._store._run.mapping(segment)
         here = segment.start + at
         check = check_record(buffer, at, len(buffer), here, self._store.manifest.checksum)
         return Bad("bad_record", here, segment.start + found, check.detail)
+
+
+def verified_ranges(store: MessageStore) -> Iterator[tuple[RangeResult, int, str | None]]:
+    """The ranges of an open store as they fit together, each with how much is wrong in it, and what first: bytes that
+    are no record, up to where the next one begins or the log should have ended; wrong units; keys that the index
+    lacks."""
+    verifier = store.verifier()
+    pieces = cut_ranges(store)
+    results = [result for piece in pieces if (result := check_range(store, verifier, piece)) is not None]
+    stitcher = Stitcher(
+        *(store, results, partial(check_range, store, verifier)),
+        watermark=verifier.torn_from,
+        on_front=verifier.front_moved,
+    )
+    fitting: list[RangeResult] = []
+    outside: list[tuple[int, Finding]] = []
+    for event in stitcher.events() if results else ():
+        if isinstance(event, SegmentParts):
+            fitting += event.results
+        elif isinstance(event, Bad):
+            outside.append((event.start, verifier.bad(event)))
+        else:
+            outside += [(event.position, finding) for finding in verifier.end(event)]
+    within = {bad.start for result in fitting for bad in result.bads}
+    starts = [result.range.base + result.range.low for result in fitting]
+    behind: dict[int, list[Finding]] = {}
+    for position, finding in outside:
+        if position not in within:  # it belongs to the range that it begins in, or lies behind
+            behind.setdefault(max(0, bisect_right(starts, position) - 1), []).append(finding)
+    for number, result in enumerate(fitting):
+        of_index = list(result.index.findings(store._index))
+        of_queues = (finding for part in result.queues.values() for finding in part.findings)
+        more = behind.get(number, [])
+        first = next(chain(map(verifier.bad, result.bads), more, of_queues, of_index), None)
+        told = None if first is None else f"{first.kind} at {first.position} of {first.file}: {first.detail}"
+        yield result, result.errors + len(more) + len(of_index), told
