@@ -1,19 +1,12 @@
-"""What the tests of copying jobs compare: all messages of a store, one by one, by the plain reader."""
+"""What tests of copies compare: all messages of a store, one by one, by the plain reader."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-
 from mqstore import MessageStore, SimulatedClock
-from mqstore.log.splice import Splicer
 from tests.tools.brokers import broker, clock_now
 
 
@@ -59,21 +52,6 @@ def _copy(message: Any) -> Copy:
     )
 
 
-def members(root: Path) -> list[Path]:
-    """The stores of a set, as its manifest has them."""
-    manifest = json.loads((root / "mqstore-set.json").read_text())
-    return [root / where for where in manifest["stores"].values()]
-
-
-def joined(paths: Iterable[Path]) -> Queues:
-    """All messages of several stores, those of one behind those of the one before."""
-    found: Queues = {}
-    for path in paths:
-        for key, copies in messages(path).items():
-            found.setdefault(key, []).extend(copies)
-    return found
-
-
 def tree(path: Path) -> dict[str, bytes | None]:
     """Everything below a folder, with content; that it is not there is also something."""
     if not path.exists():
@@ -83,24 +61,6 @@ def tree(path: Path) -> dict[str, bytes | None]:
         found |= {str(Path(folder, name).relative_to(path)): None for name in folders}
         found |= {str(Path(folder, name).relative_to(path)): Path(folder, name).read_bytes() for name in files}
     return found
-
-
-@contextmanager
-def killed_once_recorded(path: Path) -> Iterator[None]:
-    """Afterwards the store that is written to meanwhile is as a kill leaves it right behind the step by which a commit
-    counts: the messages are in the log, and in no queue yet."""
-    image = path.parent / "killed"
-    real = Splicer._publish
-
-    def picture(splicer: Any, *args: Any) -> int:
-        shutil.copytree(path, image)
-        return real(splicer, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Splicer, "_publish", picture)
-        yield
-    shutil.rmtree(path)
-    image.rename(path)
 
 
 def fail(path: Path, count: int, *, topic: str = "orders", group: str = "billing", first: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Delta tables beside stores: imported, and written by streams, each batch once. `make delta` fetches Delta and a
+"""Delta tables beside stores: written into a store, and by streams, each batch once. `make delta` fetches Delta and a
 pyspark that it knows, and sets MQSTORE_DELTA to the folder of its jars; without that these tests are skipped."""
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore.errors import ConfigError
-from mqstore.spark import import_rows, session
-from mqstore.spark.jobs.importing import import_plan
+from mqstore.spark import session
 
 pytestmark = pytest.mark.spark_alone
 
@@ -45,7 +43,8 @@ def bodies(path: Path, topic: str = "orders") -> list[int]:
         return sorted(message.json()["n"] for ref in store.queues(topic) for message in store.iter(*ref))
 
 
-def test_rows_that_a_table_has_now_are_imported_and_no_others(spark: Any, tmp_path: Path) -> None:
+def test_rows_that_a_table_has_now_are_written_once_and_no_others(spark: Any, tmp_path: Path) -> None:
+    """The recipe of an import."""
     table = str(tmp_path / "table")
     rows = spark.range(0, 1000).selectExpr(
         "id", "concat('k', id) as who", "to_json(struct(id as n)) as payload", "id % 3 as part"
@@ -53,20 +52,23 @@ def test_rows_that_a_table_has_now_are_imported_and_no_others(spark: Any, tmp_pa
     rows.write.format("delta").partitionBy("part").save(table)
     spark.sql(f"delete from delta.`{table}` where id >= 900")
     spark.sql(f"update delta.`{table}` set who = 'changed' where id < 10")
-    how: dict[str, Any] = {
-        "format": "delta",
-        "mapping": {"body": "payload", "keys": "who", "properties.part": "part", "tags": "if(id < 10, 'a', 'b')"},
-        "topic": "orders",
-    }
 
-    assert import_plan(table, tmp_path / "mq", **how).files == 0  # only Spark knows
-    with pytest.raises(ConfigError, match="format=delta needs Spark"):
-        import_rows(None, table, tmp_path / "mq", **how)
-    done = import_rows(spark, table, tmp_path / "mq", **how)
-    again = import_rows(spark, table, tmp_path / "mq", **how)
+    for _ in range(2):
+        (
+            spark.read.format("delta")
+            .load(table)
+            .selectExpr(
+                "payload as body",
+                "array(who) as keys",
+                "map('part', string(part)) as properties",
+                "if(id < 10, 'a', 'b') as tags",
+            )
+            .write.format("mqstore")
+            .mode("append")
+            .options(topic="orders", txnAppId="import", txnVersion=1)
+            .save(str(tmp_path / "mq"))
+        )
 
-    assert (done.read, done.messages, done.topics) == (900, 900, {"orders": 900})
-    assert again.already
     assert bodies(tmp_path / "mq") == [*range(900)]
     with mqstore.open(tmp_path / "mq", "r") as store:
         changed = list(store.find("orders", key="changed", limit=100))

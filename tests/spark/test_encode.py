@@ -362,7 +362,7 @@ _brought = (
 def test_without_validation_a_row_becomes_what_an_append_of_its_properties_writes(
     parts: Parts, rows: list[dict[str, str]]
 ) -> None:
-    """The way of copies: mirror and replay bring properties that only the engine makes."""
+    """Copies bring properties that only the engine makes."""
     found = encode([{"topic": "t", "body": b"b", "queue_id": 1, "properties": row} for row in rows], validate=False)
     for i, (record, row) in enumerate(zip(found, rows, strict=True)):
         stored = row if "UNIQ_KEY" in row else {**row, "UNIQ_KEY": derived_prefix("job", 3, 1) + f"{i:010X}"}

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from mqstore.jobs.verifying import verify
-from mqstore.spark.jobs.compact import compact
 from mqstore.spark.plan import QueueSlice
 from mqstore.spark.selection import select
 from tests.spark.support import read_all, rows_of
@@ -53,8 +52,3 @@ def test_they_are_sound(foreign: Callable[[str], Path], name: str) -> None:
     report = verify(str(foreign(name)))
     assert report.ok
     assert report.findings == ()
-
-
-def test_a_copy_has_each_message_once(foreign: Callable[[str], Path], tmp_path: Path) -> None:
-    compact(None, str(foreign("light")), str(tmp_path / "copy"))
-    assert chosen(tmp_path / "copy") == {"orders": 12}

@@ -116,15 +116,6 @@ def moment(value: Any) -> datetime:
     return found if found.tzinfo is not None else found.replace(tzinfo=UTC)
 
 
-def is_age(value: Any) -> bool:
-    """Whether `moment` takes it for how long ago, which is another moment each time it is said.
-
-    >>> [is_age(value) for value in ("36h", "2026-01-31", "12")]
-    [True, False, False]
-    """
-    return isinstance(value, str) and _AGE.fullmatch(value) is not None
-
-
 def show_ms(duration_ms: int | None) -> str:
     """A length of time as people read it: its two largest units; a dash for none.
 

@@ -7,7 +7,6 @@
     progress  how far a stream has come, and what its next batch is; positions and pacing belong to it
     source    the data source: thin; stream: its other half
     sink      writing frames: thin; encode, staging and publish do it
-    copying   stored records as records of another store
     java      where a Java for Spark is
     sessions  a session with settings that suit
     selection which messages of which stores, for jobs and queries
@@ -25,38 +24,23 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from mqstore.spark.jobs.compact import compact
-    from mqstore.spark.jobs.dedup import dedup
-    from mqstore.spark.jobs.importing import import_rows
-    from mqstore.spark.jobs.mirror import mirror
-    from mqstore.spark.jobs.replay import replay
     from mqstore.spark.ordering import ordered
     from mqstore.spark.queries import create_views, sql
     from mqstore.spark.selection import select
     from mqstore.spark.sessions import session
 
 __all__ = [
-    "compact",
     "create_views",
-    "dedup",
-    "import_rows",
-    "mirror",
     "ordered",
     "register",
-    "replay",
     "select",
     "session",
     "sql",
 ]
 
 _LAZY: Final = {
-    "compact": "mqstore.spark.jobs.compact",
     "create_views": "mqstore.spark.queries",
-    "dedup": "mqstore.spark.jobs.dedup",
-    "import_rows": "mqstore.spark.jobs.importing",
-    "mirror": "mqstore.spark.jobs.mirror",
     "ordered": "mqstore.spark.ordering",
-    "replay": "mqstore.spark.jobs.replay",
     "select": "mqstore.spark.selection",
     "session": "mqstore.spark.sessions",
     "sql": "mqstore.spark.queries",

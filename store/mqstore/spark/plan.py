@@ -62,7 +62,6 @@ __all__ = [
     "has_all",
     "have_queues_lost",
     "is_wanted",
-    "left_by_crash",
     "mean_size",
     "open_sliced",
     "open_store",

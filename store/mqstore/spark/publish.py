@@ -32,7 +32,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -54,7 +54,7 @@ from mqstore.errors import (
 from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import decode_json, encode_json, load_json, read_json, save_json
-from mqstore.files.lock import WriterLock, writer_alive
+from mqstore.files.lock import WriterLock
 from mqstore.layout.record import BLANK_BYTES
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.inbox import check_highest, topics_entered
@@ -63,7 +63,7 @@ from mqstore.log.store import MessageStore
 from mqstore.log.txn import read_txn
 from mqstore.options import Profile, StoreConfig
 from mqstore.spark.encode import Rules, TopicRule
-from mqstore.spark.plan import StoreName, open_sliced, open_store
+from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.sets import RECORDED, SET_FILE, read_set
 from mqstore.spark.sinkoptions import SinkOptions
 from mqstore.spark.staging import (
@@ -85,8 +85,6 @@ __all__ = [
     "abort",
     "clean_target",
     "commit",
-    "is_committed",
-    "is_settled",
     "make_member",
     "plan_target",
 ]
@@ -125,8 +123,6 @@ class Commit:
     overwrite: bool = False
     writer: str = ""
     """Whose folder the shards lie in (`transaction_folder`)."""
-    create: Mapping[str, int] = field(default_factory=dict)
-    """Queues of topics that are not there yet, where they are not to have as many as option `queues` says."""
     query: bool = False
     """A batch of a streaming query. Such a batch comes again until the next one has come, and never after."""
 
@@ -155,8 +151,6 @@ class Published:
     already: bool
     """It was in before; nothing was written."""
     records: int
-    stores: tuple[str, ...] = field(default=())
-    """target=set: ids of the new members."""
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------
@@ -260,7 +254,6 @@ def make_member(
     shard: ShardInfo,
     options: SinkOptions,
     *,
-    create: Mapping[str, int] | None = None,
     fs: FileSystem = REAL,
     clock: Clock = SYSTEM_CLOCK,
 ) -> None:
@@ -281,7 +274,7 @@ def make_member(
         clock=clock,  # with one of its own a store starts no threads: there is nothing for them to do
     )
     with MessageStore(folder / "store", config=config, fs=fs) as store:
-        _admit(open_parts(store), shard.topics, shard.queues, options, create or {})
+        _admit(open_parts(store), shard.topics, shard.queues, options)
         store.splice([folder], app=transaction.name, version=0)
     fs.unlink(folder / "shard.json")
     fs.unlink(folder / "records.bin")
@@ -298,39 +291,6 @@ def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock
     published = _COMMITS[options.target](root, options, wanted, fs, clock)
     _tidy(root, options, wanted, fs, clock)
     return published
-
-
-def is_committed(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL) -> bool:
-    """Whether (app, version), or a later version of `app`, is in the target or (inbox) handed over. Takes no lock and
-    writes nothing: who finds that it is need not stage anything."""
-    root = Path(options.path)
-    if options.target == "set":
-        return _version_in(_manifest(root), app) >= version
-    if not fs.exists(root):
-        return False
-    handed = options.target == "inbox" and fs.exists(root / _INBOX / transaction_folder(root, app, version).name)
-    return handed or read_txn(root, fs).version_of(app) >= version
-
-
-def is_settled(
-    options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL, clock: Clock = SYSTEM_CLOCK
-) -> bool:
-    """As `is_committed`, for who leaves it at that if it is. Who was killed right behind the step that counts has put
-    nothing into the queues yet, and readers see what is there: so a store that nobody has closed, or has open, is
-    opened as a commit would. Raises what that raises."""
-    if not is_committed(options, app, version, fs=fs):
-        return False
-    root = Path(options.path)
-    if options.target != "store":  # the stores of a set were closed before it named them; an inbox has an owner
-        return True
-    with open_sliced(StoreName(options.path, options.path)) as reader:
-        clean = reader.clean_shutdown
-    if not clean and not writer_alive(root, fs):
-        # Who has come first by now does the same.
-        with suppress(StoreLockedError), MessageStore(root, config=StoreConfig(clock=clock), fs=fs) as store:
-            _finish_overwrite(open_parts(store), root, fs)
-            return store.spliced_version(app) >= version
-    return True
 
 
 def abort(options: SinkOptions, app: str, version: int, *, writer: str = "", fs: FileSystem = REAL) -> None:
@@ -405,7 +365,7 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
             if (last := store.spliced_version(wanted.app)) >= wanted.version:
                 return _already(root, wanted, last)
             store.enter_topics_by(lambda noted: _enter(parts, noted))
-            _admit(parts, wanted.topics, _counts(wanted.shards), options, wanted.create)
+            _admit(parts, wanted.topics, _counts(wanted.shards), options)
             for topic, chosen in wanted.put.items():
                 config = parts.topics.need(topic)
                 _check_put(root, topic, chosen, config.write_queues, config.writable)
@@ -484,16 +444,13 @@ def _admit(
     topics: Sequence[str],
     queues: Mapping[tuple[str, int], int],
     options: SinkOptions,
-    create: Mapping[str, int],
 ) -> None:
     """Enter the topics that are missing. ConfigError if one has changed since the rows were given queues."""
     for name in topics:
         if is_system_topic(name):
             parts.topics.ensure(name, _engine_queues(name, len(parts.store.delay_table_ms)))
-        elif is_retry_topic(name) or is_dlq_topic(name):  # copies of such, which a job was asked for
-            parts.topics.ensure(name, create.get(name, 1))
         elif parts.topics.get(name) is None:
-            parts.topics.create(name, queues=create.get(name, options.queues))
+            parts.topics.create(name, queues=options.queues)
     for topic, queue_id in queues:
         config = parts.topics.need(topic)
         if queue_id >= max(config.write_queues, config.read_queues):
@@ -575,7 +532,7 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
             raise
         if wanted.overwrite:
             _delete_members(root, before, fs)
-        return Published(False, wanted.records, tuple(names))
+        return Published(False, wanted.records)
 
 
 @contextmanager
@@ -665,9 +622,7 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         if has := entered.get(topic):
             _check_put(root, topic, chosen, has.write_queues, has.perm & PERM_WRITE != 0)
     create = {  # a topic that was deleted meanwhile comes again, with the queues that rows were given by what it had
-        name: max(wanted.create.get(name, options.queues), highest.get(name, -1) + 1)
-        for name in wanted.topics
-        if _is_users(name)
+        name: max(options.queues, highest.get(name, -1) + 1) for name in wanted.topics if _is_users(name)
     }
     bundle = {
         "version": 1,

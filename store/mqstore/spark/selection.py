@@ -26,7 +26,6 @@ from mqstore.spark.plan import (
     StoreName,
     have_queues_lost,
     is_wanted,
-    left_by_crash,
     open_store,
     plan,
     queues_of,
@@ -189,11 +188,10 @@ class Selection:
                 found[-1].append(piece)
         return found
 
-    def check_queues(self, *, whole: bool = False) -> None:
+    def check_queues(self) -> None:
         """ConfigError for a store that has records and no queues, for a job that sets scan=queue itself; as
         `queue_tasks`, it does not mind where the user has said that. For one that lost some of its queues, too: opening
-        it brings them back, and who notes how far he has come would pass over them. With `whole` also for a store whose
-        queues a crash left behind its log, for a job that would never come back for the rest."""
+        it brings them back, and who notes how far he has come would pass over them."""
         for name in self.stores():
             try:
                 store = open_store(name)
@@ -207,8 +205,6 @@ class Selection:
                         f"queues of {name.path} have lost files since it was closed: open it for writing once, or "
                         "`mqstore recover` it; until then a copy would lack messages"
                     )
-                if whole and store.has_unlisted():
-                    raise ConfigError(f"{left_by_crash(name)}; a copy would lack them")
 
 
 def _no_queues(name: StoreName) -> ConfigError:

@@ -12,22 +12,15 @@ __all__ = ["COMMANDS", "spark"]
 COMMANDS = (
     "export",
     "verify",
-    "replay",
-    "mirror",
-    "import",
-    "compact",
-    "dedup",
     "clean",
     "sql",
     "shell",
 )
 """Each is the click command `NAME` in module `mqstore_tools.spark.NAME`, in the order of the help."""
-_CALLED = {"import": "import_rows"}
-"""Where a name cannot be that of a module."""
 
 
 def _module(name: str) -> str:
-    return f"{__name__}.{_CALLED.get(name, name)}"
+    return f"{__name__}.{name}"
 
 
 class _LazyJobs(click.Group):
@@ -37,7 +30,7 @@ class _LazyJobs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
             return None
-        command = getattr(importlib.import_module(_module(cmd_name)), _CALLED.get(cmd_name, cmd_name))
+        command = getattr(importlib.import_module(_module(cmd_name)), cmd_name)
         assert isinstance(command, click.Command)
         return command
 

@@ -23,12 +23,10 @@ import click
 
 from mqstore import ConfigError
 from mqstore_tools.many import bound, duration, names, pairs, usable
-from mqstore_tools.opened import is_age
 from mqstore_tools.render import console, print_json, progress, show_bytes, table
 from mqstore_tools.shared import json_option
 
 __all__ = [
-    "Bound",
     "Given",
     "bound",
     "duration",
@@ -42,24 +40,6 @@ _NO_SPARK = "none"
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """Where reading begins or ends, as it was given."""
-
-    text: str
-    at: int | datetime
-    """A queue offset, or a time."""
-
-    @property
-    def moves(self) -> bool:
-        """Return True if it is an age: the same words mean another time in the next run."""
-        return is_age(self.text)
-
-
-def _bound(value: Any) -> Bound:
-    return value if isinstance(value, Bound) else Bound(value, bound(value))
-
-
-@dataclass(frozen=True, slots=True)
 class Given:
     """The options of all jobs, as they were given."""
 
@@ -67,8 +47,8 @@ class Given:
     master: str
     conf: tuple[str, ...]
     topics: str | None
-    start: Bound | None
-    stop: Bound | None
+    start: int | datetime | None
+    stop: int | datetime | None
     where: str | None
     options: tuple[str, ...]
     dry_run: bool
@@ -81,8 +61,8 @@ class Given:
         return select(
             self.stores,
             topics=self.topics,
-            start=None if self.start is None else self.start.at,
-            stop=None if self.stop is None else self.stop.at,
+            start=self.start,
+            stop=self.stop,
             where=self.where,
             options={**options, **pairs("--option", self.options)},
         )
@@ -144,12 +124,12 @@ _OPTIONS = (
     click.option(
         "--from",
         "start",
-        type=_bound,
+        type=bound,
         metavar="WHERE",
         help="Begin at this queue offset of each queue, at this time (UTC unless it says otherwise), or so long ago "
         "(36h).",
     ),
-    click.option("--to", "stop", type=_bound, metavar="WHERE", help="End before it, likewise."),
+    click.option("--to", "stop", type=bound, metavar="WHERE", help="End before it, likewise."),
     click.option("--where", metavar="SQL", help="Only messages whose properties fulfil this SQL92 expression."),
     click.option(
         "--option",
