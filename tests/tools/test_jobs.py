@@ -214,3 +214,63 @@ def test_dead_letters_are_counted_and_shown_escaped(store: Path) -> None:
     assert ["audit", "other", "1"] in [line.split()[:3] for line in shown.splitlines()]
     assert "no such thing" in shown
     assert mqstore(*call, "--group", "billing").stderr == "no dead letters\n"
+
+
+def test_an_export_to_a_folder_writes_and_goes_on(store: Path, tmp_path: Path) -> None:
+    call = ("export", store, "--to", tmp_path / "out")
+
+    first = mqstore_json(*call, "--topic", "orders", "--until", 4)
+    second = mqstore(*call, "--partition-by", "topic,date")
+    third = mqstore(*call)
+
+    assert (first["messages"], first["folder"], first["high_water"]) == (
+        8,
+        "export=00000001",
+        {str(store): {"orders": {"0": 4, "1": 4}}},
+    )
+    assert second.exit_code == 0
+    assert "export=00000002" in second.stdout
+    assert ["orders", "0", "10"] in [line.split()[1:] for line in second.stdout.splitlines()]
+    assert (third.exit_code, third.stdout) == (0, "")
+    assert "nothing new" in third.stderr
+
+
+def test_export_takes_a_transaction_and_refuses_another_shape(store: Path, tmp_path: Path) -> None:
+    call = ("export", store, "--to", tmp_path / "out")
+
+    assert mqstore_json(*call, "--txn", "nightly:7")["skipped"] is False
+    assert "nightly:7 was written" in mqstore(*call, "--txn", "nightly:7").stderr
+    for more, text in (
+        (("--txn", "seven"), "is not NAME:NUMBER"),
+        (("--columns", "body"), "was exported with columns="),
+        (("--columns", "nonsense"), "no column 'nonsense'"),
+        (("--partition-by", "tags"), "partition_by"),
+    ):
+        result = mqstore(*call, *more)
+        assert (result.exit_code, text in result.stderr) == (2, True), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--to", "out", "--queue-id", 1), "--queue-id goes with a file, not with --to"),
+        (("--to", "out", "--output", "x"), "--output goes with a file, not with --to"),
+        (("--to", "out", "--format", "jsonl"), "--to writes Parquet"),
+        (("--to", "out", "--option", "nonsense=1"), "no option 'nonsense'"),
+        (("--to", "out", "--option", "nonsense"), "--option 'nonsense' is not NAME=VALUE"),
+        (("--to", "out", "--from", "yesterday"), "'yesterday' is neither a time"),
+        (("--to", "out", "--where", "a = "), "option filter='a = '"),
+        (("--jobs", 2), "--jobs goes with --to"),
+        (("--where", "a = 1"), "--where goes with --to"),
+        (("other",), "several stores go with --to"),
+    ],
+)
+def test_options_of_an_export_that_do_not_go_together_are_wrong_usage(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    result = mqstore("export", store, *more)
+
+    assert (result.exit_code, says in result.stderr, result.stdout) == (2, True, ""), result.stderr
+    assert [*tmp_path.iterdir()] == []

@@ -10,7 +10,6 @@ import click
 __all__ = ["COMMANDS", "spark"]
 
 COMMANDS = (
-    "export",
     "verify",
     "clean",
     "sql",
@@ -40,7 +39,6 @@ class _LazyJobs(click.Group):
     short_help="Run jobs over many or large stores in Spark.",
     epilog="""\b
 Examples:
-  mqstore spark export var/mq lake/mq --dry-run
   mqstore spark sql var/mq "select topic, count(*) from messages group by topic" --json
 
 \b
