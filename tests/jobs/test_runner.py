@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -41,6 +42,10 @@ def fail(kind: str, name: StoreName) -> str:
 def process_of(_: int) -> int:
     time.sleep(0.05)
     return os.getpid()
+
+
+def warn(number: int) -> None:
+    logging.getLogger("mqstore").warning("task %d", number)
 
 
 def killed(_: int) -> None:
@@ -91,6 +96,13 @@ def test_a_pool_works_in_processes_of_its_own_and_serves_several_runs() -> None:
 
     assert len(first | second) <= 2
     assert os.getpid() not in first | second
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_tasks_log_reaches_the_loggers_of_this_process(jobs: int, caplog: pytest.LogCaptureFixture) -> None:
+    run(jobs, [1, 2, 3], warn)
+
+    assert sorted(record.getMessage() for record in caplog.records) == ["task 1", "task 2", "task 3"]
 
 
 def test_one_task_needs_no_pool() -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mqstore.jobs.dlq import dlq_report
     from mqstore.jobs.export import export_parquet
     from mqstore.jobs.lag import lag_report
+    from mqstore.jobs.recovering import recover
     from mqstore.jobs.resend import dlq_resend
     from mqstore.jobs.tracing import trace
     from mqstore.jobs.traffic import traffic_report
@@ -37,6 +38,7 @@ __all__ = [
     "dlq_resend",
     "export_parquet",
     "lag_report",
+    "recover",
     "select",
     "trace",
     "traffic_report",
@@ -48,6 +50,7 @@ _MODULES: Final = {
     "dlq_resend": "mqstore.jobs.resend",
     "export_parquet": "mqstore.jobs.export",
     "lag_report": "mqstore.jobs.lag",
+    "recover": "mqstore.jobs.recovering",
     "select": "mqstore.spark.selection",
     "trace": "mqstore.jobs.tracing",
     "traffic_report": "mqstore.jobs.traffic",

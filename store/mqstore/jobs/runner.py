@@ -12,6 +12,7 @@ Knows no pyspark: a session is used, never made (`mqstore.spark.sessions`).
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,10 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from logging.handlers import QueueHandler, QueueListener
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.queues import Queue
 from typing import Any, TypeVar
 
 from mqstore.errors import ConfigError, MQStoreError
@@ -58,6 +61,7 @@ class Runner:
         self._progress = progress or (lambda done, total: None)
         self._pool: ProcessPoolExecutor | None = None
         self._processes = _Processes()
+        self._log: QueueListener | None = None
         self.slots = jobs if self._context is None else max(1, int(self._context.defaultParallelism))
         """Number of tasks that run at the same time."""
 
@@ -70,6 +74,8 @@ class Runner:
         if kind is not None and not issubclass(kind, Exception):  # Ctrl-C: nobody waits for what still runs
             self._processes.terminate()
         self._pool.shutdown(cancel_futures=True)
+        if self._log is not None and (kind is None or not self._processes.are_ended):
+            self._log.stop()  # a process that was ended in the middle of a line would keep it waiting
 
     @property
     def pieces(self) -> int:
@@ -109,8 +115,10 @@ class Runner:
     def _in_pool(self, tasks: Sequence[T], function: Callable[[T], R]) -> list[Any]:
         if self._pool is None:
             resource_tracker.ensure_running()  # its start would undo what a worker's start blocks
-            # A worker does not read ahead in a second thread: the other workers need that processor.
-            self._pool = ProcessPoolExecutor(self.slots, self._processes, stay_alone)
+            lines: Queue[logging.LogRecord] = self._processes.Queue()
+            self._log = QueueListener(lines, _Relay())
+            self._pool = ProcessPoolExecutor(self.slots, self._processes, _begin_worker, (lines,))
+            self._log.start()
         futures: list[Future[R | _Failure]] = []
         try:
             futures += [self._pool.submit(_attempt, function, task) for task in tasks]
@@ -120,6 +128,7 @@ class Runner:
                 self._progress(done, len(tasks))
             return [future.result() for future in futures if future.done()]
         except BrokenProcessPool as error:
+            self._processes.terminate()
             raise MQStoreError(
                 "a worker process ended before its task did. If it was killed for want of memory, give fewer jobs. If "
                 "it did not start, call the job under `if __name__ == '__main__':`"
@@ -218,6 +227,7 @@ class _Processes(SpawnContext):
 
     def __init__(self) -> None:
         self._started: list[SpawnProcess] = []
+        self.are_ended = False
 
     def Process(self, *args: Any, **options: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
         worker = _Worker(*args, **options)
@@ -226,8 +236,25 @@ class _Processes(SpawnContext):
 
     def terminate(self) -> None:
         """End all of them, in the middle of whatever they do."""
+        self.are_ended = True
         for worker in self._started:
             worker.terminate()
+
+
+class _Relay(logging.Handler):
+    """Hands what workers log to the loggers of this process."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = logging.getLogger(record.name)
+        if log.isEnabledFor(record.levelno):
+            log.handle(record)
+
+
+def _begin_worker(lines: Queue[logging.LogRecord]) -> None:
+    stay_alone()  # no second thread that reads ahead: the other workers need that processor
+    log = logging.getLogger("mqstore")
+    log.addHandler(QueueHandler(lines))
+    log.propagate = False
 
 
 # -- Spark -------------------------------------------------------------------------------------------------------------
