@@ -19,7 +19,7 @@
 #   make hostile  commands on stores whose files and folders are links, pipes, devices: N=30000 of such cases (all)
 #   make salvage  every kind of damage on every kind of store, and N=200 random stores with random damage
 #   make sanitize  tests of the compiled parts under the address and undefined-behaviour sanitizers (needs gcc)
-#   make docs    docs/commands.md from the commands' own help; fails when the file was stale (it is fresh afterwards)
+#   make docs    docs/commands.md, and the tables of docs/spark-options.md, from the code; fails if one was stale (and makes it fresh)
 #   make clean   remove the environment, caches and var/
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter; else the first of these that runs and is 3.11 or later is taken.
@@ -128,10 +128,11 @@ salvage: $(VENV)/stamp-dev
 sanitize: $(VENV)/stamp-dev
 	$(BIN)/python tests/sanitized.py
 
-docs: $(VENV)/stamp-core
-	@$(BIN)/python -m mqstore_tools.docs > $(VENV)/commands.md
-	@if cmp -s $(VENV)/commands.md docs/commands.md; then echo "docs/commands.md is fresh"; \
-	else cp $(VENV)/commands.md docs/commands.md; echo "docs/commands.md was stale; it has been written anew"; exit 1; fi
+docs: $(VENV)/stamp-dev
+	@stale=0; for page in docs/commands.md docs/spark-options.md; do \
+	$(BIN)/python -m mqstore_tools.docs $$page > $(VENV)/page.md || exit 1; \
+	if cmp -s $(VENV)/page.md $$page; then echo "$$page is fresh"; \
+	else cp $(VENV)/page.md $$page; echo "$$page was stale; it has been written again"; stale=1; fi; done; exit $$stale
 
 clean:
 	rm -rf $(VENV) .venv-spark .venv-spark-* .venv-delta .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .benchmarks build dist var store/mqstore/_native.*

@@ -311,7 +311,7 @@ class Store(AbstractContextManager["Store"]):
         on_corrupt: Literal["fail", "skip", "keep"] = "fail",
     ) -> Any:
         """The messages of a queue, or of all queues of a topic one behind the other, as a `pyarrow.Table`: for pandas,
-        DuckDB, Polars, Parquet. Rows and columns are those of `spark.read.format("mqstore")` (`docs/spark-columns.md`);
+        DuckDB, Polars, Parquet. Rows and columns are those of `spark.read.format("mqstore")` (`docs/spark-options.md`);
         columns that are not asked for are not decoded.
 
         `start` and `stop` (exclusive): store times, or with `queue_id` offsets; None for all there is. `on_corrupt`:

@@ -22,7 +22,10 @@ from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_blank, encode_record
 from mqstore.log.recovery import RecoverOptions
 from mqstore.spark.columns import ColumnReader
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import plan
 from mqstore.spark.rows import Policy
+from mqstore.spark.tasks import read_slices
 from mqstore_tools.main import cli
 
 SEGMENT = 1 << 14
@@ -44,6 +47,7 @@ class Odd:
     born_host: bytes = LOCAL_HOST
     store_host: bytes = LOCAL_HOST
     reconsume_times: int = 0
+    prepared_offset: int = 0
 
 
 def write_store(path: Path, records: Sequence[Odd], profile: str = "mqstore", segment_bytes: int = SEGMENT) -> Path:
@@ -76,6 +80,7 @@ def write_store(path: Path, records: Sequence[Odd], profile: str = "mqstore", se
                 born_host=odd.born_host,
                 store_host=odd.store_host,
                 reconsume_times=odd.reconsume_times,
+                prepared_transaction_offset=odd.prepared_offset,
             )
 
         left = size - len(log) % size
@@ -105,7 +110,7 @@ def crashed_store(path: Path, listed: int, unlisted: int) -> Path:
     return path
 
 
-_NAMES = st.sampled_from(["TAGS", "KEYS", "UNIQ_KEY", "colour", "TAG", "KEYSX", "ä", "WAIT"])
+_NAMES = st.sampled_from(["TAGS", "KEYS", "UNIQ_KEY", "colour", "TAG", "KEYSX", "ä", "WAIT", "__SHARDINGKEY", "DELAY"])
 _VALUES = st.text(st.characters(exclude_characters="\x01\x02", exclude_categories=["Cs"]), min_size=1, max_size=12)
 _PIECES = st.one_of(
     st.tuples(_NAMES, _VALUES).map(lambda pair: f"{pair[0]}\x01{pair[1]}".encode()),
@@ -144,6 +149,7 @@ def odd_records(draw: st.DrawFn) -> Odd:
         born_host=draw(_HOSTS),
         store_host=draw(_HOSTS),
         reconsume_times=draw(st.integers(0, 20)),
+        prepared_offset=draw(st.integers(0, 1 << 40)) if sys_flag & 0x008 else 0,
     )
 
 
@@ -247,3 +253,18 @@ def log_end(store: MessageStore) -> int:
             for physical, size, _ in store.units(*ref, low, high - low).tolist():
                 end = max(end, physical + size)
     return end
+
+
+def java_at(path: Path, text: str = "#!/bin/sh\n") -> Path:
+    """A program that may be taken for Java."""
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def query(path: Path, **options: str) -> list[dict[str, Any]]:
+    """Rows of four columns, planned and read as a query does it."""
+    given = SourceOptions.parse({"path": str(path), **options})
+    names = ("topic", "queue_id", "queue_offset", "body")
+    return rows_of(batch for slices in plan(given) for batch in read_slices(given, names, "binary", slices))

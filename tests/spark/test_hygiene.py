@@ -24,15 +24,9 @@ from mqstore.spark.plan import StoreName, plan
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.views import VIEWS, view_batch
 from tests.holding import held, linux_only, open_files
-from tests.spark.support import SEGMENT, Odd, many, rows_of, write_store
+from tests.spark.support import SEGMENT, Odd, many, query, rows_of, write_store
 
 NAMES = ("topic", "queue_id", "queue_offset", "body")
-
-
-def query(path: Path, **options: str) -> list[dict[str, Any]]:
-    """Planned and read, as a query does it."""
-    given = SourceOptions.parse({"path": str(path), **options})
-    return rows_of(batch for slices in plan(given) for batch in read_slices(given, NAMES, "binary", slices))
 
 
 @linux_only
@@ -81,7 +75,7 @@ def test_who_owns_the_store_keeps_its_lock_while_it_is_queried_in_the_same_proce
 
 LIMITED = """
 import resource, sys
-from tests.spark.test_hygiene import query
+from tests.spark.support import query
 from pathlib import Path
 query(Path(sys.argv[1]), subscribe="seed")  # all modules are there
 with open("/proc/self/statm") as file:

@@ -10,13 +10,7 @@ from types import ModuleType
 import pytest
 
 from mqstore.spark.java import MISSING, find
-
-
-def java_at(path: Path, text: str = "#!/bin/sh\n") -> Path:
-    path.parent.mkdir(parents=True)
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
+from tests.spark.support import java_at
 
 
 @pytest.fixture

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 
 from mqstore import ConfigError
-from mqstore.spark.columns import as_markdown as columns_as_markdown
-from mqstore.spark.options import OPTIONS, SourceOptions, as_markdown
+from mqstore.spark.options import OPTIONS, SourceOptions
 from mqstore.spark.views import VIEWS
-
-DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
 def parse(**given: str) -> SourceOptions:
@@ -235,14 +232,3 @@ def test_an_id_that_stands_twice_is_refused(tmp_path: Path) -> None:
 
 def test_the_table_and_the_fields_are_one() -> None:
     assert {option.field for option in OPTIONS.values()} == {field.name for field in fields(SourceOptions)}
-
-
-def test_the_documented_options_are_those_of_the_code() -> None:
-    assert as_markdown() in (DOCS / "spark-options.md").read_text()
-
-
-def test_the_documented_columns_and_views_are_those_of_the_code() -> None:
-    page = (DOCS / "spark-columns.md").read_text()
-    assert columns_as_markdown() in page
-    for view, table in VIEWS.items():
-        assert f"| `{view}` | {', '.join(f'`{name}` {kind}' for name, kind in table.columns.items())} |" in page

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -70,13 +69,3 @@ def test_each_order_comes_once_however_often_it_runs(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-4000:]
         with mqstore.open(tmp_path / "shop-reports", mode="r") as reports:
             assert Counter(m.body for ref in reports.log.queues("paid-orders") for m in reports.log.iter(*ref)) == paid
-
-
-def test_the_page_shows_the_project_as_it_is() -> None:
-    page = (_ROOT / "docs" / "spark-pipelines.md").read_text()
-    shown = "".join(re.findall(r"^```(?:py|yaml)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
-    folder = _ROOT / "docs" / "spark-pipeline"
-    there = (folder / "spark-pipeline.yml").read_text() + (folder / "transformations" / "shop.py").read_text()
-    there = there.replace(" -> Any", "").replace(' or ""', "")
-    missing = [line for line in shown.splitlines() if line not in there.splitlines()]
-    assert missing == []

@@ -14,8 +14,7 @@ import pytest
 from mqstore.spark.java import find
 from tests.spark.conftest import BRIEF
 from tests.spark.staged import bodies
-from tests.spark.support import many, write_store
-from tests.spark.test_java import java_at
+from tests.spark.support import java_at, many, write_store
 
 pytestmark = [pytest.mark.spark_alone, pytest.mark.usefixtures("spark_environment")]
 

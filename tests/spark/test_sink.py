@@ -521,7 +521,7 @@ def test_foreach_batch_with_a_transaction_writes_each_batch_once(lines: Lines, t
 
 
 def test_a_stream_from_store_to_store(spark: Any, tmp_path: Path) -> None:
-    """As the page on writing has it: with the properties as they are, tags and keys among them."""
+    """With the properties as they are, tags and keys among them."""
     with MessageStore(tmp_path / "a") as store:
         for i in range(30):
             store.put(

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mqstore import ConfigError
-from mqstore.spark.inputs import as_markdown as columns_as_markdown
 from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
-from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions, as_markdown
-
-DOCS = Path(__file__).parent.parent.parent / "docs"
+from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions
 
 
 def parse(**given: str) -> SinkOptions:
@@ -114,9 +110,3 @@ def test_the_table_and_the_fields_are_one() -> None:
     for option in SINK_OPTIONS.options.values():
         if option.default and option.field not in ("topic", "max_rows_per_shard"):
             assert option.parse(option.default) == getattr(defaults, option.field)
-
-
-def test_the_documented_options_and_columns_are_those_of_the_code() -> None:
-    page = (DOCS / "spark-writing.md").read_text()
-    assert as_markdown() in page
-    assert columns_as_markdown() in page

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -545,23 +544,3 @@ def test_with_the_setting_a_query_with_a_filter_reads_what_is_there_by_then(push
         assert frame.count() == 9
         assert frame.where("topic = 't'").union(frame).count() == 5 + 10
         assert frame.count() == 10
-
-
-def test_the_examples_of_the_page_run(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import mqstore
-
-    monkeypatch.chdir(tmp_path)
-    with mqstore.open("var/mq") as opened:
-        for i in range(6):
-            opened.put("orders", b"%d" % i, tag="paid" if i % 3 else "created")
-    page = (Path(__file__).parent.parent.parent / "docs" / "spark.md").read_text()
-    [python] = re.findall(r"^```py\n(.*?)^```", page, re.S | re.M)
-    exec(compile(python.replace('"var/mq"', repr(str(tmp_path / "var/mq"))), "example", "exec"), {})
-    assert "|   paid|    4|" in capsys.readouterr().out
-    [sql] = re.findall(r"^```sql\n(.*?)^```", page, re.S | re.M)
-    *statements, query = sql.replace("var/mq", str(tmp_path / "var/mq")).split(";")
-    for statement in statements:
-        spark.sql(statement)
-    assert {row[0]: row[1] for row in spark.sql(query).collect()} == {"paid": 4, "created": 2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -528,22 +527,3 @@ def test_options_of_a_batch_are_refused_with_a_sentence(query: Query) -> None:
     assert "Traceback" not in told
     with pytest.raises(Exception, match=r"option commitGroup is for spark\.readStream, not for spark\.read"):
         query.spark.read.format("mqstore").option("commitGroup", "g").load(str(query.path)).count()
-
-
-def test_the_examples_of_the_page_run(
-    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import mqstore
-
-    monkeypatch.chdir(tmp_path)
-    store = mqstore.open("var/mq")
-    for i in range(6):
-        store.put("orders", b"%d" % i, tag="paid" if i % 3 else "created")
-    store.close()
-    page = (Path(__file__).parent.parent.parent / "docs" / "spark-streaming.md").read_text()
-    typed: dict[str, Any] = {}
-    for code in re.findall(r"^```py\n(.*?)^```", page, re.S | re.M):
-        for name in ("var/mq", "var/out", "var/checkpoint"):
-            code = code.replace(f'"{name}', f'"{tmp_path}/{name}')
-        exec(compile(code, "example", "exec"), typed)
-    assert "|   paid|    4|" in capsys.readouterr().out

@@ -1,8 +1,9 @@
-"""docs/commands.md is the commands' help, all of it, as it is today."""
+"""docs/commands.md is the commands' help, all of it, as it is today; so are the tables of docs/spark-options.md."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,21 +13,29 @@ import pytest
 from mqstore_tools.docs import page
 from mqstore_tools.main import COMMANDS
 
-_COMMANDS_MD = Path(__file__).parents[2] / "docs" / "commands.md"
+_DOCS = Path(__file__).parents[2] / "docs"
+_COMMANDS_MD = _DOCS / "commands.md"
 
 
-def test_the_page_is_fresh() -> None:
+@pytest.mark.parametrize("name", ["commands.md", "spark-options.md"])
+def test_the_page_is_fresh(name: str) -> None:
     # In a process of its own, as `make docs` runs it: click remembers in a command how its help was first asked for.
     path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
     run = subprocess.run(
-        [sys.executable, "-m", "mqstore_tools.docs"],
+        [sys.executable, "-m", "mqstore_tools.docs", str(_DOCS / name)],
         capture_output=True,
         encoding="utf-8",
         check=True,
         env={**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"},
     )
 
-    assert _COMMANDS_MD.read_text(encoding="utf-8") == run.stdout, "run `make docs`"
+    assert (_DOCS / name).read_text(encoding="utf-8") == run.stdout, "run `make docs`"
+
+
+def test_each_table_of_spark_is_on_its_page() -> None:
+    found = re.findall(r"^<!-- table: .* -->\n\n\|", (_DOCS / "spark-options.md").read_text(), re.M)
+
+    assert len(found) == 5
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -1,14 +1,21 @@
-"""`python -m mqstore_tools.docs` prints docs/commands.md: the commands' own help, so that the page cannot lie."""
+"""`python -m mqstore_tools.docs PAGE` prints a page of docs/ with what is generated of it as the code has it now.
+
+commands.md        all of it: the commands' own help
+spark-options.md   its tables; the text between them is written by hand
+"""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
 from mqstore_tools.main import cli
 
-__all__ = ["page"]
+__all__ = ["page", "with_tables"]
 
 _WIDTH = 100
 
@@ -48,5 +55,23 @@ def _block(title: str, command: click.Command, parent: click.Context | None) -> 
     return f"## {title}\n\n```text\n{text.rstrip()}\n```\n"
 
 
+_TABLE = re.compile(r"(<!-- table: ([a-z ]+) -->\n)\n*(?:\|.*\n)*\n*")
+
+
+def with_tables(text: str) -> str:
+    """Return the text of spark-options.md with each table, which follows a comment with its name, as it is now."""
+    from mqstore.spark import columns, inputs, options, sinkoptions, views
+
+    tables = {
+        "source options": options.as_markdown,
+        "columns": columns.as_markdown,
+        "views": views.as_markdown,
+        "sink columns": inputs.as_markdown,
+        "sink options": sinkoptions.as_markdown,
+    }
+    return _TABLE.sub(lambda found: f"{found[1]}\n{tables[found[2]]()}\n", text).rstrip() + "\n"
+
+
 if __name__ == "__main__":
-    print(page(), end="")
+    file = Path(sys.argv[1])
+    print(page() if file.name == "commands.md" else with_tables(file.read_text(encoding="utf-8")), end="")

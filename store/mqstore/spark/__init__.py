@@ -62,7 +62,7 @@ def register(spark: SparkSession) -> None:
     broken `pyspark_*` module hides all sources that are found that way. Executors of a cluster that lack the package
     are sent it first (numpy, pyarrow, crc32c and portalocker they need to have). No setting of the session is changed:
     `spark.sql.python.filterPushdown.enabled`, which option `pushDown` needs, is not safe for every query
-    (docs/spark.md). ImportError says what to install.
+    (docs/spark-source.md). ImportError says what to install.
     """
     from mqstore.spark.shipping import ship
     from mqstore.spark.source import register_source

@@ -7,6 +7,7 @@ what it needs, and only if it is asked for:
     header       one or two cache lines of each record
     body         its bytes, copied once
     properties   its bytes, copied once and taken apart for all messages together
+    record       all its bytes, copied once
 
 Values are those of `mqstore export`, row by row; times are UTC timestamps in place of milliseconds. A time outside the
 years 1 to 9999, which only a damaged or foreign record has, is null.
@@ -28,7 +29,7 @@ from mqstore.errors import ConfigError, FormatError
 from mqstore.layout.compression import MissingPackageError, inflate
 from mqstore.layout.hosts import IPV4_BYTES, decode_host
 from mqstore.layout.messageid import encode_message_id
-from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties
+from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties, is_reserved
 from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
 from mqstore.layout.scan import Headers, gather
 from mqstore.log.commitlog import QueueRef
@@ -52,7 +53,7 @@ __all__ = [
     "table_of",
 ]
 
-Cost = Literal["unit", "header", "body", "properties"]
+Cost = Literal["unit", "header", "body", "properties", "record"]
 _Int64s = npt.NDArray[np.int64]
 _YEAR_1_MS, _YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
 
@@ -99,9 +100,28 @@ _TABLE: Final[tuple[tuple[str, Any, str, Cost, str], ...]] = (
     ("size", pa.int32(), "int", "unit", "bytes of the whole record"),
     ("tags_code", pa.int64(), "bigint", "unit", "hash of the tag; of a delayed message the time of its delivery"),
     ("error", _STRING, "string", "unit", "why the row has no record; only with onCorrupt `keep`"),
+    ("record", pa.binary(), "binary", "record", "the stored bytes, for a copy; only if it is named"),
+    ("key", pa.binary(), "binary", "properties", "Kafka's name of `keys`; this one and the rest only if named"),
+    ("value", pa.binary(), "binary", "body", "Kafka's name of `body`"),
+    ("partition", pa.int32(), "int", "unit", "Kafka's name of `queue_id`"),
+    ("offset", pa.int64(), "bigint", "unit", "Kafka's name of `queue_offset`"),
+    ("timestamp", _TIME, "timestamp", "header", "Kafka's name of `store_timestamp`"),
+    ("timestampType", pa.int32(), "int", "unit", "1: `timestamp` is the time when the message was stored"),
+    (
+        "headers",
+        pa.list_(pa.struct([("key", _STRING), ("value", pa.binary())])),
+        "array<struct<key:string,value:binary>>",
+        "properties",
+        "the properties that are the user's own, in their order; null if there are none",
+    ),
 )
 COLUMNS: Final[Mapping[str, Column]] = {row[0]: Column(*row) for row in _TABLE}
 """Every column, in the order of a row."""
+_KAFKA: Final = ("key", "value", "topic", "partition", "offset", "timestamp", "timestampType", "headers")
+"""The columns of Spark's Kafka source, in its order."""
+_SAME: Final = {"value": "body", "partition": "queue_id", "offset": "queue_offset", "timestamp": "store_timestamp"}
+"""Columns that have the values of another one."""
+_ONLY_NAMED: Final = {"error", "record", *_KAFKA} - {"topic"}
 
 
 def as_markdown() -> str:
@@ -113,17 +133,18 @@ def as_markdown() -> str:
 
 def default_columns(*, keep: bool = False) -> tuple[str, ...]:
     """The columns of a row when none are chosen; `error` with `keep`."""
-    return tuple(name for name in COLUMNS if keep or name != "error")
+    return tuple(name for name in COLUMNS if name not in _ONLY_NAMED or (keep and name == "error"))
 
 
 def check_columns(columns: Sequence[str] | None, *, keep: bool = False) -> tuple[str, ...]:
-    """`columns` if there are such. ConfigError."""
+    """`columns` if there are such, all for None, those of Spark's Kafka source for `kafka`. ConfigError."""
     if columns is None:
         return default_columns(keep=keep)
-    known = default_columns(keep=True)
-    unknown = [name for name in columns if name not in known]
+    if tuple(columns) == ("kafka",):
+        return _KAFKA
+    unknown = [name for name in columns if name not in COLUMNS]
     if unknown:
-        raise ConfigError(f"columns: no column {', '.join(map(repr, unknown))}; there are {', '.join(known)}")
+        raise ConfigError(f"columns: no column {', '.join(map(repr, unknown))}; there are {', '.join(COLUMNS)}")
     return check_once(columns)
 
 
@@ -174,6 +195,12 @@ def _body(piece: Piece) -> Any:
     return pa.concat_arrays([stored, inflated]).take(pa.array(index))
 
 
+def _record(piece: Piece) -> Any:
+    headers = piece.headers
+    assert headers is not None
+    return cut(piece.buffer, headers.positions, headers.positions + headers.size)
+
+
 def _properties(piece: Piece) -> Any:
     pairs, count = piece.pairs, piece.records
     names = text(cut(pairs.data, pairs.start, pairs.start + pairs.name_size))
@@ -208,6 +235,18 @@ def _last_of_equal_names(blob: _Int64s, names: Any) -> tuple[_Int64s, _Int64s] |
     last[which] = np.arange(len(blob))  # of equal ones the last assignment stays
     first = np.sort(first)
     return first, last[which[first]]
+
+
+def _user_headers(piece: Piece) -> Any:
+    properties = _properties(piece)
+    names = properties.keys.dictionary_encode()
+    own = np.array([not is_reserved(name) for name in names.dictionary.to_pylist()], np.bool_)
+    kept = own[names.indices.to_numpy()]
+    edges = np.append(0, np.cumsum(kept))[properties.offsets.to_numpy()].astype(np.int32)
+    mask = pa.array(kept)
+    columns = [properties.keys.filter(mask), properties.items.filter(mask).cast(pa.binary())]
+    structs = pa.StructArray.from_arrays(columns, ["key", "value"])
+    return pa.ListArray.from_arrays(pa.array(edges), structs, mask=pa.array(np.diff(edges) == 0))
 
 
 def _property(name: str) -> Callable[[Piece], Any]:
@@ -295,6 +334,9 @@ _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
     "body_crc": _int("checksum"),
     "message_id": _message_id,
     "unique_key": _property(UNIQ_KEY),
+    "record": _record,
+    "key": lambda piece: _property(KEYS)(piece).cast(pa.binary()),
+    "headers": _user_headers,
 }
 
 
@@ -335,7 +377,7 @@ class ColumnReader:
             self.schema = self.schema.set(at, pa.field("body", _STRING))
         self._tags = tags
         self._passes = _passes(where, keys)
-        self._inflates = decompress and "body" in self.columns
+        self._inflates = decompress and not {"body", "value"}.isdisjoint(self.columns)
         self._store_id = str(store.path) if store_id is None else store_id
         self._windows = Windows(store._run, store.fs, window_bytes=window_bytes)
 
@@ -491,6 +533,7 @@ class ColumnReader:
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
     def _column(self, piece: Piece, name: str) -> Any:
+        name = _SAME.get(name, name)
         known = self._of_unit(piece, name)
         if known is not None:
             return known
@@ -519,6 +562,8 @@ class ColumnReader:
                 return _or_null(piece.sizes.astype(np.int32))
             case "tags_code" if piece.tags_codes is not None:
                 return pa.array(piece.tags_codes)
+            case "timestampType":
+                return pa.repeat(pa.scalar(1, pa.int32()), count)
             case "error":
                 return _errors(piece)
         return None

@@ -6,6 +6,8 @@
     keys, tags, unique_key, sharding_key, properties      properties, in the order in which a producer's put has them
     delay_level, deliver_time, delay_seconds              the record goes to where the engine keeps what waits
     body, flag, born_timestamp                            the record's
+    value, key, partition, headers    as Spark's Kafka sink has them: `_from_kafka`
+    record            the record, all of it, in place of the other columns except topic and queue_id: `_Copies`
 
 queueOffset, physicalOffset, storeTimestamp and the checksum are 0: whoever splices a shard into a log knows them.
 
@@ -37,16 +39,18 @@ except ImportError as error:  # pragma: no cover
     raise ImportError("writing columns needs pyarrow: pip install 'mqstore[spark]', or pyarrow alone") from error
 
 from mqstore.broker.delayroute import delay_route
-from mqstore.broker.names import check_user_topic
+from mqstore.broker.names import check_user_topic, is_system_topic
 from mqstore.broker.selection import GroupHash, group_queue, jump_hash_many
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError
-from mqstore.layout.hosts import LOCAL_HOST
+from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.javahash import java_hash_many
 from mqstore.layout.properties import (
     CRC32,
+    CRC_TAIL_BYTES,
     DELAY,
     INNER_BASE,
+    INNER_MULTI_DISPATCH,
     INNER_NUM,
     KEYS,
     MAX_PROPERTIES_BYTES,
@@ -58,19 +62,33 @@ from mqstore.layout.properties import (
     TIMER_DELIVER_MS,
     TRANSIENT_PREFIX,
     UNIQ_KEY,
+    decode_properties,
     encode_properties,
 )
 from mqstore.layout.record import (
     BODY_AT_V4,
+    CHECKSUM_AT,
+    INNER_BATCH,
+    MAGIC_AT,
     MAGIC_V1,
     MAGIC_V2,
     MAX_TOPIC_BYTES_V1,
+    MIN_RECORD_BYTES,
+    PHYSICAL_OFFSET_AT,
+    QUEUE_ID_AT,
+    QUEUE_OFFSET_AT,
+    STORE_TIMESTAMP_AT_V4,
+    TOTAL_SIZE_AT,
+    TRANSACTION_COMMIT,
+    TRANSACTION_MASK,
     unreadable_number,
 )
+from mqstore.layout.scan import Headers, gather, has_crc_tail, verify
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.outgoing import MAX_MESSAGE_GROUP, checked_text
 from mqstore.options import DEFAULT_DELAY_LEVELS, StoreConfig, delay_table_ms, seconds
-from mqstore.spark.inputs import INPUTS, check_columns, sql_type
+from mqstore.spark.arrow import cut, text
+from mqstore.spark.inputs import INPUTS, KAFKA, check_columns, is_kafka, sql_type
 
 __all__ = ["Encoded", "Encoder", "Rules", "TopicRule", "derived_prefix"]
 
@@ -230,6 +248,7 @@ assert _HEADER.itemsize == BODY_AT_V4
 # As scalars of Arrow: from bytes it would find out the type each time, for which it looks for modules on disk.
 _NAME_END, _PAIR_END, _NOTHING = (pa.scalar(each, pa.binary()) for each in (b"\x01", b"\x02", b""))
 
+_HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 _HOW: Final[Mapping[str, tuple[str, str, str]]] = {
     # column: field of the engine's rule, characters that it forbids, the rule
     "tags": ("tags", "|", "a tag is a text without '|', and not blank"),
@@ -277,20 +296,27 @@ class Encoder:
         self._prefix = np.frombuffer(derived_prefix(app, version, partition).encode(), np.uint8)
         self._first_turn = int.from_bytes(_digest(app, version, partition)[-4:], "big")
         self._turns: Counter[str] = Counter()
+        self._called: Mapping[str, str] = {}
+        """What errors call columns that came under other names."""
 
     def encode(self, batch: Any) -> Iterator[Encoded]:
         """The records of a RecordBatch, in pieces. ConfigError for its columns, InvalidMessageError for a row; then
         nothing of the piece that the row belongs to is handed out."""
         check_columns({each.name: sql_type(each.type) for each in batch.schema}, topic=self._topic)
         columns = {each.name: _small(batch.column(i)) for i, each in enumerate(batch.schema)}
+        self._called = {}
+        if is_kafka(columns):
+            columns = _from_kafka(columns)
+            self._called = {here: name for name, here in KAFKA.items()} | {"sharding_key": "key"}
         start = 0
-        ends = np.cumsum(_sizes(columns["body"]))
+        kind = _Copies if "record" in columns else _Slice
+        ends = np.cumsum(_sizes(columns["record" if "record" in columns else "body"]))
         while start < len(batch):
             before = int(ends[start - 1]) if start else 0
             stop = min(start + self._max_rows, int(np.searchsorted(ends, before + _SLICE_BYTES, "right")))
             stop = min(max(stop, start + 1), len(batch))
             rows = stop - start
-            yield _Slice(self, {name: each.slice(start, rows) for name, each in columns.items()}, rows).encode()
+            yield kind(self, {name: each.slice(start, rows) for name, each in columns.items()}, rows).encode()
             self.row += rows
             start = stop
 
@@ -322,10 +348,8 @@ class _Slice:
         groups = self._text("sharding_key")
         queues = self._queues(topics, groups)
         parts, sizes = self._properties(topics, queues, groups)
-        names = [name.encode() for name in self._codes]
-        header = self._header(names, topics, queues, _sizes(body), sizes)
-        heads = [_topic_piece(name) for name in names]
-        topic = pa.scalar(heads[0], pa.binary()) if len(heads) == 1 else pa.array(heads, pa.binary()).take(topics)
+        header = self._header(topics, queues, _sizes(body), sizes)
+        topic = self._topic_pieces(topics)
         joined = pc.binary_join_element_wise(_fixed(header), body, topic, _fixed(sizes.astype(">i2")), *parts, _NOTHING)
         data, edges = _flat(joined)
         total = header["total_size"]
@@ -355,10 +379,14 @@ class _Slice:
         self._refuse_first(sizes > MAX_PROPERTIES_BYTES, "properties", lambda i: f"{sizes[i]} bytes", _LONG)
         return parts, sizes
 
-    def _header(
-        self, names: list[bytes], topics: _Int32s, queues: _Int64s, body_sizes: _Int64s, sizes: _Int64s
-    ) -> npt.NDArray[np.void]:
+    def _topic_pieces(self, topics: _Int32s) -> Any:
+        """The topic of each row as its record has it, length included."""
+        heads = [_topic_piece(name.encode()) for name in self._codes]
+        return pa.scalar(heads[0], pa.binary()) if len(heads) == 1 else pa.array(heads, pa.binary()).take(topics)
+
+    def _header(self, topics: _Int32s, queues: _Int64s, body_sizes: _Int64s, sizes: _Int64s) -> npt.NDArray[np.void]:
         """All before the body. `sizes`: of the properties."""
+        names = [name.encode() for name in self._codes]
         topic_sizes = np.array([len(_topic_piece(name)) for name in names], np.int64)[topics]
         total = BODY_AT_V4 + body_sizes + topic_sizes + 2 + sizes
         limit = self._rules.max_record_bytes
@@ -378,6 +406,7 @@ class _Slice:
     # -- errors ------------------------------------------------------------------------------------------------------
 
     def _refuse(self, row: int, column: str, value: str, rule: str) -> NoReturn:
+        column = self._encoder._called.get(column, column)
         where = f"row {self._encoder.row + row} of partition {self._encoder.partition}, column {column!r}"
         raise InvalidMessageError(": ".join(filter(None, (where, value, rule))), column)
 
@@ -539,6 +568,9 @@ class _Slice:
         if column.null_count and np.diff(column.offsets.to_numpy())[_nulls(column)].any():
             column = pa.array(column.to_pylist(), column.type)  # a null map that has entries all the same
         entries = _Entries(column)
+        if self._encoder._called:  # a map of Spark's has each name once
+            rule = "a name stands twice, and a property has one value; keep one of them"
+            self._refuse_first(entries.repeated(), "properties", lambda _: "", rule)
         for values in (entries.names, entries.values):
             self._check(values, "properties", entries.row_of)
         if self._validate:
@@ -675,6 +707,91 @@ class _Slice:
         }
 
 
+class _Copies(_Slice):
+    """Rows that are stored records. They are copied as bytes, and changed where their place in the target decides.
+
+    unchanged   body as stored, properties, flag, sysFlag, bornTimestamp, both hosts, reconsumeTimes, and
+                preparedTransactionOffset, which names a place in the log of the original
+    given       topic and queue id, if the row or the option names others
+    zero        queueOffset, physicalOffset, storeTimestamp, checksum, as in each staged record
+    left out    a CRC tail (store-format 2.5), which would be wrong
+
+    The store time is the target's, as in every record that is appended: retention, and every search by time, rely on
+    times that do not step back within a log.
+    """
+
+    def encode(self) -> Encoded:
+        stored = self._columns["record"]
+        self._refuse_first(_nulls(stored), "record", lambda _: "null", "its message was damaged; leave such rows out")
+        data, edges = _flat(stored)
+        headers = self._gather(data.data, edges)
+        own = text(cut(data, headers.topic_position, headers.topic_position + headers.topic_size))
+        tails = has_crc_tail(data.data, headers)
+        property_sizes = headers.properties_size - np.where(tails, CRC_TAIL_BYTES, 0)
+        properties = cut(data, headers.properties_position, headers.properties_position + property_sizes)
+        self._refuse_unfit(headers, own, properties, _origin(data.data, headers))
+        places = {"topic": own, "queue_id": pa.array(headers.queue_id)}
+        given = {name: values for name, values in self._columns.items() if name in places}
+        self._columns = places | {name: pc.coalesce(values, places[name]) for name, values in given.items()}
+        topics = self._topics()
+        queues = self._queues(topics, None)
+        names = [*self._codes]
+        rebuilt = tails.any() or not pc.equal(own, pa.array(names).take(topics)).to_numpy(zero_copy_only=False).all()
+        if rebuilt:
+            topic_at = headers.topic_position - np.where(headers.magic == MAGIC_V2, 2, 1)
+            lengths = _fixed(property_sizes.astype(">i2"))
+            parts = (cut(data, headers.positions, topic_at), self._topic_pieces(topics), lengths, properties)
+            data, edges = _flat(pc.binary_join_element_wise(*parts, _NOTHING))
+        data, starts, sizes = data.copy(), edges[:-1].astype(np.int64), np.diff(edges).astype(np.int64)
+        limit = self._rules.max_record_bytes
+        self._refuse_first(sizes > limit, "record", lambda i: f"{sizes[i]} bytes", _large(limit))
+        if rebuilt:
+            _write(data, ">i4", starts + TOTAL_SIZE_AT, sizes)
+            _write(data, ">i4", starts + MAGIC_AT, np.array([_magic(name.encode()) for name in names])[topics])
+        _write(data, ">i4", starts + CHECKSUM_AT, 0)
+        _write(data, ">i4", starts + QUEUE_ID_AT, queues)
+        _write(data, ">i8", starts + QUEUE_OFFSET_AT, 0)
+        _write(data, ">i8", starts + PHYSICAL_OFFSET_AT, 0)
+        _write(data, ">i8", starts + STORE_TIMESTAMP_AT_V4 + (headers.born_host_size - IPV4_BYTES), 0)
+        return Encoded(memoryview(data.data), sizes, self._counted(topics, queues), tuple(self._codes), self._put)
+
+    def _gather(self, data: memoryview, edges: _Int32s) -> Headers:
+        """The fields of the records that fill `data`. Refuses what is no record, or a damaged one."""
+        sizes = np.diff(edges)
+        rule = "it is no record: its lengths do not add up"
+        self._refuse_first(sizes < MIN_RECORD_BYTES, "record", lambda i: f"{sizes[i]} bytes", rule)
+        headers = gather(data, edges[:-1])
+        self._refuse_first(~headers.ok | (headers.size != sizes), "record", lambda i: f"{sizes[i]} bytes", rule)
+        holds = verify(data, headers, "crc32c-record")
+        if not holds.all():  # bytes do not say of which profile they are; without a body `crc32-body` is 0
+            holds |= verify(data, headers, "crc32-body") & ((headers.body_size > 0) | (headers.checksum == 0))
+        self._refuse_first(~holds, "record", _origin(data, headers), "it is damaged: its checksum does not hold")
+        return headers
+
+    def _refuse_unfit(self, headers: Headers, topics: Any, properties: Any, origin: Callable[[int], str]) -> None:
+        """Refuse sound records that are no messages of a user, or that the target cannot number."""
+        engines = pa.array([name for name in pc.unique(topics).to_pylist() if is_system_topic(name)], pa.string())
+        mark = headers.sys_flag & TRANSACTION_MASK
+        limit = self._rules.max_body_bytes
+        for wrong, rule in (
+            (
+                pc.is_in(topics, engines).to_numpy(zero_copy_only=False),
+                "its topic belongs to the engine; what waits there is copied when it is delivered",
+            ),
+            ((mark != 0) & (mark != TRANSACTION_COMMIT), "its transaction is not committed"),
+            (headers.sys_flag & INNER_BATCH != 0, "it is a batch in one record; copy its messages by `body`"),
+            (headers.body_size > limit, f"its body is too large; {_large(limit)}"),
+        ):
+            self._refuse_first(wrong, "record", origin, rule)
+        for row in np.flatnonzero(pc.match_substring(properties, "INNER_").to_numpy(zero_copy_only=False)).tolist():
+            blob = properties[row].as_py()
+            wrong = unreadable_number(b"", blob)
+            if INNER_MULTI_DISPATCH in decode_properties(blob):
+                wrong = "it stands in light queues, too, with numbers of its own store"
+            if wrong:
+                self._refuse(row, "record", origin(row), wrong)
+
+
 class _Entries:
     """The entries of a column of maps, side by side, and the stored properties that they make."""
 
@@ -706,6 +823,13 @@ class _Entries:
         pairs = zip(names.to_pylist(), values.to_pylist(), strict=True)
         return {name: value for name, value in pairs if value is not None}
 
+    def repeated(self) -> _Bools:
+        """Which rows have a name more than once."""
+        rows = np.repeat(np.arange(len(self._edges) - 1), np.diff(self._edges))
+        names = self.names.dictionary_encode().indices.to_numpy().astype(np.int64)
+        _, first = np.unique(rows * max(1, len(names)) + names, return_index=True)
+        return np.bincount(np.delete(rows, first), minlength=len(self._edges) - 1) > 0
+
     def has(self, names: Any) -> _Bools:
         """Which rows have one of these names."""
         found = pc.is_in(self.names, names).to_numpy(zero_copy_only=False)
@@ -718,6 +842,39 @@ def _property(name: str, values: Any) -> Any:
     start = pa.scalar(f"{name}\x01".encode(), pa.binary())
     piece = pc.binary_join_element_wise(start, values.cast(pa.binary()), _PAIR_END, _NOTHING)
     return piece.fill_null(_NOTHING) if piece.null_count else piece
+
+
+def _from_kafka(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a frame for Spark's Kafka sink as those of this one. A message is found by its key, which is its
+    message group, too: messages of a key keep their order. Bytes become texts unchecked; each text is checked later,
+    with its row."""
+    found = {KAFKA[name]: values for name, values in columns.items()}
+    if "keys" in found:
+        found["keys"] = found["sharding_key"] = found["keys"].view(pa.string())
+    if "properties" in found:
+        headers = found["properties"].cast(_HEADERS)
+        if pc.struct_field(pc.list_flatten(headers), "key").null_count:
+            raise InvalidMessageError("column 'headers': a header has no name; leave it out: filter()", "headers")
+        found["properties"] = headers.view(pa.map_(pa.string(), pa.string()))
+    return found
+
+
+def _origin(data: memoryview, headers: Headers) -> Callable[[int], str]:
+    """What an error says of a record: where it comes from."""
+
+    def said(row: int) -> str:
+        at = int(headers.topic_position[row])
+        topic = str(data[at : at + int(headers.topic_size[row])], "utf-8", "replace")
+        return f"{topic}, queue {headers.queue_id[row]}, offset {headers.queue_offset[row]}"
+
+    return said
+
+
+def _write(data: npt.NDArray[np.uint8], kind: str, positions: _Int64s, values: Any) -> None:
+    """Write a number at each of these positions, which need not be aligned."""
+    dtype = np.dtype(kind)
+    everywhere: npt.NDArray[Any] = np.ndarray((len(data) - dtype.itemsize + 1,), dtype, data.data, 0, (1,))
+    everywhere[positions] = values
 
 
 def _topic_piece(name: bytes) -> bytes:

@@ -7,8 +7,8 @@ was left out silently would be missed only when a consumer filters by it. Knows 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import pyarrow as pa
@@ -23,7 +23,7 @@ from mqstore.layout.properties import (
     UNIQ_KEY,
 )
 
-__all__ = ["INPUTS", "Input", "as_markdown", "check_columns", "sql_type"]
+__all__ = ["INPUTS", "KAFKA", "Input", "as_markdown", "check_columns", "is_kafka", "sql_type"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,28 +70,61 @@ _TABLE: Final = (
         "batch), partition and row, so that whoever reads can leave out what was written twice",
         UNIQ_KEY,
     ),
+    Input(
+        "record",
+        ("binary",),
+        "refused",
+        "a whole message as it was stored, in place of `body` and all else except `topic` and `queue_id`",
+    ),
 )
 
 INPUTS: Final[Mapping[str, Input]] = {each.name: each for each in _TABLE}
 """Every column by its name."""
+KAFKA: Final = {"value": "body", "key": "keys", "topic": "topic", "partition": "queue_id", "headers": "properties"}
+"""The columns that Spark's Kafka sink takes, and what they are here."""
+_KAFKA_TYPES: Final = {"key": ("binary", "string"), "headers": ("array<struct<key:string,value:binary>>",)}
+_KAFKA_INPUTS: Final[Mapping[str, Input]] = {
+    name: replace(INPUTS[here], name=name, types=_KAFKA_TYPES.get(name, INPUTS[here].types))
+    for name, here in KAFKA.items()
+}
+_BESIDE_RECORD: Final = ("topic", "queue_id")
+
+
+def is_kafka(names: Collection[str]) -> bool:
+    """Return True if a frame of these columns is one for Spark's Kafka sink: it has `value`, and neither `body` nor
+    `record`."""
+    return "value" in names and "body" not in names and "record" not in names
 
 
 def check_columns(types: Mapping[str, str], *, topic: str | None) -> None:
     """ConfigError unless a frame of these columns (name -> SQL type) can be written. `topic`: the option."""
+    kafka = is_kafka(types)
+    table = _KAFKA_INPUTS if kafka else INPUTS
     for name, kind in types.items():
-        known = INPUTS.get(name)
+        known = table.get(name)
         if known is None:
-            close = difflib.get_close_matches(name.lower(), INPUTS, 1, 0.6)
+            close = difflib.get_close_matches(name.lower(), table, 1, 0.6)
             hint = f"; did you mean {close[0]!r}?" if close else "."
+            rest = "What is not among them goes into properties, a map<string,string>"
+            if kafka:
+                rest = "A frame with `value` is taken for one of Kafka's; with `body` in its place there are others"
             raise ConfigError(
-                f"there is no column {name!r} to be written{hint} There are {', '.join(INPUTS)}. What is not among "
-                "them goes into properties, a map<string,string>; drop or rename it"
+                f"there is no column {name!r} to be written{hint} There are {', '.join(table)}. {rest}; drop or "
+                "rename it"
             )
         if kind not in known.types:
             raise ConfigError(
                 f"column {name!r} is {kind}, and must be {' or '.join(known.types)}: {_remedy(known, kind)}"
             )
-    if "body" not in types:
+    if "record" in types:
+        others = [name for name in types if name not in ("record", *_BESIDE_RECORD)]
+        if others:
+            raise ConfigError(
+                f"column 'record' is a whole message: drop {', '.join(others)}; beside it there may be "
+                f"{', '.join(_BESIDE_RECORD)}"
+            )
+        return
+    if "body" not in types and not kafka:
         raise ConfigError(f"column 'body' is missing; the frame has {', '.join(types) or 'none'}")
     if topic is None and "topic" not in types:
         raise ConfigError("no topic: add column 'topic', or give option topic")
@@ -101,7 +134,7 @@ def _remedy(column: Input, kind: str) -> str:
     """What makes a value of another type one that the column takes. Spark casts not all to binary, and not all that it
     would cast becomes what is meant."""
     name = column.name
-    if name == "body":
+    if name in ("body", "value"):
         nested = kind.startswith(("struct<", "map<", "array<"))
         return f"to_json({name})" if nested else f"cast({name} as string)"
     if name == "properties" and not kind.startswith("map<"):
@@ -117,6 +150,8 @@ def sql_type(kind: Any) -> str:
         return f"map<{sql_type(kind.key_type)},{sql_type(kind.item_type)}>"
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return f"array<{sql_type(kind.value_type)}>"
+    if pa.types.is_struct(kind):
+        return f"struct<{','.join(f'{field.name}:{sql_type(field.type)}' for field in kind)}>"
     if pa.types.is_timestamp(kind) and kind.tz is not None:
         return "timestamp"
     for test, name in _ARROW:

@@ -380,7 +380,14 @@ _TABLE: Final = (
         "and for a stream always",
         word("auto", "queue", "log"),
     ),
-    Option("columns", "columns", "all", "names, separated by commas", "which columns; the others cost nothing", names),
+    Option(
+        "columns",
+        "columns",
+        "all",
+        "names, separated by commas, or kafka",
+        "which columns; the others cost nothing; kafka: those of Spark's Kafka source",
+        names,
+    ),
     Option("includeProperties", "include_properties", "true", YES_NO, "column `properties`", boolean),
     Option(
         "bodyAs",
@@ -469,7 +476,7 @@ _TABLE: Final = (
         "false",
         YES_NO,
         "take over filters from Spark, for a frame that is used once, in one query, and where no clock was set back by "
-        "more than a minute (see `spark.md`)",
+        "more than a minute (see `spark-source.md`)",
         boolean,
     ),
     Option(

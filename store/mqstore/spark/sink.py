@@ -30,7 +30,17 @@ from typing import Any, Final
 import pyspark.sql.datasource as datasource
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
-from pyspark.sql.types import ArrayType, BinaryType, DataType, IntegerType, LongType, MapType, StringType, StructType
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DataType,
+    IntegerType,
+    LongType,
+    MapType,
+    Row,
+    StringType,
+    StructType,
+)
 
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.spark.encode import Encoder
@@ -274,6 +284,8 @@ def _batches(rows: Iterator[Any], schema: StructType) -> Iterator[Any]:
 def _cell(value: Any) -> Any:
     if isinstance(value, dict):
         return list(value.items())
+    if isinstance(value, list):
+        return [each.asDict() if isinstance(each, Row) else each for each in value]
     # Spark gives times of day where the worker stands, without saying so.
     return value.astimezone(UTC) if hasattr(value, "astimezone") else value
 
@@ -284,5 +296,7 @@ def _arrow_type(kind: DataType, pa: Any) -> Any:
         return pa.map_(_arrow_type(kind.keyType, pa), _arrow_type(kind.valueType, pa))
     if isinstance(kind, ArrayType):
         return pa.list_(_arrow_type(kind.elementType, pa))
+    if isinstance(kind, StructType):
+        return pa.struct([(each.name, _arrow_type(each.dataType, pa)) for each in kind.fields])
     simple = {StringType: pa.string(), BinaryType: pa.binary(), IntegerType: pa.int32(), LongType: pa.int64()}
     return simple.get(type(kind), pa.timestamp("us", "UTC"))

@@ -34,6 +34,7 @@ try:
         Not,
     )
     from pyspark.sql.types import (
+        ArrayType,
         BinaryType,
         BooleanType,
         IntegerType,
@@ -168,6 +169,9 @@ _TYPES: Final = {
     "bigint": LongType(),
     "timestamp": TimestampType(),
     "map<string,string>": MapType(StringType(), StringType()),
+    "array<struct<key:string,value:binary>>": ArrayType(
+        StructType([StructField("key", StringType()), StructField("value", BinaryType())])
+    ),
 }
 
 
@@ -182,7 +186,7 @@ def _struct(options: SourceOptions, columns: Iterable[str]) -> StructType:
 
 def _check_schema(options: SourceOptions, schema: StructType) -> Any:
     """Whether rows can have this schema, which may be the user's; how bodies are to be had. ConfigError."""
-    every = VIEWS[options.view].columns if options.view != "messages" else default_columns(keep=True)
+    every = VIEWS[options.view].columns if options.view != "messages" else COLUMNS
     known = {field.name: field.dataType for field in _struct(options, every).fields}
     body_as: str = options.body_as
     if not schema.fields:

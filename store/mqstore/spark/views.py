@@ -26,7 +26,7 @@ from mqstore.spark.tally import Tally
 from mqstore.spark.tasks import policy_of
 from mqstore.spark.telling import of_store, warn_once
 
-__all__ = ["VIEWS", "view_batch", "view_stores"]
+__all__ = ["VIEWS", "as_markdown", "view_batch", "view_stores"]
 
 _BY_QUEUE: Final = ("queues", "traffic")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -276,3 +276,11 @@ VIEWS: Final[dict[str, ViewTable]] = {
     ),
 }
 """The views by name."""
+
+
+def as_markdown() -> str:
+    """The views and their columns, for the documentation."""
+    lines = ["| View | Columns |", "|---|---|"]
+    for view, table in VIEWS.items():
+        lines.append(f"| `{view}` | {', '.join(f'`{name}` {kind}' for name, kind in table.columns.items())} |")
+    return "\n".join(lines) + "\n"
