@@ -108,11 +108,11 @@ def test_a_session_that_does_not_start_says_with_what_and_why(
             environment["JAVA_HOME"] = str(tmp_path / "old")
         else:
             environment["PATH"] = f"{program.parent}{os.pathsep}{environment['PATH']}"
-    call = [sys.executable, "-m", "mqstore_tools.main", "spark", "lag", str(store), *options]
+    call = [sys.executable, "-m", "mqstore_tools.main", "spark", "sql", str(store), "select 1", *options]
     done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170)
 
     assert done.returncode == code, done.stderr
-    assert re.match(f"mqstore spark lag: .*{says}", done.stderr.splitlines()[-1]), done.stderr
+    assert re.match(f"mqstore spark sql: .*{says}", done.stderr.splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
 
 
