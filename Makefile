@@ -49,7 +49,7 @@ demo: $(VENV)/stamp-core
 	$(BIN)/mqstore demo
 
 # Nothing in these files of tests/log is done by compiled parts.
-NOT_COMPILED := checkpoint_and_manifest concurrency cut inbox indexshape log_start misnamed own published queue_bounds reader_ends retention snapshot stats watermark
+NOT_COMPILED := checkpoint_and_manifest concurrency inbox indexshape log_start misnamed own queue_bounds reader_ends retention snapshot stats watermark
 
 # Twice what has compiled parts: with them, as everybody has it, and by Python alone.
 test: lint

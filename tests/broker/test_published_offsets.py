@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.inspect import PopView, group_names, lag_of
 from mqstore.broker.names import START_GROUP
 from mqstore.broker.offline import offline
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.parts import delete_group, open_parts
+from mqstore.broker.published import publish
 from mqstore.clock import SimulatedClock
 from mqstore.files.quiet import QUIET
-from mqstore.log.inspect import inspect_store
-from mqstore.log.published import publish
 from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import open_store

@@ -252,7 +252,7 @@ def _facts(path: Path) -> None:
 
 
 def _inspect(path: Path) -> None:
-    from mqstore.log.inspect import inspect_store
+    from mqstore.broker.admin.contents import inspect_store
 
     assert inspect_store(path)["problems"] == []
 

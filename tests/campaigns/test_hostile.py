@@ -34,9 +34,9 @@ import pytest
 
 import mqstore
 import mqstore_tools.main
+from mqstore.broker.published import publish
 from mqstore.errors import MQStoreError
 from mqstore.layout.record import Checksum, encode_record
-from mqstore.log.published import publish
 from tests.log.splicesupport import Row, bundle
 
 ROUNDS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", "40"))

@@ -9,9 +9,9 @@ import signal
 import time
 from pathlib import Path
 
-from mqstore.log.cut import restore
+from mqstore.broker.admin.cut import restore
 from mqstore.log.store import MessageStore
-from tests.log.cutsupport import SENT, all_of, config, cut_from, make
+from tests.broker.cutsupport import SENT, all_of, config, cut_from, make
 from tests.log.support import open_store
 
 BAD = 3

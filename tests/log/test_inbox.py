@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.broker import Broker
 from mqstore.clock import SimulatedClock
 from mqstore.errors import (
@@ -23,7 +24,6 @@ from mqstore.errors import (
 from mqstore.files import jsonfile
 from mqstore.files.filesystem import REAL
 from mqstore.log.inbox import inbox_state
-from mqstore.log.inspect import inspect_store
 from mqstore.log.store import MessageStore
 from mqstore.log.txn import TXN_FILE
 from tests.faults import Crash, FaultyFileSystem

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from mqstore.broker.admin.contents import inspect_store
 from mqstore.errors import StoreFullError
 from mqstore.layout.checkpoint import decode
 from mqstore.log import moment
 from mqstore.log.commitlog import SendReceipt
-from mqstore.log.inspect import inspect_store
 from mqstore.log.report import Finding
 from mqstore.log.snapshot import snapshot_store
 from mqstore.log.store import MessageStore

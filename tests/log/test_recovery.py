@@ -26,7 +26,7 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import rebuild_config, recover_store
 from mqstore.log.report import RecoveryReport
-from mqstore.log.scanner import least_plausible, sort_out
+from mqstore.log.slots import least_plausible, sort_out
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.faults import Crash, FaultyFileSystem

@@ -34,6 +34,7 @@ from mqstore import (
     StoreConfig,
     StoreIOError,
 )
+from mqstore.broker.published import publish
 from mqstore.files.jsonfile import encode_json
 from mqstore.files.lock import WriterLock
 from mqstore.files.quiet import QUIET
@@ -43,7 +44,6 @@ from mqstore.log import snapshot as module
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.inbox import Bundle
 from mqstore.log.moment import Moment, Original
-from mqstore.log.published import publish
 from mqstore.log.recovery import RecoverOptions, _Recovery
 from mqstore.log.repair import recover_store
 from mqstore.log.snapshot import plan_snapshot, snapshot_store

@@ -20,6 +20,7 @@ from crc32c import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mqstore.broker.admin.contents import inspect_store
 from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     ConfigError,
@@ -35,7 +36,6 @@ from mqstore.errors import (
     UnsupportedStoreError,
 )
 from mqstore.files.filesystem import FileSystem
-from mqstore.log.inspect import inspect_store
 from mqstore.log.message import Message
 from mqstore.log.scanner import End, scan_log
 from mqstore.log.shard import index_entries

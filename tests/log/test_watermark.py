@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from mqstore import Finding, MessageStore
+from mqstore.broker.admin.contents import inspect_store
 from mqstore.jobs.verifying import verify
 from mqstore.layout.checkpoint import decode
-from mqstore.log.inspect import inspect_store
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import recover_store
 from mqstore.log.report import RecoveryReport

@@ -17,8 +17,8 @@ import pytest
 import mqstore
 from mqstore import MessageStore, StoreConfig
 from mqstore.errors import CorruptStoreError
-from mqstore.log.commitlog import QueueRef
 from mqstore.jobs import export_parquet
+from mqstore.log.commitlog import QueueRef
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, plan
 from mqstore.spark.tasks import read_slices

@@ -14,8 +14,8 @@ import pytest
 from mqstore import MessageStore, StoreConfig
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import recover_store
+from tests.broker.cutsupport import SENT, all_of, cut_from, make, open_again
 from tests.conftest import GoldenStore
-from tests.log.cutsupport import SENT, all_of, cut_from, make, open_again
 from tests.log.support import files, flip, open_store
 from tests.tools.brokers import broker, clock_now
 from tests.tools.support import mqstore, mqstore_json, process, snapshot

@@ -17,8 +17,8 @@ import pytest
 
 import mqstore as library
 from mqstore import SimulatedClock, StoreConfig
+from mqstore.broker.admin.contents import inspect_store
 from mqstore.files import jsonfile
-from mqstore.log.inspect import inspect_store
 from mqstore.options import Profile
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.log.support import kill, open_store

@@ -1,4 +1,4 @@
-"""`mqstore cut`: list, print and append again what recovery has cut from the log. `mqstore.log.cut` does it."""
+"""`mqstore cut`: list, print and append again what recovery has cut from the log (`mqstore.broker.admin.cut`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import click
 
 from mqstore import Finding, FormatError, Message, MessageStore, StoreConfig, StoreIOError
+from mqstore.broker.admin import cut as library
 from mqstore.files.beneath import REFUSED
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.quiet import QUIET
 from mqstore.layout.compression import MissingPackageError
-from mqstore.log import cut as library
 from mqstore_tools.export import lines
 from mqstore_tools.opened import DefaultGroup, dry_run_option
 from mqstore_tools.render import VERSION, as_json, note, print_finding, print_json, progress, safe, when

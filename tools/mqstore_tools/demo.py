@@ -49,6 +49,7 @@ from rich.table import Table
 from rich.text import Text
 
 import mqstore
+from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.layout.batch import encode_batch
 from mqstore.layout.consumequeue import UNIT_BYTES
@@ -57,7 +58,6 @@ from mqstore.layout.indexfile import ENTRY_BYTES, HEADER_BYTES, SLOT_BYTES, Inde
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import KEYS, NAME_END, PAIR_END, SHARDINGKEY, TAGS, encode_properties
 from mqstore.layout.record import header_struct
-from mqstore.log.inspect import inspect_store
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import recover_store
 from mqstore_tools import render

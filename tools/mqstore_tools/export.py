@@ -18,6 +18,7 @@ import click
 
 from mqstore import Finding, FormatError, Message, MessageStore, MQStoreError, QueueRef
 from mqstore.files.quiet import QUIET
+from mqstore.files.segments import place_in_file
 from mqstore.layout.compression import MissingPackageError
 from mqstore.log.stretch import Stretch
 from mqstore.log.verify import Verifier
@@ -299,9 +300,7 @@ class _Found:
 
 
 def _not_inflated(store: MessageStore, message: Message, error: Exception) -> Finding:
-    size = store.manifest.commitlog_segment_bytes
-    start = message.physical_offset // size * size
-    file, at = f"commitlog/{start:020d}", message.physical_offset - start
+    file, at = place_in_file(message.physical_offset, store.manifest.commitlog_segment_bytes)
     if isinstance(error, MissingPackageError):
         return Finding("not_inflated", file, at, message.size, str(error))
     where = f"{message.topic}, queue {message.queue_id}, offset {message.offset}"

@@ -28,7 +28,7 @@ Between two such saves there are quick ones (`configfile`), so that `kill -9` ta
 A file that another program wrote may say otherwise: an offset above its queue's end is lowered to the end at load, for
 the messages to come will bear the numbers between.
 
-What processes beside the owner publish of their groups (`log.published`; Spark's `commitGroup`) is folded in at
+What processes beside the owner publish of their groups (`published.py`; Spark's `commitGroup`) is folded in at
 opening, every `commit_interval` and at closing, as a commit would be; who opens the store for reading sees it earlier.
 
 The group `START_GROUP` keeps each queue's *logical start* in the same table: what lies before was purged, or belonged
@@ -49,11 +49,11 @@ from typing import Any
 
 from mqstore.broker.configfile import QUICK_MS, ConfigFile, DataVersion, object_member
 from mqstore.broker.names import DELETED_GROUP, START_GROUP, is_system_group
+from mqstore.broker.published import PublishedFiles
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError, OffsetOutOfRangeError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.names import is_path_safe
-from mqstore.log.published import PublishedFiles
 from mqstore.log.queueends import load_ends
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig, seconds

@@ -22,6 +22,7 @@ from mqstore.broker.delayroute import delay_route
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.receipts import recall_handle
+from mqstore.broker.routing import checked_group, routed_properties
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig, TopicTable
 from mqstore.clock import Clock
@@ -49,10 +50,8 @@ from mqstore.log.outgoing import (
     Copy,
     OutgoingMessage,
     check_integer,
-    checked_group,
     no_such_option,
     refuse_options,
-    routed_properties,
 )
 from mqstore.log.store import MessageStore
 from mqstore.log.writer import MAX_QUEUE_ID, PutOptions

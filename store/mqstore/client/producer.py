@@ -36,6 +36,7 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeVar, Unpack, c
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import check_group
 from mqstore.broker.road import SendOptions
+from mqstore.broker.routing import checked_group, routed_properties
 from mqstore.broker.selection import RoundRobin
 from mqstore.broker.transactions import TransactionHandle
 from mqstore.broker.uniquekey import new_unique_key
@@ -61,9 +62,7 @@ from mqstore.log.outgoing import (
     ROUTING,
     Body,
     OutgoingMessage,
-    checked_group,
     flat_body,
-    routed_properties,
 )
 from mqstore.options import Durability, Duration, seconds
 from mqstore.signalsafe import Future, Gate

@@ -18,6 +18,7 @@ from dataclasses import fields
 from typing import Final, cast
 
 from mqstore.broker.road import SendOptions
+from mqstore.broker.routing import routed_properties
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import encode_properties
 from mqstore.log.outgoing import (
@@ -27,7 +28,6 @@ from mqstore.log.outgoing import (
     flat_body,
     key_words,
     no_such_option,
-    routed_properties,
 )
 from mqstore.options import Duration, seconds
 

@@ -36,14 +36,23 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mqstore.errors import MQStoreError, StoreIOError
 from mqstore.files.descriptors import File
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, SyncNotBegunError, is_not_begun
 from mqstore.files.tmp import temporary_path
 
-__all__ = ["EXTENDED", "NAME_DIGITS", "LoadProblem", "Segment", "SegmentRun", "segment_name", "segment_start"]
+__all__ = [
+    "EXTENDED",
+    "NAME_DIGITS",
+    "LoadProblem",
+    "Segment",
+    "SegmentRun",
+    "place_in_file",
+    "segment_name",
+    "segment_start",
+]
 
 NAME_DIGITS = 20
 EXTENDED = "; extended with zeros"
@@ -67,6 +76,16 @@ def segment_name(start: int) -> str:
     return f"{start:0{NAME_DIGITS}d}"
 
 
+def place_in_file(physical_offset: int, segment_bytes: int) -> tuple[str, int]:
+    """Return the segment file of a physical offset, as a path below the store, and the position in it.
+
+    >>> place_in_file(70000000, 67108864)
+    ('commitlog/00000000000067108864', 2891136)
+    """
+    at = physical_offset % segment_bytes
+    return f"commitlog/{segment_name(physical_offset - at)}", at
+
+
 def segment_start(name: str) -> int | None:
     """The offset that a file name says; None for names that are no segment's (Unicode digits are none)."""
     return int(name) if len(name) == NAME_DIGITS and name.isascii() and name.isdigit() else None
@@ -88,7 +107,7 @@ class LoadProblem(NamedTuple):
     """
 
     file: str
-    kind: str
+    kind: Literal["segment_size", "empty_segment", "missing_segment", "segment_name"]
     position: int
     length: int
     detail: str

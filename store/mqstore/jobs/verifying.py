@@ -383,21 +383,18 @@ class _Joiner:
             self._unlisted += result.unlisted
             self._tally.add(result.index)
         crooked: set[QueueKey] = set()
+        slots = self.verifier.slots
         for (topic, queue_id), found in parts.queues().items():
-            queue = [
-                part
-                for part in found
-                if not self.verifier.is_over(topic, queue_id, part.first, part.first_physical, part.last_end)
-            ]
-            if not queue:
+            queue = self._store._queues.create(topic, queue_id)
+            here = [p for p in found if not slots.generations.are_older(queue, p.first, p.first_physical, p.last_end)]
+            if not here:
                 continue
-            first = queue[0]
-            if not is_straight(queue) or not self.verifier.follows(topic, queue_id, first.first, first.first_physical):
+            first, last = here[0], here[-1]
+            if not is_straight(here) or not slots.follows(queue, first.first, first.first_physical):
                 crooked.add((topic, queue_id))
                 continue
-            last = queue[-1]
-            yield from self.verifier.straight(topic, queue_id, first.first, last.stop, last.last_end)
-            for part in queue:
+            yield from self.verifier.straight(queue, first.first, last.stop, last.last_end)
+            for part in here:
                 yield from part.findings
                 self._unlisted += part.unlisted
         if crooked:

@@ -76,6 +76,8 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
 
 def rename_segments(run: SegmentRun, places: dict[str, int], fs: FileSystem) -> None:
     """Give segment files the names of their places. May be killed and called again with what is then misnamed."""
+    if not places:
+        return
     for name, place in places.items():
         fs.replace(run.directory / name, run.directory / (segment_name(place) + _UNFINISHED))
     fs.sync_directory(run.directory)

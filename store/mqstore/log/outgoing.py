@@ -5,40 +5,33 @@ Every check is made before anything is written, and names the argument that brea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from datetime import datetime
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
     CRC32,
-    DELAY,
     INNER_MULTI_QUEUE_OFFSET,
     KEYS,
-    SHARDINGKEY,
     TAGS,
-    TIMER_DELIVER_MS,
     UNIQ_KEY,
     encode_properties,
     is_reserved,
 )
-from mqstore.log.reader import to_ms
-from mqstore.options import Durability, Duration, seconds
+from mqstore.options import Durability, Duration
 
 if TYPE_CHECKING:
     from mqstore.log.message import Message
 
 __all__ = [
-    "MAX_MESSAGE_GROUP",
     "ROUTING",
     "Body",
     "Copy",
     "OutgoingMessage",
     "check_integer",
-    "checked_group",
     "checked_pairs",
     "checked_text",
     "flat_body",
@@ -46,7 +39,6 @@ __all__ = [
     "no_such_option",
     "refuse_options",
     "refuse_routing",
-    "routed_properties",
     "tail_of",
     "tail_of_bytes",
     "user_properties",
@@ -61,8 +53,6 @@ each closed by 0x02. A bare tuple: there are hundreds of thousands a second of t
 
 _OF_RECORD = (CRC32.encode() + b"\1", INNER_MULTI_QUEUE_OFFSET.encode() + b"\1")
 _CONTROL = frozenset(map(chr, (*range(32), *range(0x7F, 0xA0))))
-MAX_MESSAGE_GROUP = 63
-"""Bytes (client-semantics A1.2)."""
 
 ROUTING = ("message_group", "delay", "deliver_at", "delay_level")
 """Options of a put that say where a message goes, or when; at most one of them."""
@@ -210,66 +200,6 @@ def user_properties(
     if unique_key is not None:
         stored[UNIQ_KEY] = checked_text(unique_key, "unique_key", "", "a str, and not blank")
     return stored
-
-
-def routed_properties(options: Mapping[str, Any], *, now_ms: int, max_delay_ms: int) -> dict[str, str]:
-    """As `user_properties`, of all options of a put, those of `ROUTING` included. InvalidMessageError as there, and for
-    two of them that exclude each other."""
-    given = [name for name in ROUTING if options.get(name) is not None]
-    if len(given) > 1:
-        raise InvalidMessageError(f"{' and '.join(given)} exclude each other: give one of them", given[1])
-    stored = user_properties(
-        options.get("tag"), options.get("keys"), options.get("properties"), options.get("unique_key")
-    )
-    group, level = options.get("message_group"), options.get("delay_level")
-    if group is not None:
-        stored[SHARDINGKEY] = checked_group(group)
-    if level is not None:
-        check_integer(level, 32, "delay_level")
-        if level < 0:
-            raise InvalidMessageError(f"delay_level {level} is negative; 0 is no delay", "delay_level")
-        if level:
-            stored[DELAY] = str(level)
-    deliver_ms = _deliver_ms(options.get("delay"), options.get("deliver_at"), now_ms, max_delay_ms)
-    if deliver_ms is not None:
-        stored[TIMER_DELIVER_MS] = str(deliver_ms)
-    return stored
-
-
-def checked_group(group: object) -> str:
-    """Return `group` as text; a whole number stands for its digits. InvalidMessageError for what is blank, too long, or
-    neither a str nor an int."""
-    if isinstance(group, int) and not isinstance(group, bool):
-        group = str(int(group))
-    checked = checked_text(group, "message_group", "", "a message group is a str or an int, and not blank")
-    if len(checked.encode()) > MAX_MESSAGE_GROUP:
-        raise InvalidMessageError(
-            f"message_group {checked[:40]!r}... is longer than {MAX_MESSAGE_GROUP} bytes", "message_group"
-        )
-    return checked
-
-
-def _deliver_ms(delay: Duration | None, deliver_at: object, now_ms: int, max_delay_ms: int) -> int | None:
-    """The moment asked for, rounded up to the next millisecond; None for no delay."""
-    if delay is not None:
-        try:
-            wait_ms = math.ceil(seconds(delay, "delay") * 1000)
-        except (ValueError, OverflowError, TypeError) as error:  # ConfigError is a ValueError
-            raise InvalidMessageError(f"delay {delay!r} is no number of seconds, zero or more", "delay") from error
-        if wait_ms > max_delay_ms:
-            raise InvalidMessageError(
-                f"delay {delay!r} is longer than max_delay, {max_delay_ms / 1000:g} seconds", "delay"
-            )
-        return now_ms + wait_ms if wait_ms else None
-    if deliver_at is None:
-        return None
-    if isinstance(deliver_at, datetime):
-        return to_ms(deliver_at)
-    if isinstance(deliver_at, (int, float)) and not isinstance(deliver_at, bool) and math.isfinite(deliver_at):
-        return math.ceil(deliver_at * 1000)
-    raise InvalidMessageError(
-        f"deliver_at {deliver_at!r} is neither an aware datetime nor seconds since the epoch", "deliver_at"
-    )
 
 
 def tail_of(plain_tail: bytes, properties: Mapping[str, str]) -> bytes:

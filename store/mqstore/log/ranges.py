@@ -36,7 +36,8 @@ from mqstore.layout.dispatch import Listed, Rows
 from mqstore.layout.record import check_record
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding
-from mqstore.log.scanner import MAX_SLOT, Bad, End, OnFront, first_good_in, join_segments, scan_segment, until_torn
+from mqstore.log.scanner import Bad, End, OnFront, first_good_in, join_segments, scan_segment, until_torn
+from mqstore.log.slots import MAX_SLOT
 from mqstore.log.store import MessageStore
 from mqstore.log.verify import IndexTally, Verifier, Wanted
 

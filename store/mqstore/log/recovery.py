@@ -38,30 +38,18 @@ import numpy.typing as npt
 
 from mqstore.clock import Clock
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.segments import EXTENDED, LoadProblem, SegmentRun
+from mqstore.files.segments import EXTENDED, LoadProblem, SegmentRun, place_in_file
 from mqstore.layout.checkpoint import Checkpoint, min_timestamp
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, differing, is_void
-from mqstore.layout.dispatch import Listed, Rows
-from mqstore.layout.record import MIN_RECORD_BYTES, QUEUE_OFFSET_AT, Checksum, check_record, decode_record
+from mqstore.layout.dispatch import Rows
+from mqstore.layout.record import QUEUE_OFFSET_AT, Checksum, check_record, decode_record
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index, IndexFile
-from mqstore.log.lives import Lives
 from mqstore.log.misnamed import MisnamedSegmentsError, misnamed_segments
 from mqstore.log.names import is_path_safe
-from mqstore.log.report import Cut, Finding, RecoveryReport
-from mqstore.log.scanner import (
-    Bad,
-    Good,
-    first_slot_in_range,
-    least_plausible,
-    record_at,
-    scan_log,
-    sort_out,
-    strays_in_front,
-    until_torn,
-    used_end,
-    wrong_number,
-)
+from mqstore.log.report import Cut, Finding, RecoveryReport, finding_of
+from mqstore.log.scanner import Bad, Good, scan_log, until_torn, used_end
+from mqstore.log.slots import Misnumbered, SlotAssigner, first_slot_in_range, strays_in_front
 from mqstore.log.tip import QueueRef
 from mqstore.log.verify import Wanted, index_faults
 from mqstore.log.watermark import NEVER_TORN, first_record_time, watermark
@@ -69,7 +57,6 @@ from mqstore.log.watermark import NEVER_TORN, first_record_time, watermark
 __all__ = [
     "Progress",
     "RecoverOptions",
-    "given_out",
     "recover",
     "save_bytes",
     "unlisted_queue",
@@ -159,30 +146,12 @@ def unlisted_queue(parts: Parts, wanted: Callable[[str], bool], *, whole: bool =
             if queue is None:
                 return QueueRef(topic, queue_id)
             offsets = rows.queue_offset[chosen]
-            kept = recovery.lives.of_this(queue, offsets, rows.physical_offset[chosen])
+            kept = recovery.slots.generations.current(queue, offsets, rows.physical_offset[chosen])
             if kept is not None:
                 offsets = offsets[kept]
             if len(offsets) and (offsets.max() >= queue.max_offset or 0 <= offsets.min() < queue.first_offset()):
                 return queue.ref
     return None
-
-
-def given_out(queue: ConsumeQueue, first: int, seen: int, end: int, run: SegmentRun, checksum: Checksum) -> int:
-    """Behind the last slot from `first` on whose number a lost record may have had, so that it is not given out again.
-
-    Such records lay one behind the other between `seen`, where the record before `first` ends, and `end`, that of the
-    log. What points elsewhere, leads to a record that is there, or is more than there is room for, is not of this
-    queue: to believe it would make nonsense of the number of the next record (`sort_out`).
-    """
-    for at, units in queue.chunks(first, queue.max_offset):
-        least = seen + np.arange(at - first, at - first + len(units)) * MIN_RECORD_BYTES
-        void = is_void(units)
-        place = np.where(void, least, units["physical_offset"])
-        believed = (place >= least) & (place <= end - MIN_RECORD_BYTES) & (units["size"] > 0)
-        for i in range(len(units)):
-            if not believed[i] or not (void[i] or record_at(run, int(place[i]), checksum) is None):
-                return at + i
-    return max(first, queue.max_offset)
 
 
 class _WholeLogNeededError(Exception):
@@ -210,11 +179,9 @@ class _Recovery:
         noted = parts.checkpoint.log_start
         self.log_start = self.first if noted is None else min(noted, self.first)
         """Where the log begins. Below `first` it has lost segments."""
-        self.next_slot: dict[ConsumeQueue, int] = {}
-        """For each queue met in the scan: the slot behind the last record seen."""
-        self.last_seen: dict[ConsumeQueue, int] = {}
-        """Where that record ends, of those that got their slots."""
-        self.lives = Lives(parts.run, parts.checksum)
+        self.start = self.first
+        """Physical offset from which on records get their units."""
+        self.slots = SlotAssigner(parts.run, parts.queues, parts.checksum, self._first_slot)
         self.touched: set[ConsumeQueue] = set()
         self.has_short_files = False
         """A crash has left queue files that are too short."""
@@ -266,28 +233,19 @@ class _Recovery:
         return Outcome(report, end, self.last_record, self.last_store_timestamp_ms)
 
     def _note_load_problem(self, problem: LoadProblem) -> None:
-        """What listing the segments showed. A writer has mended the last one by then, a dry run would."""
-        name = "commitlog/" + os.path.basename(problem.file)
-        run = self.parts.run
-        if problem.kind == "empty_segment":
-            if problem.position >= run.end:
-                self.report.truncated.append(Cut(name, 0, 0, "empty file"))
-                self.report.changed = True
-            else:
-                self.report.findings.append(Finding("segment_size", name, 0, 0, problem.detail))
-        elif problem.kind == "segment_size":
-            position = problem.place(run.segment_bytes)
-            detail = problem.detail
-            # A last one that is short is extended; a surplus stays.
-            if run.starts and run.starts[-1] < problem.position < run.end:
-                self.report.changed = True
-                if not run.writable:
-                    detail += EXTENDED
-            self.report.findings.append(Finding("segment_size", name, position, problem.length, detail))
-        elif problem.kind == "segment_name":
-            self.report.findings.append(Finding("segment_name", name, 0, 0, problem.detail))
-        elif problem.kind == "missing_segment":
-            self.report.findings.append(Finding("missing_segment", name, 0, problem.length, problem.detail))
+        """Report what listing the segments showed. A writer has mended the last one by then; a dry run would."""
+        run, report = self.parts.run, self.report
+        finding = finding_of(problem, run.segment_bytes)
+        if problem.kind == "empty_segment" and problem.position >= run.end:
+            report.truncated.append(Cut(finding.file, 0, 0, "empty file"))
+            report.changed = True
+            return
+        # A short last segment is extended; a surplus stays.
+        if problem.kind == "segment_size" and run.starts and run.starts[-1] < problem.position < run.end:
+            report.changed = True
+            if not run.writable:
+                finding = replace(finding, detail=finding.detail + EXTENDED)
+        report.findings.append(finding)
 
     def _lengthen_queue_files(self) -> None:
         """Give queue files their length. Their units are built from the log."""
@@ -310,13 +268,13 @@ class _Recovery:
         checkpoint = self.parts.checkpoint
         end = max(checkpoint.clean_end or 0, checkpoint.flushed or 0)
         end += -end % self.parts.run.segment_bytes
-        self.first = end
+        self.first = self.start = end
         if end:
             detail = "the commitlog folder is empty"
             self.report.findings.append(Finding("missing_segment", "commitlog", 0, end, detail))
         doomed_index, _ = self._plan_index(end)
         self._begin(end, end, end)
-        self._finish_queues(end, end)
+        self._finish_queues(end)
         self._finish_index(doomed_index, end)
         return end
 
@@ -479,13 +437,13 @@ class _Recovery:
     def _scan(self) -> int:
         parts, report = self.parts, self.report
         run = parts.run
-        start = self._scan_start()
+        start = self.start = self._scan_start()
         self._refuse_misnamed(start)
         mark = self._watermark(start)
         gap = self._gap_in_front()
         torn_from = self._torn_from(mark)
         if gap is not None and gap.start >= torn_from:  # none of it was synced: the log ends before it began
-            self.first = start = gap.start
+            self.first = self.start = start = gap.start
         elif gap is not None:
             self._note_damage(gap)
             gap = None
@@ -501,7 +459,7 @@ class _Recovery:
         events = scan_log(run, read_from, parts.checksum) if gap is None else (gap,)
         for event in until_torn(events, lambda: torn_from):
             if isinstance(event, Good):
-                self._take(event, start, index_from)
+                self._take(event, index_from)
                 end = event.end
                 if self.progress is not None:
                     self.progress(end - read_from, total)
@@ -516,14 +474,15 @@ class _Recovery:
             raise _WholeLogNeededError  # a file was cut: records before the range may lack their units
         self.report.log_end = end
         if end < mark and not self.options.prefix:
-            name, at = self._where(end)
+            name, at = self._place(end)
             report.findings.append(
                 Finding("lost_tail", name, at, mark - end, f"the log once reached {mark} and was synced")
             )
         cuts, report.moved_to_cut = self._plan_cut(end, torn, blank=blank)
         # Of a torn record alone nothing was promised. What was synced, or is whole, may be its only copy.
         self._cut(end, cuts, self._why_cut(torn, tail), keep=torn is not None or end < mark)
-        self._finish_queues(min(start, end), end)  # index entries may have been read from further in front
+        self.start = min(start, end)  # index entries may have been read from further in front
+        self._finish_queues(end)
         self._finish_index(doomed_index, end)
         if self.writing and not parts.clean and parts.checkpoint.flushed is not None:
             self._write_again(max(parts.checkpoint.flushed, self.first), end)
@@ -556,28 +515,19 @@ class _Recovery:
             run.write(position, run.mapping(segment)[at:stop])
             position = segment.start + stop
 
-    def _where(self, position: int) -> tuple[str, int]:
-        start = position - position % self.parts.run.segment_bytes
-        return f"commitlog/{start:020d}", position - start
+    def _place(self, position: int) -> tuple[str, int]:
+        return place_in_file(position, self.parts.run.segment_bytes)
 
-    def _take(self, good: Good, start: int, index_from: int) -> None:
+    def _take(self, good: Good, index_from: int) -> None:
         """Give the records of one stretch their units, and remember their index entries."""
         rows = self.parts.queues.rows_of(good.buffer, good.headers, good.base)
         self.last_record = int(rows.physical_offset[len(rows) - 1])
         self.last_store_timestamp_ms = int(rows.store_timestamp_ms[len(rows) - 1])
-        if good.end > start:  # a stretch lies within one segment, and `start` begins one
+        if good.end > self.start:  # a stretch lies within one segment, and `start` begins one
             self.report.messages += len(rows)
             if self.report.damaged_ranges:
                 self.report.kept_behind_damage += len(rows)
-            for listed in rows.listed():
-                topic, queue_id = listed.topic, listed.queue_id
-                if queue_id < 0 or not is_path_safe(topic):
-                    name, at = self._where(int(rows.physical_offset[listed.rows[0]]))
-                    self.report.findings.append(
-                        Finding("unsafe_name", name, at, 0, f"topic {topic!r}, queue {queue_id} can be no folder")
-                    )
-                    continue
-                self._take_queue(self.parts.queues.create(topic, queue_id), rows, listed, start)
+            self._give_units(rows)
         if len(rows.entry_row):
             physical = rows.physical_offset[rows.entry_row]
             wanted = physical >= index_from
@@ -585,50 +535,30 @@ class _Recovery:
                 stamps = rows.store_timestamp_ms[rows.entry_row[wanted]]
                 self.index_entries.append((rows.entry_hash[wanted], physical[wanted], stamps))
 
-    def _take_queue(self, queue: ConsumeQueue, rows: Rows, listed: Listed, start: int) -> None:
-        expected = self.next_slot.get(queue)
-        kept = self.lives.of_this(queue, listed.queue_offset, listed.units["physical_offset"])
-        if kept is not None:
-            if not kept.any():
-                return
-            rest = listed.rows[kept], listed.queue_offset[kept], listed.units[kept]
-            listed = Listed(queue.topic, queue.queue_id, *rest, follow=False)
-        chosen, offsets = listed.rows, listed.queue_offset
-        if listed.follow and expected == offsets[0] and self.parts.checksum == "crc32c-record":
-            runs: list[tuple[int, int]] = [(0, len(offsets))]
-        else:
-            physical = rows.physical_offset[chosen]
-            if expected is None:
-                least = least_plausible(offsets, physical)
-                if start > self.first:
-                    self._doubt_numbers(queue, least, start)
-                expected, self.last_seen[queue] = first_slot_in_range(queue, start, least)
-            said, seen = offsets, self.last_seen[queue]
-            asked = queue if self.parts.checksum == "crc32-body" else None
-            sizes, leads = rows.size[chosen], self.lives.leads_to_record
-            offsets, runs, odd = sort_out(expected, seen, said, physical, sizes, asked, leads)
-            for i in odd:
-                name, at = self._where(int(physical[i]))
-                detail = wrong_number(queue, said[i], said[i])
-                self.report.findings.append(Finding("bad_record", name, at, int(rows.size[chosen[i]]), detail))
-            for i in () if offsets is said else np.flatnonzero(offsets != said).tolist():
-                self._renumber(int(physical[i]), int(offsets[i]))
-        for low, high in runs:
-            slot = int(offsets[low])
-            if expected is None:
-                expected = slot
-            if queue not in self.next_slot:
-                self._mend_front(queue, min(slot, expected), start)
-            if slot > expected:
-                if queue not in self.next_slot and start > self.first:
-                    self._doubt_gap(queue, expected, slot)
-                self._void(queue, expected, slot)
-            self._repair(queue, slot, listed.units[low:high])
-            expected = slot + high - low
-            self.next_slot[queue] = expected
-            # Not of what got no slot: its own number is lost, and the next record's jumps by it.
-            last = chosen[high - 1]
-            self.last_seen[queue] = int(rows.physical_offset[last]) + int(rows.size[last])
+    def _give_units(self, rows: Rows) -> None:
+        for found in self.slots.place(rows):
+            if isinstance(found, Finding):
+                self.report.findings.append(found)
+                continue
+            if isinstance(found, Misnumbered):
+                if found.slot is None:
+                    self.report.findings.append(found.finding(self.parts.run.segment_bytes))
+                else:
+                    self._renumber(found.physical_offset, found.slot)
+                continue
+            queue, first, expected, units, is_first = found
+            if is_first:
+                self._mend_front(queue, min(first, expected))
+            if first > expected:
+                if is_first and self.start > self.first:
+                    self._doubt_gap(queue, expected, first)
+                self._void(queue, expected, first)
+            self._repair(queue, first, units)
+
+    def _first_slot(self, queue: ConsumeQueue, least: int) -> tuple[int | None, int]:
+        if self.start > self.first:
+            self._doubt_numbers(queue, least)
+        return first_slot_in_range(queue, self.start, least)
 
     def _renumber(self, position: int, slot: int) -> None:
         """Write the queue offset of a record whose checksum does not cover it."""
@@ -638,18 +568,18 @@ class _Recovery:
             self.parts.run.own(position)
             self.parts.run.write(position + QUEUE_OFFSET_AT, slot.to_bytes(8, "big"))
 
-    def _mend_front(self, queue: ConsumeQueue, stop: int, start: int) -> None:
+    def _mend_front(self, queue: ConsumeQueue, stop: int) -> None:
         """Slots before `stop` are of records that retention took."""
-        if start > self.first:
+        if self.start > self.first:
             return  # such a unit may have its record before the range that is read
         for low, high in strays_in_front(queue, stop, self.first):
             self._void(queue, low, high)
 
-    def _doubt_numbers(self, queue: ConsumeQueue, least: int, start: int) -> None:
+    def _doubt_numbers(self, queue: ConsumeQueue, least: int) -> None:
         """Does a slot from `least` on lead to a record before the range that is read? Then it takes all records to
         tell who is right, as it did when that unit was written."""
         for _, units in queue.held(least, queue.max_offset):
-            if ((units["physical_offset"] < start) & (units["size"] > 0) & ~is_void(units)).any():
+            if ((units["physical_offset"] < self.start) & (units["size"] > 0) & ~is_void(units)).any():
                 raise _WholeLogNeededError
 
     def _doubt_gap(self, queue: ConsumeQueue, low: int, high: int) -> None:
@@ -692,7 +622,7 @@ class _Recovery:
             self._repair(queue, at, units)
 
     def _note_damage(self, bad: Bad) -> None:
-        name, at = self._where(bad.start)
+        name, at = self._place(bad.start)
         findings = self.report.findings
         # The listing of segments knows where such a range begins, and not how far it reaches.
         findings[:] = [each for each in findings if (each.kind, each.file, each.position) != (bad.kind, name, at)]
@@ -735,65 +665,35 @@ class _Recovery:
             return "prefix" if self.options.prefix else "torn_tail"
         return f"torn_tail: {tail}" if tail else "torn_tail"
 
-    def _save(self, folder: Path, name: str, ranges: Sequence[tuple[int, int]]) -> str:
-        """Copy `ranges` of the log, one behind the other, to a file in `folder`; its path. What lies there under that
-        name is left alone, and used if it is the same: the run that made it may have been killed when it had begun to
-        cut, and hold what is gone by now. With `dry_run` only the path is told."""
-        fs = self.parts.fs
-        for number in itertools.count(1):
-            path = folder / (name if number == 1 else f"{name}.{number}")
-            if not path.exists():
-                break
-            if self._is_copy(path, ranges):
-                return str(path)
-        if not self.writing:
-            return str(path)
-        save_bytes(path, self._bytes_of(ranges), fs)
+    def _save(self, begin: int, stop: int) -> str:
+        """Copy [begin, stop) of the log to a new file under `cut/`; return its path. With `dry_run` only name it."""
+        name = f"{begin:020d}-{self.parts.clock.now_ms()}"
+        names = (name if number == 1 else f"{name}.{number}" for number in itertools.count(1))
+        path = next(each for name in names if not (each := self.parts.root / "cut" / name).exists())
+        if self.writing:
+            save_bytes(path, self._bytes_of(begin, stop), self.parts.fs)
         return str(path)
 
-    def _is_copy(self, path: Path, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Whether a file is what `_save` would write. Only `ranges` that no file holds are not looked at."""
-        fs = self.parts.fs
-        fd = fs.open(path, os.O_RDONLY)
-        try:
-            end = 0
-            for at, data in self._bytes_of(ranges):
-                end = at + len(data)
-                if fs.pread(fd, len(data), at) != data:
-                    return False
-            return fs.size(fd) == end
-        finally:
-            fs.close(fd)
-
-    def _bytes_of(self, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
-        """(position in a copy of `ranges`, bytes there), as far as files hold them."""
-        run = self.parts.run
-        before = 0
-        for start, stop in ranges:
-            position = start
-            while position < stop:
-                segment = run.find(position)
-                buffer = b"" if segment is None else run.mapping(segment)
-                at = position % run.segment_bytes
-                data = buffer[at : min(len(buffer), at + min(stop - position, _COPY_BYTES))]
-                if data:
-                    yield before + position - start, data
-                position += len(data) or run.segment_bytes - at
-            before += stop - start
+    def _bytes_of(self, begin: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (position behind `begin`, bytes there) of [begin, stop), which lies in one segment."""
+        segment = self.parts.run.find(begin)
+        assert segment is not None
+        buffer = self.parts.run.mapping(segment)
+        end = min(stop - segment.start, len(buffer))
+        for at in range(begin - segment.start, end, _COPY_BYTES):
+            yield segment.start + at - begin, buffer[at : min(at + _COPY_BYTES, end)]
 
     def _cut(self, end: int, cuts: Sequence[tuple[int, int]], why: str, *, keep: bool) -> None:
         """Zeros from `end` to the end of its segment, unless there are; no segments behind (9.6). `cuts` tells what
         is not zeros; with `keep` it is copied first."""
         run, report = self.parts.run, self.report
         for begin, stop in cuts:
-            name, at = self._where(begin)
+            name, at = self._place(begin)
             # What a record led to says nothing of the segments behind.
             reason = why if begin == end else why.partition(":")[0]
             report.truncated.append(Cut(name, at, at + stop - begin, reason))
             if keep:
-                folder = self.parts.root / "cut"
-                stamp = self.parts.clock.now_ms()
-                report.kept.append(self._save(folder, f"{begin:020d}-{stamp}", [(begin, stop)]))
+                report.kept.append(self._save(begin, stop))
         report.changed |= bool(cuts)
         segment = run.find(end)
         if segment is not None:
@@ -810,21 +710,19 @@ class _Recovery:
         doomed = [s for s in run.segments() if s.start > end or (s.start == end != run.starts[0])]
         report.changed |= bool(doomed)
         told = {begin - begin % run.segment_bytes for begin, _ in cuts}
-        report.truncated += [Cut(self._where(s.start)[0], 0, 0, "unused file") for s in doomed if s.start not in told]
+        report.truncated += [Cut(self._place(s.start)[0], 0, 0, "unused file") for s in doomed if s.start not in told]
         if self.writing:
             if doomed:
                 run.drop_from(doomed[0].start)
             run.finish(end)
 
-    def _finish_queues(self, start: int, end: int) -> None:
+    def _finish_queues(self, end: int) -> None:
         """Behind the last record seen no unit may point into the scanned range or beyond its end."""
         for queue in self.parts.queues:
-            first, seen = self.next_slot.get(queue), self.last_seen.get(queue, 0)
-            if first is None:
-                found, seen = first_slot_in_range(queue, start, None)
-                first = queue.max_offset if found is None else found
-                self._mend_front(queue, first, start)
-            zero_from = given_out(queue, first, seen, end, self.parts.run, self.parts.checksum)
+            first, seen = self.slots.behind_last(queue, self.start)
+            if not self.slots.is_met(queue):
+                self._mend_front(queue, first)
+            zero_from = self.slots.behind_lost(queue, first, seen, end)
             if zero_from > first:
                 self._void(queue, first, zero_from)
             if zero_from < queue.max_offset:

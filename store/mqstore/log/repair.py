@@ -15,11 +15,9 @@ from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json, set_aside_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer
-from mqstore.files.segments import segment_name
 from mqstore.layout.record import Checksum
 from mqstore.log import manifest as manifests
 from mqstore.log.known import load_known, save_known
-from mqstore.log.misnamed import misnamed_segments, rename_segments
 from mqstore.log.own import check_own
 from mqstore.log.recovery import Progress, RecoverOptions, save_bytes
 from mqstore.log.report import Cut, Finding, RecoveryReport
@@ -56,41 +54,15 @@ def recover_store(
     if options.dry_run:
         refuse_beside_writer(path, fs)  # what it is writing cannot be judged
         with MessageStore(path, "r", config=config, fs=fs) as store:
-            places = store.place_segments()
             report = store.plan_recovery(options, progress)
-            _report_renamed(report, places)
             _report_json(report, bad_json(root, json_files(root, json_checks), fs))
             _settle(store, report, dry_run=True)
             return report
-    places = _rename_segments(path, config, fs)
     with MessageStore(path, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
         report = store.recovery
-        _report_renamed(report, places)
         _report_json(report, bad_json(root, json_files(root, json_checks), fs, mend=True))
         _settle(store, report, dry_run=False)
         return report
-
-
-def _rename_segments(path: str | os.PathLike[str], config: StoreConfig | None, fs: FileSystem) -> dict[str, int]:
-    """Rename segment files with wrong names; return where they belong, by their old names."""
-    with MessageStore(path, "r", config=config, fs=fs) as store:
-        if not store.place_segments():
-            return {}
-    lock = WriterLock(resolved(path), "mqstore recover", fs=fs)
-    lock.acquire()
-    try:
-        check_own(Path(resolved(path)), fs)
-        with MessageStore(path, "r", config=config, fs=fs) as store:
-            places = misnamed_segments(store._run, store.manifest.checksum, fs)
-            rename_segments(store._run, places, fs)
-            return places
-    finally:
-        lock.release()
-
-
-def _report_renamed(report: RecoveryReport, places: Mapping[str, int]) -> None:
-    report.renamed = {f"commitlog/{name}": f"commitlog/{segment_name(place)}" for name, place in places.items()}
-    report.changed |= bool(places)
 
 
 def _settle(store: MessageStore, report: RecoveryReport, *, dry_run: bool) -> None:

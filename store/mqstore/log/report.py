@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Cut", "Finding", "Kind", "Rebuilt", "RecoveryReport"]
+from mqstore.files.segments import LoadProblem
+
+__all__ = ["Cut", "Finding", "Kind", "Rebuilt", "RecoveryReport", "finding_of"]
 
 Kind = Literal[
     "torn_tail",
@@ -50,6 +53,13 @@ class Finding:
     def as_dict(self) -> dict[str, Any]:
         """For JSON, under the same names."""
         return asdict(self)
+
+
+def finding_of(problem: LoadProblem, segment_bytes: int) -> Finding:
+    """Return the finding about a segment file that listing the log's folder has shown."""
+    at = problem.place(segment_bytes) if problem.kind == "segment_size" else 0
+    kind: Kind = "segment_size" if problem.kind == "empty_segment" else problem.kind
+    return Finding(kind, f"commitlog/{os.path.basename(problem.file)}", at, problem.length, problem.detail)
 
 
 @dataclass(frozen=True, slots=True)

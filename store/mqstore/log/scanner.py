@@ -21,37 +21,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from mqstore.files.segments import Segment, SegmentRun
-from mqstore.layout.consumequeue import is_void
-from mqstore.layout.record import MIN_RECORD_BYTES, Checksum, Record, check_record, decode_record
+from mqstore.layout.record import Checksum, Record, check_record, decode_record
 from mqstore.layout.scan import Headers, content_end, find_next, read_run
 from mqstore.layout.spares import Spares
 from mqstore.log.ahead import Ahead
-from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.native import kernel
 
 __all__ = [
-    "MAX_SLOT",
     "Bad",
     "End",
     "Event",
     "Good",
     "OnFront",
     "first_good_in",
-    "first_slot_in_range",
     "join_segments",
-    "least_plausible",
     "record_at",
     "scan_log",
     "scan_segment",
-    "sort_out",
-    "strays_in_front",
     "until_torn",
     "used_end",
-    "wrong_number",
 ]
 
 T = TypeVar("T")
@@ -313,161 +302,3 @@ def _next_good(run: SegmentRun, position: int, stop: int, checksum: Checksum) ->
             return segment, found
         position = segment.end
     return None
-
-
-Leads = Callable[[ConsumeQueue, int, int], bool]
-MAX_SLOT = (1 << 63) // 64
-"""No queue can have more units: their byte offset is an i64, and 20 bytes each."""
-
-
-def least_plausible(offsets: npt.NDArray[np.int64], physical: npt.NDArray[np.int64]) -> int:
-    """The smallest of the queueOffsets of one queue's records that lie at `physical`, ascending, leaving out those that
-    are too far from the middle one for the bytes between the first record and the last."""
-    middle = int(np.median(offsets))
-    room = int(physical[-1] - physical[0]) // MIN_RECORD_BYTES + 1
-    return int(offsets[np.abs(offsets - middle) <= room].min(initial=middle))
-
-
-def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> tuple[int | None, int]:
-    """(the first slot whose unit is none of a record below `start`, where the record before that slot ends).
-
-    Units grow along the queue, so this looks backwards from its end, or from the least number seen if that is
-    lower. A void unit below that one counts as such a record's: an earlier recovery let the queue begin behind it.
-    Where no file reaches that far back there is no such slot: the queue begins with the first number seen, None.
-    """
-    if not queue.list_files() or (least is not None and least < queue.first_offset()):
-        return (None if least is not None else queue.max_offset), 0
-    slot = end = queue.max_offset if least is None else min(queue.max_offset, least)
-    for slot, units in queue.held_before(end, 1024):
-        void = is_void(units)
-        passed = (units["physical_offset"] < start) & (units["size"] > 0)
-        older = np.flatnonzero(passed | void if least is not None else passed)
-        if len(older):
-            live = older[~void[older]]
-            seen = sum(units[live[-1]].tolist()[:2]) if len(live) else 0
-            return slot + int(older[-1]) + 1, max(0, min(seen, start))
-    return slot, 0
-
-
-def strays_in_front(queue: ConsumeQueue, stop: int, start: int) -> Iterator[tuple[int, int]]:
-    """Slots before `stop` are those of records that retention took. Of these the runs [low, high) whose units point
-    behind `start`, where the log begins, all the same: they are of no record, and a queue whose first file begins with
-    one would begin there (4.6). They are to become void."""
-    for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
-        wrong = np.flatnonzero((units["physical_offset"] >= start) & ~is_void(units))
-        for group in np.split(wrong, np.flatnonzero(np.diff(wrong) > 1) + 1) if len(wrong) else []:
-            yield at + int(group[0]), at + int(group[-1]) + 1
-
-
-def wrong_number(queue: ConsumeQueue, said: int, slot: int) -> str:
-    """Return the detail of a finding: a record says queue offset `said`, and has `slot`, or none if it is the same."""
-    rest = f"; by its unit and neighbours it is {slot}" if slot != said else ""
-    return f"queueOffset {said} of {queue.topic}/{queue.queue_id} does not follow those around it{rest}"
-
-
-def sort_out(
-    expected: int | None,
-    seen: int,
-    offsets: npt.NDArray[np.int64],
-    physical: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int32],
-    queue: ConsumeQueue | None = None,
-    leads: Leads = lambda queue, slot, physical: False,
-) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]], list[int]]:
-    """Find the slots of one queue's records, which lie at `physical` in the log and say `offsets`.
-
-    Returns (the slot of each record; index ranges of consecutive slots, in order; indices of the records that get no
-    slot). `expected` is the slot behind the last record before these, which ends at `seen`; None when there is none to
-    go by. A number that another record has already, one that jumps further than lost records could explain, or one that
-    later records contradict, is wrong: profile `rocketmq` has no checksum over it (2.10). To believe it would void the
-    slots of the rest. Such a record gets the slot whose unit leads to it, where its neighbours leave room for that, or
-    else the only slot that they leave. A record of another queue, whose queue id is damaged, gets no slot that another
-    record has. `queue` None: its units are not asked. `leads` tells whether a unit leads to the record of its slot.
-    """
-    count = len(offsets)
-    follow = (
-        count
-        and (offsets[0] == expected or (expected is None and 0 <= offsets[0] < MAX_SLOT))
-        and offsets[-1] - offsets[0] == count - 1
-        and bool((np.diff(offsets) == 1).all())
-    )
-    if follow and (queue is None or not _contrary(queue.units(int(offsets[0]), count), physical).any()):
-        return offsets, [(0, count)], []
-    said = offsets
-    if queue is not None:
-        offsets = _by_units(queue, expected, offsets, physical, sizes, leads)
-    # The smallest number among those behind: a record whose own is greater stands in the way of that one.
-    wanted = np.where(offsets >= (expected or 0), offsets, MAX_SLOT)
-    least_behind = np.append(np.minimum.accumulate(wanted[::-1])[::-1], MAX_SLOT).tolist()
-    runs: list[tuple[int, int]] = []
-    odd: list[int] = []
-    ends = (physical + sizes).tolist()
-    for i, (offset, at, end) in enumerate(zip(offsets.tolist(), physical.tolist(), ends, strict=True)):
-        if expected is None:
-            follows = 0 <= offset < least_behind[i + 1] or offset == 0
-        else:
-            gap = offset - expected
-            follows = gap == 0 or (0 < gap <= (at - seen) // MIN_RECORD_BYTES and offset < least_behind[i + 1])
-            if gap > 0 and follows and queue is not None:  # is the record lost that it leaves out?
-                follows = not _is_kept(queue, expected, leads)
-        if not follows:
-            odd.append(i)
-            continue
-        skipped = i - (runs[-1][1] if runs else 0)
-        if skipped and offset - skipped >= 0 and expected in (None, offset - skipped):  # the only slots that are left
-            offsets = offsets.copy()
-            offsets[i - skipped : i] = np.arange(offset - skipped, offset)
-            del odd[-skipped:]
-            runs.append((i - skipped, i))
-        if runs and runs[-1][1] == i and offset == offsets[i - 1] + 1:
-            runs[-1] = (runs[-1][0], i + 1)
-        else:
-            runs.append((i, i + 1))
-        expected, seen = offset + 1, end
-    if odd and offsets is not said:
-        offsets[odd] = said[odd]
-    return offsets, runs, odd
-
-
-def _is_kept(queue: ConsumeQueue, slot: int, leads: Leads) -> bool:
-    """Return True if the unit of a slot leads to the record of that slot."""
-    physical, size, _ = queue.units(slot, 1)[0].tolist()
-    return size > 0 and leads(queue, slot, physical)
-
-
-def _contrary(units: npt.NDArray[np.void], physical: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Return which units lead to another place than `physical`."""
-    contrary: npt.NDArray[np.bool_] = (units["size"] > 0) & ~is_void(units) & (units["physical_offset"] != physical)
-    return contrary
-
-
-def _by_units(
-    queue: ConsumeQueue,
-    expected: int | None,
-    offsets: npt.NDArray[np.int64],
-    physical: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int32],
-    leads: Leads,
-) -> npt.NDArray[np.int64]:
-    """`offsets`, with the slot whose unit leads to a record in place of a number that does not fit the neighbours."""
-    low = int(np.median(offsets)) - len(offsets) if expected is None else expected
-    found = np.full(len(offsets), -1, np.int64)
-    displaced = []
-    for at, units in queue.held(max(0, low), min(queue.max_offset, max(0, low) + 2 * len(offsets))):
-        order = np.argsort(units["physical_offset"], kind="stable")
-        nearest = order[np.minimum(np.searchsorted(units["physical_offset"][order], physical), len(units) - 1)]
-        own = np.clip(offsets - at, 0, len(units) - 1)
-        for chosen in (nearest, own):  # its own number, if a unit there leads to it, too
-            here = (units["physical_offset"][chosen] == physical) & (units["size"][chosen] == sizes)
-            found[here] = at + chosen[here]
-        for i in np.flatnonzero(_contrary(units[own], physical) & (at + own == offsets)).tolist():
-            if leads(queue, int(offsets[i]), int(units["physical_offset"][own[i]])):
-                displaced.append(i)
-    fixed = offsets.copy()
-    fixed[displaced] = -1
-    for i in np.flatnonzero((found >= 0) & (found != offsets)).tolist():
-        before = max(fixed[:i].max(initial=-1), -1 if expected is None else expected - 1)
-        behind = offsets[i + 1] if i + 1 < len(offsets) else MAX_SLOT
-        if before < found[i] < behind:
-            fixed[i] = found[i]
-    return fixed

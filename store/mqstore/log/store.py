@@ -56,7 +56,7 @@ from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.inbox import CreateTopics, Inbox
 from mqstore.log.index import Index
-from mqstore.log.misnamed import MisnamedSegmentsError, misnamed_segments
+from mqstore.log.misnamed import MisnamedSegmentsError, misnamed_segments, rename_segments
 from mqstore.log.own import check_own
 from mqstore.log.queueends import is_progress_ahead, note_ends
 from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, recover, unlisted_queue
@@ -382,6 +382,7 @@ class MessageStore(StoreWriter):
         clean = not self._abort.exists()
         self._machine_ran_on = self._abort.is_of_this_boot()
         went_down = not clean and not self._machine_ran_on
+        renamed = self._rename_segments() if options.full else {}
         had_checkpoint = self._note_watermark() if clean and not created else None
         self._abort.set(os.getpid(), boot_id=not went_down)
         self._build(writable=True)
@@ -422,6 +423,7 @@ class MessageStore(StoreWriter):
                 self._abort.clear()
             raise
         self.recovery = outcome.report
+        self._report_renamed(renamed)
         self._report_undone(undone)
         # The backup of this one knows one version less: that one could be spliced twice.
         mended += [(TXN_FILE, problem) for problem in self._txn.problems]
@@ -469,6 +471,22 @@ class MessageStore(StoreWriter):
             if clean:
                 self._abort.clear()
             raise
+
+    def _rename_segments(self) -> dict[str, int]:
+        """Rename segment files with wrong names; return where they belong, by their old names."""
+        self._build(writable=False)
+        try:
+            self._run.load()
+            places = misnamed_segments(self._run, self._checksum, self.fs)
+            rename_segments(self._run, places, self.fs)
+        finally:
+            self._run.close()
+        return places
+
+    def _report_renamed(self, places: Mapping[str, int]) -> None:
+        report = self.recovery
+        report.renamed = {f"commitlog/{name}": f"commitlog/{segment_name(place)}" for name, place in places.items()}
+        report.changed |= bool(places)
 
     def _report_undone(self, undone: Undone) -> None:
         report = self.recovery
@@ -547,10 +565,12 @@ class MessageStore(StoreWriter):
         """What `mqstore recover` would do to this store, opened for reading; changes nothing."""
         assert self.mode == "r"
         assert options.dry_run
+        places = self.place_segments()
         self._queues.load(exact=True)
         self._run.extend_in_memory()
         parts = self._parts(clean=self.clean_shutdown, has_checkpoint=self._has_checkpoint)
         self.recovery = recover(parts, self._load_problems, options, progress).report
+        self._report_renamed(places)
         if self._pending is not None:
             self._report_undone(would_undo(self._pending, self._run, self.fs))
         return self.recovery

@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ from mqstore.errors import CorruptStoreError, MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import Check, check_backup, load_json
 from mqstore.files.lock import writer_alive
-from mqstore.files.segments import LoadProblem, SegmentRun
+from mqstore.files.segments import LoadProblem, SegmentRun, place_in_file
 from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import UNIT_BYTES, differing, is_void
 from mqstore.layout.dispatch import Rows
@@ -32,26 +31,13 @@ from mqstore.layout.scan import has_crc_tail
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.known import KNOWN_FILE, check_known
-from mqstore.log.lives import Lives
 from mqstore.log.manifest import MANIFEST
-from mqstore.log.names import is_path_safe
-from mqstore.log.report import Finding, Kind
-from mqstore.log.scanner import (
-    MAX_SLOT,
-    Bad,
-    End,
-    Good,
-    first_slot_in_range,
-    least_plausible,
-    scan_log,
-    sort_out,
-    until_torn,
-    used_end,
-    wrong_number,
-)
+from mqstore.log.report import Finding, Kind, finding_of
+from mqstore.log.scanner import Bad, End, Good, scan_log, until_torn, used_end
+from mqstore.log.slots import Misnumbered, Placed, SlotAssigner, first_slot_in_range
 from mqstore.log.txn import TXN_FILE, TxnState
 
-__all__ = ["Gap", "IndexTally", "Placed", "Verifier", "Wanted", "index_faults", "json_tables"]
+__all__ = ["Gap", "IndexTally", "Verifier", "Wanted", "index_faults", "json_tables"]
 
 
 Wanted = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
@@ -62,18 +48,6 @@ _ENTRIES_TALLIED = 1 << 20
 
 Gap = tuple[str, int, int, int]
 """Queue offsets whose records are lost: (topic, queue id, first, the one behind the last)."""
-
-
-class Placed(NamedTuple):
-    """Consecutive records of a queue with the queue offsets that recovery gives them."""
-
-    queue: ConsumeQueue
-    first: int
-    expected: int | None
-    """Queue offset behind the last record before these; None when there is none to go by."""
-    units: npt.NDArray[np.void]
-    is_first: bool
-    """Whether no record of the queue came before."""
 
 
 @dataclass(slots=True)
@@ -269,9 +243,7 @@ class Verifier:
         self._fs = fs
         self.gaps: list[Gap] = []
         """What the damage met so far has cost, as far as later records of the queue tell."""
-        self._lives = Lives(run, checksum)
-        self._next_slot: dict[ConsumeQueue, int] = {}
-        self._last_seen: dict[ConsumeQueue, int] = {}
+        self.slots = SlotAssigner(run, queues, checksum, self._first_slot)
         self._entries_wanted: list[Wanted] = []
         self._entries_tallied = IndexTally()
         # Beside a writer the first segment may have come since the listing; an unfinished splice may hide it.
@@ -324,8 +296,7 @@ class Verifier:
     def front_moved(self, front: int) -> None:
         """The log begins at `front` by now, and is read on there: of the queues nothing is known but their units."""
         self._begin = max(self._begin, front)
-        self._next_slot.clear()
-        self._last_seen.clear()
+        self.slots.forget()
 
     def _is_kept(self, physical: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Mask of the records that retention has not taken meanwhile: it takes a record before its unit and its index
@@ -361,19 +332,13 @@ class Verifier:
     def segments(self) -> Iterator[Finding]:
         """Yield findings about names and lengths of the log's files."""
         for problem in self._problems:
-            is_gap = problem.kind == "missing_segment"
-            if is_gap and problem.position >= self._begin:
-                continue  # found again by the scan, with the records around it
-            at = problem.place(self._run.segment_bytes) if problem.kind == "segment_size" else 0
-            name = "commitlog/" + os.path.basename(problem.file)
-            kind: Kind = "segment_name" if problem.kind == "segment_name" else "segment_size"
-            yield Finding("missing_segment" if is_gap else kind, name, at, problem.length, problem.detail)
+            if problem.kind != "missing_segment" or problem.position < self._begin:  # else the scan finds it
+                yield finding_of(problem, self._run.segment_bytes)
         if self._is_empty and self._begin:
             yield Finding("missing_segment", "commitlog", 0, self._begin, "the commitlog folder is empty")
 
-    def _where(self, position: int) -> tuple[str, int]:
-        start = position - position % self._run.segment_bytes
-        return f"commitlog/{start:020d}", position - start
+    def _place(self, position: int) -> tuple[str, int]:
+        return place_in_file(position, self._run.segment_bytes)
 
     def _log(self) -> Iterator[Finding]:
         starts = self._run.starts
@@ -411,14 +376,14 @@ class Verifier:
 
     def bad(self, event: Bad) -> Finding:
         """A stretch of the log that holds no record."""
-        name, at = self._where(event.start)
+        name, at = self._place(event.start)
         return Finding(event.kind, name, at, event.end - event.start, event.detail)
 
     def end(self, end: End) -> Iterator[Finding]:
         """Whether the log may end there."""
         if self._live:
             return  # a record may be half-way in
-        name, at = self._where(end.position)
+        name, at = self._place(end.position)
         known = self._checkpoint.flushed is not None or end.detail  # else it takes reading the log to know more
         once = self.watermark if known else end.position
         behind = [segment for segment in self._run.segments() if segment.start > end.position]
@@ -436,7 +401,7 @@ class Verifier:
         for segment in behind:
             if used := used_end(self._run, segment):
                 why = "the log ends before it" if end.torn else "the log ends before it, and what it holds is no record"
-                yield Finding("torn_tail", self._where(segment.start)[0], 0, used, why)
+                yield Finding("torn_tail", self._place(segment.start)[0], 0, used, why)
 
     # -- consume queues ---------------------------------------------------------------------------------------------
 
@@ -448,84 +413,28 @@ class Verifier:
                 continue
             queue, first, expected, units, is_first = found
             if is_first:
-                yield from self._front(queue, first if expected is None else min(first, expected))
-            if expected is not None and first > expected:
+                yield from self._front(queue, min(first, expected))
+            if first > expected:
                 self.gaps.append((*queue.ref, expected, first))
                 yield from self._no_record(queue, queue.chunks(expected, min(first, queue.max_offset)))
             yield from self._compare(queue, first, units)
 
     def placed(self, rows: Rows, wanted: Callable[[str, int], bool] | None = None) -> Iterator[Placed | Finding]:
-        """Yield the queue offsets that recovery gives to the records of a stretch, and a finding for each record that
-        gets none. `wanted`: chooses queues by topic and queue id; None: all. The records before these must have been
-        taken, and a run has to be done with before the next one is asked for."""
-        for topic, queue_id, chosen, offsets, units, _ in rows.listed():
-            if wanted is not None and not wanted(topic, queue_id):
-                continue
-            if queue_id < 0 or not is_path_safe(topic):
-                name, at = self._where(int(rows.physical_offset[chosen[0]]))
-                yield Finding("unsafe_name", name, at, 0, f"topic {topic!r}, queue {queue_id} can be no folder")
-                continue
-            queue = self._queues.create(topic, queue_id)
-            kept = self._lives.of_this(queue, offsets, units["physical_offset"])
-            if kept is not None:
-                chosen, offsets, units = chosen[kept], offsets[kept], units[kept]
-                if not len(chosen):
-                    continue
-            physical = rows.physical_offset[chosen]
-            expected = self._next_slot.get(queue)
-            if expected is None:
-                expected, self._last_seen[queue] = self._first_slot(queue, least_plausible(offsets, physical))
-            said, seen = offsets, self._last_seen[queue]
-            asked = queue if self._checksum == "crc32-body" else None
-            sizes, leads = rows.size[chosen], self._lives.leads_to_record
-            offsets, runs, odd = sort_out(expected, seen, said, physical, sizes, asked, leads)
-            for i in odd if offsets is said else [*odd, *np.flatnonzero(offsets != said).tolist()]:
-                name, at = self._where(int(physical[i]))
-                kind: Kind = "bad_record" if i in odd else "queue_offset"
-                detail = wrong_number(queue, said[i], offsets[i])
-                yield Finding(kind, name, at, int(rows.size[chosen[i]]), detail)
-            for low, high in runs:
-                first = int(offsets[low])
-                yield Placed(queue, first, expected, units[low:high], queue not in self._next_slot)
-                expected = first + high - low
-                self._next_slot[queue] = expected
-                last = chosen[high - 1]
-                self._last_seen[queue] = int(rows.physical_offset[last]) + int(rows.size[last])
-
-    def behind_last(self, queue: ConsumeQueue) -> tuple[int, int]:
-        """Return the queue offset behind the last record of a queue, and where that record ends, all having been
-        taken."""
-        if queue in self._next_slot:
-            return self._next_slot[queue], self._last_seen[queue]
-        found, seen = first_slot_in_range(queue, self._begin, None)
-        return queue.max_offset if found is None else found, seen
+        """As `SlotAssigner.place`, with a finding for each record that has another queue offset than its slot."""
+        for found in self.slots.place(rows, wanted):
+            yield found.finding(self._run.segment_bytes) if isinstance(found, Misnumbered) else found
 
     def _first_slot(self, queue: ConsumeQueue, least: int) -> tuple[int | None, int]:
         """As recovery finds it; but a writer's retention may be taking the files that tell."""
         found = first_slot_in_range(queue, self._begin, least)
         return (None, 0) if found[0] != least and self._has_writer() else found
 
-    def is_over(self, topic: str, queue_id: int, first: int, physical: int, end: int) -> bool:
-        """As `Lives.is_over`: such records are none of a queue's."""
-        return self._lives.is_over(self._queues.create(topic, queue_id), first, physical, end)
-
-    def follows(self, topic: str, queue_id: int, first: int, physical: int) -> bool:
-        """Whether a run of records of a queue that begins with queue offset `first`, at `physical`, goes on where it
-        stands."""
-        queue = self._queues.create(topic, queue_id)
-        if self._lives.is_in_doubt(queue, first, physical):
-            return False
-        expected = self._next_slot[queue] if queue in self._next_slot else self._first_slot(queue, first)[0]
-        return first == expected if expected is not None else 0 <= first < MAX_SLOT
-
-    def straight(self, topic: str, queue_id: int, first: int, stop: int, last_end: int) -> Iterator[Finding]:
-        """As `units`, for a run `[first, stop)` of queue offsets that `follows` and whose units were compared; its last
+    def straight(self, queue: ConsumeQueue, first: int, stop: int, last_end: int) -> Iterator[Finding]:
+        """As `units`, for a run `[first, stop)` of queue offsets that follows and whose units were compared. Its last
         record ends at `last_end`."""
-        queue = self._queues.create(topic, queue_id)
-        if queue not in self._next_slot:
+        if not self.slots.is_met(queue):
             yield from self._front(queue, first)
-        self._next_slot[queue] = stop
-        self._last_seen[queue] = last_end
+        self.slots.advance(queue, stop, last_end)
 
     def _front(self, queue: ConsumeQueue, stop: int) -> Iterator[Finding]:
         """Units before the queue's first record must be those of records that retention took."""
@@ -537,7 +446,7 @@ class Verifier:
         """Hold the units of a queue from queue offset `first` on against those `wanted`, of records that lie in that
         order."""
         queue = self._queues.create(topic, queue_id)
-        kept = self._lives.of_this(queue, np.arange(first, first + len(wanted)), wanted["physical_offset"])
+        kept = self.slots.generations.current(queue, np.arange(first, first + len(wanted)), wanted["physical_offset"])
         if kept is None:
             yield from self._compare(queue, first, wanted)
             return
@@ -583,11 +492,11 @@ class Verifier:
             yield from self._queue_tail(queue)
 
     def _queue_tail(self, queue: ConsumeQueue) -> Iterator[Finding]:
-        known = self._next_slot.get(queue)
-        if known is None:
+        if not self.slots.is_met(queue):
             yield from self._front(queue, queue.max_offset)  # no record of this queue is in the log
         elif not self._live:
-            yield from self._no_record(queue, queue.held(known, queue.max_offset))
+            behind, _ = self.slots.behind_last(queue, self._begin)
+            yield from self._no_record(queue, queue.held(behind, queue.max_offset))
 
     def _ranges(
         self, queue: ConsumeQueue, kind: Kind, first: int, wrong: npt.NDArray[np.bool_], detail: str

@@ -28,14 +28,15 @@ from operator import attrgetter
 
 import numpy as np
 
+from mqstore.files.segments import place_in_file
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
 from mqstore.log.message import Message
-from mqstore.log.recovery import given_out
 from mqstore.log.report import Finding
 from mqstore.log.scanner import Bad, End, Good, scan_log
+from mqstore.log.slots import Placed
 from mqstore.log.store import MessageStore
 from mqstore.log.stretch import Stretch
-from mqstore.log.verify import Gap, Placed, Verifier
+from mqstore.log.verify import Gap, Verifier
 
 __all__ = ["damage_at", "in_log_order", "walk_log", "walk_queue"]
 
@@ -64,7 +65,7 @@ def walk_log(
                     if found.kind != "queue_offset":  # the right number is known
                         yield found
                     continue
-                if found.expected is not None and found.first > found.expected:
+                if found.first > found.expected:
                     yield (*found.queue.ref, found.expected, found.first)
                 stretches.append(_stretch(event, found))
             verifier.done_bytes = event.end - first
@@ -113,10 +114,9 @@ def _lost_behind(store: MessageStore, verifier: Verifier, wanted: Callable[[str,
     """Queue offsets behind the last record of each queue that its units, or void ones, stand for."""
     for queue in store._queues:
         if wanted is None or wanted(*queue.ref):
-            first, seen = verifier.behind_last(queue)
-            run = store._run
-            end = run.end + _LOST_SEGMENTS * run.segment_bytes
-            stop = given_out(queue, first, seen, end, run, store.manifest.checksum)
+            first, seen = verifier.slots.behind_last(queue, verifier.front)
+            end = store._run.end + _LOST_SEGMENTS * store._run.segment_bytes
+            stop = verifier.slots.behind_lost(queue, first, seen, end)
             if stop > first:
                 yield (*queue.ref, first, stop)
 
@@ -181,7 +181,6 @@ def _with_gaps(
         if slot in readable:
             yield readable[slot]
         elif not void[i] and not 0 <= physical < store.min_offset:
-            start = max(physical, 0) // size * size
             detail = f"{topic}, queue {queue_id}, offset {slot}: the record does not verify"
-            yield Finding("bad_record", f"commitlog/{start:020d}", max(physical, 0) - start, length, detail)
+            yield Finding("bad_record", *place_in_file(max(physical, 0), size), length, detail)
     yield from holes()

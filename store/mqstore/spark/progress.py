@@ -32,8 +32,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from mqstore.broker.published import publish
 from mqstore.errors import ConfigError, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
-from mqstore.log.published import publish
 from mqstore.log.store import MessageStore
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.pacing import Costs, Limit, admit, costs_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.log.published import Published, PublishedFiles, publish
+from mqstore.broker.published import Published, PublishedFiles, publish
 from tests.faults import Crash, FaultyFileSystem
 
 PROGRESS = {("t", 0): 5, ("t", 10): 7, ("u", 0): 0}

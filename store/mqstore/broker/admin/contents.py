@@ -34,16 +34,17 @@ from typing import Any
 
 import numpy as np
 
+from mqstore.broker.published import PublishedFiles
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import load_json
 from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
+from mqstore.files.segments import place_in_file
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.inbox import inbox_state
 from mqstore.log.names import is_path_safe
-from mqstore.log.published import PublishedFiles
 from mqstore.log.scanner import Bad, End, Good, scan_log, until_torn
 from mqstore.log.store import MessageStore
 from mqstore.log.watermark import NEVER_TORN
@@ -235,16 +236,13 @@ def _walk_log(
             if progress is not None:
                 progress(event.end - first, run.end - first)
         elif isinstance(event, Bad):
-            where = event.start // size * size
-            problems.append(
-                f"commitlog/{where:020d}: {event.kind} at {event.start - where}, {event.end - event.start} bytes: "
-                f"{event.detail}"
-            )
+            file, at = place_in_file(event.start, size)
+            problems.append(f"{file}: {event.kind} at {at}, {event.end - event.start} bytes: {event.detail}")
         elif isinstance(event, End):
             end = event.position
             if event.detail:
-                where = event.position // size * size
-                torn = f"commitlog/{where:020d}: the log ends at {event.position - where}: {event.detail}"
+                file, at = place_in_file(event.position, size)
+                torn = f"{file}: the log ends at {at}: {event.detail}"
     return (
         {
             "min_offset": min(segments, default=end) if first else first,

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from mqstore.broker.admin.cut import contents, cut_files, restore
 from mqstore.errors import ConfigError, FormatError, StoreIOError
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_record
-from mqstore.log.cut import contents, cut_files, restore
 from mqstore.log.message import Message
 from mqstore.log.report import Finding
 from mqstore.log.store import MessageStore
+from tests.broker.cutsupport import SENT, Sent, all_of, copied, copy_of_log, cut_from, make, open_again, sent_as
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.cutsupport import SENT, Sent, all_of, copied, copy_of_log, cut_from, make, open_again, sent_as
 from tests.log.support import SEGMENT, files, kill, open_store
 
 BAD = 20
