@@ -21,7 +21,8 @@ from mqstore.jobs import verifying as job
 from mqstore.jobs.verifying import VerifyReport, verify
 from mqstore.layout.record import encode_record
 from mqstore.layout.scan import find_next
-from mqstore.log.ranges import verified_ranges
+from mqstore.log.ranges import LogRange, RangeResult
+from mqstore.log.verify import Verifier, verified_ranges
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName
 from mqstore.spark.views import view_batch
@@ -59,9 +60,9 @@ def one_process(path: Path) -> tuple[list[Told], int, int]:
 def in_ranges(path: Path, range_bytes: int) -> tuple[list[Told], int, int]:
     """As `verify` does it, with all ranges in one task."""
     name = StoreName("s", str(path))
-    ranges, files, _, errors = job._cut([name], range_bytes, deep=True)
-    outcomes = job._read([*ranges, *files], deep=True, max_errors=1 << 30)
-    [checked] = job._join([job._Joining(name, True, 1 << 30, outcomes)])
+    ranges, files, _, errors = job._cut([name], range_bytes)
+    outcomes = job._read(1 << 30, None, [*ranges, *files])
+    [checked] = job._join([job._Joining(name, 1 << 30, outcomes)])
     assert (errors, checked.row.error, checked.row.unlisted) == ({}, None, 0)
     return told(checked.findings), checked.row.messages, checked.row.bytes
 
@@ -266,13 +267,12 @@ def test_segments_that_nobody_has_read_are_read_when_the_store_is_joined(tmp_pat
     """A writer rolls on between the planning of a job and its end."""
     path = write_store(tmp_path / "s", many(200), segment_bytes=6_000)
     name = StoreName("s", str(path))
-    ranges, _, _, _ = job._cut([name], 1_000, deep=False)
+    ranges, files, _, _ = job._cut([name], 1_000)
 
-    outcomes = job._read(ranges[: len(ranges) // 2], deep=True, max_errors=100)
-    [checked] = job._join([job._Joining(name, True, 100, outcomes)])
+    outcomes = job._read(100, None, [*ranges[: len(ranges) // 2], *files])
+    [checked] = job._join([job._Joining(name, 100, outcomes)])
 
     assert (checked.findings, checked.row.messages) == ([], 201)
-    assert checked.row.read_again >= 1
 
 
 def test_of_a_range_so_many_findings_are_told_and_the_others_counted(tmp_path: Path) -> None:
@@ -305,12 +305,11 @@ def test_lost_messages_are_told_by_their_queue_offsets(tmp_path: Path) -> None:
     assert [(each.topic, each.queue_id, each.first, each.stop) for each in report.lost] == [("orders", 1, 3, 5)]
 
 
-def test_keys_without_an_entry_are_counted_over_all_ranges_and_only_when_asked(tmp_path: Path) -> None:
+def test_keys_without_an_entry_are_counted_over_all_ranges(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(100))
     for file in (path / "index").iterdir():
         file.unlink()
 
-    assert verify(path, range_bytes=1_000, deep=False).ok
     [finding] = verify(path, range_bytes=1_000).findings
     assert (finding.kind, finding.detail) == ("bad_index", "100 keys of the log have no entry")
 
@@ -359,20 +358,20 @@ def test_what_a_writer_puts_meanwhile_is_not_judged(tmp_path: Path, closed: bool
 def test_a_writer_that_comes_while_a_task_is_at_it_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store was closed when the task opened it; what is put into its last segment has no unit and no entry yet."""
     path = write_store(tmp_path / "s", many(100))
-    check = job.check_range
+    check = Verifier.check
     writers: list[MessageStore] = []
     with ExitStack() as held:
 
-        def come(store: MessageStore, verifier: Any, piece: Any, *given: Any, **options: Any) -> Any:
+        def come(verifier: Verifier, piece: LogRange, start: int | None = None) -> RangeResult | None:
             if piece.low > 0 and not writers:
                 writers.append(held.enter_context(open_store(path)))  # dispatches nothing by itself
                 for i in range(20):
                     writers[0].put("t", b"x", keys=[f"new-{i}"])
-            return check(store, verifier, piece, *given, **options)
+            return check(verifier, piece, start)
 
-        monkeypatch.setattr(job, "check_range", come)
+        monkeypatch.setattr(Verifier, "check", come)
         name = StoreName("s", str(path))
-        [outcome] = job._read(job._cut([name], 5_000, True)[0], True, 100)
+        [outcome] = job._read(100, None, job._cut([name], 5_000)[0])
 
     assert outcome.error is None
     assert sum(result.records for result in outcome.results) > 101
@@ -438,7 +437,7 @@ def test_the_ranges_of_the_view_know_of_every_stretch_that_is_no_record(tmp_path
         else:
             file.write_bytes(file.read_bytes()[:begin] + b"\xff" * (SEGMENT - begin))
         with MessageStore(damaged, "r") as store:
-            wrong = [said for _, errors, said in verified_ranges(store) if errors]
+            wrong = [said for _, errors, said in verified_ranges(store.verifier()) if errors]
         of_log = [each for each in verify(damaged).findings if each.file.startswith("commitlog")]
         assert wrong == [f"{each.kind} at {each.position} of {each.file}: {each.detail}" for each in of_log]
         assert len(wrong) == 1

@@ -1,50 +1,32 @@
-"""Check many stores, or one large one, in parallel: `mqstore verify` in byte ranges (store-format 9.7; spark.md B8).
+"""Check one store or many: `MessageStore.verify` with the ranges of the logs read by tasks (store-format 9.7).
 
-    driver       lists the segments of every store, cuts them into ranges                                    `ranges`
+    here         lists the segments of every store, cuts them into ranges
     range task   every record: checksums, lengths, its own offset; its unit in the queue file; its keys in the index
     index task   an index file: chains, header
-    store task   joins the results of a store; what takes the order of the log: do queue offsets go on over the seams,
-                 what do the queues have before the first record and behind the last, where does the log end; JSON files
+    store task   puts the results of a store together (`Verifier.findings`), and does what takes the order of the log
 
-What is found is what `MessageStore.verify` finds, which is made of the same steps. Two things differ. Wrong units that
-lie side by side are one finding here for each range, there for each stretch of some thousand records. And of a range
-with more than `max_errors` findings only so many are told; `unlisted` says how many are not.
-
-Where queue offsets do not go on (records were lost, a queue offset is nonsense) the store task reads the segment again,
-record by record, as the one process does: what such numbers mean hangs on what came before.
-
-Reads only, takes no lock, and may run beside a writer. Knows no Spark: `shape.run` has the tasks run.
+What is found is what `MessageStore.verify` finds; but of a range with more than `max_errors` findings only so many are
+listed, and `unlisted` counts the others. Reads only, takes no lock, and may run beside a writer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.lock import writer_alive
 from mqstore.jobs.runner import Progress, Runner
-from mqstore.log.ranges import (
-    MAX_ERRORS,
-    RANGE_BYTES,
-    LogRange,
-    QueueKey,
-    RangeResult,
-    SegmentParts,
-    Stitcher,
-    check_range,
-    cut_ranges,
-    is_straight,
-)
-from mqstore.log.report import Finding
-from mqstore.log.scanner import Bad, End, Good, scan_segment, until_torn
+from mqstore.log.ranges import RANGE_BYTES, LogRange, RangeResult
+from mqstore.log.report import Finding, Kind
 from mqstore.log.store import MessageStore
-from mqstore.log.verify import Gap, IndexTally
+from mqstore.log.verify import Gap
+from mqstore.options import StoreConfig
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.selection import Selection, Shaped, Stores, select
 
@@ -57,6 +39,8 @@ __all__ = [
 ]
 
 
+MAX_ERRORS = 100
+"""Findings of a range that are listed; of more, only how many."""
 TASK_BYTES = 1 << 30
 """Most that a task reads: so much is read anew when one is lost."""
 _STORE_BYTES = 1 << 20
@@ -71,7 +55,7 @@ class VerifyFinding(Shaped):
     those of `mqstore verify` (docs/recovery.md)."""
 
     store: str
-    kind: str
+    kind: Kind
     file: str
     position: int
     length: int
@@ -94,10 +78,13 @@ class VerifiedStore(Shaped):
     """What was looked at of a store, and how much was found."""
 
     store: str
+    path: str
     messages: int
     """Records that verified."""
     bytes: int
     """Of them."""
+    body_checksum_only: int
+    """Records with a checksum of their body alone: altered properties and header fields are not noticed."""
     ranges: int
     read_again: int
     """Ranges that had to be read again from another place."""
@@ -127,23 +114,23 @@ def verify(
     jobs: int = 1,
     spark: Any = None,
     progress: Progress | None = None,
-    deep: bool = True,
     range_bytes: int = RANGE_BYTES,
     max_errors: int = MAX_ERRORS,
+    config: StoreConfig | None = None,
 ) -> VerifyReport:
     """Check every record, unit, index entry and JSON file of `stores`, checksums included. Changes nothing.
 
-    `deep` False leaves the index out. A store that cannot be opened is named in its row, and the others are checked.
-    `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError.
+    A store that cannot be opened is named in its row, and the others are checked. `jobs`, `spark` and `progress`: see
+    `mqstore.jobs`. `config`: options of opening, for stores without a manifest. Raises ConfigError.
     """
     chosen = _whole_stores(stores)
     if max_errors < 1:
         raise ConfigError(f"max_errors={max_errors} would tell nothing of what is found; give at least 1")
     names = chosen.stores()
-    ranges, files, ends, errors = _cut(names, range_bytes, deep)
+    ranges, files, ends, errors = _cut(names, range_bytes, config)
     with Runner(jobs, spark, progress) as runner:
         tasks = [*bundles(ranges, runner.pieces, range_bytes), *bundles(files, runner.pieces)]
-        outcomes = runner.run(tasks, partial(_read, deep=deep, max_errors=max_errors), "mqstore verify: ranges")
+        outcomes = runner.run(tasks, partial(_read, max_errors, config), "mqstore verify: ranges")
         found: dict[StoreName, list[_Outcome]] = {name: [] for name in names if name not in errors}
         for outcome in (each for task in outcomes for each in task):
             if outcome.error is not None:
@@ -151,7 +138,7 @@ def verify(
             else:
                 found[outcome.store].append(outcome)
         joins = [
-            _Joining(name, deep, max_errors, parts, ends.get(name))
+            _Joining(name, max_errors, parts, ends.get(name), config)
             for name, parts in found.items()
             if name not in errors
         ]
@@ -164,7 +151,7 @@ def verify(
 
 
 def _cut(
-    names: Sequence[StoreName], range_bytes: int, deep: bool
+    names: Sequence[StoreName], range_bytes: int, config: StoreConfig | None = None
 ) -> tuple[list[_Piece], list[_Piece], dict[StoreName, int], dict[StoreName, str]]:
     """What to read; where to end in stores that a writer is at; and why some stores have none."""
     ranges: list[_Piece] = []
@@ -173,13 +160,13 @@ def _cut(
     errors = {}
     for name in names:
         try:
-            with open_store(name) as store:
-                if writer_alive(store.path, store.fs):
-                    ends[name] = store.listed_end()
-                ranges += [_Piece(name, each) for each in cut_ranges(store, range_bytes, ends.get(name))]
-                files += [
-                    _Piece(name, file=(file.name, store._index.file_bytes)) for file in store._index.files if deep
-                ]
+            with open_store(name, config) as store:
+                verifier = store.verifier()
+                if verifier.until is not None:
+                    ends[name] = verifier.until
+                ranges += [_Piece(name, each) for each in verifier.ranges(range_bytes)]
+                size = store._index.file_bytes
+                files += [_Piece(name, file=(file.name, size)) for file in store._index.files]
         except ConfigError:
             raise
         except (MQStoreError, OSError) as error:
@@ -259,13 +246,13 @@ class _Outcome:
     error: str | None = None
 
 
-def _read(task: Sequence[_Piece], deep: bool, max_errors: int) -> list[_Outcome]:
+def _read(max_errors: int, config: StoreConfig | None, task: Sequence[_Piece]) -> list[_Outcome]:
     outcomes = []
     for name, pieces in groupby(task, lambda piece: piece.store):
         outcomes.append(outcome := _Outcome(name))
         try:
-            with open_store(name) as store:
-                check = partial(check_range, store, store.verifier(), deep=deep, max_errors=max_errors)
+            with open_store(name, config) as store:
+                check = store.verifier(max_errors=max_errors).check
                 for piece in pieces:
                     with suppress(FileNotFoundError):  # retention: what is left is read when the store is joined
                         if piece.range is None:
@@ -292,11 +279,11 @@ def _check_index_file(store: MessageStore, name: str) -> list[Finding]:
 @dataclass(frozen=True, slots=True)
 class _Joining:
     store: StoreName
-    deep: bool
     max_errors: int
     parts: list[_Outcome]
     end: int | None = None
     """What lies there and behind, a writer has put since the ranges were cut: it is not judged."""
+    config: StoreConfig | None = None
 
     @property
     def weight(self) -> int:
@@ -317,110 +304,35 @@ def _join(jobs: Sequence[_Joining]) -> list[_Checked]:
 
 
 def _join_store(job: _Joining) -> _Checked:
-    """The whole store, from what is known of its pieces."""
+    """Return the whole store, from what is known of its pieces."""
     results = [result for part in job.parts for result in part.results]
+    of_index = [finding for part in job.parts for finding in part.findings]
     try:
-        with open_store(job.store) as store:
-            joiner = _Joiner(store, job, results)
-            findings = [*joiner.findings()]
-            return _Checked(job.store, joiner.row(len(results), len(findings)), findings, joiner.verifier.gaps)
+        with open_store(job.store, job.config) as store:
+            verifier = store.verifier(CONFIG_CHECKS, until=job.end, max_errors=job.max_errors)
+            findings = [*verifier.findings(results, of_index)]
+            row = VerifiedStore(
+                store=job.store.id,
+                path=job.store.path,
+                messages=verifier.messages,
+                bytes=verifier.bytes,
+                body_checksum_only=verifier.body_checksum_only,
+                ranges=len(results),
+                read_again=verifier.read_again,
+                findings=len(findings) + verifier.unlisted,
+                unlisted=verifier.unlisted,
+                error=None,
+            )
+            return _Checked(job.store, row, findings, verifier.gaps)
     except (MQStoreError, OSError) as error:
         return _Checked(job.store, _unread(job.store, str(error)))
-
-
-class _Joiner:
-    """`Verifier.findings` over results."""
-
-    def __init__(self, store: MessageStore, job: _Joining, results: Sequence[RangeResult]) -> None:
-        self.verifier = store.verifier(CONFIG_CHECKS, until=job.end)
-        self._store = store
-        self._job = job
-        self._stitcher = Stitcher(
-            *(store, results, self._read_again),
-            watermark=self.verifier.torn_from,
-            on_front=self.verifier.front_moved,
-        )
-        self._tally = IndexTally()
-        self._messages = self._bytes = self._unlisted = 0
-
-    def row(self, ranges: int, listed: int) -> VerifiedStore:
-        return VerifiedStore(
-            store=self._job.store.id,
-            messages=self._messages,
-            bytes=self._bytes,
-            ranges=ranges,
-            read_again=self._stitcher.read_again_count,
-            findings=listed + self._unlisted,
-            unlisted=self._unlisted,
-            error=None,
-        )
-
-    def findings(self) -> Iterator[Finding]:
-        """All of them, those of the pieces among them."""
-        verifier = self.verifier
-        yield from verifier.folders()
-        if self._store._run.starts:
-            for event in self._stitcher.events():
-                if isinstance(event, Bad):
-                    yield verifier.bad(event)
-                elif isinstance(event, End):
-                    yield from verifier.end(event)
-                else:
-                    yield from self._segment(event)
-        yield from verifier.tails()
-        if self._job.deep:
-            yield from self._store._index_findings
-            for part in self._job.parts:
-                yield from part.findings
-            yield from self._tally.findings(self._store._index)
-        yield from verifier.json_files()
-
-    def _segment(self, parts: SegmentParts) -> Iterator[Finding]:
-        """Queues whose records follow each other, then the others by reading them once more."""
-        for result in parts.results:
-            self._messages += result.records
-            self._bytes += result.bytes
-            self._unlisted += result.unlisted
-            self._tally.add(result.index)
-        crooked: set[QueueKey] = set()
-        slots = self.verifier.slots
-        for (topic, queue_id), found in parts.queues().items():
-            queue = self._store._queues.create(topic, queue_id)
-            here = [p for p in found if not slots.generations.are_older(queue, p.first, p.first_physical, p.last_end)]
-            if not here:
-                continue
-            first, last = here[0], here[-1]
-            if not is_straight(here) or not slots.follows(queue, first.first, first.first_physical):
-                crooked.add((topic, queue_id))
-                continue
-            yield from self.verifier.straight(queue, first.first, last.stop, last.last_end)
-            for part in here:
-                yield from part.findings
-                self._unlisted += part.unlisted
-        if crooked:
-            again = self._in_order(parts, crooked)
-            yield from islice(again, self._job.max_errors * len(parts.results))
-            self._unlisted += sum(1 for _ in again)
-
-    def _in_order(self, parts: SegmentParts, crooked: set[QueueKey]) -> Iterator[Finding]:
-        store = self._store
-        events = scan_segment(store._run, parts.segment, parts.start, store.manifest.checksum)
-        with suppress(FileNotFoundError):  # retention took it meanwhile
-            for event in until_torn(events, self.verifier.torn_from):
-                if isinstance(event, Good):
-                    yield from self.verifier.units(self.verifier.rows_of(event), crooked)
-
-    def _read_again(self, piece: LogRange, start: int) -> RangeResult | None:
-        return check_range(
-            self._store, self.verifier, piece, start, deep=self._job.deep, max_errors=self._job.max_errors
-        )
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
 def _unread(name: StoreName, error: str) -> VerifiedStore:
-    return VerifiedStore(name.id, 0, 0, 0, 0, 0, 0, error)
+    return VerifiedStore(name.id, name.path, 0, 0, 0, 0, 0, 0, 0, error)
 
 
 def _report(

@@ -45,13 +45,13 @@ from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import QUEUE_OFFSET_AT, Checksum, check_record, decode_record
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index, IndexFile
+from mqstore.log.indextally import Wanted, index_faults
 from mqstore.log.misnamed import MisnamedSegmentsError, misnamed_segments
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Cut, Finding, RecoveryReport, finding_of
 from mqstore.log.scanner import Bad, Good, scan_log, until_torn, used_end
 from mqstore.log.slots import Misnumbered, SlotAssigner, first_slot_in_range, strays_in_front
 from mqstore.log.tip import QueueRef
-from mqstore.log.verify import Wanted, index_faults
 from mqstore.log.watermark import NEVER_TORN, first_record_time, watermark
 
 __all__ = [

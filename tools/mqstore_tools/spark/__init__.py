@@ -10,7 +10,6 @@ import click
 __all__ = ["COMMANDS", "spark"]
 
 COMMANDS = (
-    "verify",
     "clean",
     "sql",
     "shell",
