@@ -203,6 +203,12 @@ class Rows:
             groups.append((self.topics[int(self.topic[first])], int(self.queue_id[first]), group))
         return groups
 
+    def entries(self, start: int = 0, end: int = 1 << 62) -> tuple[_Int32s, _Int64s, _Int64s]:
+        """Return (key hash, physical offset, store time) of the index entries of records in [start, end) of the log."""
+        physical = self.physical_offset[self.entry_row]
+        wanted = (physical >= start) & (physical < end)
+        return self.entry_hash[wanted], physical[wanted], self.store_timestamp_ms[self.entry_row[wanted]]
+
     def output(self) -> Output:
         """What to write for these records."""
         at = self.entry_row

@@ -302,11 +302,6 @@ class Index:
         return [Finding("bad_index", f"index/{file.name}", at, 0, f"{field}: {text}") for at, field, text in problems]
 
     @property
-    def entry_count(self) -> int:
-        """Entries in all files."""
-        return sum(max(0, file.header.next_entry - 1) for file in self.files)
-
-    @property
     def end_physical_offset(self) -> int:
         """Physical offset of the newest record that has an entry; -1 when none has."""
         for file in reversed(self.files):

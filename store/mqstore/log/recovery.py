@@ -30,29 +30,29 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.clock import Clock
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.segments import EXTENDED, LoadProblem, SegmentRun, place_in_file
-from mqstore.layout.checkpoint import Checkpoint, min_timestamp
+from mqstore.files.segments import EXTENDED, LoadProblem, place_in_file
+from mqstore.layout.checkpoint import min_timestamp
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, differing, is_void
 from mqstore.layout.dispatch import Rows
-from mqstore.layout.record import QUEUE_OFFSET_AT, Checksum, check_record, decode_record
-from mqstore.log.consumequeue import ConsumeQueue, QueueTable
-from mqstore.log.index import Index, IndexFile
+from mqstore.layout.record import QUEUE_OFFSET_AT, check_record
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.index import IndexFile
 from mqstore.log.indextally import Wanted, index_faults
 from mqstore.log.misnamed import MisnamedSegmentsError, misnamed_segments
 from mqstore.log.names import is_path_safe
+from mqstore.log.parts import StoreParts
 from mqstore.log.report import Cut, Finding, RecoveryReport, finding_of
-from mqstore.log.scanner import Bad, Good, scan_log, until_torn, used_end
+from mqstore.log.scanner import Bad, Good, record_at, scan_log, until_torn, used_end
 from mqstore.log.slots import Misnumbered, SlotAssigner, first_slot_in_range, strays_in_front
 from mqstore.log.tip import QueueRef
-from mqstore.log.watermark import NEVER_TORN, first_record_time, watermark
+from mqstore.log.watermark import NEVER_TORN, first_record_time
 
 __all__ = [
     "Progress",
@@ -85,27 +85,6 @@ class RecoverOptions:
 
 
 @dataclass(slots=True)
-class Parts:
-    """The pieces of a store that recovery works on."""
-
-    root: Path
-    run: SegmentRun
-    queues: QueueTable
-    index: Index
-    checkpoint: Checkpoint
-    has_checkpoint: bool
-    clean: bool
-    machine_ran_on: bool
-    """The last writer was killed, and the machine has been running since."""
-    checksum: Checksum
-    fs: FileSystem
-    clock: Clock
-    save_checkpoint: Callable[[Checkpoint], None]
-    index_findings: Sequence[Finding] = field(default_factory=tuple)
-    """Index files of the wrong length: not among `index.files`, and in the way."""
-
-
-@dataclass(slots=True)
 class Outcome:
     """Where the log ends, and what the caller puts into the next checkpoint."""
 
@@ -116,7 +95,7 @@ class Outcome:
 
 
 def recover(
-    parts: Parts, problems: Sequence[LoadProblem], options: RecoverOptions, progress: Progress | None = None
+    parts: StoreParts, problems: Sequence[LoadProblem], options: RecoverOptions, progress: Progress | None = None
 ) -> Outcome:
     """Bring the store in order, or with `dry_run` say how. May be run again. Raises StoreIOError, StoreFullError, and
     MisnamedSegmentsError before anything is changed."""
@@ -126,7 +105,7 @@ def recover(
         return _Recovery(parts, problems, options, progress, whole=True).run()
 
 
-def unlisted_queue(parts: Parts, wanted: Callable[[str], bool], *, whole: bool = False) -> QueueRef | None:
+def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: bool = False) -> QueueRef | None:
     """Return a queue of a topic that is `wanted` to which recovery will give its first unit for a record: one behind
     its end, or in front of its first file. Reads headers from S on (`whole`: all), up to the first such record; changes
     nothing."""
@@ -135,7 +114,7 @@ def unlisted_queue(parts: Parts, wanted: Callable[[str], bool], *, whole: bool =
     recovery = _Recovery(parts, (), RecoverOptions(dry_run=True), None, whole=whole)
     start = recovery._scan_start()
     found = scan_log(parts.run, start, parts.checksum, checksums=False)
-    for event in until_torn(found, lambda: recovery._torn_from(recovery._watermark(start))):
+    for event in until_torn(found, lambda: recovery._torn_from(parts.watermark(start))):
         if not isinstance(event, Good):
             continue
         rows = parts.queues.rows_of(event.buffer, event.headers, event.base)
@@ -161,7 +140,7 @@ class _WholeLogNeededError(Exception):
 class _Recovery:
     def __init__(
         self,
-        parts: Parts,
+        parts: StoreParts,
         problems: Sequence[LoadProblem],
         options: RecoverOptions,
         progress: Progress | None,
@@ -272,10 +251,9 @@ class _Recovery:
         if end:
             detail = "the commitlog folder is empty"
             self.report.findings.append(Finding("missing_segment", "commitlog", 0, end, detail))
-        doomed_index, _ = self._plan_index(end)
         self._begin(end, end, end)
         self._finish_queues(end)
-        self._finish_index(doomed_index, end)
+        self._finish_index(list(self.parts.index.files), end)
         return end
 
     # -- where to read ----------------------------------------------------------------------------------------------
@@ -311,24 +289,20 @@ class _Recovery:
         return end
 
     def _last_record_proves(self, start: int, end: int) -> bool:
-        """Whether the record at `start` verifies, ends the log at `end`, and has its unit."""
-        run = self.parts.run
-        segment = run.find(start)
-        if segment is None:
+        """Return True if the record at `start` verifies, ends the log at `end`, and has its unit."""
+        record = record_at(self.parts.run, start, self.parts.checksum)
+        if record is None:
             return False
-        buffer = run.mapping(segment)
-        at = start - segment.start
-        check = check_record(buffer, at, len(buffer), start, self.parts.checksum)
-        if check.status != "ok" or (start + check.size != end and not self._blank_between(start + check.size, end)):
-            return False
-        record = decode_record(buffer, at)
+        behind = start + record.total_size
         queue = self.parts.queues.get(record.topic, record.queue_id)
-        if queue is None or not 0 <= record.queue_offset < queue.max_offset:
+        if (behind != end and not self._blank_between(behind, end)) or queue is None:
+            return False
+        if not 0 <= record.queue_offset < queue.max_offset:
             return False
         unit = queue.units(record.queue_offset, 1)[0]
         self.last_record = start
         self.last_store_timestamp_ms = record.store_timestamp_ms
-        return bool(unit["physical_offset"] == start and unit["size"] == check.size)
+        return bool(unit["physical_offset"] == start and unit["size"] == record.total_size)
 
     def _blank_between(self, position: int, end: int) -> bool:
         """Whether a BLANK leads from `position` to `end`: the log was closed right behind a roll."""
@@ -341,19 +315,11 @@ class _Recovery:
             at >= len(buffer) or check_record(buffer, at, len(buffer), position, self.parts.checksum).status == "blank"
         )
 
-    def _watermark(self, start: int) -> int:
-        """F: what lies below had been synced."""
-        parts = self.parts
-        return watermark(parts.run, parts.checkpoint, parts.checksum, clean=parts.clean, start=start)
-
     def _torn_from(self, mark: int) -> int:
         """Return the physical offset from which bad bytes are a torn tail. `mark` is the watermark."""
         if self.options.prefix:
             return 0
         return NEVER_TORN if self.parts.machine_ran_on or (self.options.full and not self.parts.clean) else mark
-
-    def _first_record_time(self, start: int) -> int | None:
-        return first_record_time(self.parts.run, start, self.parts.checksum)
 
     def _scan_start(self) -> int:
         """S (9.8), always the start of a segment."""
@@ -374,12 +340,12 @@ class _Recovery:
         if parts.clean:
             dispatched = max((self._last_physical(queue)[0] for queue in parts.queues), default=-1)
             for start in reversed(starts):
-                if start <= dispatched and self._first_record_time(start) is not None:
+                if start <= dispatched and first_record_time(parts.run, start, parts.checksum) is not None:
                     return start
             return starts[0]
         limit = min_timestamp(checkpoint)
         for start in reversed(starts):
-            stamp = self._first_record_time(start)
+            stamp = first_record_time(parts.run, start, parts.checksum)
             if stamp is not None and stamp <= limit:
                 return start
         return starts[0]
@@ -407,15 +373,11 @@ class _Recovery:
                     if not is_void(units)[0]:
                         return False  # a negative offset is no unit
                 continue
-            segment = parts.run.find(physical)
-            if segment is None or (end is not None and physical >= end):
+            if end is not None and physical >= end:
                 return False
-            buffer = parts.run.mapping(segment)
-            at = physical - segment.start
-            check = check_record(buffer, at, len(buffer), physical, parts.checksum)
-            if check.status != "ok" or check.size != size:
+            record = record_at(parts.run, physical, parts.checksum)
+            if record is None or record.total_size != size:
                 return False
-            record = decode_record(buffer, at)
             if (record.topic, record.queue_id, record.queue_offset) != (queue.topic, queue.queue_id, slot):
                 return False
         return True
@@ -439,7 +401,7 @@ class _Recovery:
         run = parts.run
         start = self.start = self._scan_start()
         self._refuse_misnamed(start)
-        mark = self._watermark(start)
+        mark = parts.watermark(start)
         gap = self._gap_in_front()
         torn_from = self._torn_from(mark)
         if gap is not None and gap.start >= torn_from:  # none of it was synced: the log ends before it began
@@ -470,8 +432,10 @@ class _Recovery:
                 end, torn = event.position, event.torn
                 tail = event.detail if torn is None else ""
                 blank = torn is None and not tail
-        if start > self.first and self.has_short_files:
-            raise _WholeLogNeededError  # a file was cut: records before the range may lack their units
+        if not self.whole and (self._index_reaches(end, doomed_index) or (start > self.first and self.has_short_files)):
+            # Index files hold entries of records that are gone, or a queue file was cut: records before the range may
+            # lack their units.
+            raise _WholeLogNeededError
         self.report.log_end = end
         if end < mark and not self.options.prefix:
             name, at = self._place(end)
@@ -528,12 +492,8 @@ class _Recovery:
             if self.report.damaged_ranges:
                 self.report.kept_behind_damage += len(rows)
             self._give_units(rows)
-        if len(rows.entry_row):
-            physical = rows.physical_offset[rows.entry_row]
-            wanted = physical >= index_from
-            if wanted.any():
-                stamps = rows.store_timestamp_ms[rows.entry_row[wanted]]
-                self.index_entries.append((rows.entry_hash[wanted], physical[wanted], stamps))
+        if len((entries := rows.entries(index_from))[0]):
+            self.index_entries.append(entries)
 
     def _give_units(self, rows: Rows) -> None:
         for found in self.slots.place(rows):
@@ -745,7 +705,7 @@ class _Recovery:
         """(files to be built anew, physical offset of the first record whose entries may be missing)."""
         parts = self.parts
         files = parts.index.files
-        if self.options.full:
+        if self.whole:
             return [], self.first  # decided when all entries are known
         dispatched = parts.checkpoint.dispatched
         stamp = parts.checkpoint.index_msg_timestamp_ms
@@ -772,53 +732,29 @@ class _Recovery:
 
     def _finish_index(self, doomed: list[IndexFile], end: int) -> None:
         index, report = self.parts.index, self.report
-        entries = self.index_entries
-        self.index_entries = []
-        if self.options.full:
+        entries, self.index_entries = self.index_entries, []
+        if self.whole:
             if not self.options.rebuild_index and not self._index_lacks_something(entries, end):
                 return
             doomed = list(index.files)
-            if self.writing:
-                for finding in self.parts.index_findings:
-                    self.parts.fs.unlink(self.parts.root / finding.file, missing_ok=True)
+            report.changed |= bool(self.parts.index_findings)
+            for finding in self.parts.index_findings if self.writing else ():
+                self.parts.fs.unlink(self.parts.root / finding.file, missing_ok=True)
         else:
-            kept = [file for file in index.files if file not in doomed]
-            beyond = [i for i, file in enumerate(kept) if file.header.end_physical_offset >= end]
-            if beyond:  # the log ends before what was indexed: those files anew, and whatever came behind them
-                kept, cut = kept[: beyond[0]], kept[beyond[0] :]
-                doomed = cut + doomed
-                begin = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=self.first)
-                entries = self._entries_from(begin, end)
-            entries = self._without_known(kept, entries)
+            entries = self._without_known([file for file in index.files if file not in doomed], entries)
         report.rebuilt.index_entries += sum(len(hashes) for hashes, _, _ in entries)
-        report.changed |= bool(doomed or entries or (self.options.full and self.parts.index_findings))
+        report.changed |= bool(doomed or entries)
         if self.writing:
             index.remove(doomed)
             for hashes, physical, stamps in entries:
                 index.put(hashes, physical, stamps, end=int(physical[-1]) + 1)
 
-    def _entries_from(self, begin: int, end: int) -> list[Wanted]:
-        """The entries that the records of [begin, end) ask for."""
-        found = []
-        starts = [s for s in self.parts.run.starts if s <= begin]
-        if not self.parts.run.starts:
-            return []
-        for event in scan_log(self.parts.run, starts[-1] if starts else self.first, self.parts.checksum):
-            if not isinstance(event, Good):
-                continue
-            rows = self.parts.queues.rows_of(event.buffer, event.headers, event.base)
-            physical = rows.physical_offset[rows.entry_row]
-            wanted = (physical >= begin) & (physical < end)
-            if wanted.any():
-                stamps = rows.store_timestamp_ms[rows.entry_row[wanted]]
-                found.append((rows.entry_hash[wanted], physical[wanted], stamps))
-        return found
+    def _index_reaches(self, end: int, doomed: Sequence[IndexFile]) -> bool:
+        """Return True if an index file that stays has entries of records at or behind `end`."""
+        kept = [file for file in self.parts.index.files if file not in doomed and file.header.next_entry > 1]
+        return any(file.header.end_physical_offset >= end for file in kept)
 
-    def _without_known(
-        self,
-        kept: list[IndexFile],
-        entries: list[Wanted],
-    ) -> list[Wanted]:
+    def _without_known(self, kept: list[IndexFile], entries: list[Wanted]) -> list[Wanted]:
         """`entries` without those of the newest indexed record that the kept files have: a record's keys may be spread
         over two files."""
         newest = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=-1)
@@ -839,13 +775,10 @@ class _Recovery:
         return result
 
     def _index_lacks_something(self, entries: list[Wanted], end: int) -> bool:
-        """Whether the files are damaged, point beyond the log, or lack an entry that the log asks for."""
+        """Return True if the files are damaged, point beyond the log, or lack an entry that the log asks for."""
         index = self.parts.index
-        if self.parts.index_findings or index.check():
-            return True
-        if any(file.header.next_entry > 1 and file.header.end_physical_offset >= end for file in index.files):
-            return True
-        return bool(index_faults(index, entries))
+        damaged = self.parts.index_findings or index.check() or self._index_reaches(end, ())
+        return bool(damaged or index_faults(index, entries))
 
 
 def save_bytes(path: Path, parts: Iterable[tuple[int, bytes]], fs: FileSystem) -> None:

@@ -137,20 +137,8 @@ class RecoveryReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, under the names of `mqstore recover --json`."""
-        return {
-            "changed": self.changed,
-            "clean_shutdown": self.clean_shutdown,
-            "scanned_from": self.scanned_from,
-            "log_end": self.log_end,
-            "truncated": [cut.as_dict() for cut in self.truncated],
-            "findings": [{**finding.as_dict(), "known": finding in self.known} for finding in self.findings],
-            "rebuilt": asdict(self.rebuilt),
-            "renamed": dict(self.renamed),
-            "kept": list(self.kept),
-            "moved_to_cut": self.moved_to_cut,
-            "messages": self.messages,
-            "renumbered": self.renumbered,
-            "damaged_ranges": self.damaged_ranges,
-            "kept_behind_damage": self.kept_behind_damage,
-            "seconds": self.seconds,
-        }
+        plain = asdict(self)
+        del plain["known"]
+        plain["truncated"] = [cut.as_dict() for cut in self.truncated]
+        plain["findings"] = [{**finding.as_dict(), "known": finding in self.known} for finding in self.findings]
+        return plain

@@ -58,8 +58,9 @@ from mqstore.log.inbox import CreateTopics, Inbox
 from mqstore.log.index import Index
 from mqstore.log.misnamed import MisnamedSegmentsError, misnamed_segments, rename_segments
 from mqstore.log.own import check_own
+from mqstore.log.parts import StoreParts
 from mqstore.log.queueends import is_progress_ahead, note_ends
-from mqstore.log.recovery import Outcome, Parts, Progress, RecoverOptions, recover, unlisted_queue
+from mqstore.log.recovery import Outcome, Progress, RecoverOptions, recover, unlisted_queue
 from mqstore.log.report import Finding, RecoveryReport
 from mqstore.log.reput import Dispatcher
 from mqstore.log.retention import disk_ratio, expired_before
@@ -70,7 +71,7 @@ from mqstore.log.stats import StoreStats
 from mqstore.log.tip import QueueRef
 from mqstore.log.txn import TXN_FILE, Intent, IntentWatch, TxnFile
 from mqstore.log.verify import Verifier
-from mqstore.log.watermark import NEVER_TORN, first_record_time, watermark, written_end
+from mqstore.log.watermark import first_record_time, written_end
 from mqstore.log.writer import StoreWriter
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, delay_table_ms, seconds
 from mqstore.signalsafe import Bell, is_held_here
@@ -336,16 +337,11 @@ class MessageStore(StoreWriter):
     def _load_queues(self) -> None:
         """Of a reader: find every queue, and what of it can be read."""
         self._queues.load(exact=not self.clean_shutdown)
-        if self.clean_shutdown and self._have_queues_lost():
+        lost = self.clean_shutdown and self._have_queues_lost()
+        if lost or (self._have_no_queues() and not writer_alive(self.path, self.fs)):
             _log.warning(
-                "%s: queues have lost files, or ends, since it was closed: not all that is in the log can be read "
-                "until it is opened for writing, or `mqstore recover` was at work",
-                self.path,
-            )
-        elif self._have_no_queues() and not writer_alive(self.path, self.fs):
-            _log.warning(
-                "%s: no queue lists what is in the log, and nothing can be read by queue, until it is opened for "
-                "writing, or `mqstore recover` was at work",
+                "%s: queues have lost files, and messages of the log cannot be read by queue, until the store is "
+                "opened for writing or `mqstore recover` has run",
                 self.path,
             )
         for queue in self._queues:
@@ -411,17 +407,14 @@ class MessageStore(StoreWriter):
             self._queues.load(exact=not clean or options.full)
         self._index_findings = self._index.load()
         self.clean_shutdown = clean
+        self._has_checkpoint |= created
         try:
-            outcome: Outcome = recover(
-                self._parts(clean=clean, has_checkpoint=self._has_checkpoint or created),
-                self._load_problems,
-                options,
-                progress,
-            )
+            outcome: Outcome = recover(self._parts(), self._load_problems, options, progress)
         except MisnamedSegmentsError:
             if clean:
                 self._abort.clear()
             raise
+        self._index_findings = []
         self.recovery = outcome.report
         self._report_renamed(renamed)
         self._report_undone(undone)
@@ -494,14 +487,9 @@ class MessageStore(StoreWriter):
         report.truncated[:0] = undone.truncated
         report.changed |= bool(undone.findings)
 
-    def watermark(self) -> int:
-        """Return the physical offset below which the log had been synced (store-format 9.8), of a store opened for
-        reading that no writer has open, and whose log is not empty. May read much of the log."""
-        return watermark(self._run, self._checkpoint.current, self._checksum, clean=self.clean_shutdown)
-
     def torn_from(self) -> int:
-        """Return the physical offset from which bad bytes are a torn tail for the next opening, as `watermark` does."""
-        return NEVER_TORN if self._machine_ran_on else self.watermark()
+        """As `StoreParts.torn_from`, of a store opened for reading."""
+        return self._parts().torn_from()
 
     def listed_end(self) -> int:
         """Return the end of what queues list; of a store whose queues are lost, the end of its log."""
@@ -530,15 +518,15 @@ class MessageStore(StoreWriter):
         self._run.limit = end if self._run.limit is None else min(self._run.limit, end)
         self._run.refresh()
 
-    def _parts(self, *, clean: bool, has_checkpoint: bool) -> Parts:
-        return Parts(
+    def _parts(self) -> StoreParts:
+        return StoreParts(
             root=self.path,
             run=self._run,
             queues=self._queues,
             index=self._index,
             checkpoint=self._checkpoint.current,
-            has_checkpoint=has_checkpoint,
-            clean=clean,
+            has_checkpoint=self._has_checkpoint,
+            clean=self.clean_shutdown,
             machine_ran_on=self._machine_ran_on,
             checksum=self._checksum,
             fs=self.fs,
@@ -568,7 +556,7 @@ class MessageStore(StoreWriter):
         places = self.place_segments()
         self._queues.load(exact=True)
         self._run.extend_in_memory()
-        parts = self._parts(clean=self.clean_shutdown, has_checkpoint=self._has_checkpoint)
+        parts = self._parts()
         self.recovery = recover(parts, self._load_problems, options, progress).report
         self._report_renamed(places)
         if self._pending is not None:
@@ -588,7 +576,7 @@ class MessageStore(StoreWriter):
         that an opening would read, or of all if queues are known to be lost."""
         if self.has_all_queues() or self._queues.in_rocksdb or writer_alive(self.path, self.fs):
             return None
-        parts = self._parts(clean=self.clean_shutdown, has_checkpoint=self._has_checkpoint)
+        parts = self._parts()
         wanted = (lambda topic: True) if topics is None else topics.__contains__
         return unlisted_queue(parts, wanted, whole=self.clean_shutdown and self._have_queues_lost())
 
@@ -1180,28 +1168,17 @@ class MessageStore(StoreWriter):
             if self.clean_shutdown:
                 self._queues.find_short()
         return Verifier(
-            self.path,
-            self._run,
-            self._queues,
-            self._index,
-            checkpoint=self._checkpoint.current,
-            has_checkpoint=self._has_checkpoint or self.mode == "rw",
-            checksum=self._checksum,
-            clean=self.clean_shutdown,
+            self._parts(),
             live=self.mode == "rw" or until is not None,
             until=until,
-            watermark=self.watermark,
-            torn_from=self.torn_from,
             problems=[
                 *(self._load_problems if self.mode == "r" else ()),
                 *self._missing_in_front(),
                 *self._misplaced(),
             ],
-            index_findings=self._index_findings if self.mode == "r" else [],
             unfinished=[] if self._pending is None else would_undo(self._pending, self._run, self.fs).findings,
             json_checks=json_checks,
             max_errors=max_errors,
-            fs=self.fs,
         )
 
     def _misplaced(self) -> list[LoadProblem]:

@@ -25,17 +25,15 @@ from mqstore.errors import CorruptStoreError, MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import Check, check_backup, load_json
 from mqstore.files.lock import writer_alive
-from mqstore.files.segments import LoadProblem, SegmentRun, place_in_file
-from mqstore.layout.checkpoint import Checkpoint
+from mqstore.files.segments import LoadProblem, place_in_file
 from mqstore.layout.consumequeue import UNIT_BYTES, differing, is_void
 from mqstore.layout.dispatch import Rows
-from mqstore.layout.record import Checksum
-from mqstore.log.consumequeue import ConsumeQueue, QueueTable
-from mqstore.log.index import Index
+from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.indextally import IndexTally, Wanted, tally_index
 from mqstore.log.known import KNOWN_FILE, check_known
 from mqstore.log.manifest import MANIFEST
 from mqstore.log.names import is_path_safe
+from mqstore.log.parts import StoreParts
 from mqstore.log.ranges import (
     RANGE_BYTES,
     LogRange,
@@ -105,25 +103,14 @@ class Verifier:
 
     def __init__(
         self,
-        root: Path,
-        run: SegmentRun,
-        queues: QueueTable,
-        index: Index,
+        parts: StoreParts,
         *,
-        checkpoint: Checkpoint,
-        has_checkpoint: bool,
-        checksum: Checksum,
-        clean: bool,
         live: bool,
         until: int | None,
-        watermark: Callable[[], int],
-        torn_from: Callable[[], int],
         problems: Sequence[LoadProblem],
-        index_findings: Sequence[Finding],
         unfinished: Sequence[Finding] = (),
         json_checks: Mapping[str, Check],
         max_errors: int | None,
-        fs: FileSystem,
     ) -> None:
         self.messages = 0
         self.bytes = 0
@@ -135,32 +122,26 @@ class Verifier:
         """Ranges of the log that had to be read again, from another place."""
         self.done_bytes = 0
         """How far the log has been read, for a progress bar; `total_bytes` in the end."""
+        self._parts = parts
+        self._root, self._fs, self._checksum = parts.root, parts.fs, parts.checksum
+        self._run, self._queues, self._index = parts.run, parts.queues, parts.index
+        self._checkpoint, self._clean = parts.checkpoint, parts.clean
+        run, checkpoint = parts.run, parts.checkpoint
         self.total_bytes = len(run.starts) * run.segment_bytes
-        self._root = root
-        self._run = run
-        self._queues = queues
-        self._index = index
-        self._checkpoint = checkpoint
-        self._has_checkpoint = has_checkpoint
-        self._checksum = checksum
-        self._clean = clean
         self._live = live
         self.until = until
         """Beside a writer: where the part of the log ends that is judged."""
         self._until = 1 << 62 if until is None else until
-        self._find_watermark = watermark
         # Everything before this end had been written completely when a check beside a writer began.
         self._watermark: int | None = self._until if live else None
-        self.torn_from: Callable[[], int] = (lambda: self._until) if live else torn_from
+        self.torn_from: Callable[[], int] = (lambda: self._until) if live else parts.torn_from
         """Returns the physical offset from which bad bytes are a torn tail for the next opening, and not damage."""
         self._problems = problems
-        self._index_findings = index_findings
         self._unfinished = unfinished
         self._json_checks = json_checks
-        self._fs = fs
         self.gaps: list[Gap] = []
         """What the damage met so far has cost, as far as later records of the queue tell."""
-        self.slots = SlotAssigner(run, queues, checksum, self._first_slot)
+        self.slots = SlotAssigner(run, parts.queues, parts.checksum, self._first_slot)
         self._max_errors = max_errors
         self._entries = IndexTally()
         self._first = run.starts[0] if run.starts else 0
@@ -186,7 +167,7 @@ class Verifier:
             yield from self._log(results)
         self.done_bytes = self.total_bytes
         yield from self.tails()
-        yield from self._index_findings
+        yield from self._parts.index_findings
         yield from self._index.check(live=self._live) if index_findings is None else index_findings
         yield from self._entries.findings(self._index)
         yield from self.json_files()
@@ -206,7 +187,7 @@ class Verifier:
     def watermark(self) -> int:
         """Physical offset below which the log had been synced (store-format 9.8)."""
         if self._watermark is None:
-            self._watermark = self._find_watermark()
+            self._watermark = self._parts.watermark()
         return self._watermark
 
     @property
@@ -243,10 +224,10 @@ class Verifier:
             name = os.path.relpath(path, self._root)
             missing = self._queues.segment_bytes - length
             yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")
-        if not self._has_checkpoint and self._run.starts and not self._live:  # a writer saves it every second
+        if not self._parts.has_checkpoint and self._run.starts and not self._live:  # a writer saves it every second
             detail = "missing, or its bytes are no checkpoint; opening will read the whole log"
             yield Finding("bad_checkpoint", "checkpoint", 0, 0, detail)
-        elif self._has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
+        elif self._parts.has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
             # In the other profile a Java broker may have been at work, which is no fault.
             yield Finding("bad_checkpoint", "checkpoint", 64, 36, "the watermarks do not fit their checksum")
 
@@ -500,9 +481,7 @@ class Verifier:
 
     def wanted_of(self, rows: Rows) -> Wanted | None:
         """The entries that the index should have for these records; None for none."""
-        physical = rows.physical_offset[rows.entry_row]
-        wanted = rows.entry_hash, physical, rows.store_timestamp_ms[rows.entry_row]
-        return self._among_indexed(wanted)
+        return self._among_indexed(rows.entries())
 
     def _among_indexed(self, wanted: Wanted) -> Wanted | None:
         """The entries of records before the end of the index, which may lag behind the log."""

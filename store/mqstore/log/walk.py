@@ -23,7 +23,7 @@ damage everywhere, whatever the watermark says:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, repeat
+from itertools import chain, groupby, repeat
 from operator import attrgetter
 
 import numpy as np
@@ -155,32 +155,29 @@ def walk_queue(
 def _with_gaps(
     store: MessageStore, topic: str, queue_id: int, first: int, messages: list[Message], units: np.ndarray, front: int
 ) -> Iterator[Message | Finding]:
+    """Yield the messages of the slots from `first` on, which have `units`, with findings in place of those missing.
+    `front`: the slot before which retention may have taken records."""
     per = store.manifest.consumequeue_segment_bytes // UNIT_BYTES
-    size = store.manifest.commitlog_segment_bytes
-    void = is_void(units).tolist()
+    void = is_void(units)
     readable = {message.offset: message for message in messages}
-    hole: list[int] = []
 
-    def holes() -> Iterator[Finding]:
-        if hole:
-            file = f"consumequeue/{topic}/{queue_id}/{hole[0] // per * per * UNIT_BYTES:020d}"
-            detail = f"offsets {hole[0]}..{hole[-1]}: no unit, though later ones are there"
-            yield Finding("missing_units", file, hole[0] % per * UNIT_BYTES, len(hole) * UNIT_BYTES, detail)
-            hole.clear()
+    def kind_of(slot: int) -> tuple[str, int]:
+        """Return what there is in a slot, and the file of its unit."""
+        _, length, _ = units[slot - first].tolist()
+        kind = "message" if slot in readable else "hole" if length <= 0 else "void" if void[slot - first] else "bad"
+        return kind if slot >= front or kind == "message" else "void", slot // per
 
-    for i, (physical, length, _) in enumerate(units.tolist()):
-        slot = first + i
-        if slot < front and slot not in readable:
-            continue
-        if length <= 0 and slot not in readable:
-            if hole and slot % per == 0:
-                yield from holes()
-            hole.append(slot)
-            continue
-        yield from holes()
-        if slot in readable:
-            yield readable[slot]
-        elif not void[i] and not 0 <= physical < store.min_offset:
-            detail = f"{topic}, queue {queue_id}, offset {slot}: the record does not verify"
-            yield Finding("bad_record", *place_in_file(max(physical, 0), size), length, detail)
-    yield from holes()
+    for (kind, file), group in groupby(range(first, first + len(units)), kind_of):
+        slots = list(group)
+        if kind == "message":
+            yield from (readable[slot] for slot in slots)
+        elif kind == "hole":
+            name = f"consumequeue/{topic}/{queue_id}/{file * per * UNIT_BYTES:020d}"
+            detail = f"offsets {slots[0]}..{slots[-1]}: no unit, though later ones are there"
+            yield Finding("missing_units", name, slots[0] % per * UNIT_BYTES, len(slots) * UNIT_BYTES, detail)
+        for slot in slots if kind == "bad" else ():
+            physical, length, _ = units[slot - first].tolist()
+            if not 0 <= physical < store.min_offset:
+                place = place_in_file(max(physical, 0), store.manifest.commitlog_segment_bytes)
+                detail = f"{topic}, queue {queue_id}, offset {slot}: the record does not verify"
+                yield Finding("bad_record", *place, length, detail)

@@ -61,7 +61,7 @@ def kinds(root: Path) -> set[str]:
 
 @pytest.fixture(params=SEGMENTS)
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Three lives of a topic, the last one the shortest, and others between them."""
+    """Three generations of a topic, the last one the shortest, and others between them."""
     path = tmp_path / "mq"
     size = SEGMENTS[request.param]
     with open_store(path, profile="rocketmq", segment_bytes=size, consumequeue_units=8) as store:
