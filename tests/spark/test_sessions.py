@@ -28,7 +28,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _SCRIPT = """
 import sys
 sys.path[:0] = {paths!r}
-from mqstore.spark import session, traffic_report
+from mqstore.jobs import traffic_report
+from mqstore.spark import session
 from mqstore.spark.shipping import ship
 conf = {{"spark.master": "local[1]", "spark.driver.memory": "512m", "spark.sql.shuffle.partitions": "1"}}
 spark = session("mine", conf)
@@ -36,7 +37,7 @@ assert spark.conf.get("spark.sql.session.timeZone") == "UTC"
 assert spark.sparkContext.uiWebUrl is None
 assert spark.sparkContext.getConf().get("spark.python.unix.domain.socket.enabled") is None
 shipped = ship(spark.sparkContext)
-total = traffic_report(spark, {store!r}, topics="orders", top=0).total.messages
+total = traffic_report({store!r}, spark=spark, topics="orders", top=0).total.messages
 print("found", shipped, total)
 spark.stop()
 """
@@ -109,11 +110,11 @@ def test_a_session_that_does_not_start_says_with_what_and_why(
             environment["JAVA_HOME"] = str(tmp_path / "old")
         else:
             environment["PATH"] = f"{program.parent}{os.pathsep}{environment['PATH']}"
-    call = [sys.executable, "-m", "mqstore_tools.main", "spark", "lag", str(store), *options]
+    call = [sys.executable, "-m", "mqstore_tools.main", "spark", "sql", str(store), "select 1", *options]
     done = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=170)
 
     assert done.returncode == code, done.stderr
-    assert re.match(f"mqstore spark lag: .*{says}", done.stderr.splitlines()[-1]), done.stderr
+    assert re.match(f"mqstore spark sql: .*{says}", done.stderr.splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -14,10 +14,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from mqstore.jobs.runner import Runner
 from mqstore.log.ahead import Ahead
 from mqstore.spark import workers
-from mqstore.spark.jobs.shape import run
 from mqstore.spark.workers import settle
+
+
+def run(spark: Any, tasks: list[Any], function: Any) -> list[Any]:
+    with Runner(spark=spark) as runner:
+        return runner.run(tasks, function)
 
 
 class Seen(NamedTuple):

@@ -44,6 +44,7 @@ from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import QUEUE_OFFSET_AT, check_record
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.index import IndexFile
+from mqstore.log.indextally import Wanted, index_faults
 from mqstore.log.misnamed import MisnamedSegmentsError, misnamed_segments
 from mqstore.log.names import is_path_safe
 from mqstore.log.parts import StoreParts
@@ -51,7 +52,6 @@ from mqstore.log.report import Cut, Finding, RecoveryReport, finding_of
 from mqstore.log.scanner import Bad, Good, record_at, scan_log, until_torn, used_end
 from mqstore.log.slots import Misnumbered, SlotAssigner, first_slot_in_range, strays_in_front
 from mqstore.log.tip import QueueRef
-from mqstore.log.verify import Wanted, index_faults
 from mqstore.log.watermark import NEVER_TORN, first_record_time
 
 __all__ = [

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from mqstore.broker import sql92
 from mqstore.broker.names import check_group, is_system_group
@@ -25,7 +25,9 @@ from mqstore.spark.optiontable import (
     text,
     word,
 )
-from mqstore.spark.rows import OnCorrupt
+
+if TYPE_CHECKING:  # it would need pyarrow, which planning does not
+    from mqstore.spark.rows import OnCorrupt
 
 __all__ = [
     "CHOOSING",

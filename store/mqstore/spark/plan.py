@@ -39,6 +39,7 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig
 from mqstore.spark.keyindex import KeyIndex
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.sets import SET_FILE, read_set
@@ -193,10 +194,10 @@ def _members(path: str) -> Iterator[StoreName]:
         yield StoreName(os.fsencode(place).decode("utf-8", "backslashreplace"), place)
 
 
-def open_store(store: StoreName) -> MessageStore:
+def open_store(store: StoreName, config: StoreConfig | None = None) -> MessageStore:
     """The store, opened for reading, without a lock or a trace. NotAStoreError and others name the path."""
     with readable(store.path):
-        return MessageStore(store.path, "r", fs=QUIET)
+        return MessageStore(store.path, "r", config=config, fs=QUIET)
 
 
 class SlicedStore(MessageStore):

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from mqstore import Message, MessageStore
 from mqstore.errors import ConfigError, CorruptStoreError
+from mqstore.jobs import traffic_report
+from mqstore.jobs.traffic import TrafficReport
 from mqstore.layout.properties import encode_properties
-from mqstore.spark import select, traffic_report
-from mqstore.spark.jobs.traffic import TrafficReport, traffic_plan
+from mqstore.spark import select
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName
 from mqstore.spark.views import view_batch
@@ -105,7 +106,7 @@ def test_the_traffic_of_a_java_store_is_that_of_its_messages(golden: Golden, nam
     path = golden(name).path
     chosen = select(path, options={"minPartitions": "4"})
 
-    report = traffic_report(None, chosen, interval=interval, by=("topic", "queue_id"))
+    report = traffic_report(chosen, interval=interval, by=("topic", "queue_id"))
 
     assert_report(report, messages(path, counted), {"1s": 1000, "5m": 300_000}[interval])
 
@@ -118,7 +119,7 @@ def test_the_traffic_of_any_store_is_that_of_its_messages(
     path = write_store(tmp_path_factory.mktemp("any") / "s", records)
     chosen = select(path, options={"minPartitions": parts})
 
-    report = traffic_report(None, chosen, interval=timedelta(days=365), by=("queue_id", "topic"))
+    report = traffic_report(chosen, interval=timedelta(days=365), by=("queue_id", "topic"))
 
     assert report.by == ("topic", "queue_id")
     assert_report(report, messages(path, counted), 365 * 86_400_000)
@@ -127,8 +128,8 @@ def test_the_traffic_of_any_store_is_that_of_its_messages(
 def test_stores_are_told_apart_or_added_up(tmp_path: Path) -> None:
     paths = {name: write_store(tmp_path / name, many(count)) for name, count in (("a", 40), ("b", 8))}
 
-    by_store = traffic_report(None, paths, topics="t", by=["store"])
-    together = traffic_report(None, paths, topics="t", by=[])
+    by_store = traffic_report(paths, topics="t", by=["store"])
+    together = traffic_report(paths, topics="t", by=[])
 
     assert [(row.store, row.topic, row.messages) for row in by_store.rows] == [("a", None, 20), ("b", None, 4)]
     assert [(row.store, row.messages) for row in together.rows] == [(None, 24)]
@@ -147,12 +148,12 @@ def test_without_topics_retries_count_and_dead_letters_do_not(tmp_path: Path) ->
         ],
     )
 
-    report = traffic_report(None, path)
+    report = traffic_report(path)
 
     assert {row.topic: row.retries for row in report.rows} == {"t": 0, "seed": 0, "%RETRY%g": 1}
-    assert traffic_plan(path).messages == report.total.messages == 3
-    assert [row.topic for row in traffic_report(None, path, topics="%DLQ%g").rows] == ["%DLQ%g"]
-    everything = traffic_report(None, select(path, options={"includeSystemTopics": "true"}))
+    assert report.total.messages == 3
+    assert [row.topic for row in traffic_report(path, topics="%DLQ%g").rows] == ["%DLQ%g"]
+    everything = traffic_report(select(path, options={"includeSystemTopics": "true"}))
     assert everything.total.messages == 6
 
 
@@ -163,15 +164,15 @@ def test_frequent_keys_are_found_word_by_word_and_by_topic(tmp_path: Path) -> No
     records = [message(i, f"hot only-{i}" if i % 4 == 0 else "warm" if i % 4 == 1 else f"rare-{i}") for i in range(200)]
     path = write_store(tmp_path / "s", [*records, Odd(topic="t")])
 
-    keys = traffic_report(None, path, top=5).hot_keys
+    keys = traffic_report(path, top=5).hot_keys
 
     # Keys that come once are all there too, as these are so few, but no frequent ones.
     assert [(each.topic, each.key, each.at_least, each.at_most) for each in keys] == [
         ("t", "hot", 50, 50),
         ("u", "warm", 50, 50),
     ]
-    assert traffic_report(None, path, top=0).hot_keys == ()
-    assert len(traffic_report(None, path, top=1).hot_keys) == 1
+    assert traffic_report(path, top=0).hot_keys == ()
+    assert len(traffic_report(path, top=1).hot_keys) == 1
 
 
 def test_skew_counts_queues_without_messages(tmp_path: Path) -> None:
@@ -182,7 +183,7 @@ def test_skew_counts_queues_without_messages(tmp_path: Path) -> None:
         store.put_many("even", [b"x"] * 4, queue_id=1)
         store.put("single", b"x")
     # Offsets 1 and on: queue 3 is there, and has nothing to read.
-    report = traffic_report(None, select({"a": tmp_path / "s"}, start=1))
+    report = traffic_report(select({"a": tmp_path / "s"}, start=1))
 
     assert [(each.topic, each.queues, each.hottest_store, each.hottest_queue_id) for each in report.skew] == [
         ("t", 3, "a", 0),
@@ -195,7 +196,7 @@ def test_skew_counts_queues_without_messages(tmp_path: Path) -> None:
 def test_filters_and_bounds_count(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(80))
 
-    report = traffic_report(None, select(path, topics="t", start=3, where="n < 40", options={"tags": "a"}))
+    report = traffic_report(select(path, topics="t", start=3, where="n < 40", options={"tags": "a"}))
 
     assert report.total.messages == len([i for i in range(80) if i % 6 == 0 and i < 40 and i // 4 >= 3])
 
@@ -211,16 +212,16 @@ def test_damaged_messages_stop_it_or_are_counted_apart(tmp_path: Path, on_corrup
     log.write_bytes(data)
 
     with pytest.raises(CorruptStoreError):
-        traffic_report(None, select(path, options={"verify": "true"}))
-    report = traffic_report(None, select(path, options={"verify": "true", "onCorrupt": on_corrupt}))
+        traffic_report(select(path, options={"verify": "true"}))
+    report = traffic_report(select(path, options={"verify": "true", "onCorrupt": on_corrupt}))
     assert (report.damaged, report.total.messages) == (1, 80)
     # Without checksums what is wrong inside does not matter, and a header that is wrong does.
-    assert traffic_report(None, path).total.messages == 81
+    assert traffic_report(path).total.messages == 81
     data[place + 4 : place + 8] = b"\0" * 4
     log.write_bytes(data)
     with pytest.raises(CorruptStoreError):
-        traffic_report(None, path)
-    assert traffic_report(None, select(path, options={"onCorrupt": on_corrupt})).damaged == 1
+        traffic_report(path)
+    assert traffic_report(select(path, options={"onCorrupt": on_corrupt})).damaged == 1
 
 
 @pytest.mark.parametrize(
@@ -236,11 +237,11 @@ def test_damaged_messages_stop_it_or_are_counted_apart(tmp_path: Path, on_corrup
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        traffic_report(None, "/nowhere", **arguments)
+        traffic_report("/nowhere", **arguments)
 
 
 def test_nothing_gives_an_empty_report(tmp_path: Path) -> None:
-    report = traffic_report(None, select(write_store(tmp_path / "s", []), topics="seed", start=5))
+    report = traffic_report(select(write_store(tmp_path / "s", []), topics="seed", start=5))
 
     assert (report.total.messages, report.rows, report.series, report.total.first_ms) == (0, (), (), None)
 

@@ -1,4 +1,4 @@
-"""How many messages, how large, when, under which keys (spec `spark.md` B7).
+"""How many messages, how large, when, under which keys.
 
 A task adds up the records of its slices as arrays (`mqstore.spark.tally`) and gives back sums of intervals, histograms
 and a summary of its keys: what leaves it does not grow with what it read. The driver adds these up.
@@ -24,13 +24,14 @@ import pyarrow.compute as pc
 
 from mqstore.broker.names import is_dlq_topic, is_system_topic
 from mqstore.errors import ConfigError
+from mqstore.jobs.runner import Progress, Runner
 from mqstore.layout.properties import KEYS
 from mqstore.options import seconds
 from mqstore.spark.arrow import cut, text
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, run, select, slots_of
 from mqstore.spark.options import SourceOptions, interval_ms
 from mqstore.spark.plan import QueueSlice, open_store
 from mqstore.spark.rows import OnCorrupt, Piece
+from mqstore.spark.selection import Selection, Shaped, Stores, select
 from mqstore.spark.tally import HeavyHitters, Tally
 from mqstore.spark.tasks import policy_of, read_pieces
 
@@ -40,8 +41,6 @@ __all__ = [
     "TrafficPoint",
     "TrafficReport",
     "TrafficRow",
-    "check_traffic",
-    "traffic_plan",
     "traffic_report",
 ]
 
@@ -138,19 +137,20 @@ class TrafficReport(Shaped):
 
 
 def traffic_report(
-    spark: Any,
     stores: Stores | Selection,
     *,
+    jobs: int = 1,
+    spark: Any = None,
+    progress: Progress | None = None,
     topics: str | Sequence[str] | None = None,
     interval: str | float | timedelta = "1m",
     by: Sequence[str] = ("topic",),
     top: int = 20,
-    progress: Progress | None = None,
 ) -> TrafficReport:
-    """Messages of `stores` added up by `interval` (`30s`, `5m`, `1h`, seconds) and `by` (of `store`, `topic`,
+    """Add up the messages of `stores` by `interval` (`30s`, `5m`, `1h`, seconds) and `by` (of `store`, `topic`,
     `queue_id`); the `top` most frequent keys, which makes it slower: 0 for none.
 
-    `spark`: a session, or None to run here. Raises ConfigError, and what reading raises.
+    `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError, and what reading raises.
     """
     length_ms = _checked_interval(interval)
     by = _checked_by(by)
@@ -158,7 +158,8 @@ def traffic_report(
         raise ConfigError(f"top={top!r} is no number from 0 on")
     chosen = select(stores, topics=topics)
     work = partial(_count, _reading(chosen), length_ms, bool(top))
-    parts = run(spark, _tasks(chosen, slots_of(spark)), work, progress, "mqstore traffic")
+    with Runner(jobs, spark, progress) as runner:
+        parts = runner.run(_tasks(chosen, runner.slots), work, "mqstore traffic")
     tallies: dict[Queue, Tally] = {}
     keys = HeavyHitters()
     for part in parts:
@@ -183,17 +184,6 @@ def traffic_report(
         _skew(chosen, tallies),
         sum(part.damaged for part in parts),
     )
-
-
-def check_traffic(interval: str | float | timedelta, by: Sequence[str]) -> None:
-    """ConfigError for arguments that `traffic_report` would refuse."""
-    _checked_interval(interval)
-    _checked_by(by)
-
-
-def traffic_plan(stores: Stores | Selection, *, topics: str | Sequence[str] | None = None) -> Plan:
-    """What `traffic_report` would read."""
-    return Plan.of_slices(_tasks(select(stores, topics=topics)))
 
 
 def _checked_interval(interval: str | float | timedelta) -> int:

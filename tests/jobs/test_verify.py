@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from mqstore import Finding, MessageStore
 from mqstore.errors import ConfigError
+from mqstore.jobs import verifying as job
+from mqstore.jobs.verifying import VerifyReport, verify
 from mqstore.layout.record import encode_record
 from mqstore.layout.scan import find_next
-from mqstore.spark.jobs import verify as job
-from mqstore.spark.jobs.shape import select
-from mqstore.spark.jobs.verify import VerifyReport, plan_verify, verify
+from mqstore.log.ranges import LogRange, RangeResult
+from mqstore.log.verify import Verifier, verified_ranges
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName
 from mqstore.spark.views import view_batch
@@ -59,9 +60,9 @@ def one_process(path: Path) -> tuple[list[Told], int, int]:
 def in_ranges(path: Path, range_bytes: int) -> tuple[list[Told], int, int]:
     """As `verify` does it, with all ranges in one task."""
     name = StoreName("s", str(path))
-    ranges, files, _, errors = job._cut([name], range_bytes, deep=True)
-    outcomes = job._read([*ranges, *files], deep=True, max_errors=1 << 30)
-    [checked] = job._join([job._Joining(name, True, 1 << 30, outcomes)])
+    ranges, files, _, errors = job._cut([name], range_bytes)
+    outcomes = job._read(1 << 30, None, [*ranges, *files])
+    [checked] = job._join([job._Joining(name, 1 << 30, outcomes)])
     assert (errors, checked.row.error, checked.row.unlisted) == ({}, None, 0)
     return told(checked.findings), checked.row.messages, checked.row.bytes
 
@@ -214,7 +215,7 @@ def test_a_record_image_inside_a_body_at_its_own_offset_is_read_over(tmp_path: P
         log = bytes(store._run.mapping(store._run.segments()[0]))
         assert find_next(log, log.index(b"never sent") - 91, len(log), 0, store.manifest.checksum) is not None
 
-    reports = [verify(None, path, range_bytes=size) for size in (300, 700, 1_100, 1_600)]
+    reports = [verify(path, range_bytes=size) for size in (300, 700, 1_100, 1_600)]
 
     assert [(report.findings, report.messages) for report in reports] == [((), 11)] * 4
     assert any(report.stores[0].read_again for report in reports)
@@ -250,14 +251,14 @@ def test_a_stale_record_in_a_blank_is_none(tmp_path: Path) -> None:
     assert one_process(path)[0] == []
 
     for size in (500, 3_000, 1 << 26):
-        report = verify(None, path, range_bytes=size)
+        report = verify(path, range_bytes=size)
         assert (report.ok, report.messages) == (True, 6)
 
 
 def test_ranges_inside_one_large_record_hold_nothing(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [*many(3), Odd(body=bytes(5_000)), *many(9)[3:]])
 
-    report = verify(None, path, range_bytes=400)
+    report = verify(path, range_bytes=400)
 
     assert (report.ok, report.messages) == (True, 11)
 
@@ -266,13 +267,12 @@ def test_segments_that_nobody_has_read_are_read_when_the_store_is_joined(tmp_pat
     """A writer rolls on between the planning of a job and its end."""
     path = write_store(tmp_path / "s", many(200), segment_bytes=6_000)
     name = StoreName("s", str(path))
-    ranges, _, _, _ = job._cut([name], 1_000, deep=False)
+    ranges, files, _, _ = job._cut([name], 1_000)
 
-    outcomes = job._read(ranges[: len(ranges) // 2], deep=True, max_errors=100)
-    [checked] = job._join([job._Joining(name, True, 100, outcomes)])
+    outcomes = job._read(100, None, [*ranges[: len(ranges) // 2], *files])
+    [checked] = job._join([job._Joining(name, 100, outcomes)])
 
     assert (checked.findings, checked.row.messages) == ([], 201)
-    assert checked.row.read_again >= 1
 
 
 def test_of_a_range_so_many_findings_are_told_and_the_others_counted(tmp_path: Path) -> None:
@@ -282,9 +282,9 @@ def test_of_a_range_so_many_findings_are_told_and_the_others_counted(tmp_path: P
         places = [message.physical_offset for message in store.iter("orders", 0)]
     for place in places[1:]:
         flip(log, place + 100)
-    every = verify(None, path)
+    every = verify(path)
 
-    report = verify(None, path, max_errors=3)
+    report = verify(path, max_errors=3)
 
     assert len(every.findings) == every.stores[0].findings >= len(places)
     assert report.stores[0].findings == every.stores[0].findings
@@ -300,18 +300,17 @@ def test_lost_messages_are_told_by_their_queue_offsets(tmp_path: Path) -> None:
     for place in gone:
         flip(path / "commitlog" / f"{0:020d}", place + 100)
 
-    report = verify(None, path, range_bytes=700)
+    report = verify(path, range_bytes=700)
 
     assert [(each.topic, each.queue_id, each.first, each.stop) for each in report.lost] == [("orders", 1, 3, 5)]
 
 
-def test_keys_without_an_entry_are_counted_over_all_ranges_and_only_when_asked(tmp_path: Path) -> None:
+def test_keys_without_an_entry_are_counted_over_all_ranges(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(100))
     for file in (path / "index").iterdir():
         file.unlink()
 
-    assert verify(None, path, range_bytes=1_000, deep=False).ok
-    [finding] = verify(None, path, range_bytes=1_000).findings
+    [finding] = verify(path, range_bytes=1_000).findings
     assert (finding.kind, finding.detail) == ("bad_index", "100 keys of the log have no entry")
 
 
@@ -322,7 +321,7 @@ def test_a_store_is_checked_beside_its_writer(tmp_path: Path) -> None:
         writer.dispatch()
         before = files(path)
 
-        report = verify(None, {"live": path}, range_bytes=2_000)
+        report = verify({"live": path}, range_bytes=2_000)
 
         assert (report.ok, report.messages, report.stores[0].store) == (True, 102, "live")
         assert files(path) == before
@@ -346,12 +345,12 @@ def test_what_a_writer_puts_meanwhile_is_not_judged(tmp_path: Path, closed: bool
                 writer.close()
 
         put(50, 0)
-        report = verify(None, writer.path, range_bytes=1_000, progress=go_on)
+        report = verify(writer.path, range_bytes=1_000, progress=go_on)
         assert not closed or writer._closed
 
     assert report.findings == ()
     assert report.messages == 50
-    after = verify(None, tmp_path / "s")
+    after = verify(tmp_path / "s")
     assert (after.ok, after.findings) == (True, ())
     assert after.messages > 300
 
@@ -359,20 +358,20 @@ def test_what_a_writer_puts_meanwhile_is_not_judged(tmp_path: Path, closed: bool
 def test_a_writer_that_comes_while_a_task_is_at_it_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store was closed when the task opened it; what is put into its last segment has no unit and no entry yet."""
     path = write_store(tmp_path / "s", many(100))
-    check = job.check_range
+    check = Verifier.check
     writers: list[MessageStore] = []
     with ExitStack() as held:
 
-        def come(store: MessageStore, verifier: Any, piece: Any, *given: Any, **options: Any) -> Any:
+        def come(verifier: Verifier, piece: LogRange, start: int | None = None) -> RangeResult | None:
             if piece.low > 0 and not writers:
                 writers.append(held.enter_context(open_store(path)))  # dispatches nothing by itself
                 for i in range(20):
                     writers[0].put("t", b"x", keys=[f"new-{i}"])
-            return check(store, verifier, piece, *given, **options)
+            return check(verifier, piece, start)
 
-        monkeypatch.setattr(job, "check_range", come)
+        monkeypatch.setattr(Verifier, "check", come)
         name = StoreName("s", str(path))
-        [outcome] = job._read(job._cut([name], 5_000, True)[0], True, 100)
+        [outcome] = job._read(100, None, job._cut([name], 5_000)[0])
 
     assert outcome.error is None
     assert sum(result.records for result in outcome.results) > 101
@@ -386,23 +385,14 @@ def test_sizes_that_are_none_are_refused(tmp_path: Path, options: dict[str, int]
     path = write_store(tmp_path / "s", [])
 
     with pytest.raises(ConfigError, match=next(iter(options))):
-        verify(None, path, **options)  # type: ignore[arg-type]
-
-
-def test_a_plan_has_the_bytes_of_all_segments(tmp_path: Path) -> None:
-    path = write_store(tmp_path / "s", many(200), segment_bytes=6_000)
-
-    plan = plan_verify(select(path), range_bytes=6_000)
-
-    assert (plan.stores, plan.messages) == (1, 201)
-    assert plan.bytes == sum(file.stat().st_size for file in (path / "commitlog").iterdir() if file.name.isdigit())
+        verify(path, **options)  # type: ignore[arg-type]
 
 
 def test_a_report_is_plain_values(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(10))
     flip(path / "commitlog" / f"{0:020d}", 300)
 
-    report: VerifyReport = verify(None, path)
+    report: VerifyReport = verify(path)
 
     row = report.to_dict()
     assert row["ok"] is False
@@ -447,7 +437,7 @@ def test_the_ranges_of_the_view_know_of_every_stretch_that_is_no_record(tmp_path
         else:
             file.write_bytes(file.read_bytes()[:begin] + b"\xff" * (SEGMENT - begin))
         with MessageStore(damaged, "r") as store:
-            wrong = [said for _, errors, said in job.verified_ranges(store) if errors]
-        of_log = [each for each in verify(None, damaged).findings if each.file.startswith("commitlog")]
+            wrong = [said for _, errors, said in verified_ranges(store.verifier()) if errors]
+        of_log = [each for each in verify(damaged).findings if each.file.startswith("commitlog")]
         assert wrong == [f"{each.kind} at {each.position} of {each.file}: {each.detail}" for each in of_log]
         assert len(wrong) == 1

@@ -14,8 +14,8 @@ from typing import Any, Final, cast
 
 from mqstore.errors import ConfigError
 from mqstore.spark.columns import default_columns
-from mqstore.spark.jobs.shape import Selection, Stores, select
 from mqstore.spark.options import OPTIONS, View, not_for
+from mqstore.spark.selection import Selection, Stores, select
 from mqstore.spark.views import VIEWS
 
 __all__ = ["columns_of", "create_views", "sql"]

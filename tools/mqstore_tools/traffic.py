@@ -1,15 +1,26 @@
-"""`mqstore spark traffic`: how many messages, how large, when, under which keys."""
+"""`mqstore traffic`: how many messages, how large, when, under which keys."""
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import click
 
+from mqstore_tools.many import (
+    between_options,
+    jobs_option,
+    names,
+    option_option,
+    pairs,
+    stores_argument,
+    topic_option,
+    usable,
+    where_option,
+)
 from mqstore_tools.opened import show_ms
-from mqstore_tools.render import console, note, print_json, show_bytes, table, when
-from mqstore_tools.shared import StoreCommand
-from mqstore_tools.spark.common import Given, job_options, names, usable
+from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
+from mqstore_tools.shared import StoreCommand, json_option
 
 __all__ = ["traffic"]
 
@@ -19,12 +30,15 @@ __all__ = ["traffic"]
     short_help="How many messages, how large, when, under which keys.",
     epilog="""\b
 Examples:
-  mqstore spark traffic 'fleet/*' --from 24h
-  mqstore spark traffic var/mq --topics orders --by topic,queue_id --interval 1h
-  mqstore spark traffic var/mq --from 7d --interval 1h
-  mqstore spark traffic var/mq --json | jq -r '.series[] | [.start_ms, .topic, .messages] | @tsv'""",
+  mqstore traffic fleet/* --from 24h
+  mqstore traffic var/mq --topic orders --by topic,queue_id --interval 1h
+  mqstore traffic var/mq --json | jq -r '.series[] | [.start_ms, .topic, .messages] | @tsv'""",
 )
-@job_options
+@stores_argument
+@topic_option
+@between_options
+@where_option
+@option_option
 @click.option("--interval", default="1m", show_default=True, metavar="TIME", help="Add up by so long (30s, 5m, 1h).")
 @click.option("--by", default="topic", show_default=True, metavar="NAMES", help="And by these: store, topic, queue_id.")
 @click.option(
@@ -34,22 +48,40 @@ Examples:
     show_default=True,
     help="Show so many rows and frequent keys. 0: all rows, and no keys, which is faster.",
 )
-def traffic(given: Given, interval: str, by: str, top: int) -> None:
-    """Count the messages of STORES by time of storing: how many, how large, how evenly over queues, which keys are
-    frequent, how long from producer to store, how many were delivered before.
+@jobs_option
+@json_option
+def traffic(
+    stores: tuple[str, ...],
+    topics: tuple[str, ...],
+    start: int | datetime | None,
+    stop: int | datetime | None,
+    where: str | None,
+    options: tuple[str, ...],
+    interval: str,
+    by: str,
+    top: int,
+    jobs: int,
+    json_output: bool,
+) -> None:
+    """Count the messages of the stores in DIR by time of storing: how many, how large, how evenly over queues, which
+    keys are frequent, how long from producer to store, how many were delivered before.
 
-    Without --topics those of users are read, and retry topics. Percentiles are off by 3 % at most; all else is exact.
+    Without --topic those of users are read, and retry topics. Percentiles are off by 3 % at most; all else is exact.
+    Needs pyarrow.
     """
     with usable():
-        from mqstore.spark.jobs.traffic import check_traffic, traffic_plan, traffic_report
-    chosen = given.select()
-    check_traffic(interval, names(by) or ())
-    if given.dry_run:
-        given.print_plan(traffic_plan(chosen))
-        return
-    with given.running("counting") as (spark, report):
-        found = traffic_report(spark, chosen, interval=interval, by=names(by) or (), top=top, progress=report)
-    if given.json_output:
+        from mqstore.jobs import select, traffic_report
+    chosen = select(
+        stores,
+        topics=topics or None,
+        start=start,
+        stop=stop,
+        where=where,
+        options=pairs("--option", options),
+    )
+    with progress("counting", of_bytes=False) as report:
+        found = traffic_report(chosen, interval=interval, by=names(by) or (), top=top, jobs=jobs, progress=report)
+    if json_output:
         print_json(found.to_dict())
     else:
         _show(found.to_dict(), top)

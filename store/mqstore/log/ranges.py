@@ -1,4 +1,4 @@
-"""A commitlog read in byte ranges, each by a task of its own, and put together again: for `verify`.
+"""A commit log read in byte ranges, and put together again: for `verify`, here or by many tasks.
 
 A record says where it lies, so reading may begin anywhere: at the first place of a range where a record verifies whose
 own physical offset is that place (store-format 9.2, 9.8; spark.md B8).
@@ -13,7 +13,7 @@ came before. `Stitcher` joins the results of a segment into what a scan from its
 
     first == end before    it counts
     nothing verified since, and first is behind    bytes that are no record lead up to it: `Bad`, and it counts
-    anything else          read again, from where the result before ended. A record image inside a body, at its own
+    no result, or anything else    read, from where the result before ended. A record image inside a body, at its own
                            offset, is such a false start; so is a record that only a start from its front accepts
 
 Ranges and results are plain values, and small: no record, and at most `max_errors` findings, are in them. Knows no
@@ -25,33 +25,28 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol, TypeVar
 
 import numpy as np
 
 from mqstore.errors import ConfigError
-from mqstore.files.segments import Segment
+from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.dispatch import Listed, Rows
-from mqstore.layout.record import check_record
+from mqstore.layout.record import Checksum, check_record
+from mqstore.layout.scan import has_crc_tail
+from mqstore.log.indextally import IndexTally
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding
-from mqstore.log.scanner import Bad, End, OnFront, first_good_in, join_segments, scan_segment, until_torn
+from mqstore.log.scanner import Bad, End, Good, OnFront, first_good_in, join_segments, scan_segment, until_torn
 from mqstore.log.slots import MAX_SLOT
-from mqstore.log.store import MessageStore
-from mqstore.log.verify import IndexTally
-from mqstore.spark.plan import StoreName
 
 __all__ = [
-    "MAX_ERRORS",
     "RANGE_BYTES",
     "LogRange",
-    "Piece",
     "QueueKey",
     "QueuePart",
     "RangeResult",
     "SegmentParts",
     "Stitcher",
-    "bundles",
     "cut_ranges",
     "is_straight",
     "read_range",
@@ -59,12 +54,6 @@ __all__ = [
 
 RANGE_BYTES = 64 << 20
 """Of a log, read in one go."""
-TASK_BYTES = 1 << 30
-"""Most that a task reads: so much is read anew when one is lost."""
-MAX_ERRORS = 100
-"""Findings of a range that are told; of more, only how many."""
-_STORE_BYTES = 1 << 20
-"""What opening a store weighs."""
 
 QueueKey = tuple[str, int]
 """Topic and queue id."""
@@ -77,7 +66,6 @@ class LogRange:
     """Bytes [low, high) of the segment that starts at physical offset `base`, counted from there: the records that
     begin in them."""
 
-    store: StoreName
     base: int
     low: int
     high: int
@@ -86,19 +74,6 @@ class LogRange:
     def weight(self) -> int:
         """Bytes to read."""
         return self.high - self.low
-
-
-class Piece(Protocol):
-    """Work on a store that may share a task with others."""
-
-    @property
-    def store(self) -> StoreName: ...
-
-    @property
-    def weight(self) -> int: ...
-
-
-P = TypeVar("P", bound=Piece)
 
 
 @dataclass(slots=True)
@@ -130,6 +105,10 @@ class RangeResult:
     """Where it ended, as `scan_segment` returns it."""
     records: int = 0
     bytes: int = 0
+    body_checksum_only: int = 0
+    """Records with a checksum of their body alone."""
+    blank: set[int] = field(default_factory=set)
+    """Physical offset from which on the segment holds zeros alone, if that was seen."""
     bads: list[Bad] = field(default_factory=list)
     torn: Bad | None = None
     """What ends the log in this range, and reading with it (`until_torn`)."""
@@ -144,9 +123,9 @@ class RangeResult:
         of_queues = sum(part.unlisted + len(part.findings) for part in self.queues.values())
         return self.unlisted + len(self.bads) + of_queues
 
-    def count_bad(self, bad: Bad, max_errors: int) -> None:
+    def count_bad(self, bad: Bad, max_errors: int | None) -> None:
         """Note bytes that are no record."""
-        if len(self.bads) < max_errors:
+        if max_errors is None or len(self.bads) < max_errors:
             self.bads.append(bad)
         else:
             self.unlisted += 1
@@ -155,74 +134,54 @@ class RangeResult:
 # -- cutting ----------------------------------------------------------------------------------------------------------
 
 
-def cut_ranges(
-    store: MessageStore, name: StoreName, range_bytes: int = RANGE_BYTES, end: int | None = None
-) -> list[LogRange]:
+def cut_ranges(run: SegmentRun, range_bytes: int, end: int) -> list[LogRange]:
     """The log of an open store up to `end` in ranges of about equal size, none over two segments. ConfigError for a
     size that is none."""
     if range_bytes < 1:
         raise ConfigError(f"range_bytes={range_bytes} is no size of a range; give at least 1, or leave it out")
     ranges = []
-    for segment in store._run.segments():
-        length = min(segment.length, segment.size, segment.size if end is None else end - segment.start)
+    for segment in run.segments():
+        length = min(segment.length, segment.size, end - segment.start)
         if length <= 0:
             break
-        pieces = -(-length // range_bytes)
-        edges = [length * i // pieces for i in range(pieces + 1)]
-        ranges += [LogRange(name, segment.start, low, high) for low, high in pairwise(edges)]
+        ranges += _cut(segment.start, length, range_bytes)
     return ranges
 
 
-def bundles(pieces: Iterable[P], tasks: int, range_bytes: int = RANGE_BYTES) -> list[list[P]]:
-    """Pieces by tasks, in order: so many `tasks` of about equal weight, but none of less than RANGE_BYTES, as small
-    segments and small stores go together, and none of much more than TASK_BYTES. `range_bytes`: ranges that were cut
-    smaller than usual are to be tasks of their own."""
-    weighed: list[tuple[P, int]] = []
-    store = None
-    for piece in pieces:
-        weighed.append((piece, piece.weight + (_STORE_BYTES if piece.store != store else 0)))
-        store = piece.store
-    even = -(-sum(weight for _, weight in weighed) // tasks)
-    size = range_bytes if range_bytes < RANGE_BYTES else min(max(RANGE_BYTES, even), TASK_BYTES)
-    found: list[list[P]] = []
-    room = 0
-    for piece, weight in weighed:
-        if not found or room < weight / 2:  # without it the task is nearer to its size
-            found.append([])
-            room = size
-        found[-1].append(piece)
-        room -= weight
-    return found
+def _cut(base: int, length: int, range_bytes: int) -> list[LogRange]:
+    pieces = -(-length // range_bytes)
+    edges = [length * i // pieces for i in range(pieces + 1)]
+    return [LogRange(base, low, high) for low, high in pairwise(edges)]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_range(
-    store: MessageStore,
+    run: SegmentRun,
+    checksum: Checksum,
     piece: LogRange,
-    *,
-    take_run: TakeRun,
-    take_rows: Callable[[Rows], None],
     start: int | None,
-    max_errors: int,
+    *,
+    take: Callable[[Good], Rows],
+    take_run: TakeRun,
+    max_errors: int | None,
     watermark: Callable[[], int],
 ) -> RangeResult | None:
-    """Read a range of an open store; None when retention has taken its segment.
+    """Read a range of a log; None if retention has taken its segment.
 
-    Each run of records of a queue that follow each other goes to `take_run`, until the first break; all records go to
-    `take_rows`. `start` is where a record has to begin; None: at the front of the segment, or where the first one
-    verifies. `watermark` as of `Stitcher`.
+    All records go to `take`, which returns what queues should know of them. Each run of records of a queue that follow
+    each other goes to `take_run`, until the first break. `start` is where a record has to begin; None: at the front of
+    the segment, or where the first one verifies. `watermark` as of `Stitcher`.
     """
-    segment = store._run.find(piece.base)
+    segment = run.find(piece.base)
     if segment is None:
         return None
-    checksum = store.manifest.checksum
-    first = start if start is not None else 0 if piece.low == 0 else _first_in(store, segment, piece)
+    first = start if start is not None else 0 if piece.low == 0 else _first_in(run, checksum, segment, piece)
     if first is None:
         return RangeResult(piece, None, piece.low)
     result = RangeResult(piece, first, first)
-    events = scan_segment(store._run, segment, first, checksum, stop=piece.high)
+    events = scan_segment(run, segment, first, checksum, stop=piece.high, blank=result.blank)
     while True:
         try:
             event = next(events)
@@ -235,20 +194,21 @@ def read_range(
                 return result
             result.count_bad(event, max_errors)
             continue
-        rows = store.rows_of(event.buffer, event.headers, event.base)
+        rows = take(event)
         result.records += len(rows)
         result.bytes += rows.record_bytes
-        take_rows(rows)
+        if checksum == "crc32-body":
+            result.body_checksum_only += len(rows) - int(np.count_nonzero(has_crc_tail(event.buffer, event.headers)))
         for listed in rows.listed():
             _take_queue(result, rows, listed, take_run, max_errors)
 
 
-def _first_in(store: MessageStore, segment: Segment, piece: LogRange) -> int | None:
-    found = first_good_in(store._run, segment, piece.low, store.manifest.checksum, piece.high)
+def _first_in(run: SegmentRun, checksum: Checksum, segment: Segment, piece: LogRange) -> int | None:
+    found = first_good_in(run, segment, piece.low, checksum, piece.high)
     return None if found is None else found - segment.start
 
 
-def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeRun, max_errors: int) -> None:
+def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeRun, max_errors: int | None) -> None:
     topic, queue_id, chosen, offsets, units, follow = listed
     begin, last = int(chosen[0]), int(chosen[-1])
     low, high = int(offsets[0]), int(offsets[-1])
@@ -268,7 +228,7 @@ def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeR
     if not part.straight:
         return
     for finding in take_run(topic, queue_id, low, units):
-        if len(part.findings) < max_errors:
+        if max_errors is None or len(part.findings) < max_errors:
             part.findings.append(finding)
         else:
             part.unlisted += 1
@@ -301,24 +261,24 @@ def is_straight(parts: Sequence[QueuePart]) -> bool:
 
 
 class Stitcher:
-    """Joins results to what a scan of the whole log would tell. `read_again(range, start)` reads a range anew from a
-    position where a record should begin; that a range was never read (the segment is new) is fine. `watermark` as of
-    `until_torn`, `on_front` as of `scan_log`."""
+    """Joins results to what a scan of the whole log would tell. `read(range, start)` is asked for ranges that have no
+    result, or do not fit: `start` is where a record should begin, None where the first one verifies. `watermark` is as
+    of `until_torn`, `on_front` as of `scan_log`."""
 
     def __init__(
         self,
-        store: MessageStore,
-        name: StoreName,
+        run: SegmentRun,
+        checksum: Checksum,
         results: Iterable[RangeResult],
-        read_again: Callable[[LogRange, int], RangeResult | None],
+        read: Callable[[LogRange, int | None], RangeResult | None],
         *,
         watermark: Callable[[], int],
         on_front: OnFront,
     ) -> None:
         self.read_again_count = 0
-        self._store = store
-        self._name = name
-        self._again = read_again
+        self._run = run
+        self._checksum = checksum
+        self._check = read
         self._watermark = watermark
         self._on_front = on_front
         self._by_base: dict[int, list[RangeResult]] = {}
@@ -328,14 +288,13 @@ class Stitcher:
             each.sort(key=lambda result: result.range.low)
         self._entered: dict[int, tuple[Segment, int]] = {}
         self._fronts: list[int] = []
+        self._blank: set[int] = set()
 
     def events(self) -> Iterator[SegmentParts | Bad | End]:
         """Segment by segment, with what is no record in and between them; the last event is an `End`."""
-        run = self._store._run
+        run = self._run
         parts: SegmentParts | None = None
-        joined = join_segments(
-            *(run, run.min_offset, self._store.manifest.checksum, self._read), on_front=self._fronts.append
-        )
+        joined = join_segments(run, run.min_offset, self._checksum, self._read, self._blank, self._fronts.append)
         for event in until_torn(joined, self._watermark):
             while self._fronts:
                 if parts is not None:
@@ -354,44 +313,50 @@ class Stitcher:
             yield event
 
     def _read(self, segment: Segment, start: int) -> Generator[RangeResult | Bad, None, int]:
-        """As `scan_segment`, from results."""
+        """As `scan_segment`, from results; what has none is read."""
         self._entered[segment.start] = segment, start
-        length = min(segment.length, segment.size)
         at, lost = start, False  # lost: nothing behind `at` has verified yet
-        for result in self._results_of(segment, length):
-            high = result.range.high
+        for piece in self._pieces_of(segment):
+            high = piece.high if isinstance(piece, LogRange) else piece.range.high
             if at >= high:
                 continue
+            result = self._read_range(piece, at, lost=lost)
+            if result is None:
+                return at
             if lost:
                 if result.first is None:
                     continue
                 yield self._bad(segment, at, result.first)
-            elif result.first != at:
-                again = self._again(result.range, at)
-                if again is None:
-                    return at
-                self.read_again_count += 1
-                result = again
             yield from result.bads
             yield result
             if result.torn is not None:
                 yield result.torn
             at = result.end
-            if at >= self._store._run.segment_bytes:
+            self._blank |= result.blank
+            if at >= self._run.segment_bytes or segment.start + at in self._blank:
                 return at
             lost = at < high
         return at
 
-    def _results_of(self, segment: Segment, length: int) -> list[RangeResult]:
+    def _read_range(self, piece: LogRange | RangeResult, at: int, *, lost: bool) -> RangeResult | None:
+        if isinstance(piece, LogRange):
+            return self._check(piece, None if lost else at)
+        if lost or piece.first == at:
+            return piece
+        self.read_again_count += 1
+        return self._check(piece.range, at)
+
+    def _pieces_of(self, segment: Segment) -> Sequence[LogRange | RangeResult]:
+        """The results of a segment; or ranges to read, if there are none for all of it."""
+        length = min(segment.length, segment.size)
         found = self._by_base.get(segment.start, [])
         edges = [0, *(result.range.high for result in found)]
         if edges[-1] >= length and edges[:-1] == [result.range.low for result in found]:
             return found
-        # Nobody has read this one, or all of it: as if somebody had begun in the wrong place.
-        return [RangeResult(LogRange(self._name, segment.start, 0, length), None, 0)]
+        return _cut(segment.start, length, RANGE_BYTES)
 
     def _bad(self, segment: Segment, at: int, found: int) -> Bad:
-        buffer = self._store._run.mapping(segment)
+        buffer = self._run.mapping(segment)
         here = segment.start + at
-        check = check_record(buffer, at, len(buffer), here, self._store.manifest.checksum)
+        check = check_record(buffer, at, len(buffer), here, self._checksum)
         return Bad("bad_record", here, segment.start + found, check.detail)

@@ -1,30 +1,20 @@
-"""What every job is made of: which messages it reads, its plan, how its tasks are run, and what it gives back.
+"""Which messages of which stores a job reads, its plan, and the form of its results.
 
-    select(...)  -> Selection       checked before anything is opened
-    Selection    -> tasks           lists of slices (`mqstore.spark.plan`), or stores
-    run(spark, tasks, function)     in Spark's tasks, or here with spark=None; results in the order of tasks
-    Shaped.to_dict()                plain values for JSON
-
-A task's function is a function of a module, or a `functools.partial` of one, of plain values: it is sent by its name.
-What it raises of ours, or of the file system, is raised in the driver as it was, not as a trace of Spark's.
-
-Knows no pyspark: a session is used, never made (`mqstore.spark.sessions`).
+select(...)  -> Selection       checked before anything is opened
+Selection    -> tasks           lists of slices (`mqstore.spark.plan`), or stores
+Shaped.to_dict()                plain values for JSON
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from mqstore.errors import ConfigError, MQStoreError, NotAStoreError
+from mqstore.errors import ConfigError, NotAStoreError
 from mqstore.log.reader import to_ms
 from mqstore.log.store import MessageStore
 from mqstore.spark.options import OPTIONS, SourceOptions
@@ -41,39 +31,26 @@ from mqstore.spark.plan import (
     queues_of,
     stores_of,
 )
-from mqstore.spark.shipping import ship
-from mqstore.spark.workers import settle
 
 __all__ = [
     "Bound",
     "Plan",
-    "Progress",
     "Selection",
     "Shaped",
     "Stores",
     "check_followed",
     "check_known",
-    "join",
     "local_path",
-    "run",
     "select",
-    "slots_of",
-    "tasks_for",
 ]
 
 Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
 """A store, a store set or a glob of stores; several; or paths by the ids that rows and reports call them."""
 Bound = int | datetime | None
 """Where reading begins, or ends before: a queue offset, or a store time (UTC, if it does not say)."""
-Progress = Callable[[int, int], None]
-"""Told from time to time how many of how many tasks are done; maybe from another thread."""
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 _LAST = (1 << 63) - 1
 _SAMPLED = 4096
-_LOOK_S = 0.2
 _NAMED = 20
 
 
@@ -325,145 +302,3 @@ def local_path(path: str | os.PathLike[str]) -> str:
     elif "://" in text:
         raise ConfigError(f"{text!r} is no path of a file system, which is where stores are read and files written")
     return os.path.abspath(text)
-
-
-# -- tasks -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error on its way from a task: its class, its text and its attributes, as many errors do not pickle."""
-
-    kind: type[BaseException]
-    text: str
-    attributes: dict[str, Any]
-
-    @classmethod
-    def of(cls, error: Exception) -> _Failure:
-        attributes = dict(error.__dict__)
-        if isinstance(error, OSError) and error.errno is not None:  # not in its dict
-            attributes |= {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
-        return cls(type(error), str(error), attributes)
-
-    def error(self) -> BaseException:
-        found = self.kind.__new__(self.kind)
-        found.args = (self.text,)
-        for name, value in self.attributes.items():
-            setattr(found, name, value)
-        return found
-
-
-def slots_of(spark: Any) -> int:
-    """How many tasks run at once in a session; 1 without one. ConfigError, as `run`, for one that runs none."""
-    return 1 if spark is None else max(1, int(_context_of(spark).defaultParallelism))
-
-
-def tasks_for(spark: Any) -> int:
-    """How many tasks to cut work into. Each costs some milliseconds, here for opening the store; but in Spark a slot
-    that is done early should find another, and here each moves the progress bar."""
-    return 8 if spark is None else 2 * slots_of(spark)
-
-
-def _context_of(spark: Any) -> Any:
-    try:
-        return spark.sparkContext
-    except Exception as error:
-        raise ConfigError(
-            "jobs need a session with a SparkContext, not one of Spark Connect: run them where the driver is"
-        ) from error
-
-
-def run(
-    spark: Any, tasks: Sequence[T], function: Callable[[T], R], progress: Progress | None = None, title: str = "mqstore"
-) -> list[R]:
-    """What `function` makes of each task, in their order.
-
-    `spark`: a session, or None to run them here, one after the other. `title` is what Spark's UI calls it. Raises what
-    the first task raised of MQStoreError or OSError, and what Spark raises: TypeError for a function that is not one of
-    a module.
-    """
-    inner = function.func if isinstance(function, partial) else function
-    if "<" in getattr(inner, "__qualname__", "<"):
-        raise TypeError(f"{inner!r} is no function of a module, and cannot be sent to a task by its name")
-    if not tasks:
-        return []
-    report = progress or (lambda done, total: None)
-    report(0, len(tasks))
-    outcomes = _here(tasks, function, report) if spark is None else _in_spark(spark, tasks, function, report, title)
-    for outcome in outcomes:
-        if isinstance(outcome, _Failure):
-            raise outcome.error()
-    return outcomes
-
-
-def join(spark: Any, tasks: Sequence[Sequence[T]], function: Callable[[Sequence[T]], list[R]], title: str) -> list[R]:
-    """As `run`, for tasks that the driver could do as well and whose results are lists, put together: a single one is
-    over here sooner than it is sent."""
-    there = spark if len(tasks) > 1 else None
-    return [each for found in run(there, tasks, function, title=title) for each in found]
-
-
-def _here(tasks: Sequence[T], function: Callable[[T], R], report: Progress) -> list[Any]:
-    """Through pickle as in Spark, so that what works here works there."""
-    found = []
-    for number, task in enumerate(tasks):
-        outcome = pickle.loads(pickle.dumps(_attempt(*pickle.loads(pickle.dumps((function, task))))))
-        found.append(outcome)
-        report(number + 1, len(tasks))
-        if isinstance(outcome, _Failure):
-            break
-    return found
-
-
-def _attempt(function: Callable[[T], R], task: T) -> R | _Failure:
-    try:
-        return function(task)
-    except (MQStoreError, OSError) as error:
-        return _Failure.of(error)
-
-
-def _counted(function: Callable[[T], R], done: Any, task: T) -> R | _Failure:
-    settle()
-    outcome = _attempt(function, task)
-    done.add(1)
-    return outcome
-
-
-def _in_spark(spark: Any, tasks: Sequence[T], function: Callable[[T], R], report: Progress, title: str) -> list[Any]:
-    context = _context_of(spark)
-    ship(context)
-    done = context.accumulator(0)
-    with _described(context, title):
-        rdd = context.parallelize([*tasks], len(tasks)).map(partial(_counted, function, done))
-        with _watched(lambda: done.value, len(tasks), report):
-            return list(rdd.collect())
-
-
-@contextmanager
-def _described(context: Any, title: str) -> Iterator[None]:
-    """What Spark's UI calls the jobs that a SparkContext runs meanwhile."""
-    before = context.getLocalProperty("spark.job.description")
-    context.setJobDescription(title)
-    try:
-        yield
-    finally:
-        context.setLocalProperty("spark.job.description", before)
-
-
-@contextmanager
-def _watched(look: Callable[[], int], total: int, report: Progress) -> Iterator[None]:
-    """Report from a thread what `look` sees: Spark counts tasks behind our back."""
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(_LOOK_S):
-            report(min(look(), total), total)
-
-    thread = threading.Thread(target=watch, name="mqstore-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-    report(total, total)

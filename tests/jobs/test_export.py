@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ import pytest
 
 from mqstore import MessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, OffsetOutOfRangeError
-from mqstore.spark import export_parquet, select
-from mqstore.spark.jobs import export as module
-from mqstore.spark.jobs.export import check_export, export_plan, read_manifest
+from mqstore.jobs import export as module
+from mqstore.jobs import export_parquet
+from mqstore.jobs.export import read_manifest
+from mqstore.spark import select
 from tests.conftest import GoldenStore
 from tests.spark.support import SEGMENT, Odd, as_exported, as_row, exported, many, write_store
 
@@ -71,7 +71,7 @@ def test_files_have_the_messages_of_a_java_store(golden: Golden, tmp_path: Path,
     path = golden(name).path
     chosen = select(path, options={"includeSystemTopics": "true", "minPartitions": "3"})
 
-    done = export_parquet(None, chosen, tmp_path / "out")
+    done = export_parquet(chosen, tmp_path / "out")
 
     found = rows(tmp_path / "out")
     expected = sorted((as_row(line) for line in exported(path)), key=lambda row: row["physical_offset"])
@@ -92,7 +92,7 @@ def test_a_file_for_each_topic_day_and_task(tmp_path: Path) -> None:
     records = [Odd(topic=("a", "b")[i % 2], queue_id=i // 2 % 2, store_ms=T0 + DAY_MS * (i // 12)) for i in range(36)]
     path = write_store(tmp_path / "s", records)
 
-    done = export_parquet(None, select(path, topics="a,b", options={"minPartitions": "2"}), tmp_path / "out")
+    done = export_parquet(select(path, topics="a,b", options={"minPartitions": "2"}), tmp_path / "out")
 
     folders = [each.parent.relative_to(tmp_path / "out").as_posix() for each in visible(tmp_path / "out")]
     days = [str(date.fromordinal(date(2023, 11, 14).toordinal() + i)) for i in range(3)]
@@ -103,7 +103,6 @@ def test_a_file_for_each_topic_day_and_task(tmp_path: Path) -> None:
 
 def test_columns_and_partitions_can_be_chosen(store: Path, tmp_path: Path) -> None:
     export_parquet(
-        None,
         {"one": store},
         tmp_path / "out",
         columns=["body", "keys", "topic"],
@@ -121,7 +120,7 @@ def test_columns_and_partitions_can_be_chosen(store: Path, tmp_path: Path) -> No
 
 
 def test_columns_that_repeat_are_written_once(store: Path, tmp_path: Path) -> None:
-    export_parquet(None, store, tmp_path / "out", topics="t", partition_by=())
+    export_parquet(store, tmp_path / "out", topics="t", partition_by=())
 
     group = pq.ParquetFile(visible(tmp_path / "out")[0]).metadata.row_group(0)
     coded = {
@@ -137,7 +136,7 @@ def test_names_that_a_path_cannot_hold_come_back_as_they_were(tmp_path: Path) ->
     path = write_store(tmp_path / "s", [Odd(topic="%RETRY%g"), Odd(topic="t")])
     chosen = select({"a/b": path}, options={"includeSystemTopics": "true"})
 
-    export_parquet(None, chosen, tmp_path / "out", partition_by=["store", "topic"])
+    export_parquet(chosen, tmp_path / "out", partition_by=["store", "topic"])
 
     assert {(row["store"], row["topic"]) for row in rows(tmp_path / "out")} == {
         ("a/b", "%RETRY%g"),
@@ -160,7 +159,7 @@ def test_many_folders_do_not_keep_many_files_open(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(module._Files, "_flush", watched)
 
-    done = export_parquet(None, select(path, topics="t"), tmp_path / "out")
+    done = export_parquet(select(path, topics="t"), tmp_path / "out")
 
     assert most == 3
     assert offsets(tmp_path / "out") == [("t", 0, i) for i in range(60)]
@@ -170,7 +169,7 @@ def test_many_folders_do_not_keep_many_files_open(tmp_path: Path, monkeypatch: p
 def test_large_tasks_write_row_groups_as_they_go(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_FILE_ROWS", 8)
 
-    export_parquet(None, select(store, topics="t", options={"maxRowsPerBatch": "4"}), tmp_path / "out")
+    export_parquet(select(store, topics="t", options={"maxRowsPerBatch": "4"}), tmp_path / "out")
 
     [file] = visible(tmp_path / "out")
     assert [pq.ParquetFile(file).metadata.row_group(i).num_rows for i in range(5)] == [8] * 5
@@ -181,7 +180,7 @@ def test_large_tasks_write_row_groups_as_they_go(store: Path, tmp_path: Path, mo
 def test_filters_and_bounds_narrow_what_is_written(store: Path, tmp_path: Path) -> None:
     chosen = select(store, topics="t", start=3, where="n < 40", options={"tags": "a"})
 
-    export_parquet(None, chosen, tmp_path / "out")
+    export_parquet(chosen, tmp_path / "out")
 
     found = rows(tmp_path / "out")
     assert {(row["tags"], int(dict(row["properties"])["n"]) < 40) for row in found} == {("a", True)}
@@ -199,10 +198,10 @@ def test_damage_stops_an_export_or_is_counted(store: Path, tmp_path: Path) -> No
     log.write_bytes(data)
 
     with pytest.raises(CorruptStoreError):
-        export_parquet(None, store, tmp_path / "out")
+        export_parquet(store, tmp_path / "out")
     assert visible(tmp_path / "out") == []
 
-    done = export_parquet(None, select(store, options={"onCorrupt": "skip"}), tmp_path / "out")
+    done = export_parquet(select(store, options={"onCorrupt": "skip"}), tmp_path / "out")
     assert (done.damaged, done.messages) == (1, 80)
     assert ("t", 0, 4) not in offsets(tmp_path / "out")
 
@@ -214,13 +213,12 @@ def test_a_second_run_writes_what_came_since(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with MessageStore(path) as store:
         store.put_many("t", [b"%d" % i for i in range(10)], queue_id=0)
-    first = export_parquet(None, path, tmp_path / "out")
-    nothing = export_parquet(None, path, tmp_path / "out")
+    first = export_parquet(path, tmp_path / "out")
+    nothing = export_parquet(path, tmp_path / "out")
     with MessageStore(path) as store:
         store.put_many("t", [b"%d" % i for i in range(5)], queue_id=0)
         store.put_many("u", [b"x"] * 3, queue_id=2)
-    assert export_plan(path, tmp_path / "out").messages == 8
-    third = export_parquet(None, path, tmp_path / "out")
+    third = export_parquet(path, tmp_path / "out")
 
     assert (first.messages, first.folder) == (10, "export=00000001")
     assert (nothing.messages, nothing.folder, nothing.skipped) == (0, None, False)
@@ -230,11 +228,11 @@ def test_a_second_run_writes_what_came_since(tmp_path: Path) -> None:
 
 
 def test_a_later_run_over_a_store_that_lost_its_queues_does_not_find_nothing_new(store: Path, tmp_path: Path) -> None:
-    export_parquet(None, store, tmp_path / "lake")
+    export_parquet(store, tmp_path / "lake")
     shutil.rmtree(store / "consumequeue")
     chosen = select(store, options={"failOnDataLoss": "false"})
     with pytest.raises(ConfigError, match="has records, and no consume queues"):
-        export_parquet(None, chosen, tmp_path / "lake")
+        export_parquet(chosen, tmp_path / "lake")
 
 
 @pytest.mark.parametrize("by", ["offset", "time"])
@@ -246,12 +244,12 @@ def test_what_a_start_bound_leaves_out_is_left_out_in_every_queue_for_good(tmp_p
     # `busy` has messages on both sides of the bound, `quiet` only old ones, `young` only new ones.
     path = write_store(tmp_path / "s", [*put("busy", 6, old), *put("quiet", 4, old), *put("busy", 3, new)])
     start: Any = 6 if by == "offset" else datetime.fromtimestamp(new / 1000, UTC)
-    first = export_parquet(None, select(path, topics="busy,quiet", start=start), tmp_path / "out")
+    first = export_parquet(select(path, topics="busy,quiet", start=start), tmp_path / "out")
     with MessageStore(path) as store:
         store.put_many("quiet", [b"later"] * 2, queue_id=0)
         store.put_many("busy", [b"later"], queue_id=0)
-    second = export_parquet(None, select(path, topics="busy,quiet"), tmp_path / "out")
-    third = export_parquet(None, select(path, topics="busy,quiet"), tmp_path / "out")
+    second = export_parquet(select(path, topics="busy,quiet"), tmp_path / "out")
+    third = export_parquet(select(path, topics="busy,quiet"), tmp_path / "out")
 
     assert first.high_water[str(path)] == {"busy": {"0": 9}, "quiet": {"0": 4}}
     assert first.messages == 3
@@ -265,13 +263,13 @@ def test_what_a_start_bound_leaves_out_is_left_out_in_every_queue_for_good(tmp_p
 
 def test_a_later_start_bound_leaves_out_likewise_what_came_since_the_last_run(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [Odd(topic=topic, queue_id=0, body=b"x") for topic in ("a", "b") * 3])
-    export_parquet(None, select(path, topics="a,b"), tmp_path / "out")
+    export_parquet(select(path, topics="a,b"), tmp_path / "out")
     with MessageStore(path) as store:
         store.put_many("a", [b"x"] * 5, queue_id=0)
         store.put_many("b", [b"x"] * 2, queue_id=0)
 
-    export_parquet(None, select(path, topics="a,b", start=6), tmp_path / "out")
-    rest = export_parquet(None, select(path, topics="a,b"), tmp_path / "out")
+    export_parquet(select(path, topics="a,b", start=6), tmp_path / "out")
+    rest = export_parquet(select(path, topics="a,b"), tmp_path / "out")
 
     assert rest.folder is None
     assert rest.high_water[str(path)] == {"a": {"0": 8}, "b": {"0": 5}}
@@ -280,9 +278,9 @@ def test_a_later_start_bound_leaves_out_likewise_what_came_since_the_last_run(tm
 
 def test_a_store_is_the_same_by_whatever_path(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    export_parquet(None, "s", "out")
+    export_parquet("s", "out")
 
-    assert export_parquet(None, store, tmp_path / "out").folder is None
+    assert export_parquet(store, tmp_path / "out").folder is None
 
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
@@ -291,7 +289,7 @@ def test_a_store_under_another_id_is_not_exported_again(tmp_path: Path, profile:
     """By a link to it, or moved, it was exported a second time from its beginning."""
     store = write_store(tmp_path / "s", many(80), profile)
     dest, link, moved = tmp_path / "out", tmp_path / "link", tmp_path / "moved"
-    export_parquet(None, store, dest)
+    export_parquet(store, dest)
     if not noted:  # as earlier versions wrote it
         manifest = read_manifest(dest)
         del manifest["stores"]
@@ -299,33 +297,32 @@ def test_a_store_under_another_id_is_not_exported_again(tmp_path: Path, profile:
     link.symlink_to(store)
     before = visible(dest)
 
-    for job in (partial(export_parquet, None), export_plan, check_export):
-        with pytest.raises(ConfigError, match=r"link was exported to .*out as '.*/s', and would be exported"):
-            job(link, dest)  # type: ignore[operator]
-    assert export_parquet(None, {str(store): link}, dest).folder is None
+    with pytest.raises(ConfigError, match=r"link was exported to .*out as '.*/s', and would be exported"):
+        export_parquet(link, dest)
+    assert export_parquet({str(store): link}, dest).folder is None
     store.rename(moved)
     if profile == "mqstore" and noted:
         with pytest.raises(ConfigError, match="moved was exported to"):
-            export_parquet(None, moved, dest)
+            export_parquet(moved, dest)
     store.symlink_to(moved)
-    assert export_parquet(None, store, dest).folder is None
+    assert export_parquet(store, dest).folder is None
     assert visible(dest) == before
 
 
 def test_a_copy_of_a_store_is_exported_when_it_is_named_beside_it(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "copy")
-    export_parquet(None, store, tmp_path / "out")
+    export_parquet(store, tmp_path / "out")
 
-    assert export_parquet(None, [store, tmp_path / "copy"], tmp_path / "out").messages == 81
-    assert export_parquet(None, tmp_path / "copy", tmp_path / "out").folder is None
+    assert export_parquet([store, tmp_path / "copy"], tmp_path / "out").messages == 81
+    assert export_parquet(tmp_path / "copy", tmp_path / "out").folder is None
 
 
 def test_stores_and_topics_may_join_and_leave(store: Path, tmp_path: Path) -> None:
     other = write_store(tmp_path / "other", many(8))
     dest = tmp_path / "out"
-    export_parquet(None, store, dest, topics="t")
-    second = export_parquet(None, [store, other], dest)
-    third = export_parquet(None, other, dest, topics="orders")
+    export_parquet(store, dest, topics="t")
+    second = export_parquet([store, other], dest)
+    third = export_parquet(other, dest, topics="orders")
 
     assert second.messages == 41 + 9
     assert third.folder is None
@@ -334,20 +331,20 @@ def test_stores_and_topics_may_join_and_leave(store: Path, tmp_path: Path) -> No
 
 def test_a_transaction_is_written_once(store: Path, tmp_path: Path) -> None:
     dest = tmp_path / "out"
-    assert export_parquet(None, store, dest, topics="t", txn=("nightly", 3)).messages == 40
-    again = export_parquet(None, store, dest, topics="t,orders", txn=("nightly", 3))
+    assert export_parquet(store, dest, topics="t", txn=("nightly", 3)).messages == 40
+    again = export_parquet(store, dest, topics="t,orders", txn=("nightly", 3))
     assert (again.skipped, again.messages, again.folder) == (True, 0, None)
-    assert export_parquet(None, store, dest, topics="t,orders", txn=("nightly", 2)).skipped
+    assert export_parquet(store, dest, topics="t,orders", txn=("nightly", 2)).skipped
     # One that has nothing to write is recorded all the same.
-    assert export_parquet(None, store, dest, topics="t", txn=("nightly", 4)).folder == "export=00000002"
-    assert export_parquet(None, store, dest, topics="t,orders", txn=("nightly", 4)).skipped
-    assert export_parquet(None, store, dest, topics="t,orders", txn=("other", 0)).messages == 40
+    assert export_parquet(store, dest, topics="t", txn=("nightly", 4)).folder == "export=00000002"
+    assert export_parquet(store, dest, topics="t,orders", txn=("nightly", 4)).skipped
+    assert export_parquet(store, dest, topics="t,orders", txn=("other", 0)).messages == 40
     assert read_manifest(dest)["txns"] == {"nightly": 4, "other": 0}
 
 
 def test_another_shape_is_refused(store: Path, tmp_path: Path) -> None:
     dest = tmp_path / "out"
-    export_parquet(None, store, dest, topics="t")
+    export_parquet(store, dest, topics="t")
 
     for arguments, text in (
         ({"columns": ["body"]}, "was exported with columns="),
@@ -356,22 +353,22 @@ def test_another_shape_is_refused(store: Path, tmp_path: Path) -> None:
         ({"stores": select(store, options={"tags": "a"})}, "was exported with tags="),
     ):
         with pytest.raises(ConfigError, match=text):
-            export_parquet(None, **{"stores": store, "dest": dest, **arguments})
+            export_parquet(**{"stores": store, "dest": dest, **arguments})
     assert len(rows(dest)) == 40
 
 
 def test_messages_that_retention_took_before_they_were_exported_are_told(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(400))
     dest = tmp_path / "out"
-    export_parquet(None, select(path, topics="t", stop=2), dest)
+    export_parquet(select(path, topics="t", stop=2), dest)
     with MessageStore(path) as store:
         assert store.drop_before(2 * SEGMENT)
         low, high = store.offsets("t", 0)
     assert low > 2
 
     with pytest.raises(OffsetOutOfRangeError, match=r"messages are gone \(failOnDataLoss=false"):
-        export_parquet(None, path, dest, topics="t")
-    export_parquet(None, select(path, topics="t", options={"failOnDataLoss": "false"}), dest)
+        export_parquet(path, dest, topics="t")
+    export_parquet(select(path, topics="t", options={"failOnDataLoss": "false"}), dest)
     assert [offset for _, queue, offset in offsets(dest) if queue == 0] == [0, 1, *range(low, high)]
 
 
@@ -388,42 +385,41 @@ def test_a_queue_that_lost_its_tail_is_exported_on_from_its_end(tmp_path: Path, 
     put(*range(10))
     shutil.copytree(path, tmp_path / "backup")
     put(*range(10, 100))
-    export_parquet(None, path, dest)
+    export_parquet(path, dest)
     shutil.rmtree(path)
     (tmp_path / "backup").rename(path)
     lax = select(path, options={"failOnDataLoss": "false"})
     with pytest.raises(OffsetOutOfRangeError, match="90 messages are not there"):
-        export_parquet(None, path, dest)
+        export_parquet(path, dest)
     if noticed == "with messages":  # what is stored before a run sees it cannot be told from what was exported
         put(200, 201)
 
-    seen = export_parquet(None, lax, dest)
-    nothing = export_parquet(None, lax, dest)
+    seen = export_parquet(lax, dest)
+    nothing = export_parquet(lax, dest)
     put(*range(1000, 1020))
-    planned = export_plan(lax, dest).messages
-    strict = export_parquet(None, path, dest)
+    strict = export_parquet(path, dest)
 
     top = 10 if noticed == "at once" else 12
     assert (seen.messages, seen.folder, seen.files) == (0, "export=00000002", 0)
     assert seen.high_water == {str(path): {"t": {"0": top}}}
     assert nothing.folder is None
-    assert planned == strict.messages == 20
+    assert strict.messages == 20
     assert [row["body"] for row in rows(dest) if int(row["body"]) >= 1000] == [b"%d" % i for i in range(1000, 1020)]
 
 
 def test_ends_of_queues_that_are_not_there_are_kept(store: Path, tmp_path: Path) -> None:
     """Their store may be on a disk that comes back."""
     dest = tmp_path / "out"
-    export_parquet(None, store, dest)
+    export_parquet(store, dest)
     other = write_store(tmp_path / "other", many(8))
     store.rename(tmp_path / "away")
     lax = select([store, other], options={"failOnDataLoss": "false"})
 
-    assert export_parquet(None, lax, dest).messages == 9
+    assert export_parquet(lax, dest).messages == 9
     noted = read_manifest(dest)["stores"]
     assert noted[str(store)]["store_id"] != noted[str(other)]["store_id"] != ""
     (tmp_path / "away").rename(store)
-    assert export_parquet(None, lax, dest).folder is None
+    assert export_parquet(lax, dest).folder is None
 
 
 @pytest.mark.parametrize(
@@ -440,7 +436,7 @@ def test_ends_of_queues_that_are_not_there_are_kept(store: Path, tmp_path: Path)
 )
 def test_wrong_arguments_write_nothing(store: Path, tmp_path: Path, arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        export_parquet(None, store, tmp_path / "out", **arguments)
+        export_parquet(store, tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
 
 
@@ -452,22 +448,22 @@ def test_options_that_say_where_to_begin_are_refused(store: Path, tmp_path: Path
         ("scan", "log"),
     ):
         with pytest.raises(ConfigError, match=name):
-            export_parquet(None, select(store, options={name: value}), tmp_path / "out")
+            export_parquet(select(store, options={name: value}), tmp_path / "out")
 
 
 def test_what_is_no_file_system_is_refused(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="'s3://lake/mq' is no path of a file system"):
-        export_parquet(None, store, "s3://lake/mq")
+        export_parquet(store, "s3://lake/mq")
     with pytest.raises(ConfigError, match="'hdfs://a/s' is no path of a file system"):
-        export_parquet(None, "hdfs://a/s", tmp_path / "out")
-    assert export_parquet(None, store, f"file://{tmp_path}/out").path == str(tmp_path / "out")
+        export_parquet("hdfs://a/s", tmp_path / "out")
+    assert export_parquet(store, f"file://{tmp_path}/out").path == str(tmp_path / "out")
 
 
 def test_an_export_into_a_store_is_refused(store: Path) -> None:
     for dest in (store, store / "out"):
         with pytest.raises(ConfigError, match="lies in the store"):
-            export_parquet(None, store, dest)
+            export_parquet(store, dest)
 
 
 @pytest.mark.parametrize(
@@ -478,7 +474,7 @@ def test_a_folder_that_is_no_export_is_left_alone(store: Path, tmp_path: Path, t
     (tmp_path / "out" / "export=00000001" / "_manifest.json").write_text(text)
 
     with pytest.raises(ConfigError):
-        export_parquet(None, store, tmp_path / "out")
+        export_parquet(store, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -506,14 +502,13 @@ def test_a_damaged_manifest_is_told_with_its_file_and_the_way_out(
     store: Path, tmp_path: Path, member: dict[str, Any]
 ) -> None:
     """Only the outermost objects were looked at: what was wrong in them ended in `please report it`."""
-    export_parquet(None, {"s": store}, tmp_path / "out", topics="t", txn=("a", 1))
+    export_parquet({"s": store}, tmp_path / "out", topics="t", txn=("a", 1))
     path = tmp_path / "out" / "export=00000001" / "_manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **member}))
 
     says = rf"_manifest\.json is no manifest of an export, or damaged \(.*{next(iter(member))} is not.*bring it back"
-    for job in (check_export, export_plan, partial(export_parquet, None, txn=("a", 2))):
-        with pytest.raises(ConfigError, match=says):
-            job({"s": store}, tmp_path / "out")  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=says):
+        export_parquet({"s": store}, tmp_path / "out", txn=("a", 2))
 
 
 # -- stopped -----------------------------------------------------------------------------------------------------------
@@ -561,7 +556,7 @@ def test_a_crash_at_any_step_leaves_the_old_export_or_the_new_one(
     path = tmp_path / "s"
     with MessageStore(path) as store:
         store.put_many("t", [b"%d" % i for i in range(10)], queue_id=0)
-    export_parquet(None, path, tmp_path / "first")
+    export_parquet(path, tmp_path / "first")
     old = offsets(tmp_path / "first")
     with MessageStore(path) as store:
         store.put_many("t", [b"%d" % i for i in range(4)], queue_id=0)
@@ -573,7 +568,7 @@ def test_a_crash_at_any_step_leaves_the_old_export_or_the_new_one(
         shutil.copytree(tmp_path / "first", dest)
         seen = crashing(step)
         try:
-            export_parquet(None, path, dest)
+            export_parquet(path, dest)
         except Crash:
             crashed = True
         else:
@@ -582,7 +577,7 @@ def test_a_crash_at_any_step_leaves_the_old_export_or_the_new_one(
         found = offsets(dest)
         assert found in (old, model(path)), (step, seen[-1])
         outcomes.add((crashed, found == old))
-        again = export_parquet(None, path, dest)
+        again = export_parquet(path, dest)
         assert offsets(dest) == model(path), (step, seen[-1])
         assert (again.folder is None) == (found != old)
         if not crashed:
@@ -599,13 +594,13 @@ def test_of_two_that_race_one_wins_and_the_other_keeps_nothing(
 
     def slow(*arguments: Any) -> None:
         monkeypatch.setattr(module, "_publish", publish)
-        export_parquet(None, store, tmp_path / "out")
+        export_parquet(store, tmp_path / "out")
         publish(*arguments)
 
     monkeypatch.setattr(module, "_publish", slow)
 
     with pytest.raises(ConfigError, match="another export has ended meanwhile"):
-        export_parquet(None, store, tmp_path / "out")
+        export_parquet(store, tmp_path / "out")
     assert offsets(tmp_path / "out") == model(store)
     assert [*(tmp_path / "out" / "_staging").iterdir()] == []
 
@@ -624,7 +619,7 @@ def test_what_a_failed_attempt_of_a_task_left_is_not_published(
     monkeypatch.setattr(module, "_write", twice)
     twice.__module__, twice.__qualname__ = module.__name__, "_write"
 
-    export_parquet(None, store, tmp_path / "out")
+    export_parquet(store, tmp_path / "out")
 
     assert offsets(tmp_path / "out") == model(store)
 
@@ -636,13 +631,13 @@ def test_staging_of_a_week_ago_is_removed_and_newer_is_not(store: Path, tmp_path
         when = datetime.now(UTC).timestamp() - age_s
         os.utime(staging / name, (when, when))
 
-    export_parquet(None, store, tmp_path / "out")
+    export_parquet(store, tmp_path / "out")
 
     assert [each.name for each in staging.iterdir()] == ["new"]
 
 
 def test_a_manifest_says_what_a_run_has_done(store: Path, tmp_path: Path) -> None:
-    done = export_parquet(None, store, tmp_path / "out", topics="t", txn=("a", 1))
+    done = export_parquet(store, tmp_path / "out", topics="t", txn=("a", 1))
     manifest = json.loads((tmp_path / "out" / "export=00000001" / "_manifest.json").read_text())
 
     assert manifest == read_manifest(tmp_path / "out")

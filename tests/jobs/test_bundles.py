@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.spark.jobs.ranges import RANGE_BYTES, TASK_BYTES, bundles
+from mqstore.jobs.verifying import TASK_BYTES, bundles
+from mqstore.log.ranges import RANGE_BYTES
 from mqstore.spark.plan import StoreName
 
 MIB = 1 << 20

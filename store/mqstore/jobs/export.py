@@ -1,4 +1,4 @@
-"""Messages to Parquet, written inside the tasks; run again, what came since (spec `spark.md` B7).
+"""Messages to Parquet, written inside the tasks; run again, what came since.
 
     DEST/export=00000001/topic=orders/date=2026-01-31/part-00003-9f2c.parquet
                         /_manifest.json
@@ -44,14 +44,15 @@ import pyarrow.parquet as pq
 
 from mqstore.errors import ConfigError, MQStoreError, NotAStoreError
 from mqstore.files.filesystem import REAL
+from mqstore.jobs.runner import Progress, Runner
 from mqstore.spark.columns import check_columns, default_columns
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, local_path, run, select, slots_of
 from mqstore.spark.options import QUEUE_ID, SourceOptions
 from mqstore.spark.plan import QueueSlice, StoreName, open_sliced
 from mqstore.spark.progress import look
+from mqstore.spark.selection import Selection, Shaped, Stores, local_path, select
 from mqstore.spark.tasks import policy_of, read_slices
 
-__all__ = ["ExportResult", "check_export", "export_parquet", "export_plan", "read_manifest"]
+__all__ = ["ExportResult", "export_parquet", "read_manifest"]
 
 _STAGING: Final = "_staging"
 _MANIFEST: Final = "_manifest.json"
@@ -95,22 +96,24 @@ class ExportResult(Shaped):
 
 
 def export_parquet(
-    spark: Any,
     stores: Stores | Selection,
     dest: str | os.PathLike[str],
     *,
+    jobs: int = 1,
+    spark: Any = None,
+    progress: Progress | None = None,
     topics: str | Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
     partition_by: Sequence[str] = ("topic", "date"),
     compression: str = "zstd",
     txn: tuple[str, int] | None = None,
-    progress: Progress | None = None,
 ) -> ExportResult:
     """Write the messages of `stores` that are not in `dest` yet to Parquet files there, one for each task and each
     value of `partition_by` (of `store`, `topic`, `queue_id` and `date`, the UTC day of storing).
 
-    `spark`: a session, or None to run here. `columns`: as the source has them, all by default; those in `partition_by`
-    become folders. `txn`: a name and a number; a number that is not above the last one of that name is skipped.
+    `jobs`, `spark` and `progress`: see `mqstore.jobs`. `columns`: those of the Spark source, all by default; those in
+    `partition_by` become folders. `txn`: a name and a number; a number that is not above the last one of that name is
+    skipped.
 
     All of it becomes visible in one step, or none. Raises ConfigError for arguments that do not fit, or not what is in
     `dest`; OffsetOutOfRangeError when retention has deleted what no run has exported; what reading raises.
@@ -121,14 +124,16 @@ def export_parquet(
     if txn is not None and _checked(txn)[1] <= before["txns"].get(txn[0], -(1 << 63)):
         return ExportResult(job.dest, None, True, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
     noted, before = before["ends"], job.cut_back(before)
-    tasks, passed = job.tasks(before, slots_of(spark)), job.passed_over(before)
+    runner = Runner(jobs, spark, progress)
+    tasks, passed = job.tasks(before, runner.slots), job.passed_over(before)
     if not tasks and txn is None and noted == before["ends"]:
         return ExportResult(job.dest, None, False, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
     places = {name.id: place for name in job.selection.stores() if (place := _place(name)) is not None}
     _clear_old_staging(job.dest)
     try:
         os.makedirs(job.staging)
-        written = run(spark, [*enumerate(tasks)], partial(_write, job), progress, f"mqstore export to {job.dest}")
+        with runner:
+            written = runner.run([*enumerate(tasks)], partial(_write, job), f"mqstore export to {job.dest}")
         manifest = _manifest(job, before, [*tasks, *passed], places, written, txn)
         _publish(job, manifest, written)
     finally:
@@ -145,34 +150,6 @@ def export_parquet(
         time.monotonic() - started,
         manifest["ends"],
     )
-
-
-def export_plan(
-    stores: Stores | Selection,
-    dest: str | os.PathLike[str],
-    *,
-    topics: str | Sequence[str] | None = None,
-    columns: Sequence[str] | None = None,
-    partition_by: Sequence[str] = ("topic", "date"),
-    compression: str = "zstd",
-) -> Plan:
-    """What `export_parquet` would read now. Raises what it raises before it begins."""
-    job = _Job.of(select(stores, topics=topics), dest, columns, partition_by, compression)
-    return Plan.of_slices(job.tasks(job.cut_back(read_manifest(job.dest))))
-
-
-def check_export(
-    stores: Stores | Selection,
-    dest: str | os.PathLike[str],
-    *,
-    topics: str | Sequence[str] | None = None,
-    columns: Sequence[str] | None = None,
-    partition_by: Sequence[str] = ("topic", "date"),
-    compression: str = "zstd",
-) -> None:
-    """ConfigError for arguments that `export_parquet` would refuse; looks at no message."""
-    job = _Job.of(select(stores, topics=topics), dest, columns, partition_by, compression)
-    job.check(read_manifest(job.dest))
 
 
 def read_manifest(dest: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`mqstore spark trace`: one key or message id on its way through all stores."""
+"""`mqstore trace`: one key or message id on its way through all stores."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from mqstore_tools.render import console, note, print_json, show_bytes, table, when
-from mqstore_tools.shared import FINDINGS, StoreCommand
-from mqstore_tools.spark.common import Given, job_options, usable
+from mqstore_tools.many import jobs_option, stores_argument, usable
+from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
+from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
 
 __all__ = ["trace"]
 
@@ -18,29 +18,26 @@ __all__ = ["trace"]
     short_help="Follow one key or message id through all stores.",
     epilog="""\b
 Examples:
-  mqstore spark trace 'fleet/*' order-4711
-  mqstore spark trace var/mq 7F000001000000000000000000012F3A --json
-  mqstore spark trace var/mq order-4711 --scan-log          # index files are not to be trusted""",
+  mqstore trace fleet/* order-4711
+  mqstore trace var/mq 7F000001000000000000000000012F3A --json
+  mqstore trace var/mq order-4711 --scan-log          # index files are not to be trusted""",
 )
-@job_options
+@stores_argument
 @click.argument("key")
 @click.option("--scan-log", is_flag=True, help="Search all of each log, and do not believe index files.")
-def trace(given: Given, key: str, scan_log: bool) -> None:
-    """Find every copy of the messages of STORES that bear KEY, or whose unique key or message id it is: in topics,
-    delays, retries and dead letters, in the order in which they were stored.
+@jobs_option
+@json_option
+def trace(stores: tuple[str, ...], key: str, scan_log: bool, jobs: int, json_output: bool) -> None:
+    """Find every copy of the messages with this KEY, or with this unique key or message id, in the stores in DIR: in
+    topics, delays, retries and dead letters, in the order in which they were stored.
 
-    Exit code 1 if there is none. It goes everywhere: --topics, --where and bounds are refused.
+    Exit code 1 if there is none. Needs pyarrow.
     """
     with usable():
-        from mqstore.spark.jobs.trace import trace as follow
-        from mqstore.spark.jobs.trace import trace_plan
-    chosen = given.select()
-    if given.dry_run:
-        given.print_plan(trace_plan(chosen))
-        return
-    with given.running("looking") as (spark, report):
-        found = follow(spark, chosen, key, scan=scan_log, progress=report).to_dict()
-    if given.json_output:
+        from mqstore.jobs import trace as follow
+    with progress("looking", of_bytes=False) as report:
+        found = follow(stores, key, scan=scan_log, jobs=jobs, progress=report).to_dict()
+    if json_output:
         print_json(found)
     else:
         _show(found)
@@ -52,7 +49,7 @@ def _show(found: dict[str, Any]) -> None:
     if found["scanned_bytes"]:
         note(f"searched {show_bytes(found['scanned_bytes'])} of logs that no index file tells about")
     if not found["hops"]:
-        note(f"no message bears {found['key']}")
+        note(f"no message has the key {found['key']}")
         return
     console().print(
         table(

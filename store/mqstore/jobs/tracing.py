@@ -1,5 +1,5 @@
-"""One key or message id on its way through topics, retries, delays and dead letters of all stores, in time order (spec
-`spark.md` B7).
+"""One key or message id on its way through topics, retries, delays and dead letters of all stores, in time
+order.
 
 A task looks into one store. Index files say where a key is, in every topic, those of the engine too. What they do not
 answer for (`keyindex.answered`: before the first, behind the last, where one is lost; all, if one is no such file) is
@@ -34,18 +34,19 @@ from mqstore.broker.names import (
 )
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.errors import ConfigError
+from mqstore.jobs.runner import Progress, Runner
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, REAL_TOPIC, RETRY_TOPIC, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from mqstore.spark.arrow import cut
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, check_followed, run, select
 from mqstore.spark.keyindex import answered, bears
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, bounds_of_log, open_store
 from mqstore.spark.rows import Policy, log_batches
+from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, select
 from mqstore.spark.windows import Windows
 
-__all__ = ["Hop", "Trace", "trace", "trace_plan"]
+__all__ = ["Hop", "Trace", "trace"]
 
 _ID: Final = re.compile(r"[0-9A-Fa-f]{32}|[0-9A-Fa-f]{56}")
 _MOST: Final = 100_000
@@ -100,37 +101,35 @@ class Trace(Shaped):
 
 
 def trace(
-    spark: Any, stores: Stores | Selection, key: str, *, scan: bool = False, progress: Progress | None = None
+    stores: Stores | Selection,
+    key: str,
+    *,
+    jobs: int = 1,
+    spark: Any = None,
+    progress: Progress | None = None,
+    scan: bool = False,
 ) -> Trace:
-    """Every copy of the messages that bear `key` (one of their keys, or their unique key), or whose id it is.
+    """Find every copy of the messages with this `key` (one of their keys, or their unique key), or with this id.
 
-    `spark`: a session, or None to run here. A trace goes everywhere. Raises ConfigError for a key that cannot be one,
-    for one that very many messages bear, and for a selection that names more than stores.
+    A trace goes everywhere. `scan` searches all of each log, and does not believe index files. `jobs`, `spark` and
+    `progress`: see `mqstore.jobs`. Raises ConfigError for a key that cannot be one, for one that very many messages
+    have, and for a selection that names more than stores.
     """
     _check(key)
-    chosen = _everywhere(stores)
+    chosen = select(stores)
+    check_followed(chosen)
     names = chosen.stores()
     terms = [key]
-    if _ID.fullmatch(key):
-        seeds = run(spark, names, partial(_seed, key), None, "mqstore trace")
-        terms += [seed for seed in dict.fromkeys(seeds) if seed is not None and seed != key]
-    found = run(spark, names, partial(_look, tuple(terms), scan), progress, "mqstore trace")
+    with Runner(jobs, spark, progress) as runner:
+        if _ID.fullmatch(key):
+            seeds = runner.run(names, partial(_seed, key), "mqstore trace")
+            terms += [seed for seed in dict.fromkeys(seeds) if seed is not None and seed != key]
+        found = runner.run(names, partial(_look, tuple(terms), scan), "mqstore trace")
     hops = sorted(
         (hop for hops, _ in found for hop in hops),
         key=lambda hop: (hop.store_ms, hop.store, hop.physical_offset),
     )
     return Trace(key, tuple(terms), tuple(hops), sum(scanned for _, scanned in found))
-
-
-def trace_plan(stores: Stores | Selection) -> Plan:
-    """What `trace` would look into, at most."""
-    return Plan.of_stores(_everywhere(stores), lambda topic: True)
-
-
-def _everywhere(stores: Stores | Selection) -> Selection:
-    chosen = select(stores)
-    check_followed(chosen)
-    return chosen
 
 
 def _check(key: str) -> None:

@@ -1,4 +1,4 @@
-"""What groups gave up, and why: dead letters of many stores (spec `spark.md` B7).
+"""What groups gave up, and why: dead letters of one store or many.
 
 A task goes through the dead letters of one store, from where each group's begin (what was purged or sent again is not
 counted), and gives back a row for each group and topic that they came from. Reasons may be texts of exceptions, all
@@ -20,14 +20,15 @@ from mqstore.broker.inspect import group_names
 from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.errors import ConfigError, FormatError
+from mqstore.jobs.runner import Progress, Runner
 from mqstore.layout.compression import MissingPackageError
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC
 from mqstore.log.message import Message
-from mqstore.spark.jobs.shape import Plan, Progress, Selection, Shaped, Stores, check_followed, check_known, run, select
 from mqstore.spark.plan import StoreName, open_store
+from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, check_known, select
 from mqstore.spark.tally import HeavyHitters
 
-__all__ = ["DeadLetterReport", "DeadLetterRow", "Reason", "Sample", "dlq_plan", "dlq_report", "groups_of"]
+__all__ = ["DeadLetterReport", "DeadLetterRow", "Reason", "Sample", "dlq_report", "groups_of"]
 
 _REASONS: Final = 256
 _SAMPLE_BYTES: Final = 200
@@ -85,27 +86,30 @@ class DeadLetterReport(Shaped):
 
 
 def dlq_report(
-    spark: Any,
     stores: Stores | Selection,
     *,
+    jobs: int = 1,
+    spark: Any = None,
+    progress: Progress | None = None,
     groups: Iterable[str] | None = None,
     samples: int = 3,
     reasons: int = 10,
-    progress: Progress | None = None,
 ) -> DeadLetterReport:
-    """Dead letters of `groups` (all), with the newest `samples` and most frequent `reasons` of each group and topic.
+    """Count the dead letters of `groups` (all), with the newest `samples` and most frequent `reasons` by origin.
 
-    `spark`: a session, or None to run here. A selection says which, as for `dlq_resend`: bounds are of when letters
-    were filed, or where, topics name where they came from, and a filter tests their properties. Raises ConfigError,
-    also for a group that no store knows, and what opening a store raises.
+    A selection says which, as for `dlq_resend`: bounds are of when letters were filed, or of their offsets, topics name
+    where they came from, and a filter tests their properties. `jobs`, `spark` and `progress`: see `mqstore.jobs`.
+    Raises ConfigError, also for a group that no store knows, and what opening a store raises.
     """
     for name, value in (("samples", samples), ("reasons", reasons)):
         if type(value) is not int or value < 0:
             raise ConfigError(f"{name}={value!r} is no number from 0 on")
-    chosen = _checked(stores)
+    chosen = select(stores)
+    check_followed(chosen, "topics", "filter", bounds=True)
     wanted = None if groups is None else frozenset(groups)
     found: dict[tuple[str, str | None], _Heap] = {}
-    parts = run(spark, chosen.stores(), partial(_look, chosen, wanted, samples), progress, "mqstore dlq")
+    with Runner(jobs, spark, progress) as runner:
+        parts = runner.run(chosen.stores(), partial(_look, chosen, wanted, samples), "mqstore dlq")
     check_known("group", wanted or (), (name for groups_there, _ in parts for name in groups_there))
     for _, part in parts:
         for key, heap in part.items():
@@ -113,17 +117,6 @@ def dlq_report(
     rows = [heap.row(*key, reasons) for key, heap in found.items()]
     rows.sort(key=lambda row: (-row.count, row.group, row.origin_topic or ""))
     return DeadLetterReport(sum(row.count for row in rows), tuple(rows))
-
-
-def dlq_plan(stores: Stores | Selection) -> Plan:
-    """What `dlq_report` would look at, at most."""
-    return Plan.of_stores(_checked(stores), is_dlq_topic)
-
-
-def _checked(stores: Stores | Selection) -> Selection:
-    chosen = select(stores)
-    check_followed(chosen, "topics", "filter", bounds=True)
-    return chosen
 
 
 @dataclass(slots=True)

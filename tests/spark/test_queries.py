@@ -1,10 +1,9 @@
-"""Jobs inside Spark: what its tasks give is what they give here; queries over views; a session made by us."""
+"""Queries over views of stores, from Python and from the command; a session made by us."""
 
 from __future__ import annotations
 
 import base64
 import json
-import shutil
 import threading
 import time
 import zipfile
@@ -16,25 +15,10 @@ from typing import Any
 
 import pytest
 
-from mqstore import MessageStore, SimulatedClock
-from mqstore.errors import ConfigError, CorruptStoreError
-from mqstore.spark import (
-    create_views,
-    dlq_report,
-    export_parquet,
-    lag_report,
-    select,
-    session,
-    sql,
-    trace,
-    traffic_report,
-)
-from mqstore.spark.jobs.shape import run
+from mqstore import SimulatedClock
+from mqstore.spark import create_views, select, session, sql
 from mqstore.spark.shipping import pack, ship
 from mqstore.spark.views import VIEWS
-from tests.spark.support import many, write_store
-from tests.spark.test_jobs import double, fail
-from tests.spark.test_jobs_export import model, offsets
 from tests.tools.brokers import broker
 from tests.tools.support import mqstore
 
@@ -59,78 +43,6 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             [delivery] = running.pop("h", "orders", 1)
             running.dead_letter("h", "orders", delivery.receipt, "why not")
     return {name: folder / name for name in ("a", "b")}
-
-
-JOBS: dict[str, Callable[[Any, Any], Any]] = {
-    "traffic": lambda spark, stores: traffic_report(
-        spark, select(stores, options={"minPartitions": "3"}), interval="5s"
-    ),
-    "trace": lambda spark, stores: trace(spark, stores, "k-1"),
-    "dlq": lambda spark, stores: dlq_report(spark, stores),
-}
-
-
-@pytest.mark.parametrize("job", JOBS)
-def test_a_job_gives_in_spark_what_it_gives_here(spark: Any, stores: dict[str, Path], job: str) -> None:
-    here = JOBS[job](None, stores)
-
-    assert JOBS[job](spark, stores).to_dict() == here.to_dict()
-
-
-def test_lag_is_the_same_but_for_the_moment(spark: Any, stores: dict[str, Path]) -> None:
-    here, there = lag_report(None, stores), lag_report(spark, stores)
-
-    assert there.queues == here.queues
-    assert [(row.group, row.topic, row.lag) for row in there.rows] == [
-        (row.group, row.topic, row.lag) for row in here.rows
-    ]
-    assert there.taken_ms >= here.taken_ms
-
-
-def test_an_export_has_every_message_once_and_spark_reads_it(spark: Any, tmp_path: Path) -> None:
-    path = write_store(tmp_path / "s", many(300))
-    told: list[tuple[int, int]] = []
-    chosen = select(path, options={"minPartitions": "3"})
-
-    done = export_parquet(spark, chosen, tmp_path / "out", progress=lambda *now: told.append(now))
-    with MessageStore(path) as store:
-        store.put_many("t", [b"x"] * 5, queue_id=0)
-    more = export_parquet(spark, chosen, tmp_path / "out")
-
-    assert (done.messages, more.messages) == (301, 5)
-    assert offsets(tmp_path / "out") == model(path)
-    frame = spark.read.parquet(str(tmp_path / "out"))
-    assert frame.count() == 306
-    assert {row.topic: row["count"] for row in frame.groupBy("topic").count().collect()} == {
-        "t": 155,
-        "orders": 150,
-        "seed": 1,
-    }
-    assert (told[0], told[-1]) == ((0, 3), (3, 3))
-
-
-# -- tasks -------------------------------------------------------------------------------------------------------------
-
-
-def test_tasks_keep_their_order_and_errors_come_back_as_they_were(spark: Any, stores: dict[str, Path]) -> None:
-    assert run(spark, [*range(20)], double) == [*range(0, 40, 2)]
-    assert run(spark, [], double) == []
-    with pytest.raises(CorruptStoreError, match=r"^bad$") as caught:
-        run(spark, [0, 1, 2], partial(fail, "corrupt"))
-    assert caught.value.position == 7
-    with pytest.raises(FileNotFoundError) as missing:
-        run(spark, [1], partial(fail, "os"))
-    assert missing.value.filename == "x"
-
-
-def test_a_store_that_is_damaged_ends_a_job_with_one_error_and_no_trace(spark: Any, tmp_path: Path) -> None:
-    path = write_store(tmp_path / "s", many(20))
-    shutil.rmtree(path / "commitlog")
-    (path / "commitlog").mkdir()
-
-    with pytest.raises((CorruptStoreError, OSError)) as caught:
-        export_parquet(spark, path, tmp_path / "out")
-    assert "Traceback" not in str(caught.value)
 
 
 # -- SQL ---------------------------------------------------------------------------------------------------------------
@@ -280,12 +192,6 @@ def test_a_column_that_is_misspelt_is_suggested(spark: Any, stores: dict[str, Pa
         sql(spark, stores, "select body from mesages")
 
 
-def test_a_job_runs_from_the_command(command: Callable[..., Any], stores: dict[str, Path]) -> None:
-    here = command("spark", "traffic", *stores.values(), "--master", "none", "--json")
-
-    assert command("spark", "traffic", *stores.values(), "--json").stdout == here.stdout
-
-
 # -- sessions ----------------------------------------------------------------------------------------------------------
 
 
@@ -294,19 +200,9 @@ def test_a_running_session_is_given_back(spark: Any) -> None:
     assert ship(spark.sparkContext) is False
 
 
-def test_a_session_without_a_context_is_refused() -> None:
-    class Connect:
-        @property
-        def sparkContext(self) -> Any:  # noqa: N802
-            raise AttributeError("not here")
-
-    with pytest.raises(ConfigError, match="Spark Connect"):
-        run(Connect(), [1], double)
-
-
 def test_the_archive_has_the_library_and_nothing_else(tmp_path: Path) -> None:
     names = zipfile.ZipFile(pack(str(tmp_path / "x.zip"))).namelist()
 
-    assert "mqstore/spark/jobs/shape.py" in names
+    assert "mqstore/jobs/runner.py" in names
     assert "pyspark_mqstore.py" in names
     assert not [name for name in names if not name.startswith(("mqstore/", "pyspark_mqstore.py"))]

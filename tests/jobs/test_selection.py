@@ -9,20 +9,20 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import mqstore.jobs
 import mqstore.spark
 from mqstore import MessageStore
-from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, OffsetOutOfRangeError, StoreIOError
-from mqstore.spark import export_parquet, lag_report, traffic_report, verify
-from mqstore.spark.jobs.shape import Plan, Shaped, run, select
-from mqstore.spark.jobs.sql import columns_of, create_views, sql
+from mqstore.errors import ConfigError, NotAStoreError
+from mqstore.jobs import export_parquet, lag_report, traffic_report, verify
 from mqstore.spark.plan import LogSlice, QueueSlice
+from mqstore.spark.queries import columns_of, create_views, sql
+from mqstore.spark.selection import Plan, Shaped, select
 from mqstore.spark.shipping import pack
 from tests.spark.support import many, write_store
 
@@ -114,7 +114,7 @@ def test_a_store_that_lost_its_queues_is_told_and_not_taken_for_empty(store: Pat
     shutil.rmtree(tmp_path / "s" / "consumequeue")
     chosen = select(tmp_path / "s")
 
-    for job in (lambda: export_parquet(None, chosen, tmp_path / "out"), lambda: traffic_report(None, chosen)):
+    for job in (lambda: export_parquet(chosen, tmp_path / "out"), lambda: traffic_report(chosen)):
         with pytest.raises(ConfigError, match="has records, and no consume queues to read them by: `mqstore recover`"):
             job()
     assert not (tmp_path / "out").exists()
@@ -149,68 +149,6 @@ def test_a_plan_of_stores_counts_queues(store: Path) -> None:
         "bytes": 0,
         "tasks": 1,
     }
-
-
-# -- running -----------------------------------------------------------------------------------------------------------
-
-
-def double(number: int) -> int:
-    return 2 * number
-
-
-def fail(kind: str, task: int) -> int:
-    if task == 1:
-        errors: dict[str, Exception] = {
-            "range": OffsetOutOfRangeError("gone", 3, 9),
-            "corrupt": CorruptStoreError("bad", "commitlog/0", 7),
-            "os": FileNotFoundError(2, "No such file", "x"),
-            "io": StoreIOError(5, "broken", "y", "read"),
-            "bug": ZeroDivisionError("ours"),
-        }
-        raise errors[kind]
-    return task
-
-
-def test_results_come_in_the_order_of_tasks_and_progress_is_told() -> None:
-    told: list[tuple[int, int]] = []
-
-    assert run(None, [3, 1, 2], double, lambda done, total: told.append((done, total))) == [6, 2, 4]
-    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    assert run(None, [], double) == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected", "text", "attributes"),
-    [
-        ("range", OffsetOutOfRangeError, "gone", {"min_offset": 3, "max_offset": 9}),
-        ("corrupt", CorruptStoreError, "bad", {"position": 7}),
-        ("os", FileNotFoundError, "No such file", {"errno": 2, "filename": "x"}),
-        ("io", StoreIOError, "read failed on y: broken", {"operation": "read", "errno": 5}),
-        ("bug", ZeroDivisionError, "ours", {}),
-    ],
-)
-def test_an_error_of_a_task_is_raised_as_it_was(
-    kind: str, expected: type[Exception], text: str, attributes: dict[str, Any]
-) -> None:
-    with pytest.raises(expected, match=text) as caught:
-        run(None, [0, 1, 2], partial(fail, kind))
-
-    assert {name: getattr(caught.value, name) for name in attributes} == attributes
-
-
-def test_a_function_that_cannot_be_sent_is_refused() -> None:
-    def inner(task: int) -> int:
-        return task
-
-    for function in (inner, lambda task: task, partial(inner, 1)):
-        with pytest.raises(TypeError, match="is no function of a module"):
-            run(None, [1], function)
-
-
-def test_tasks_are_plain_values(store: Path) -> None:
-    """What cannot be pickled fails here as it would in Spark."""
-    with MessageStore(store, "r") as opened, pytest.raises((TypeError, AttributeError)):
-        run(None, [opened], double)
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -280,15 +218,16 @@ def test_views_hand_no_filters_down(store: Path) -> None:
 # -- the package -------------------------------------------------------------------------------------------------------
 
 
-def test_jobs_are_names_of_the_package() -> None:
-    assert all(callable(getattr(mqstore.spark, name)) for name in mqstore.spark.__all__)
+@pytest.mark.parametrize("package", [mqstore.jobs, mqstore.spark])
+def test_functions_are_names_of_the_package(package: Any) -> None:
+    assert all(callable(getattr(package, name)) for name in package.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        mqstore.spark.nothing  # noqa: B018
+        package.nothing  # noqa: B018
 
 
 def test_the_package_imports_from_the_archive_that_executors_get(tmp_path: Path) -> None:
     archive = pack(str(tmp_path / "mqstore.zip"))
-    code = "import mqstore.spark.jobs.traffic, pyspark_mqstore, sys; print(mqstore.__file__)"
+    code = "import mqstore.jobs.traffic, pyspark_mqstore, sys; print(mqstore.__file__)"
     environment = {**os.environ, "PYTHONPATH": archive}
 
     run_ = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
@@ -323,7 +262,7 @@ def test_a_set_without_stores_is_told_and_not_taken_for_well(tmp_path: Path) -> 
         select(tmp_path / "set").stores()
     for job in (lag_report, verify):
         with pytest.raises(ConfigError, match=r"/set: a store set that has no stores"):
-            job(None, tmp_path / "set")
+            job(tmp_path / "set")
 
 
 def test_slices_name_their_store(store: Path) -> None:
