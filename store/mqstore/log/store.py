@@ -563,6 +563,7 @@ class MessageStore(StoreWriter):
         parts = self._parts()
         self.recovery = recover(parts, self._load_problems, options, progress).report
         self._report_renamed(places)
+        self.recovery.changed |= self.clean_shutdown and self._have_queues_lost()
         if self._pending is not None:
             self._report_undone(would_undo(self._pending, self._run, self.fs))
         return self.recovery
