@@ -30,7 +30,6 @@ _CONF = {
     "spark.master": "local[2]",
     "spark.ui.enabled": "false",
     "spark.driver.memory": "1g",
-    "spark.python.unix.domain.socket.enabled": "true",
 }
 
 
