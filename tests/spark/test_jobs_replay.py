@@ -96,8 +96,8 @@ def test_what_is_damaged_ends_it_or_is_left_out_and_counted(store: Path, tmp_pat
     assert (done.damaged, done.messages) == (1, 80)
     with pytest.raises(ConfigError, match="onCorrupt=keep"):
         replay(None, select(store, options={"onCorrupt": "keep"}), tmp_path / "u")
-    with pytest.raises(ConfigError, match="scan=log"):
-        replay(None, select(store, options={"scan": "log"}), tmp_path / "u")
+    with pytest.raises(ConfigError, match="readBy=log"):
+        replay(None, select(store, options={"readBy": "log"}), tmp_path / "u")
 
 
 @pytest.mark.parametrize("job", [replay, compact, dedup])
@@ -139,7 +139,7 @@ def test_a_store_that_lost_some_queues_is_not_copied_without_their_messages(
     before = messages(source)
     shutil.rmtree(source / "consumequeue" / lost)
 
-    for chosen in (source, select(source, options={"scan": "queue"})):
+    for chosen in (source, select(source, options={"readBy": "queue"})):
         with pytest.raises(
             ConfigError, match=r"s have lost files since it was closed: open it .* `mqstore recover` it"
         ):

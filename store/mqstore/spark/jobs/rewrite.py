@@ -110,12 +110,14 @@ def queue_selection(selection: Selection) -> Selection:
     """The selection, read by queues. ConfigError for options that a copy cannot follow, and for stores whose queues do
     not list what is in their logs."""
     options = selection.options
-    if options.scan == "log":
-        raise ConfigError("option scan=log: copies keep the order of queues, so they are read by queues: scan=queue")
+    if options.read_by == "log":
+        raise ConfigError(
+            "option readBy=log: copies keep the order of queues, so they are read by queues: readBy=queue"
+        )
     if options.on_corrupt == "keep":
         raise ConfigError("option onCorrupt=keep: what is damaged cannot be copied; say skip, or fail")
     selection.check_queues(whole=True)
-    return selection.with_options(scan="queue")
+    return selection.with_options(read_by="queue")
 
 
 def derived_id(kind: str, selection: Selection, *rest: Any) -> str:
