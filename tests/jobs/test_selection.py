@@ -90,7 +90,7 @@ def test_a_selection_passes_through_and_then_says_it_all(store: Path) -> None:
         ({"topics": "t", "options": {"Subscribe": "t"}}, "option 'subscribe' is given twice"),
         ({"options": {"view": "queues"}}, "option view='queues': a job reads messages"),
         ({"options": {"nonsense": "1"}}, "no option 'nonsense'"),
-        ({"options": {"maxMessagesPerTrigger": "1"}}, "maxMessagesPerTrigger is for spark.readStream"),
+        ({"options": {"maxOffsetsPerTrigger": "1"}}, "maxOffsetsPerTrigger is for spark.readStream"),
         ({"start": -1}, "start=-1 is neither a queue offset nor a time"),
         ({"stop": True}, "stop=True is neither a queue offset nor a time"),
         ({"where": "level = "}, "option filter='level = '"),
@@ -102,11 +102,11 @@ def test_wrong_arguments_are_refused_before_a_store_is_opened(arguments: dict[st
 
 
 def test_a_scan_of_the_log_has_no_bounds_of_queues(store: Path) -> None:
-    whole = select(store, options={"scan": "log"}).tasks()
+    whole = select(store, options={"readBy": "log"}).tasks()
 
     assert [type(piece) for task in whole for piece in task] == [LogSlice]
-    with pytest.raises(ConfigError, match="scan=log reads whole logs"):
-        select(store, start=5, options={"scan": "log"}).tasks()
+    with pytest.raises(ConfigError, match="readBy=log reads whole logs"):
+        select(store, start=5, options={"readBy": "log"}).tasks()
 
 
 def test_a_store_that_lost_its_queues_is_told_and_not_taken_for_empty(store: Path, tmp_path: Path) -> None:

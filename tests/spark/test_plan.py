@@ -114,7 +114,7 @@ def test_a_group_says_where_to_begin(tmp_path: Path) -> None:
 def test_messages_that_a_crash_left_in_no_queue_are_told_of(
     tmp_path: Path, scan: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = SourceOptions.parse({"path": str(crashed_store(tmp_path / "s", 10, 6)), "scan": scan})
+    options = SourceOptions.parse({"path": str(crashed_store(tmp_path / "s", 10, 6)), "readBy": scan})
     plan(options)
     plan(options)
     [warning] = caplog.messages
@@ -142,7 +142,7 @@ def test_a_scan_of_the_log_ends_where_recovery_will_end_it(tmp_path: Path) -> No
     data[places[4] : places[6]] = bytes(places[6] - places[4])
     log.write_bytes(data)
 
-    [[piece]] = plan(SourceOptions.parse({"path": str(tmp_path / "torn"), "scan": "log"}))
+    [[piece]] = plan(SourceOptions.parse({"path": str(tmp_path / "torn"), "readBy": "log"}))
 
     assert isinstance(piece, LogSlice)
     assert (piece.start, piece.stop) == (0, places[4])
@@ -222,8 +222,8 @@ def test_only_what_is_on_disk_can_be_asked_for(tmp_path: Path) -> None:
             store.put("t", b"%d" % i)
         store.dispatch()
         assert planned(tmp_path / "s") == {("t", 0): (0, 15)}
-        assert planned(tmp_path / "s", readUpTo="flushed") == {("t", 0): (0, 10)}
-    assert planned(tmp_path / "s", readUpTo="flushed") == {("t", 0): (0, 15)}  # closed cleanly
+        assert planned(tmp_path / "s", isolation="flushed") == {("t", 0): (0, 10)}
+    assert planned(tmp_path / "s", isolation="flushed") == {("t", 0): (0, 15)}  # closed cleanly
 
 
 # -- stores ------------------------------------------------------------------------------------------------------------
@@ -337,17 +337,17 @@ def test_offsets_of_several_stores_have_the_store_on_top(tmp_path: Path) -> None
         starts('{"t":{"0":3}}')
 
 
-# -- scan=log ----------------------------------------------------------------------------------------------------------
+# -- readBy=log -------------------------------------------------------------------------------------------------------
 
 
 def test_a_log_scan_goes_to_the_end_of_what_is_dispatched(store: Path) -> None:
     with MessageStore(store, "r") as opened:
         end = log_end(opened)
-    [[piece]] = plan(SourceOptions.parse({"path": str(store), "scan": "log"}))
+    [[piece]] = plan(SourceOptions.parse({"path": str(store), "readBy": "log"}))
     assert isinstance(piece, LogSlice)
     assert (piece.start, piece.stop) == (0, end)
     with pytest.raises(ConfigError, match=r"knows no bounds of queues: leave startingTimestamp=5 out, or give"):
-        plan(SourceOptions.parse({"path": str(store), "scan": "log", "startingTimestamp": "5"}))
+        plan(SourceOptions.parse({"path": str(store), "readBy": "log", "startingTimestamp": "5"}))
 
 
 def test_a_store_without_queues_is_read_by_its_log(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_a_java_store_reads_as_it_exports(
     spark: Any, golden: Callable[[str], GoldenStore], name: str, scan: str
 ) -> None:
     path = golden(name).path
-    options = {"scan": scan, "includeSystemTopics": "true", "onCorrupt": "fail" if scan == "queue" else "skip"}
+    options = {"readBy": scan, "includeSystemTopics": "true", "onCorrupt": "fail" if scan == "queue" else "skip"}
     found = sorted_rows(rows(load(spark, path, **options)))
     expected = [as_row(line) for line in exported(path)]
     # A DataFrame's times are Python's datetimes: strange ones have been nulled by the source as by the model.
@@ -164,7 +164,7 @@ def test_a_schema_that_rows_cannot_have_is_refused(spark: Any, store: Path) -> N
     ("options", "says"),
     [
         ({"colums": "body"}, r"no option 'colums'; did you mean 'columns'\?\s+SQLSTATE"),
-        ({"scan": "fast"}, "option scan='fast'"),
+        ({"readBy": "fast"}, "option readBy='fast'"),
         ({"columns": "bodies"}, "no column 'bodies'"),
         ({"view": "queues", "columns": "body"}, "the view queues has no 'body'; there are store, topic"),
         ({"view": "queues", "columns": "topic,topic"}, "a column is named twice in topic, topic"),
@@ -208,7 +208,10 @@ def test_our_message_stands_at_the_top_of_what_spark_shows(spark: Any, store: Pa
     log.write_bytes(data)
     wrong = spark.read.format("mqstore").schema("bodies binary")
     for ask, begins in (
-        (lambda: load(spark, store, scan="fast"), "ConfigError: option scan='fast': no such word; auto, queue or log"),
+        (
+            lambda: load(spark, store, readBy="fast"),
+            "ConfigError: option readBy='fast': no such word; auto, queue or log",
+        ),
         (lambda: wrong.load(str(store)).collect(), "ConfigError: schema: no column 'bodies'; there are store, topic"),
         (lambda: load(spark, tmp_path / "x").collect(), f"NotAStoreError: {tmp_path / 'x'} holds no store"),
         (lambda: load(spark, store, subscribe="u").collect(), "TopicNotFoundError: no store has the topic 'u', which"),
@@ -278,7 +281,7 @@ def test_every_filter_gives_what_it_gives_without_push_down(pushing: Any, store:
         expected = sorted(row.physical_offset for row in verdicts if row[f"p{number}"])
         for scan in ("queue", "log") if number % 4 == 0 else ("queue",):
             for push_down in ("true", "false") if number % 6 == 0 else ("true",):
-                frame = load(pushing, store, columns=columns, scan=scan, pushDown=push_down).where(text)
+                frame = load(pushing, store, columns=columns, readBy=scan, pushDown=push_down).where(text)
                 assert sorted(row.physical_offset for row in frame.collect()) == expected, (scan, push_down, text)
 
 
@@ -291,7 +294,7 @@ def test_limits_joins_and_values_of_python_give_what_they_give_without_push_down
     for push_down in ("true", "false"):
 
         def frame(push_down: str = push_down) -> Any:
-            return load(pushing, store, scan="queue", pushDown=push_down)
+            return load(pushing, store, readBy="queue", pushDown=push_down)
 
         assert frame().where("topic = 't'").limit(7).count() == 7
         assert frame().join(offsets, "queue_offset").where("topic = 't'").count() == 4
@@ -309,7 +312,7 @@ def test_one_frame_serves_many_queries_whatever_the_session_has_set(pushing: Any
 def test_spark_gives_the_plan_of_one_filter_to_another(pushing: Any, store: Path) -> None:
     """Why `pushDown` is off by default: pins an error of Spark. When this fails, Spark has mended it, and the default,
     the module's words and the documentation can change."""
-    frame = load(pushing, store, columns="topic", scan="queue", pushDown="true")
+    frame = load(pushing, store, columns="topic", readBy="queue", pushDown="true")
     both = frame.where("topic = 't'").union(frame.where("topic = 'seed'"))
     assert [row.topic for row in both.collect()] == ["seed", "seed"]  # right were 40 times t and once seed
 
@@ -324,7 +327,7 @@ def test_a_plan_decides_only_while_the_setting_is_on(pushing: Any, store: Path) 
     while the setting is off, when it would refuse the query, and is called while it is on."""
 
     def query() -> Any:
-        frame = load(pushing, store, columns="topic,queue_id,queue_offset", scan="queue", pushDown="true")
+        frame = load(pushing, store, columns="topic,queue_id,queue_offset", readBy="queue", pushDown="true")
         return frame.where("topic = 't' and queue_offset < 5")
 
     assert filters_left(query()) == ""
@@ -500,10 +503,10 @@ def test_a_store_without_messages_reads_as_no_rows(spark: Any, tmp_path: Path, s
     from mqstore.spark.source import MQStoreDataSource
 
     MessageStore(tmp_path / "s").close()
-    source = MQStoreDataSource({"path": str(tmp_path / "s"), "scan": scan})
+    source = MQStoreDataSource({"path": str(tmp_path / "s"), "readBy": scan})
     assert source.reader(source.schema()).partitions() == []
 
-    frame = load(spark, tmp_path / "s", scan=scan)
+    frame = load(spark, tmp_path / "s", readBy=scan)
 
     assert frame.columns == load(spark, tmp_path / "s").columns != []
     assert (frame.collect(), frame.where("topic = 't'").count()) == ([], 0)

@@ -206,8 +206,8 @@ def _checked_by(by: Sequence[str]) -> tuple[str, ...]:
 def _tasks(selection: Selection, slots: int = 1) -> list[list[QueueSlice]]:
     """Slices of queues; of retry topics as well, if no topics are named."""
     options = selection.options
-    if options.scan == "log":
-        raise ConfigError("option scan=log: traffic is counted by queues: use scan=queue")
+    if options.read_by == "log":
+        raise ConfigError("option readBy=log: traffic is counted by queues: use readBy=queue")
     if options.topics or options.assign or options.topic_pattern or options.include_system_topics:
         return selection.queue_tasks(by_region=True, slots=slots)
     tasks = selection.with_options(include_system_topics=True).queue_tasks(by_region=True, slots=slots)

@@ -210,7 +210,7 @@ class _LogRecords(_Looked):
 @contextmanager
 def costs_of(options: SourceOptions, limit: Limit) -> Iterator[Costs]:
     """What counts against `limit`. Stores that have to be looked at are open as long as this is."""
-    if options.scan == "log":
+    if options.read_by == "log":
         with _LogRecords(options, limit.unit) as records:
             yield records
     elif limit.unit == "bytes":

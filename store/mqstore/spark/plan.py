@@ -14,7 +14,7 @@ Spark need not repeat these. Times and physical offsets are bisected in each que
 tests them again. Store times may step back where a clock did: bounds are widened by a minute. Where it was set back by
 more, bisecting may miss messages; that is said where `pushDown` is, since no few samples of a queue could tell.
 
-`scan=auto` reads by queues wherever there are any. Reading the log in its order touches each page once, but every
+`readBy=auto` reads by queues wherever there are any. Reading the log in its order touches each page once, but every
 record has to be found by walking: measured from the page cache, it reaches 0.5 to 1.0 of the rate of the queues.
 """
 
@@ -400,7 +400,7 @@ def chosen(queues: Iterable[ConsumeQueue], options: SourceOptions) -> Iterator[C
 def bounds_of(store: MessageStore, queue: ConsumeQueue, options: SourceOptions) -> Bounds:
     """Of a queue that was found a moment ago."""
     low, top = queue.min_offset, queue.max_offset
-    return Bounds(low, min(top, _flushed(store, queue.ref, low, top)) if options.read_up_to == "flushed" else top, top)
+    return Bounds(low, min(top, _flushed(store, queue.ref, low, top)) if options.isolation == "flushed" else top, top)
 
 
 def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
@@ -411,12 +411,13 @@ def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
     if refused:
         given = ", ".join(f"{option}={value}" for option, value in refused.items())
         raise ConfigError(
-            f"option scan='log' reads whole logs and knows no bounds of queues: leave {given} out, or give scan=queue"
+            f"option readBy='log' reads whole logs and knows no bounds of queues: leave {given} out, or give "
+            "readBy=queue"
         )
     low, listed = store.min_offset, store.listed_end()
     # Queues may have listed more once: a topic that is deleted leaves its records in the log.
     top = max(listed, store.readable_end(max(low, listed)))
-    if options.read_up_to == "flushed" and not store.clean_shutdown:
+    if options.isolation == "flushed" and not store.clean_shutdown:
         return Bounds(low, min(listed, store._checkpoint.current.flushed or 0), top)
     return Bounds(low, listed, top)
 
@@ -482,9 +483,9 @@ def survey(
             continue
         with store:
             queues = queues_of(store)
-            if (queues or options.scan == "queue") and store.has_unlisted():
+            if (queues or options.read_by == "queue") and store.has_unlisted():
                 warn_once(f"mqstore: {left_by_crash(name)}; a query does not see them")
-            if options.scan == "log" or (options.scan == "auto" and not queues):
+            if options.read_by == "log" or (options.read_by == "auto" and not queues):
                 counted.found_all(name)
                 found += _log_slices(store, name, options, narrowing)
                 continue

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 
 from mqstore.errors import ConfigError
 from mqstore.spark.columns import default_columns
-from mqstore.spark.options import OPTIONS, View, not_for
+from mqstore.spark.options import View, not_for
 from mqstore.spark.selection import Selection, Stores, select
 from mqstore.spark.views import VIEWS
 
@@ -92,7 +92,7 @@ def _create(
 
 def _unfit(view: str) -> frozenset[str]:
     """Names, in small letters, of options that a view refuses."""
-    return frozenset(alias.lower() for name in not_for(cast(View, view)) for alias in (name, *OPTIONS[name].aliases))
+    return frozenset(name.lower() for name in not_for(cast(View, view)))
 
 
 def _messages(source: Any, selection: Selection, columns: tuple[str, ...] | None) -> Any:

@@ -170,8 +170,8 @@ class Selection:
 
     def tasks(self, *, by_region: bool = False, resumed: bool = False, slots: int = 1) -> list[list[Slice]]:
         """The messages cut into tasks, as `plan.plan` does."""
-        if self.options.scan == "log" and (self.offsets, self.times_ms) != ((0, _LAST), (-_LAST, _LAST)):
-            raise ConfigError("scan=log reads whole logs and knows no offsets and times of queues: use scan=queue")
+        if self.options.read_by == "log" and (self.offsets, self.times_ms) != ((0, _LAST), (-_LAST, _LAST)):
+            raise ConfigError("readBy=log reads whole logs and knows no offsets and times of queues: use readBy=queue")
         offsets = self.offsets[0], self.offsets[1] - 1
         times_ms = self.times_ms[0], self.times_ms[1] if self.times_ms[1] == _LAST else self.times_ms[1] - 1
         narrowing = Narrowing(offsets=offsets, times_ms=times_ms)
@@ -189,7 +189,7 @@ class Selection:
         return found
 
     def check_queues(self) -> None:
-        """ConfigError for a store that has records and no queues, for a job that sets scan=queue itself; as
+        """ConfigError for a store that has records and no queues, for a job that sets readBy=queue itself; as
         `queue_tasks`, it does not mind where the user has said that. For one that lost some of its queues, too: opening
         it brings them back, and who notes how far he has come would pass over them."""
         for name in self.stores():
@@ -198,7 +198,7 @@ class Selection:
             except NotAStoreError:
                 continue  # what that means is for planning to say
             with store:
-                if self.options.scan == "auto" and not queues_of(store) and store._has_records():
+                if self.options.read_by == "auto" and not queues_of(store) and store._has_records():
                     raise _no_queues(name)
                 if have_queues_lost(store):
                     raise ConfigError(
@@ -210,7 +210,7 @@ class Selection:
 def _no_queues(name: StoreName) -> ConfigError:
     return ConfigError(
         f"{name.path} has records, and no consume queues to read them by: `mqstore recover` makes these anew (and "
-        "scan=queue reads what there is, which is nothing)"
+        "readBy=queue reads what there is, which is nothing)"
     )
 
 

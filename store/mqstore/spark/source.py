@@ -243,7 +243,7 @@ class MQStoreReader(DataSourceReader):
 
     def take(self, filters: list[Filter]) -> Iterable[Filter]:
         """Note the filters; those that Spark has to test again."""
-        by_log = self._options.scan != "queue"
+        by_log = self._options.read_by != "queue"
         for each in filters:
             kind, test = type(each).__name__, each
             if isinstance(each, Not):

@@ -94,7 +94,7 @@ def _tell_left_out(options: SourceOptions, policy: Policy, name: StoreName, befo
     if corrupt and options.on_corrupt == "skip":
         _log.warning("mqstore: %s: %d damaged messages were left out (onCorrupt=skip)", name.id, corrupt)
     if removed:
-        what = "segments of messages" if options.scan == "log" else "messages"
+        what = "segments of messages" if options.read_by == "log" else "messages"
         _log.warning(
             "mqstore: %s: %d %s that retention has deleted were left out (failOnDataLoss=false)", name.id, removed, what
         )
