@@ -43,7 +43,6 @@ from mqstore.spark.keyindex import answered, bears
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, bounds_of_log, open_store
 from mqstore.spark.rows import Policy, log_batches
-from mqstore.spark.windows import Windows
 
 __all__ = ["Hop", "Trace", "trace", "trace_plan"]
 
@@ -206,24 +205,18 @@ def _not_indexed(store: MessageStore, scan: bool) -> list[tuple[int, int]]:
 
 def _by_log(store: MessageStore, low: int, high: int, terms: tuple[str, ...]) -> Iterator[int]:
     """Physical offsets of records in [low, high) that bear one of the terms."""
-    windows = Windows(store._run, store.fs)
-    try:
-        for pieces in log_batches(
-            store, windows, low, high, Policy(on_corrupt="skip"), lambda topic: True, at_record=True
-        ):
-            for piece in pieces:
-                headers = piece.headers
-                if headers is None or not piece.records:
-                    continue
-                starts = headers.properties_position
-                blobs = cut(piece.buffer, starts, starts + headers.properties_size)
-                for term in terms:
-                    for row in np.flatnonzero(pc.match_substring(blobs, term).to_numpy(zero_copy_only=False)).tolist():
-                        place = int(piece.physical[row])
-                        if bears(store.at(place), terms):
-                            yield place
-    finally:
-        windows.close()
+    for pieces in log_batches(store, low, high, Policy(on_corrupt="skip"), lambda topic: True, at_record=True):
+        for piece in pieces:
+            headers = piece.headers
+            if headers is None or not piece.records:
+                continue
+            starts = headers.properties_position
+            blobs = cut(piece.buffer, starts, starts + headers.properties_size)
+            for term in terms:
+                for row in np.flatnonzero(pc.match_substring(blobs, term).to_numpy(zero_copy_only=False)).tolist():
+                    place = int(piece.physical[row])
+                    if bears(store.at(place), terms):
+                        yield place
 
 
 def _hop(parts: Parts, name: StoreName, message: Message) -> Hop:
