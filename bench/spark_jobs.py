@@ -26,7 +26,8 @@ from typing import Any
 
 from bench.goals import ROUNDS, measure, report
 from bench.spark_columns import make
-from mqstore.spark import export_parquet, select, session, traffic_report
+from mqstore.jobs import export_parquet, traffic_report
+from mqstore.spark import select, session
 
 FIVE = ("topic", "queue_id", "queue_offset", "store_timestamp", "body")
 
@@ -38,7 +39,7 @@ def _frame(spark: Any, store: Path, columns: tuple[str, ...]) -> Any:
 
 
 def export_task(spark: Any, store: Path, out: Path) -> object:
-    return export_parquet(spark, store, out, columns=FIVE, partition_by=())
+    return export_parquet(store, out, spark=spark, columns=FIVE, partition_by=())
 
 
 def export_frame(spark: Any, store: Path, out: Path) -> object:
@@ -46,7 +47,7 @@ def export_frame(spark: Any, store: Path, out: Path) -> object:
 
 
 def export_task_by_topic(spark: Any, store: Path, out: Path) -> object:
-    return export_parquet(spark, store, out, columns=FIVE, partition_by=("topic",))
+    return export_parquet(store, out, spark=spark, columns=FIVE, partition_by=("topic",))
 
 
 def export_frame_by_topic(spark: Any, store: Path, out: Path) -> object:
@@ -55,12 +56,12 @@ def export_frame_by_topic(spark: Any, store: Path, out: Path) -> object:
 
 def traffic_task(spark: Any, store: Path, out: Path) -> object:
     del out
-    return traffic_report(spark, select(store), by=("topic", "queue_id"), top=0)
+    return traffic_report(select(store), spark=spark, by=("topic", "queue_id"), top=0)
 
 
 def traffic_keys(spark: Any, store: Path, out: Path) -> object:
     del out
-    return traffic_report(spark, select(store), by=("topic", "queue_id"), top=20)
+    return traffic_report(select(store), spark=spark, by=("topic", "queue_id"), top=20)
 
 
 def traffic_frame(spark: Any, store: Path, out: Path) -> object:

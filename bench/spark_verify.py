@@ -7,7 +7,7 @@ Of the size that makes somebody think of Spark: a GiB takes one process less tha
 and between its tasks. Seconds, the best of some rounds in which every side has its turn, after two that do not count.
 Every side does the whole of it:
 
-    `MessageStore.verify`; `verify(None)`, the tasks one after the other here; `verify(spark)` on local[2]
+    `MessageStore.verify`; `verify`, the tasks one after the other here; with `spark=session` on local[2]
 
 Goal: two tasks at least 1.6 times as fast as one process. One process reads ahead on a second processor if it has one,
 which a task does not; `one processor` is the same held to one, where the system knows how.
@@ -24,13 +24,13 @@ from typing import Any
 from bench.goals import ROUNDS, Side, measure, report
 from bench.spark_columns import make
 from mqstore import MessageStore
-from mqstore.spark import session, verify
+from mqstore.jobs import verify
+from mqstore.spark import session
 
 _CONF = {
     "spark.master": "local[2]",
     "spark.ui.enabled": "false",
     "spark.driver.memory": "1g",
-    "spark.python.unix.domain.socket.enabled": "true",
 }
 
 
@@ -40,7 +40,7 @@ def one_process(path: Path) -> None:
 
 
 def checked(spark: Any, path: Path) -> None:
-    assert verify(spark, path).ok
+    assert verify(path, spark=spark).ok
 
 
 def on_one_processor(side: Side) -> None:

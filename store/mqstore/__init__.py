@@ -36,7 +36,6 @@ from mqstore.client.allocation import fixed_queues
 from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
 from mqstore.client.delivery import Delivery
 from mqstore.client.interceptors import Consumed, Interceptor
-from mqstore.client.orderly import BatchTx
 from mqstore.client.outcome import BatchFailure, Reject, Retry
 from mqstore.client.producer import Producer, Selector
 from mqstore.client.pullconsumer import PullConsumer
@@ -75,7 +74,6 @@ from mqstore.errors import (
     SubscriptionConflictError,
     TopicNotFoundError,
     TransactionStateError,
-    UncommittedBatchError,
     UnsupportedStoreError,
 )
 from mqstore.log.columns import Binary, Columns
@@ -99,7 +97,6 @@ __all__ = [
     "JSON",
     "TEXT",
     "BatchFailure",
-    "BatchTx",
     "Binary",
     "Body",
     "Broker",
@@ -177,7 +174,6 @@ __all__ = [
     "TopicNotFoundError",
     "Transaction",
     "TransactionStateError",
-    "UncommittedBatchError",
     "UnsupportedStoreError",
     "backoff",
     "cancelled",

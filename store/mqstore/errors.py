@@ -45,7 +45,6 @@ __all__ = [
     "SubscriptionConflictError",
     "TopicNotFoundError",
     "TransactionStateError",
-    "UncommittedBatchError",
     "UnsupportedStoreError",
     "raise_os_error",
 ]
@@ -415,25 +414,6 @@ class StoreFullError(SendError, OSError):
 
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-
-class UncommittedBatchError(MQStoreError):
-    """A handler of an ordered consumer left more messages open than `max_uncommitted`, or for too long: they were
-    rolled back, and come again (client-semantics A7.6).
-
-    >>> import mqstore, tempfile
-    >>> told = queue.SimpleQueue()
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
-    ...     consumer = store.push_consumer("g", ordered=True, on_error=lambda error, message: told.put(error))
-    ...     _ = consumer.subscribe("t", lambda messages, tx: None, max_uncommitted=1)  # never commits
-    ...     _ = store.put("t", b"a")
-    ...     with consumer:
-    ...         try:
-    ...             raise told.get(timeout=30)
-    ...         except mqstore.UncommittedBatchError:
-    ...             print("comes again")
-    comes again
-    """
 
 
 class QueueEmpty(MQStoreError, queue.Empty):  # noqa: N818  (as the standard library's, which it is)

@@ -33,8 +33,8 @@ import pytest
 
 import mqstore
 from mqstore import Finding, Message, MessageStore, OffsetOutOfRangeError, OutgoingMessage, Retention, StoreConfig
+from mqstore.jobs.verifying import verify
 from mqstore.log.walk import walk_queue
-from mqstore.spark.jobs.verify import verify
 from mqstore_tools.main import main
 
 ROUNDS = os.environ.get("MQSTORE_CAMPAIGN_ROUNDS")
@@ -239,7 +239,7 @@ def _verify(path: Path) -> None:
 
 
 def _spark(path: Path) -> None:
-    report = verify(None, path, range_bytes=SEGMENT // 3)
+    report = verify(path, range_bytes=SEGMENT // 3)
     assert report.ok, report
 
 

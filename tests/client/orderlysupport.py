@@ -86,7 +86,6 @@ class Bench:
         handler: Callable[..., Any] = lambda *arguments: None,
         *,
         topics: Sequence[str] = ("t",),
-        max_uncommitted: int | None = None,
         **options: Any,
     ) -> PushConsumer:
         """A member that calls `handler` inside a record of the call, started; not yet run."""
@@ -104,7 +103,7 @@ class Bench:
                 handler(got, *more)
 
         for topic in topics:
-            consumer.subscribe(topic, recorded, max_uncommitted=max_uncommitted)
+            consumer.subscribe(topic, recorded)
         self.members.append(consumer)
         return consumer.start()
 

@@ -322,21 +322,20 @@ def test_what_a_handler_s_end_means(tmp_path: Path, ordered: bool, mode: Any, ca
         assert {attempt for _, attempt in seen} == {1, 2}
 
 
-def test_batches_and_transactions_of_handlers(tmp_path: Path) -> None:
+def test_batches_of_handlers(tmp_path: Path) -> None:
     async def test(store: aio.Store) -> None:
         batches: list[list[bytes]] = []
         done = asyncio.Event()
 
-        async def handle(messages: Any, tx: mqstore.BatchTx) -> None:
+        async def handle(messages: Any) -> None:
             batches.append([m.body for m in messages])
             await asyncio.sleep(0)
             if messages[-1].body == b"3":
-                tx.commit()
                 done.set()
 
         await store.put_many("t", [b"%d" % i for i in range(4)], queue_id=0)
         consumer = await store.push_consumer("g", ordered=True, batch_size=2)
-        consumer.subscribe("t", handle, max_uncommitted=10)
+        consumer.subscribe("t", handle)
         async with consumer:
             await done.wait()
         assert [each for batch in batches for each in batch] == [b"0", b"1", b"2", b"3"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import BatchFailure, BatchTx, Consumed, Interceptor, Message, Reject, Retry, RetryPolicy, aio
+from mqstore import BatchFailure, Consumed, Interceptor, Message, Reject, Retry, RetryPolicy, aio
 from tests.client.pushsupport import PushBench
 from tests.client.test_aio import with_store
 
@@ -97,20 +97,6 @@ def test_a_batch_is_one_call(bench: PushBench) -> None:
     bench.consumer(handler, interceptors=[notes], batch_size=2, retry=LAST)
     bench.settle()
     assert notes.told() == [("g", "t", [b"0", b"1"], "retry")]
-
-
-@pytest.mark.parametrize(("decide", "outcome"), [("commit", "success"), ("rollback", "retry")])
-def test_a_transaction_that_is_rolled_back_is_a_retry(bench: PushBench, decide: str, outcome: str) -> None:
-    def handler(message: Message, tx: BatchTx) -> None:
-        getattr(tx, decide)()
-
-    notes = Notes()
-    consumer = bench.consumer(run=False, ordered=True, interceptors=[notes], retry=LAST)
-    consumer.subscribe("t", handler, max_uncommitted=2)
-    bench.put(b"m")
-    consumer.start()
-    bench.settle()
-    assert notes.told() == [("g", "t", [b"m"], outcome)]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

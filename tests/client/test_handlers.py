@@ -335,14 +335,6 @@ def test_a_handler_of_the_wrong_arity_is_refused(bench: PushBench, options: dict
         consumer.subscribe("t", handler)
 
 
-def test_a_handler_that_decides_by_itself_takes_two_arguments(bench: PushBench) -> None:
-    consumer = PushConsumer(bench.broker, "g", ordered=True)
-    for handler in (no_arguments, lambda message: None, keyword_wanted):
-        with pytest.raises(ConfigError, match="BatchTx"):
-            consumer.subscribe("t", handler, max_uncommitted=2)
-    consumer.subscribe("t", two_arguments, max_uncommitted=2)
-
-
 def test_aio_refuses_a_handler_of_the_wrong_arity(tmp_path: Path) -> None:
     async def none() -> None: ...
 
@@ -353,9 +345,5 @@ def test_aio_refuses_a_handler_of_the_wrong_arity(tmp_path: Path) -> None:
         for handler in (none, two, no_arguments):
             with pytest.raises(ConfigError, match="one argument"):
                 consumer.subscribe("t", handler)
-        ordered = await store.push_consumer("h", ordered=True)
-        with pytest.raises(ConfigError, match="BatchTx"):
-            ordered.subscribe("t", coroutine, max_uncommitted=2)
-        ordered.subscribe("t", two, max_uncommitted=2)
 
     with_store(test, tmp_path)

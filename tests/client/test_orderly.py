@@ -15,10 +15,9 @@ import pytest
 
 import mqstore
 from mqstore import BatchFailure, Interceptor, Message, QueueRef, Reject, Retry, RetryPolicy
-from mqstore.client import assignment
-from mqstore.client.orderly import BatchTx
+from mqstore.client import assignment, orderly
 from mqstore.client.workers import cancelled
-from mqstore.errors import ConfigError, StoreBusyError, UncommittedBatchError
+from mqstore.errors import ConfigError, StoreBusyError
 from tests.client.orderlysupport import Bench, fire
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
@@ -110,19 +109,21 @@ def test_a_failure_holds_up_its_queue_and_no_other(wide: Bench) -> None:
     assert wide.attempts == [("0", 1), ("a", 1), ("b", 1), ("0", 2), ("0", 3), ("1", 1)]
 
 
-def test_a_queue_lets_another_have_the_thread_after_its_slice(wide: Bench) -> None:
+def test_a_queue_lets_another_have_the_thread_after_its_slice(wide: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orderly, "SLICE_MS", 5_000)
     wide.put(*"0123")
     wide.put(*"abcd", queue=1)
-    wide.join(handler=lambda message: wide.clock.advance(3_000), time_slice=5)
+    wide.join(handler=lambda message: wide.clock.advance(3_000))
     wide.settle()
 
     assert "".join(wide.bodies) in ("01ab23cd", "ab01cd23")
 
 
-def test_within_its_slice_a_queue_is_not_interrupted(wide: Bench) -> None:
+def test_within_its_slice_a_queue_is_not_interrupted(wide: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orderly, "SLICE_MS", 9_000)
     wide.put(*"0123")
     wide.put(*"abcd", queue=1)
-    wide.join(handler=lambda message: wide.clock.advance(3_000), time_slice=9)  # "longer than", so four
+    wide.join(handler=lambda message: wide.clock.advance(3_000))  # "longer than", so four
     wide.settle()
 
     assert "".join(wide.bodies) in ("0123abcd", "abcd0123")
@@ -517,343 +518,6 @@ def test_a_rejected_batch_is_rejected_whole(bench: Bench) -> None:
     assert bench.committed() == 4
 
 
-# --- transactions of batches (A7.5, A7.6) --------------------------------------------------------------------------
-
-
-class Settled(Interceptor):
-    """What was settled, and how."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str]] = []
-
-    def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
-        self.seen.append((message.text(), outcome))
-
-
-def decides(**decisions: Callable[[BatchTx], object]) -> Callable[[Message, BatchTx], None]:
-    """A handler that does this at the messages named (n3=...: at "3"), and leaves the others open."""
-
-    def handle(message: Message, tx: BatchTx) -> None:
-        decisions.get(f"n{message.text()}", lambda tx: None)(tx)
-
-    return handle
-
-
-def test_a_commit_settles_everything_that_was_left_open(bench: Bench) -> None:
-    settled = Settled()
-    bench.put(*"01234")
-    handler = decides(n2=BatchTx.commit)
-    consumer = bench.join(handler=handler, max_uncommitted=10, interceptors=[settled])
-    bench.settle()
-
-    assert bench.bodies == list("01234")
-    assert bench.committed() == 3
-    assert settled.seen == [("0", "ack"), ("1", "ack"), ("2", "ack")]
-    assert consumer.stats().topics["t"].ok == 3
-    bench.leave(consumer)
-    bench.join("b", decides(n4=BatchTx.commit), max_uncommitted=10)
-    bench.settle()
-    assert bench.bodies == [*"01234", *"34"]
-    assert bench.committed() == 5
-
-
-def test_a_rollback_brings_everything_open_again_and_is_an_attempt(bench: Bench) -> None:
-    first = iter([lambda tx: tx.rollback(2.5)])
-    bench.put(*"0123")
-    handler = decides(n1=BatchTx.commit, n3=lambda tx: next(first, BatchTx.commit)(tx))
-    bench.join(handler=handler, max_uncommitted=10)
-    bench.advance(2.4)
-    assert bench.bodies == list("0123")
-    assert bench.committed() == 2
-
-    bench.advance(0.1)
-    assert bench.attempts[4:] == [("2", 2), ("3", 2)]
-    assert bench.committed() == 4
-
-
-def test_a_rollback_each_time_ends_in_dead_letters_not_in_a_loop(bench: Bench) -> None:
-    bench.put(*"012")
-    bench.join(handler=decides(n1=BatchTx.rollback, n2=BatchTx.commit), max_uncommitted=10, retry=RetryPolicy(3, [1]))
-    bench.advance(20)
-
-    assert bench.bodies == [*"01" * 3, "2"]
-    assert bench.letters() == ["0", "1"]
-    assert bench.committed() == 3
-
-
-def test_a_failure_undoes_a_commit_that_was_asked_for(bench: Bench) -> None:
-    def commits_and_fails(tx: BatchTx) -> None:
-        tx.commit()
-        if len(bench.calls) == 2:
-            raise ValueError("after all")
-
-    bench.put("0", "1")
-    bench.join(handler=decides(n1=commits_and_fails), max_uncommitted=10)
-    bench.settle()
-    assert bench.committed() == 0
-
-    bench.advance(1)
-    assert bench.attempts == [("0", 1), ("1", 1), ("0", 2), ("1", 2)]
-    assert bench.committed() == 2
-
-
-def test_a_rejection_takes_its_own_message_out_and_brings_the_open_ones_again(bench: Bench) -> None:
-    def rejects(tx: BatchTx) -> None:
-        raise Reject("odd")
-
-    bench.put(*"0123")
-    bench.join(handler=decides(n2=rejects, n3=BatchTx.commit), max_uncommitted=10)
-    bench.settle()
-
-    assert bench.attempts == [("0", 1), ("1", 1), ("2", 1), ("0", 1), ("1", 1), ("3", 1)]
-    assert bench.letters() == ["2"]
-    assert bench.committed() == 4
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 3])
-def test_a_handler_that_never_commits_is_stopped_at_its_bound_and_told(bench: Bench, batch_size: int) -> None:
-    bench.put(*"0123456")
-    options = {"max_uncommitted": 3, "batch_size": batch_size, "retry": RetryPolicy(2, [1])}
-    bench.join(handler=lambda messages, tx: None, **options)
-    bench.settle()
-    assert bench.bodies == list("012")
-    assert "3 messages of 't' from t/0 were left open" in bench.told(UncommittedBatchError)[0]
-    assert bench.errors[0][1] is not None
-    assert bench.errors[0][1].text() == "0"
-
-    bench.advance(3)
-    assert bench.bodies[:9] == [*"012", *"012", *"345"]
-    assert bench.letters()[:3] == ["0", "1", "2"]
-
-
-def test_a_handler_that_never_commits_reaches_its_bound_with_any_prefetch(bench: Bench) -> None:
-    """RocketMQ's stall: what is open fills the cache, so nothing is pulled, so nothing is decided (A7.6)."""
-    bench.put(*[str(i) for i in range(40)])
-    handler = decides(n3=BatchTx.commit, n12=BatchTx.commit, n21=BatchTx.commit, n30=BatchTx.commit)
-    bench.join(handler=handler, max_uncommitted=9, prefetch=10)
-    bench.settle()
-
-    assert bench.committed() == 31
-    assert bench.bodies[:39] == [str(i) for i in range(39)]
-    [told] = bench.told(UncommittedBatchError)  # 31 to 39 are nine
-    assert "9 messages" in told
-
-
-def test_a_cache_that_was_full_is_filled_while_messages_are_open(bench: Bench) -> None:
-    """A pull was refused, and a commit made room, but not much: who handles the last one cached has to pull again."""
-
-    def fills(tx: BatchTx) -> None:
-        fire(bench.members[0])  # the next pull finds all ten
-
-    bench.put(*[str(i) for i in range(20)])
-    handler = decides(n0=fills, n3=BatchTx.commit, n12=BatchTx.commit)
-    bench.join(handler=handler, max_uncommitted=9, prefetch=10, workers=2)
-    bench.settle()
-
-    assert bench.bodies == [str(i) for i in range(20)]
-    assert bench.committed() == 13
-    assert bench.errors == []
-
-
-def test_two_workers_are_not_at_one_queue(bench: Bench) -> None:
-    def handle(message: Message) -> None:
-        bench.put(f"{message.text()}+")
-        bench.broker.run_once()
-        fire(bench.members[0])
-
-    bench.put(*"012")
-    bench.join(handler=lambda message: handle(message) if "+" not in message.text() else None, workers=2, prefetch=2)
-    bench.settle()
-
-    assert bench.bodies == [*"012", "0+", "1+", "2+"]
-
-
-def test_messages_are_left_open_for_60_s_at_most_when_nothing_comes(bench: Bench) -> None:
-    bench.put("0", "1")
-    bench.join(handler=decides(), max_uncommitted=10, suspend=5)
-    bench.advance(59.9)
-    assert bench.bodies == ["0", "1"]
-    assert bench.errors == []
-
-    bench.advance(1.1)
-    assert len(bench.told(UncommittedBatchError)) == 1
-    assert bench.bodies == ["0", "1"]
-    bench.advance(5)
-    assert bench.attempts == [("0", 1), ("1", 1), ("0", 2), ("1", 2)]
-    bench.advance(70)
-    assert len(bench.told(UncommittedBatchError)) == 2
-
-
-def test_messages_are_left_open_for_60_s_at_most_when_more_come(bench: Bench) -> None:
-    bench.put("0")
-    bench.join(handler=decides(), max_uncommitted=1000, prefetch=2000)
-    for number in range(1, 8):
-        bench.advance(10)
-        bench.put(str(number))
-    bench.advance(1)
-
-    assert len(bench.told(UncommittedBatchError)) == 1
-    assert bench.attempts[:6] == [(str(i), 1) for i in range(6)]
-    assert ("0", 2) in bench.attempts
-
-
-def test_a_commit_after_60_s_is_in_time_if_it_is_the_handler_s_word(bench: Bench) -> None:
-    def late(tx: BatchTx) -> None:
-        for _ in range(4):
-            bench.clock.advance(20_000)
-            fire(bench.members[0])
-        tx.commit()
-
-    bench.put("0", "1")
-    bench.join(handler=decides(n1=late), max_uncommitted=10)
-    bench.settle()
-
-    assert bench.committed() == 2
-    assert bench.told(UncommittedBatchError) == []
-
-
-def test_an_error_while_messages_are_open_puts_all_of_them_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.put(*"012")
-    bench.join(handler=decides(n1=BatchTx.rollback, n2=BatchTx.commit), max_uncommitted=10, retry=RetryPolicy(2, [1]))
-    with monkeypatch.context() as patch:
-        patch.setattr(bench.broker._pop, "note_attempt", lambda *arguments: 1 / 0)
-        bench.settle()
-    bench.advance(10)
-
-    assert bench.attempts == [("0", 1), ("1", 1), ("0", 1), ("1", 1), ("0", 2), ("1", 2), ("2", 1)]
-
-
-def test_what_was_put_back_by_an_error_is_open_no_longer(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.put("0")
-    consumer = bench.join(handler=decides(n1=BatchTx.commit), max_uncommitted=3)
-    bench.settle()
-    with monkeypatch.context() as patch:
-        patch.setattr(bench.broker._pop, "attempts", lambda *arguments: 1 / 0)
-        bench.put("1")
-        bench.settle()
-    bench.advance(5)
-
-    assert bench.attempts == [("0", 1), ("0", 1), ("1", 1)]
-    assert consumer.stats().topics["t"].ok == 2
-
-
-def test_a_queue_that_is_idle_with_open_messages_survives_an_error_when_they_are_rolled_back(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.put("0")
-    bench.join(handler=decides(n1=BatchTx.commit), max_uncommitted=10)
-    bench.advance(59)
-    with monkeypatch.context() as patch:
-        patch.setattr(bench.broker._pop, "note_attempt", lambda *arguments: 1 / 0)
-        bench.advance(3)
-    assert bench.told(ZeroDivisionError)
-    bench.put("1")
-    bench.advance(10)
-
-    assert bench.committed() == 2
-
-
-def test_a_decision_after_the_handler_has_returned_is_refused(bench: Bench) -> None:
-    kept: list[BatchTx] = []
-    bench.put("0")
-    bench.join(handler=decides(n0=kept.append), max_uncommitted=10)
-    bench.settle()
-
-    with pytest.raises(RuntimeError, match="too late"):
-        kept[0].commit()
-    with pytest.raises(RuntimeError, match="too late"):
-        kept[0].rollback()
-
-
-@pytest.mark.parametrize("delay", [-1, float("inf"), float("nan")])
-def test_a_rollback_without_end_is_refused_and_decides_nothing(delay: float) -> None:
-    tx = BatchTx()
-    with pytest.raises(ConfigError):
-        tx.rollback(delay)
-    tx.commit()
-
-    assert tx.decision == "commit"
-
-
-def test_a_transaction_is_decided_once() -> None:
-    tx = BatchTx()
-    tx.rollback()
-    tx.rollback()
-    with pytest.raises(RuntimeError, match="rolled back already"):
-        tx.commit()
-
-
-def test_open_messages_of_a_queue_that_is_given_up_come_again_elsewhere_and_it_is_told(wide: Bench) -> None:
-    wide.put(*"01", queue=1)
-    wide.join("a", decides(), max_uncommitted=10)
-    wide.settle()
-    wide.join("b", decides(n1=BatchTx.commit), max_uncommitted=10)
-    wide.advance(2)
-
-    assert [(call.member, call.body, call.attempt) for call in wide.calls] == [
-        *[("a", "0", 1), ("a", "1", 1)],
-        *[("b", "0", 1), ("b", "1", 1)],  # to be revoked is no failure
-    ]
-    assert "gave the queue up" in wide.told(UncommittedBatchError)[0]
-    assert wide.committed(1) == 2
-
-
-def test_open_messages_of_a_handler_that_was_replaced_go_to_the_new_one(bench: Bench) -> None:
-    new: list[str] = []
-    bench.put("0", "1")
-    consumer = bench.join(handler=decides(), max_uncommitted=10)
-    bench.settle()
-    consumer.subscribe("t", lambda message: new.append(message.text()))
-    bench.put("2")
-    bench.settle()
-
-    assert new == ["0", "1", "2"]
-    assert "replaced" in bench.told(UncommittedBatchError)[0]
-    assert bench.committed() == 3
-
-
-def test_open_messages_stay_open_when_only_the_filter_changes(bench: Bench) -> None:
-    def handler(message: Message, tx: BatchTx) -> None:
-        got.append(message.text())
-        if message.text() == "2":
-            tx.commit()
-
-    got: list[str] = []
-    bench.put("0", "1", tag="x")
-    consumer = bench.store.push_consumer("g", ordered=True, workers=1)
-    consumer.subscribe("t", handler, max_uncommitted=10)
-    bench.members.append(consumer.start())
-    bench.settle()
-    consumer.subscribe("t", handler, tags="x", max_uncommitted=10)
-    bench.put("2", tag="x")
-    bench.advance(1)
-
-    assert got == ["0", "1", "2"]
-    assert bench.committed() == 3
-
-
-def test_a_seek_drops_open_messages(bench: Bench) -> None:
-    bench.put(*"0123")
-    consumer = bench.join(handler=decides(n1=BatchTx.commit), max_uncommitted=10)
-    bench.settle()
-    assert bench.committed() == 2
-    consumer.seek(T0, 1)
-    bench.advance(2)
-
-    assert bench.bodies == [*"0123", *"123"]
-    assert bench.committed() == 2
-    assert "gave the queue up" in bench.told(UncommittedBatchError)[0]
-
-
-def test_a_bound_that_the_cache_cannot_hold_is_refused(bench: Bench) -> None:
-    consumer = bench.store.push_consumer("g", ordered=True, prefetch=10, batch_size=4)
-    for bound in (3, 10, 0, -1):
-        with pytest.raises(ConfigError, match="max_uncommitted"):
-            consumer.subscribe("t", print, max_uncommitted=bound)
-    with pytest.raises(ConfigError, match="ordered"):
-        bench.store.push_consumer("h").subscribe("t", print, max_uncommitted=3)
-
-
 # --- members that come, go, hang and die (A7.1, A7.2) --------------------------------------------------------------
 
 
@@ -1110,32 +774,6 @@ def test_attempts_of_a_formerly_concurrent_group_are_counted_on(bench: Bench) ->
     assert letter.stored_properties()["DLQ_ORIGIN_TOPIC"] == "t"
 
 
-def test_open_messages_of_one_topic_are_not_settled_by_another_s_in_the_same_retry_queue(bench: Bench) -> None:
-    bench.store.create_topic("u", queues=1)
-    bench.put("0")
-    bench.put("1", topic="u")
-    bench.put("2")
-    formerly_concurrent(bench, "012", ("t", "u"))
-    consumer = bench.store.push_consumer("g", ordered=True, workers=1)
-    got: list[tuple[str, int]] = []
-
-    def leaves_open(message: Message, tx: BatchTx) -> None:
-        got.append((message.text(), message.attempt))
-
-    consumer.subscribe("t", leaves_open, max_uncommitted=10)
-    consumer.subscribe("u", lambda message: got.append((message.text(), message.attempt)))
-    bench.members.append(consumer.start())
-    bench.settle()
-
-    assert sorted(got) == [("0", 2), ("1", 2), ("2", 2)]
-    retries = QueueRef("%RETRY%g", 0)
-    first_open = min(i for i, (body, _) in enumerate(got) if body in "02")
-    assert bench.broker.committed("g", *retries) == first_open
-    bench.advance(70)
-    assert ("0", 3) in got
-    assert ("1", 3) not in got
-
-
 def test_retries_of_a_topic_that_nobody_wants_end_as_dead_letters_and_it_is_told(bench: Bench) -> None:
     bench.store.create_topic("u", queues=1)
     bench.put("0", topic="u")
@@ -1208,7 +846,7 @@ def test_what_a_broadcasting_member_rejects_is_passed_over_at_once(bench: Bench)
 
 def test_a_broadcasting_member_waits_for_no_lock(bench: Bench) -> None:
     bench.put("0", "1")
-    bench.join(handler=lambda message: bench.clock.advance(100_000), model="broadcasting", time_slice=1_000)
+    bench.join(handler=lambda message: bench.clock.advance(100_000), model="broadcasting")
     bench.settle()
 
     assert bench.bodies == ["0", "1"]

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mqstore import BatchTx, Message, Reject, Retry, RetryPolicy
+from mqstore import Message, Reject, Retry, RetryPolicy
 from tests.client.orderlysupport import Bench, fire
 
 QUEUES = 3
@@ -45,8 +45,6 @@ class Fate:
 
 
 class Machine(RuleBasedStateMachine):
-    max_uncommitted: int | None = None
-
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="mqstore-orderly-"))
@@ -80,7 +78,7 @@ class Machine(RuleBasedStateMachine):
         name = f"m{self.names * 7 % 10}-{self.names}"  # so that the newest is not always the last
         handler = partial(self.handle, name)
         retry = RetryPolicy(MAX_ATTEMPTS, [1])
-        self.bench.join(name, handler, retry=retry, max_uncommitted=self.max_uncommitted, workers=2)
+        self.bench.join(name, handler, retry=retry, workers=2)
 
     @precondition(lambda self: self.bench.members)
     @rule(pick=st.integers(0, 9))
@@ -136,7 +134,7 @@ class Machine(RuleBasedStateMachine):
 
     # -- a handler ------------------------------------------------------------------------------------------------
 
-    def handle(self, name: str, message: Message, tx: BatchTx | None = None) -> None:
+    def handle(self, name: str, message: Message) -> None:
         queue, offset = message.queue_id, message.offset
         fate = self.fates[queue][offset]
         if message.text() != f"{queue} {offset}":
@@ -225,60 +223,5 @@ class Machine(RuleBasedStateMachine):
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class TxMachine(Machine):
-    """With transactions. What is open counts as handed over, to the member that has it; what was undone comes again.
-
-    `fails`: 0 commits, 1 leaves open, 2 rolls back, 3 raises, -1 rejects. Attempts of what is never committed end as
-    dead letters, which only the real ones tell."""
-
-    max_uncommitted = 3
-
-    def __init__(self) -> None:
-        self.open: dict[int, dict[int, str]] = {queue: {} for queue in range(QUEUES)}
-        super().__init__()
-
-    def handle(self, name: str, message: Message, tx: BatchTx | None = None) -> None:
-        assert tx is not None
-        queue, offset = message.queue_id, message.offset
-        fate, opened = self.fates[queue][offset], self.open[queue]
-        position = self.bench.committed(queue) or 0
-        for each in [each for each in opened if each >= offset or each < position]:  # undone; dead letters
-            del opened[each]
-        early = [each for each in self.not_done(queue, offset) if opened.get(each) != name]
-        if early:
-            self.wrong.append(f"{queue}/{offset} began in {name} while {early} are not done, of {opened}")
-        if (fate.done and not fate.loose) or not 1 <= message.attempt <= MAX_ATTEMPTS:
-            self.wrong.append(f"{queue}/{offset} came again, attempt {message.attempt}")
-        opened[offset] = name
-        if len(opened) > self.max_uncommitted:
-            self.wrong.append(f"{opened} are open")
-        self.happen(name, fate.inside)
-        if fate.fails == 0:
-            for each in opened:
-                self.fates[queue][each].done = True
-            opened.clear()
-            tx.commit()
-        elif fate.fails == 2:
-            tx.rollback()
-        elif fate.fails == 3:
-            raise Retry
-        elif fate.fails < 0:
-            del opened[offset]
-            fate.loose = fate.loose or bool(opened)  # it comes again if the queue changes hands before those are done
-            fate.done, fate.letters = True, fate.letters + 1
-            raise Reject
-
-    def not_done(self, queue: int, end: int) -> list[int]:
-        found = super().not_done(queue, end)
-        letters = self.bench.letters() if found else []
-        return [offset for offset in found if f"{queue} {offset}" not in letters]
-
-    def check_end(self, fate: Fate, letters: int) -> None:
-        assert fate.done or letters
-        assert letters <= 1 or fate.loose
-
-
 TestOrderly = Machine.TestCase
 TestOrderly.settings = SOME
-TestOrderlyTransactions = TxMachine.TestCase
-TestOrderlyTransactions.settings = SOME

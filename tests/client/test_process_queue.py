@@ -77,30 +77,22 @@ def test_the_size_vectors_of_rocketmq_s_test() -> None:
 
     shown = [queue.info(0).size // MIB]
     for number in (10_000, 10_000, 80_000):
-        queue.take(number)
-        queue.commit()
+        queue.finish(queue.take(number))
         shown.append(queue.info(0).size // MIB)
 
     assert shown == [12, 10, 9, 0]
 
 
-def test_take_and_commit_then_remove_count_and_size() -> None:
+def test_take_and_finish_then_remove_count_and_size() -> None:
     """A15.10."""
     queue = queue_at(0)
     queue.put(messages(*range(100)), 100)
-    assert len(queue.take(10)) == 10
+    taken = queue.take(10)
     assert (len(queue), queue.taken) == (100, 10)  # what is taken still counts
-    assert queue.commit() == 10
+    assert queue.finish(taken) == 10
     assert (len(queue), queue.size) == (90, 90 * 123)
     assert queue.remove(messages(99)) == 10
     assert (len(queue), queue.size) == (89, 89 * 123)
-
-
-def test_commit_of_nothing_is_none() -> None:
-    queue = queue_at(7)
-    queue.put(messages(7), 8)
-    assert queue.commit() is None
-    assert queue.position() == 7
 
 
 def test_what_comes_again_comes_first_and_in_order() -> None:
@@ -122,11 +114,11 @@ def test_one_worker_at_a_time_for_who_takes() -> None:
     assert not queue.put((), 0)  # nothing to be at
     assert queue.put(messages(0), 1)
     assert not queue.put(messages(1), 2)  # somebody is
-    assert not queue.claim()
-    assert len(queue.take(2)) == 2
+    taken = queue.take(2)
+    assert len(taken) == 2
+    queue.finish(taken)
     assert queue.take(2) == []  # and is no longer
-    assert queue.claim()
-    assert not queue.claim()
+    assert queue.put(messages(2), 3)
 
 
 def test_clear_leaves_nothing() -> None:
@@ -217,7 +209,6 @@ def test_what_comes_back_in_pieces_stays_in_order() -> None:
     queue.take(2)
     queue.again(messages(5))
     assert [message.offset for message in queue.take(2)] == [5, 7]
-    assert [message.offset for message in queue.all_taken()] == [5, 6, 7]
     assert queue.position() == 5
     queue.again(messages(5))
     queue.again(messages(6))
@@ -268,7 +259,7 @@ def test_a_smaller_limit_waits_for_what_is_beyond_it_and_a_larger_one_counts_at_
 # --- any order, against a set --------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.sampled_from(["put", "gap", "take", "remove", "finish", "again", "commit"]), max_size=40), st.data())
+@given(st.lists(st.sampled_from(["put", "gap", "take", "remove", "finish", "again"]), max_size=40), st.data())
 def test_the_position_is_the_lowest_offset_that_is_not_settled(steps: list[str], data: st.DataObject) -> None:
     queue, next_offset, previous = queue_at(5), 5, 5
     waiting: set[int] = set()
@@ -288,9 +279,6 @@ def test_the_position_is_the_lowest_offset_that_is_not_settled(steps: list[str],
             assert got == set(sorted(waiting)[:2])
             waiting -= got
             taken |= got
-        elif step == "commit":
-            queue.commit()
-            taken.clear()
         else:
             pool = waiting if step == "remove" else taken
             some = set(data.draw(st.lists(st.sampled_from(sorted(pool)), unique=True))) if pool else set()

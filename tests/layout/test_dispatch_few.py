@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.layout import indexfile
-from mqstore.layout.dispatch import FEW_RECORDS, SCHEDULE_TOPIC, Output, few, is_ok, rows_of, tags_code_at
+from mqstore.layout.dispatch import FEW_RECORDS, SCHEDULE_TOPIC, Output, few, rows_of, tags_code_at
 from mqstore.layout.javahash import index_hash, java_hash
 from mqstore.layout.record import INNER_BATCH, MAGIC_V1, MAGIC_V2, encode_blank
 from mqstore.layout.scan import gather, walk
@@ -119,15 +119,6 @@ def test_damaged_records_give_what_arrays_give_or_are_left_to_them(data: st.Data
     if found is not None:
         assert whole
         assert plain(found) == plain(expected)
-    for position in walk(image, 0, len(image))[0].tolist():
-        assert is_ok(image, position) == bool(gather(image, [position]).ok[0])
-
-
-@given(RECORDS, st.integers(0, 91), st.sampled_from([0, 0x80, 0xFF]))
-def test_is_ok_is_what_headers_call_ok(whole: bytes, at: int, value: int) -> None:
-    image = bytearray(whole)
-    image[min(at, len(image) - 1)] = value
-    assert is_ok(image, 0) == bool(gather(image, [0]).ok[0])
 
 
 @given(RECORDS)

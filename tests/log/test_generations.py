@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from mqstore.jobs.verifying import verify
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import recover_store
 from mqstore.log.report import Finding
 from mqstore.log.store import MessageStore
-from mqstore.spark.jobs.verify import verify
 from tests.log.support import Unsynced, files, open_store
 
 Rows = list[tuple[int, bytes]]
@@ -55,7 +55,7 @@ def kinds(root: Path) -> set[str]:
     """What is found, by one process and in ranges alike."""
     one = {finding.kind for finding in found(root)}
     for range_bytes in (2_000, 1 << 26):
-        assert {each.kind for each in verify(None, root, range_bytes=range_bytes).findings} == one
+        assert {each.kind for each in verify(root, range_bytes=range_bytes).findings} == one
     return one
 
 

@@ -1633,6 +1633,23 @@ def test_a_queue_that_lost_files_after_a_clean_end_is_built_anew_before_anything
         assert not list(store.verifier().findings())
 
 
+def test_a_queue_whose_units_are_zeros_is_built_again_after_a_kill(tmp_path: Path) -> None:
+    """Its records lie before the range that is read, and nothing in the range belongs to it."""
+    path = tmp_path / "store"
+    store = open_store(path)
+    store.put_many("early", [b"a", b"b", b"c"], queue_id=0)
+    store.put_many("t", [bytes(100)] * 100, queue_id=0)
+    store.dispatch()
+    store.run_once(1)
+    store.run_once(2000)  # a sync, and the checkpoint
+    kill(store)
+    (file,) = (path / "consumequeue/early/0").iterdir()
+    file.write_bytes(bytes(file.stat().st_size))
+    with open_store(path) as store:
+        assert [message.body for message in store.iter("early", 0)] == [b"a", b"b", b"c"]
+        assert store.recovery.scanned_from == 0
+
+
 def test_a_close_that_knew_nothing_of_queues_still_counts(tmp_path: Path) -> None:
     """A former version left the field at zero."""
     path = tmp_path / "store"

@@ -16,11 +16,11 @@ import pytest
 
 from mqstore import Finding, MessageStore
 from mqstore.broker.admin.contents import inspect_store
+from mqstore.jobs.verifying import verify
 from mqstore.layout.checkpoint import decode
 from mqstore.log.recovery import RecoverOptions
 from mqstore.log.repair import recover_store
 from mqstore.log.report import RecoveryReport
-from mqstore.spark.jobs.verify import verify
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import SEGMENT, flip, kill, open_store, reboot
 
@@ -75,7 +75,7 @@ def by_verify(path: Path) -> Judgement:
 
 
 def by_spark(path: Path) -> Judgement:
-    found = verify(None, path, range_bytes=1000).findings
+    found = verify(path, range_bytes=1000).findings
     return {(each.kind, each.file, each.position) for each in found if each.kind in JUDGED}
 
 
@@ -209,7 +209,7 @@ def test_units_of_a_torn_tail_are_no_findings(tmp_path: Path, judge: str) -> Non
         with open_store(tmp_path / "s", "r") as store:
             kinds = {finding.kind for finding in store.verify()}
     else:
-        kinds = {finding.kind for finding in verify(None, tmp_path / "s", range_bytes=1000).findings}
+        kinds = {finding.kind for finding in verify(tmp_path / "s", range_bytes=1000).findings}
     assert kinds == {"torn_tail"}
 
 

@@ -87,7 +87,7 @@ def main(master: str, store: str, folder: str, *settings: str) -> None:
         forget_last_commit(Path(folder, "checkpoint-set"))
         batches.append(stream_into_set(spark, f"{folder}/copy", folder))
         in_set = spark.read.format("mqstore").option("columns", "topic,body").load(f"{folder}/set").collect()
-        verified = verify(spark, [f"{folder}/copy", f"{folder}/set"])
+        verified = verify([f"{folder}/copy", f"{folder}/set"], spark=spark)
     finally:
         spark.stop()
     with mqstore.open(Path(folder, "copy"), mode="r") as copy:

@@ -33,7 +33,6 @@ _QUIET = {
     "spark.sql.shuffle.partitions": "2",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.streaming.stopTimeout": "10000",
-    "spark.python.unix.domain.socket.enabled": "true",
 }
 
 

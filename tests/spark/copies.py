@@ -25,13 +25,13 @@ class Copy(NamedTuple):
 Queues = dict[tuple[str, int], list[Copy]]
 
 
-def messages(path: Path, *, system: bool = False) -> Queues:
+def messages(path: Path) -> Queues:
     """By queue, in order. The store verifies, to the last byte."""
     found: Queues = {}
     with MessageStore(path, "r") as store:
         assert [*store.verify()] == []
         for topic in store.topics():
-            if system or not topic.startswith("%"):
+            if not topic.startswith("%"):
                 for ref in store.queues(topic):
                     copies = [_copy(message) for message in store.iter(*ref)]
                     if copies:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.spark.jobs.shape import select
-from mqstore.spark.jobs.verify import verify
+from mqstore.jobs.verifying import verify
 from mqstore.spark.plan import QueueSlice
+from mqstore.spark.selection import select
 from tests.spark.support import read_all, rows_of
 
 
@@ -49,6 +49,6 @@ def test_tags_are_found_behind_addresses(foreign: Callable[[str], Path]) -> None
 
 @pytest.mark.parametrize("name", ["light", "batch", "addresses", "rocksdb"])
 def test_they_are_sound(foreign: Callable[[str], Path], name: str) -> None:
-    report = verify(None, str(foreign(name)))
+    report = verify(str(foreign(name)))
     assert report.ok
     assert report.findings == ()

@@ -17,8 +17,8 @@ import pytest
 import mqstore
 from mqstore import MessageStore, StoreConfig
 from mqstore.errors import CorruptStoreError
+from mqstore.jobs import export_parquet
 from mqstore.log.commitlog import QueueRef
-from mqstore.spark import export_parquet
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, plan
 from mqstore.spark.tasks import read_slices
@@ -420,7 +420,7 @@ def test_damage_is_told_with_the_store_that_it_is_in(tmp_path: Path) -> None:
     with pytest.raises(CorruptStoreError, match=says):
         view_batch("traffic", StoreName("b", str(tmp_path / "b")), given)
     with pytest.raises(CorruptStoreError, match=says) as caught:
-        export_parquet(None, fleet, tmp_path / "t")
+        export_parquet(fleet, tmp_path / "t")
     assert caught.value.file == f"commitlog/{0:020d}"
 
 

@@ -18,9 +18,8 @@ def parse(**given: str) -> SourceOptions:
     return SourceOptions.parse({"path": "/p", **given})
 
 
-def test_names_are_taken_in_any_case_and_what_spark_adds_is_passed_over() -> None:
-    given = {"PATH": "/p", "SubScribe": "a, b", "owner": "me", "provider": "mqstore", "location": "x", "SCAN": "Queue"}
-    options = SourceOptions.parse(given)
+def test_names_are_taken_in_any_case() -> None:
+    options = SourceOptions.parse({"PATH": "/p", "SubScribe": "a, b", "SCAN": "Queue"})
     assert (options.paths, options.topics, options.scan) == (["/p"], ("a", "b"), "queue")
 
 
@@ -51,8 +50,8 @@ def test_values_become_what_they_mean(name: str, text: str, field: str, value: A
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"colums": "x"}, r"no option 'colums'; did you mean 'columns'\?; there are path, paths, "),
-        ({"qwertz": "x"}, r"no option 'qwertz'; there are path"),
+        ({"colums": "x"}, r"no option 'colums'; did you mean 'columns'\?$"),
+        ({"qwertz": "x"}, r"no option 'qwertz'; there are path, paths, .*, commitGroup$"),
         ({"scan": "fast"}, r"option scan='fast': .*; auto, queue or log"),
         ({"minPartitions": "0"}, r"option minPartitions='0': .*; a number from 1"),
         ({"minPartitions": "many"}, r"option minPartitions='many'"),

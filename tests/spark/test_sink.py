@@ -592,7 +592,8 @@ def test_what_may_be_a_write_is_told_what_a_write_takes() -> None:
     from mqstore.spark.source import MQStoreDataSource
 
     for given, says in (
-        ({"path": "/p", "topci": "a"}, r"^no option 'topci'; did you mean 'topic'\?; to write there are path, topic, "),
+        ({"path": "/p", "topci": "a"}, r"^no option 'topci'; did you mean 'topic'\?$"),
+        ({"path": "/p", "qwertz": ""}, "^no option 'qwertz'; to write there are path, topic, .*; to read, path, paths"),
         ({"path": "/p", "topic": ""}, "^option topic='': it "),
         ({"topic": "t"}, r"to write, \.save\(PATH\)"),
     ):

@@ -163,7 +163,7 @@ def test_a_schema_that_rows_cannot_have_is_refused(spark: Any, store: Path) -> N
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"colums": "body"}, "no option 'colums'; did you mean 'columns'"),
+        ({"colums": "body"}, r"no option 'colums'; did you mean 'columns'\?\s+SQLSTATE"),
         ({"scan": "fast"}, "option scan='fast'"),
         ({"columns": "bodies"}, "no column 'bodies'"),
         ({"view": "queues", "columns": "body"}, "the view queues has no 'body'; there are store, topic"),
@@ -176,6 +176,18 @@ def test_a_wrong_option_is_refused_at_load(spark: Any, store: Path, options: dic
     with pytest.raises(AnalysisException, match=says) as caught:
         load(spark, store, **options)
     assert caught.value.getCondition() == "PYTHON_DATA_SOURCE_ERROR"
+
+
+def test_a_table_by_name_is_refused_and_a_view_works(spark: Any, store: Path) -> None:
+    """Spark gave `option.columns` to CREATE TABLE, and no option at all to a query of the table."""
+    options = f"USING mqstore OPTIONS (path '{store}', columns 'queue_offset')"
+    with pytest.raises(Exception, match="use CREATE TEMPORARY VIEW name USING mqstore OPTIONS"):
+        spark.sql(f"CREATE TABLE messages {options}")
+    with pytest.raises(Exception, match="use CREATE TEMPORARY VIEW name USING mqstore OPTIONS"):
+        spark.sql(f"CREATE TABLE messages USING mqstore LOCATION '{store}'")
+    spark.sql(f"CREATE OR REPLACE TEMPORARY VIEW messages {options}")
+    assert spark.sql("SELECT * FROM messages").columns == ["queue_offset"]
+    spark.catalog.dropTempView("messages")
 
 
 def test_a_store_that_is_none_is_named(spark: Any, tmp_path: Path) -> None:

@@ -1,32 +1,16 @@
-"""Verify in Spark's tasks: the same as without."""
+"""The view `verify`."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mqstore.spark import verify
 from tests.log.support import flip
 from tests.spark.support import many, write_store
 
 pytestmark = pytest.mark.spark
-
-
-def test_damage_is_found_in_tasks_as_without_spark(spark: Any, tmp_path: Path) -> None:
-    good = write_store(tmp_path / "good", many(200), segment_bytes=6_000)
-    bad = tmp_path / "bad"
-    shutil.copytree(good, bad)
-    shutil.rmtree(bad / "consumequeue" / "t")
-    flip(sorted((bad / "index").iterdir())[0], 400)
-    stores = {"good": good, "bad": bad}
-
-    found = verify(spark, stores, range_bytes=5_000)
-
-    assert found == verify(None, stores, range_bytes=5_000)
-    assert {(each.store, each.kind) for each in found.findings} == {("bad", "missing_units"), ("bad", "bad_index")}
 
 
 def test_the_view_of_a_fleet_is_a_table(spark: Any, tmp_path: Path) -> None:

@@ -14,9 +14,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from mqstore.jobs.runner import Runner
 from mqstore.log.ahead import Ahead
-from mqstore.spark.jobs.shape import run
+from mqstore.spark import workers
 from mqstore.spark.workers import settle
+
+
+def run(spark: Any, tasks: list[Any], function: Any) -> list[Any]:
+    with Runner(spark=spark) as runner:
+        return runner.run(tasks, function)
 
 
 class Seen(NamedTuple):
@@ -111,6 +117,21 @@ def test_modules_that_come_later_are_frozen_by_the_next_task(spark: Any, context
 @pytest.mark.spark
 def test_tasks_that_share_the_processors_read_nothing_ahead(spark: Any, context: Any) -> None:
     assert run(spark, [0, 1], reader) == [False, False]
+
+
+@pytest.mark.parametrize(("value", "times"), [(None, 1), ("1", 1), ("0", 0)])
+def test_a_variable_switches_freezing_off(monkeypatch: pytest.MonkeyPatch, value: str | None, times: int) -> None:
+    """What mqstore does to a worker stays for all tasks of the session."""
+    calls: list[str] = []
+    monkeypatch.setattr(workers, "_known", 0)
+    monkeypatch.setattr(workers, "_is_worker", lambda: True)
+    monkeypatch.setattr(workers, "stay_alone", lambda: None)
+    monkeypatch.setattr("gc.freeze", lambda: calls.append("freeze"))
+    monkeypatch.delenv("MQSTORE_GC_FREEZE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MQSTORE_GC_FREEZE", value)
+    settle()
+    assert calls == ["freeze"] * times
 
 
 @pytest.mark.spark

@@ -1,4 +1,4 @@
-"""`mqstore consume`: in every mode what was printed, or whose command ended well, is done, and nothing else."""
+"""`mqstore consume`: what was printed, or whose command ended well, is done, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from mqstore_tools.handled import _environment
 from tests.tools.brokers import behind
 from tests.tools.support import mqstore, mqstore_json, process, seen_on_a_terminal, snapshot
 
-MODES = ("push", "pull", "pop")
 LIMIT_S = 60
 
 
@@ -85,37 +84,33 @@ def letters(path: Path, group: str = "g") -> list[str]:
 # -- printing ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_each_message_is_printed_once_and_then_done(store: Path, mode: str) -> None:
-    assert taken(store, "--mode", mode) == [str(i) for i in range(10)]
+def test_each_message_is_printed_once_and_then_done(store: Path) -> None:
+    assert taken(store) == [str(i) for i in range(10)]
     assert left(store) == 0
-    assert taken(store, "--mode", mode) == []
-    assert taken(store, "--mode", mode, group="another") == [str(i) for i in range(10)]
+    assert taken(store) == []
+    assert taken(store, group="another") == [str(i) for i in range(10)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_json_lines_are_those_of_export(store: Path, mode: str) -> None:
+def test_json_lines_are_those_of_export(store: Path) -> None:
     exported = mqstore("export", store, "--topic", "orders").stdout.splitlines()
 
-    found = mqstore("consume", store, "orders", "--group", "g", "--mode", mode, "--idle-exit", 0, "--format", "jsonl")
+    found = mqstore("consume", store, "orders", "--group", "g", "--idle-exit", 0, "--format", "jsonl")
 
     assert sorted(found.stdout.splitlines()) == sorted(exported)
     assert found.stderr.splitlines()[-1].startswith("g: 10 messages")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_several_topics(store: Path, mode: str) -> None:
+def test_several_topics(store: Path) -> None:
     with library.open(store) as opened:
         opened.put("refunds", b"r")
 
-    result = mqstore("consume", store, "orders", "refunds", "orders", "--group", "g", "--mode", mode, "--idle-exit", 0)
+    result = mqstore("consume", store, "orders", "refunds", "orders", "--group", "g", "--idle-exit", 0)
 
     assert sorted(bodies(result.stdout)) == [*map(str, range(10)), "r"]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("only", [("--tags", "odd"), ("--sql", "TAGS = 'odd'")], ids=["tags", "sql"])
-def test_what_a_filter_does_not_pass_is_passed_over_to_the_end(tmp_path: Path, mode: str, only: list[str]) -> None:
+def test_what_a_filter_does_not_pass_is_passed_over_to_the_end(tmp_path: Path, only: list[str]) -> None:
     path = tmp_path / "s"
     with library.open(path) as opened:
         opened.create_topic("orders", queues=1)
@@ -123,16 +118,15 @@ def test_what_a_filter_does_not_pass_is_passed_over_to_the_end(tmp_path: Path, m
         opened.put("orders", b"yes", tag="odd")
         opened.put_many("orders", [b"no"] * 3000)
 
-    assert taken(path, "--mode", mode, *only) == ["yes"]
+    assert taken(path, *only) == ["yes"]
     assert left(path) == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_it_stops_after_so_many_and_goes_on_there(store: Path, mode: str) -> None:
-    first = mqstore_of("consume", store, "orders", "--group", "g", "--mode", mode, "--max-messages", 4)
+def test_it_stops_after_so_many_and_goes_on_there(store: Path) -> None:
+    first = mqstore_of("consume", store, "orders", "--group", "g", "--max-messages", 4)
 
     assert (len(bodies(first.stdout)), left(store)) == (4, 6)
-    assert sorted(bodies(first.stdout) + taken(store, "--mode", mode)) == [str(i) for i in range(10)]
+    assert sorted(bodies(first.stdout) + taken(store)) == [str(i) for i in range(10)]
 
 
 def mqstore_of(*arguments: object) -> Any:
@@ -141,16 +135,15 @@ def mqstore_of(*arguments: object) -> Any:
     return result
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_where_a_new_group_begins(store: Path, mode: str) -> None:
+def test_where_a_new_group_begins(store: Path) -> None:
     with library.MessageStore(store, "r") as opened:
         times = {message.store_timestamp_ms for message in opened.iter("orders")}
     future = datetime.fromtimestamp(max(times) / 1000 + 1, UTC).isoformat()
 
-    assert taken(store, "--mode", mode, "--from", "latest", group="a") == []
-    assert taken(store, "--mode", mode, "--from", future, group="b") == []
-    assert len(taken(store, "--mode", mode, "--from", "1h", group="c")) == 10
-    assert taken(store, "--mode", mode, "--from", "earliest", group="a") == []  # it is no new one any more
+    assert taken(store, "--from", "latest", group="a") == []
+    assert taken(store, "--from", future, group="b") == []
+    assert len(taken(store, "--from", "1h", group="c")) == 10
+    assert taken(store, "--from", "earliest", group="a") == []  # it is no new one any more
 
 
 def test_nothing_that_steers_a_terminal_is_printed(tmp_path: Path) -> None:
@@ -160,28 +153,26 @@ def test_nothing_that_steers_a_terminal_is_printed(tmp_path: Path) -> None:
     assert taken(tmp_path / "s") == ["\\x1b[2J\\xff"]  # and the runner looks at all of it
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", [["--format", "text"], ["--format", "jsonl"], ["--exec", "true"]], ids=" ".join)
-def test_a_body_that_cannot_be_read_is_not_done(tmp_path: Path, mode: str, how: list[str]) -> None:
+def test_a_body_that_cannot_be_read_is_not_done(tmp_path: Path, how: list[str]) -> None:
     path = tmp_path / "s"
     with library.open(path) as opened:
         opened.put("orders", b"no stream of zlib's", queue_id=0, compressed="zlib")
 
-    result = mqstore("consume", path, "orders", "--group", "g", "--mode", mode, "--idle-exit", 0, *how)
+    result = mqstore("consume", path, "orders", "--group", "g", "--idle-exit", 0, *how)
 
     assert result.exit_code == 1
     assert "orders, queue 0, offset 0: " in result.stderr
     assert "1 failed and come again" in result.stderr
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("read", [0, 1])
-def test_what_a_reader_that_went_away_did_not_get_is_not_done(tmp_path: Path, mode: str, read: int) -> None:
+def test_what_a_reader_that_went_away_did_not_get_is_not_done(tmp_path: Path, read: int) -> None:
     path = tmp_path / "s"
     with library.open(path) as opened:
         opened.create_topic("orders", queues=1)
         opened.put_many("orders", [b"%d" % i * 200_000 for i in range(4)])  # none of which fits into a pipe
-    child = process("consume", path, "orders", "--group", "g", "--mode", mode, "--body-bytes", 200_000)
+    child = process("consume", path, "orders", "--group", "g", "--body-bytes", 200_000)
     assert child.stdout is not None
     assert child.stderr is not None
     try:
@@ -194,7 +185,7 @@ def test_what_a_reader_that_went_away_did_not_get_is_not_done(tmp_path: Path, mo
         child.kill()
 
     assert left(path) == 4 - read
-    assert [body[0] for body in taken(path, "--mode", mode)] == [str(i) for i in range(read, 4)]
+    assert [body[0] for body in taken(path)] == [str(i) for i in range(read, 4)]
 
 
 def plain_process(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
@@ -206,11 +197,8 @@ def plain_process(*arguments: object, **options: Any) -> subprocess.Popen[bytes]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_still_in_a_buffer_is_not_done(store: Path, mode: str) -> None:
-    child = plain_process(
-        "consume", store, "orders", "--group", "g", "--mode", mode, "--idle-exit", 0, stderr=subprocess.DEVNULL
-    )
+def test_what_is_still_in_a_buffer_is_not_done(store: Path) -> None:
+    child = plain_process("consume", store, "orders", "--group", "g", "--idle-exit", 0, stderr=subprocess.DEVNULL)
     assert child.stdout is not None
     child.stdout.close()
 
@@ -228,7 +216,7 @@ def test_a_status_line_is_for_terminals_alone(store: Path) -> None:
 
 
 def test_nothing_but_the_summary_is_told_when_piped(store: Path) -> None:
-    child = process("consume", store, "orders", "--group", "g", "--mode", "pull", "--idle-exit", 0)
+    child = process("consume", store, "orders", "--group", "g", "--idle-exit", 0)
     out, error = child.communicate(timeout=LIMIT_S)
 
     assert (child.returncode, len(bodies(out.decode()))) == (0, 10)
@@ -246,7 +234,6 @@ def test_the_summary_as_json(store: Path) -> None:
     assert summary.pop("version") == 1
     assert summary == {
         "group": "g",
-        "mode": "push",
         "topics": ["orders"],
         "messages": 3,
         "done": 3,
@@ -260,19 +247,17 @@ def test_the_summary_as_json(store: Path) -> None:
     assert (silent["messages"], silent["left"], silent["stopped_by"]) == (7, 0, "idle")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_it_ends_when_nothing_came_for_a_while_and_not_before(store: Path, mode: str) -> None:
+def test_it_ends_when_nothing_came_for_a_while_and_not_before(store: Path) -> None:
     begin = time.monotonic()
 
-    assert taken(store, "--mode", mode, "--idle-exit", 0.4) == [str(i) for i in range(10)]
+    assert taken(store, "--idle-exit", 0.4) == [str(i) for i in range(10)]
     assert time.monotonic() - begin >= 0.4
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_command_has_the_body_and_knows_the_message(tmp_path: Path, mode: str) -> None:
+def test_a_command_has_the_body_and_knows_the_message(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with library.open(path) as opened:
         opened.create_topic("orders", queues=3)
@@ -288,7 +273,7 @@ def test_a_command_has_the_body_and_knows_the_message(tmp_path: Path, mode: str)
     (tmp_path / "command.py").write_text(code)
     command = shlex.join([sys.executable, str(tmp_path / "command.py")])
 
-    assert taken(path, "--mode", mode, "--exec", command) == []
+    assert taken(path, "--exec", command) == []
 
     seen = json.loads((tmp_path / "seen").read_text())
     assert seen == {
@@ -322,14 +307,13 @@ def test_no_property_can_name_another_variable(tmp_path: Path, monkeypatch: pyte
     assert all(b"\0" not in value and b"=" not in name for name, value in found.items())
 
 
-@pytest.mark.parametrize("mode", ["push", "pop"])
-def test_an_exit_code_says_what_becomes_of_a_message(store: Path, tmp_path: Path, mode: str) -> None:
+def test_an_exit_code_says_what_becomes_of_a_message(store: Path, tmp_path: Path) -> None:
     command = script(
         tmp_path,
         "if body in '3': print('', 'no such customer\\x1b[2J', 'at all', sep='\\n', file=sys.stderr); sys.exit(65)\n"
         "if body in '45' and os.environ['MQSTORE_ATTEMPT'] == '1': sys.exit(75 if body == '4' else 1)",
     )
-    options = ("--mode", mode, "--exec", command, "--retry-delay", 3600)
+    options = ("--exec", command, "--retry-delay", 3600)
 
     result = mqstore("consume", store, "orders", "--group", "g", "--idle-exit", 0, *options, "--json")
 
@@ -347,10 +331,9 @@ def test_an_exit_code_says_what_becomes_of_a_message(store: Path, tmp_path: Path
     assert sorted(ran(tmp_path)) == [(str(i), 1) for i in range(10)]
 
 
-@pytest.mark.parametrize("mode", ["push", "pop"])
-def test_a_failed_message_comes_again_and_is_fine_in_the_end(store: Path, tmp_path: Path, mode: str) -> None:
+def test_a_failed_message_comes_again_and_is_fine_in_the_end(store: Path, tmp_path: Path) -> None:
     command = script(tmp_path, "if body == '4' and os.environ['MQSTORE_ATTEMPT'] != '3': sys.exit(1)")
-    options = ("--mode", mode, "--exec", command, "--retry-delay", 0.05, "--retry-delay", 0.1, "--max-messages", 12)
+    options = ("--exec", command, "--retry-delay", 0.05, "--retry-delay", 0.1, "--max-messages", 12)
 
     assert mqstore_of("consume", store, "orders", "--group", "g", *options)
     assert [(body, attempt) for body, attempt in ran(tmp_path) if body == "4"] == [("4", 1), ("4", 2), ("4", 3)]
@@ -358,18 +341,16 @@ def test_a_failed_message_comes_again_and_is_fine_in_the_end(store: Path, tmp_pa
     assert left(store) == 0
 
 
-@pytest.mark.parametrize("mode", ["push", "pop"])
-def test_the_last_attempt_leaves_a_dead_letter(store: Path, tmp_path: Path, mode: str) -> None:
+def test_the_last_attempt_leaves_a_dead_letter(store: Path, tmp_path: Path) -> None:
     command = script(tmp_path, "if body == '4': print('out of paper', file=sys.stderr); sys.exit(9)")
-    options = ("--mode", mode, "--exec", command, "--max-attempts", 2, "--retry-delay", 0.05, "--max-messages", 11)
+    options = ("--exec", command, "--max-attempts", 2, "--retry-delay", 0.05, "--max-messages", 11)
 
     result = mqstore("consume", store, "orders", "--group", "g", *options)
 
     assert result.exit_code == 1
     assert "1 dead letters" in result.stderr
     assert len(letters(store)) == 1
-    if mode == "push":
-        assert letters(store) == ["out of paper"]
+    assert letters(store) == ["out of paper"]
 
 
 def test_another_code_may_reject(store: Path, tmp_path: Path) -> None:
@@ -380,8 +361,7 @@ def test_another_code_may_reject(store: Path, tmp_path: Path) -> None:
     assert letters(store) == ["its command ended with exit code 3"]
 
 
-@pytest.mark.parametrize("mode", ["push", "pop"])
-def test_a_command_that_takes_too_long_is_killed_with_all_it_started(store: Path, tmp_path: Path, mode: str) -> None:
+def test_a_command_that_takes_too_long_is_killed_with_all_it_started(store: Path, tmp_path: Path) -> None:
     code = (
         "import subprocess\n"
         "if body == '4':\n"
@@ -389,15 +369,14 @@ def test_a_command_that_takes_too_long_is_killed_with_all_it_started(store: Path
         f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
         "    time.sleep(600)"
     )
-    options = ("--mode", mode, "--exec", script(tmp_path, code), "--exec-timeout", 2, "--max-attempts", 1)
+    options = ("--exec", script(tmp_path, code), "--exec-timeout", 2, "--max-attempts", 1)
 
     taken(store, *options, exit_code=1)
 
     pid = int((tmp_path / "pid").read_text())
     until(lambda: not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text())
     assert len(letters(store)) == 1
-    if mode == "push":
-        assert letters(store) == ["its command took longer than 2 s"]
+    assert letters(store) == ["its command took longer than 2 s"]
 
 
 def test_a_shell_reads_the_command_if_it_is_asked_to(store: Path, tmp_path: Path) -> None:
@@ -410,8 +389,7 @@ def test_a_shell_reads_the_command_if_it_is_asked_to(store: Path, tmp_path: Path
     assert (tmp_path / "$MQSTORE_GROUP").exists()
 
 
-@pytest.mark.parametrize("mode", ["push", "pop"])
-def test_so_many_commands_run_at_a_time(store: Path, tmp_path: Path, mode: str) -> None:
+def test_so_many_commands_run_at_a_time(store: Path, tmp_path: Path) -> None:
     """Each waits for three others; fewer at a time would never end, so they give up then, and fail."""
     with library.open(store) as opened:
         opened.create_topic("four", queues=4)
@@ -424,45 +402,21 @@ def test_so_many_commands_run_at_a_time(store: Path, tmp_path: Path, mode: str) 
         "    time.sleep(0.01)"
     )
 
-    taken(store, "--mode", mode, "--exec", script(tmp_path, code), "--workers", 4, topic="four")
+    taken(store, "--exec", script(tmp_path, code), "--workers", 4, topic="four")
 
     assert sorted(ran(tmp_path)) == [(str(i), 1) for i in range(4)]
-
-
-def test_a_loan_is_kept_up_while_its_command_runs(store: Path, tmp_path: Path) -> None:
-    command = script(tmp_path, "if body == '4': time.sleep(1.5)")
-
-    taken(store, "--mode", "pop", "--exec", command, "--visibility", 0.3, "--workers", 2)
-
-    assert sorted(ran(tmp_path)) == [(str(i), 1) for i in range(10)]
 
 
 def test_a_command_that_does_not_read_is_no_failure(tmp_path: Path) -> None:
     with library.open(tmp_path / "s") as opened:
         opened.put("orders", b"x" * 1_000_000)
 
-    for mode in MODES:
-        taken(tmp_path / "s", "--mode", mode, "--exec", "true", group=mode)
+    taken(tmp_path / "s", "--exec", "true")
 
 
-def test_pull_ends_at_what_fails_and_goes_on_there(store: Path, tmp_path: Path) -> None:
-    with library.open(store) as opened:
-        opened.create_topic("one", queues=1)
-        opened.put_many("one", [b"%d" % i for i in range(6)])
-    fails = script(tmp_path, "sys.exit(body == '3')")
-
-    result = mqstore("consume", store, "one", "--group", "g", "--mode", "pull", "--batch-size", 6, "--exec", fails)
-
-    assert result.exit_code == 1
-    assert "3 done, 1 failed and come again; 3 left (stopped by failure)" in result.stderr
-    assert [body for body, _ in ran(tmp_path)] == ["0", "1", "2", "3"]
-    assert taken(store, "--mode", "pull", topic="one") == ["3", "4", "5"]
-
-
-@pytest.mark.parametrize("mode", ["push", "pop"])
-def test_in_order_a_failure_holds_back_what_is_behind_it(store: Path, tmp_path: Path, mode: str) -> None:
+def test_in_order_a_failure_holds_back_what_is_behind_it(store: Path, tmp_path: Path) -> None:
     command = script(tmp_path, "sys.exit(body == '4')")
-    options = ("--mode", mode, "--ordered", "--exec", command, "--retry-delay", 20)
+    options = ("--ordered", "--exec", command, "--retry-delay", 20)
 
     taken(store, *options, exit_code=1)
 
@@ -470,12 +424,12 @@ def test_in_order_a_failure_holds_back_what_is_behind_it(store: Path, tmp_path: 
     assert [body for body, _ in ran(tmp_path) if int(body) % 2] == ["1", "3", "5", "7", "9"]
     assert left(store) == 3
     # The group has its order from then on, whether it is asked for again or not.
-    again = mqstore("consume", store, "orders", "--group", "g", "--mode", mode, "--exec", command, "--idle-exit", 0)
+    again = mqstore("consume", store, "orders", "--group", "g", "--exec", command, "--idle-exit", 0)
     assert again.exit_code in (0, 1)  # it may not be due yet
     assert left(store) == 3
     with library.open(store) as opened:
         opened.broker.groups.create("loose")
-    wrong = mqstore("consume", store, "orders", "--group", "loose", "--mode", mode, "--ordered")
+    wrong = mqstore("consume", store, "orders", "--group", "loose", "--ordered")
     assert wrong.exit_code == 2
     assert "--ordered" in wrong.stderr
 
@@ -487,28 +441,26 @@ def test_a_new_ordered_group_gets_a_limit_only_if_asked_for(store: Path) -> None
     assert [(row["retry"], row["max_attempts"]) for row in (listed["g"], listed["h"])] == [("20s", None), ("20s", 4)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_group_begins_where_it_was_made_to(store: Path, mode: str) -> None:
+def test_a_group_begins_where_it_was_made_to(store: Path) -> None:
     """`groups create --start latest` was ignored."""
     mqstore_of("groups", "create", store, "late", "--start", "latest")
-    planned = mqstore_json("consume", store, "orders", "--group", "late", "--mode", mode, "--dry-run")
+    planned = mqstore_json("consume", store, "orders", "--group", "late", "--dry-run")
     assert planned["messages"] == 0
-    assert taken(store, "--mode", mode, group="late") == []
+    assert taken(store, group="late") == []
     mqstore_of("groups", "create", store, "young", "--start", "1h")
-    planned = mqstore_json("consume", store, "orders", "--group", "young", "--mode", mode, "--dry-run")
+    planned = mqstore_json("consume", store, "orders", "--group", "young", "--dry-run")
     assert planned["messages"] == 10
     mqstore_of("groups", "create", store, "obeys", "--start", "latest")
-    assert len(taken(store, "--mode", mode, "--from", "earliest", group="obeys")) == 10
+    assert len(taken(store, "--from", "earliest", group="obeys")) == 10
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_what_runs_end_and_begins_nothing(store: Path, tmp_path: Path, mode: str, number: int) -> None:
+def test_a_signal_lets_what_runs_end_and_begins_nothing(store: Path, tmp_path: Path, number: int) -> None:
     command = script(tmp_path, f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)")
-    child = process("consume", store, "orders", "--group", "g", "--mode", mode, "--exec", command)
+    child = process("consume", store, "orders", "--group", "g", "--exec", command)
     assert child.stderr is not None
     try:
         until(lambda: ran(tmp_path))
@@ -527,11 +479,8 @@ def test_a_signal_lets_what_runs_end_and_begins_nothing(store: Path, tmp_path: P
     assert (len(ran(tmp_path)), left(store)) == (1, 9)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_second_signal_kills_what_runs_and_that_is_no_attempt(store: Path, tmp_path: Path, mode: str) -> None:
-    child = process(
-        "consume", store, "orders", "--group", "g", "--mode", mode, "--exec", script(tmp_path, "time.sleep(600)")
-    )
+def test_a_second_signal_kills_what_runs_and_that_is_no_attempt(store: Path, tmp_path: Path) -> None:
+    child = process("consume", store, "orders", "--group", "g", "--exec", script(tmp_path, "time.sleep(600)"))
     assert child.stderr is not None
     try:
         until(lambda: ran(tmp_path))
@@ -550,17 +499,16 @@ def test_a_second_signal_kills_what_runs_and_that_is_no_attempt(store: Path, tmp
     [(body, _)] = ran(tmp_path)
     again = script(tmp_path, "")
     (tmp_path / "done").unlink()
-    taken(store, "--mode", mode, "--exec", again)
+    taken(store, "--exec", again)
     assert (body, 1) in ran(tmp_path)
     assert len(ran(tmp_path)) == 10
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_third_signal_ends_it_though_nobody_reads_the_output(tmp_path: Path, mode: str) -> None:
+def test_a_third_signal_ends_it_though_nobody_reads_the_output(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with library.open(path) as opened:
         opened.put("orders", b"x" * 200_000)
-    child = process("consume", path, "orders", "--group", "g", "--mode", mode, "--body-bytes", 200_000)
+    child = process("consume", path, "orders", "--group", "g", "--body-bytes", 200_000)
     assert child.stdout is not None
     try:
         child.stdout.readline()
@@ -577,23 +525,22 @@ def test_a_third_signal_ends_it_though_nobody_reads_the_output(tmp_path: Path, m
 
     assert child.returncode == -signal.SIGINT
     assert presses >= 3
-    assert len(taken(path, "--mode", mode)) == 1
+    assert len(taken(path)) == 1
 
 
 def test_an_idle_consumer_ends_by_a_signal_at_once(store: Path) -> None:
-    for mode in MODES:
-        child = process("consume", store, "orders", "--group", mode, "--mode", mode, "--format", "jsonl")
-        assert child.stdout is not None
-        try:
-            for _ in range(10):
-                child.stdout.readline()
-            child.send_signal(signal.SIGTERM)
-            rest, error = child.communicate(timeout=LIMIT_S)
-        finally:
-            child.kill()
+    child = process("consume", store, "orders", "--group", "g", "--format", "jsonl")
+    assert child.stdout is not None
+    try:
+        for _ in range(10):
+            child.stdout.readline()
+        child.send_signal(signal.SIGTERM)
+        rest, error = child.communicate(timeout=LIMIT_S)
+    finally:
+        child.kill()
 
-        assert (child.returncode, rest) == (0, b""), error
-        assert left(store, mode) == 0
+    assert (child.returncode, rest) == (0, b""), error
+    assert left(store) == 0
 
 
 def test_a_command_that_cannot_be_started_ends_the_run_and_fails_nothing(store: Path, tmp_path: Path) -> None:
@@ -601,11 +548,10 @@ def test_a_command_that_cannot_be_started_ends_the_run_and_fails_nothing(store: 
     command.write_bytes(b"\x7fELF, it is not")
     command.chmod(0o700)
 
-    for mode in MODES:
-        result = mqstore("consume", store, "orders", "--group", mode, "--mode", mode, "--exec", command)
-        assert result.exit_code == 3, result.output
-        assert left(store, mode) == 10
-        assert mqstore_json("consume", store, "orders", "--group", mode, "--dry-run")["messages"] == 10
+    result = mqstore("consume", store, "orders", "--group", "g", "--exec", command)
+    assert result.exit_code == 3, result.output
+    assert left(store) == 10
+    assert mqstore_json("consume", store, "orders", "--group", "g", "--dry-run")["messages"] == 10
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -614,12 +560,6 @@ def test_a_command_that_cannot_be_started_ends_the_run_and_fails_nothing(store: 
 @pytest.mark.parametrize(
     "options",
     [
-        ("--mode", "push", "--visibility", 5),
-        ("--mode", "push", "--batch-size", 5),
-        ("--mode", "pull", "--ordered"),
-        ("--mode", "pull", "--workers", 2),
-        ("--mode", "pull", "--max-attempts", 2),
-        ("--mode", "pull", "--retry-delay", 2),
         ("--shell",),
         ("--exec-timeout", 2),
         ("--reject-code", 2),
@@ -632,7 +572,6 @@ def test_a_command_that_cannot_be_started_ends_the_run_and_fails_nothing(store: 
         ("--from", "yesterday"),
         ("--idle-exit", -1),
         ("--idle-exit", "nan"),
-        ("--mode", "pop", "--visibility", "nan"),
         ("--retry-delay", "1e300"),
         ("--exec", "true", "--exec-timeout", "nan"),
         ("--exec", "true", "--exec-timeout", 3_000_000),
@@ -686,33 +625,22 @@ def test_a_topic_that_is_not_there_is_told_and_waited_for(store: Path) -> None:
 # -- --dry-run ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_dry_run_says_what_is_before_the_group_and_changes_nothing(store: Path, mode: str) -> None:
-    mqstore_of("consume", store, "orders", "--group", "g", "--mode", mode, "--max-messages", 4)
+def test_a_dry_run_says_what_is_before_the_group_and_changes_nothing(store: Path) -> None:
+    mqstore_of("consume", store, "orders", "--group", "g", "--max-messages", 4)
     before = snapshot(store)
 
-    known = mqstore_json("consume", store, "orders", "nonesuch", "--group", "g", "--mode", mode, "--dry-run")
+    known = mqstore_json("consume", store, "orders", "nonesuch", "--group", "g", "--dry-run")
     new = [
-        mqstore_json("consume", store, "orders", "--group", "new", "--mode", mode, "--from", start, "--dry-run")
+        mqstore_json("consume", store, "orders", "--group", "new", "--from", start, "--dry-run")
         for start in ("earliest", "latest", "1h")
     ]
-    shown = mqstore("consume", store, "orders", "--group", "g", "--mode", mode, "--dry-run")
+    shown = mqstore("consume", store, "orders", "--group", "g", "--dry-run")
 
     assert (known["messages"], known["missing"]) == (6, ["nonesuch"])
     assert sum(row["end"] - row["from"] for row in known["queues"] if row["topic"] == "orders") == 6
     assert [each["messages"] for each in new] == [10, 0, 10]
     assert "would consume 6 messages for group g" in shown.stdout
     assert snapshot(store) == before
-
-
-@pytest.mark.parametrize(("before", "after"), [("push", "pop"), ("pop", "push")])
-def test_what_failed_in_one_mode_is_taken_in_the_other(store: Path, before: str, after: str) -> None:
-    taken(store, "--mode", before, "--exec", "false", "--retry-delay", 0, "--max-messages", 10, exit_code=1)
-    assert left(store) == 10
-    found = mqstore_json("consume", store, "orders", "--group", "g", "--mode", after, "--dry-run")
-    assert found["messages"] == 10
-    assert len(taken(store, "--mode", after)) == 10
-    assert left(store) == 0
 
 
 def test_a_dry_run_counts_what_failed_before(store: Path) -> None:

@@ -582,3 +582,25 @@ def test_a_segment_that_is_too_long_is_mended(hundred: Store, which: str, surplu
     assert len(bodies(path)) == 100
     assert mqstore("recover", path).exit_code == 0
     assert mqstore_json("verify", path)["findings"] == []
+
+
+def test_many_stores_are_recovered_and_one_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    for name in "ab":
+        with library.MessageStore(tmp_path / name) as store:
+            store.put("t", b"body")
+        shutil.rmtree(tmp_path / name / "consumequeue")
+    (tmp_path / "c").mkdir()
+
+    planned = mqstore_json("recover", tmp_path / "a", tmp_path / "b", "--dry-run", exit_code=1)
+    done = mqstore_json("recover", tmp_path / "*", "--jobs", 2, exit_code=3)
+    shown = mqstore("recover", tmp_path / "a", tmp_path / "b")
+
+    assert [row["changed"] for row in planned["stores"]] == [True, True]
+    assert [(row["store"], row.get("messages")) for row in done["stores"]] == [
+        (str(tmp_path / "a"), 1),
+        (str(tmp_path / "b"), 1),
+        (str(tmp_path / "c"), None),
+    ]
+    assert str(tmp_path / "c") in done["stores"][2]["error"]
+    assert shown.stdout.count("is in order; nothing to do") == 2
+    assert mqstore("recover", tmp_path / "a", tmp_path / "b", "--rebuild", "config").exit_code == 2

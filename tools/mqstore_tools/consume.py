@@ -33,23 +33,16 @@ from mqstore_tools.opened import dry_run_option, moment, planning
 from mqstore_tools.render import VERSION, as_json, console, note, print_json, safe, table
 from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, directory_argument, json_option
 from mqstore_tools.shown import body_bytes_option
-from mqstore_tools.taken import SOURCES, Asked, Mode, Run, Source, Start, quiet, supervise
+from mqstore_tools.taken import Asked, Run, Source, Start, quiet, supervise
 
 __all__ = ["consume"]
 
 _WORDS: Final[dict[str, Start]] = {"earliest": "earliest", "latest": "latest"}
-_NO_GOOD: Final[dict[str, tuple[str, ...]]] = {
-    "push": ("batch_size", "visibility"),
-    "pop": (),
-    "pull": ("ordered", "workers", "visibility", "max_attempts", "retry_delay", "reject_code"),
-}
-"""Options that a mode has no use for."""
 _OF_COMMANDS: Final = ("shell", "exec_timeout", "reject_code")
 _OF_PRINTING: Final = ("format_", "body_bytes")
 _NAMES: Final = {"format_": "--format"}
 
 _EX_DATAERR: Final = 65
-_BATCH: Final = 32
 _LONGEST_S: Final = 366 * 86_400
 """As `max_delay`."""
 _LONGEST_WAIT_S: Final = 1_000_000
@@ -69,7 +62,7 @@ Examples:
   mqstore consume var/mq orders --group billing
   mqstore consume var/mq orders refunds --group audit --from latest --format jsonl | jq .topic
   mqstore consume var/mq orders --group billing --exec './book.sh' --workers 4 --max-attempts 5
-  mqstore consume var/mq mail --group mailer --mode pop --exec 'sendmail -t' --exec-timeout 60
+  mqstore consume var/mq mail --group mailer --exec 'sendmail -t' --exec-timeout 60
   mqstore consume var/mq orders --group nightly --idle-exit 0    # what is there, then end
   mqstore consume var/mq orders --group billing --dry-run
 
@@ -91,13 +84,6 @@ cannot be opened.""",
 @click.argument("topics", metavar="TOPIC...", nargs=-1, required=True)
 @click.option("--group", required=True, help="In whose name: it goes on where it was, and each message is done once.")
 @click.option(
-    "--mode",
-    type=click.Choice(["push", "pull", "pop"]),
-    default="push",
-    show_default=True,
-    help="push: by offset, with retries; pull: by offset, commits what was printed; pop: acknowledges each by itself.",
-)
-@click.option(
     "--ordered",
     is_flag=True,
     default=None,
@@ -116,21 +102,12 @@ cannot be opened.""",
     "(36h). Left out: as the group has it, earliest for a new one.",
 )
 @click.option("--workers", type=click.IntRange(1, 1000), default=1, show_default=True, help="Messages at a time.")
-@click.option("--batch-size", type=click.IntRange(1, 1024), help="pull, pop: messages asked for at a time.")
 @click.option("--max-messages", type=click.IntRange(1), help="Stop after so many.")
 @click.option(
     "--idle-exit",
     type=NumberRange(0),
     metavar="SECONDS",
     help="Stop when nothing came for so long; 0: when nothing is left that could come now.",
-)
-@click.option(
-    "--visibility",
-    type=NumberRange(0.1, 43_200),
-    metavar="SECONDS",
-    default=60,
-    show_default=True,
-    help="pop: after so long without a word from us a message is given to others. Kept up while its command runs.",
 )
 @click.option("--max-attempts", type=click.IntRange(1), help="Attempts before a dead letter. The group keeps it.")
 @click.option(
@@ -172,16 +149,13 @@ def consume(
     directory: Path,
     topics: tuple[str, ...],
     group: str,
-    mode: Mode,
     ordered: bool | None,
     tags: str,
     sql: str | None,
     start: Start | None,
     workers: int,
-    batch_size: int | None,
     max_messages: int | None,
     idle_exit: float | None,
-    visibility: float,
     max_attempts: int | None,
     retry_delay: tuple[float, ...],
     format_: str,
@@ -199,31 +173,27 @@ def consume(
     when the process dies comes again. Takes the writer's lock for as long as it runs. With --json a summary at the end:
     on stdout with --exec, else, where messages are printed, on stderr.
     """
-    _check_options(ctx, mode, command)
+    _check_options(ctx, command)
     if sql is not None and tags != "*":
         raise click.UsageError("--tags or --sql: one of them")
     argv = None if command is None else _argv(command, shell=shell)
     if dry_run:
-        _dry_run(directory, dict.fromkeys(topics), group, start, mode, json_output=json_output)
+        _dry_run(directory, dict.fromkeys(topics), group, start, json_output=json_output)
         return
     asked = Asked(
         topics=tuple(dict.fromkeys(topics)),
         group=group,
-        mode=mode,
         ordered=ordered,
         tags=tags,
         sql=sql,
         start=start,
         workers=workers,
-        batch_size=batch_size or (1 if argv else _BATCH),
-        visibility=visibility,
-        drains=idle_exit == 0,
     )
     work = Printer(format_ == "jsonl", body_bytes) if argv is None else Commands(argv, group, exec_timeout, reject_code)
     run = Run(work, max_messages)
     with mqstore.open(directory, create=False) as store:
         policy = _policy(store.broker, asked, max_attempts, retry_delay)
-        source = SOURCES[mode](store, run, asked, policy)
+        source = Source(store, run, asked, policy)
         began = time.monotonic()
         with quiet(), _status(run, source, shown=argv is not None or not sys.stdout.isatty()):
             supervise(run, source, idle_exit)
@@ -238,17 +208,13 @@ def consume(
         ctx.exit(FINDINGS)
 
 
-def _check_options(ctx: click.Context, mode: Mode, command: str | None) -> None:
+def _check_options(ctx: click.Context, command: str | None) -> None:
     """Refuse what would have no effect."""
-    for names, why in (
-        (_NO_GOOD[mode], f"--mode {mode}"),
-        ((), "") if command is not None else (_OF_COMMANDS, "printing; give --exec"),
-        (_OF_PRINTING, "--exec") if command is not None else ((), ""),
-    ):
-        for name in names:
-            if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-                option = _NAMES.get(name, f"--{name.replace('_', '-')}")
-                raise click.UsageError(f"{option} does not go with {why}")
+    names, why = (_OF_COMMANDS, "printing; give --exec") if command is None else (_OF_PRINTING, "--exec")
+    for name in names:
+        if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            option = _NAMES.get(name, f"--{name.replace('_', '-')}")
+            raise click.UsageError(f"{option} does not go with {why}")
 
 
 def _argv(command: str, *, shell: bool) -> list[str]:
@@ -324,7 +290,6 @@ def _summary(run: Run, asked: Asked, lag: int, took_s: float) -> dict[str, Any]:
     done = run.outcomes
     return {
         "group": asked.group,
-        "mode": asked.mode,
         "topics": list(asked.topics),
         "messages": run.taken,
         "done": done["ack"],
@@ -358,13 +323,11 @@ def _text(summary: dict[str, Any]) -> str:
 # -- what would be done ------------------------------------------------------------------------------------------------
 
 
-def _dry_run(
-    directory: Path, topics: Iterable[str], group: str, start: Start | None, mode: Mode, *, json_output: bool
-) -> None:
+def _dry_run(directory: Path, topics: Iterable[str], group: str, start: Start | None, *, json_output: bool) -> None:
     """Say what the group has before it; changes nothing."""
     with planning(directory) as parts:
         missing = [topic for topic in topics if parts.topics.get(topic) is None]
-        rows = _plan(parts, [topic for topic in topics if topic not in missing], group, start, mode)
+        rows = _plan(parts, [topic for topic in topics if topic not in missing], group, start)
     total = sum(row["messages"] for row in rows)
     if json_output:
         print_json({"dry_run": True, "group": group, "messages": total, "queues": rows, "missing": missing})
@@ -376,7 +339,7 @@ def _dry_run(
     console().print(table(f"would consume {total} messages for group {group}", columns, cells))
 
 
-def _plan(parts: Parts, topics: list[str], group: str, start: Start | None, mode: Mode) -> list[dict[str, Any]]:
+def _plan(parts: Parts, topics: list[str], group: str, start: Start | None) -> list[dict[str, Any]]:
     """A row a queue, those with what failed before included."""
     begins = start or (parts.groups.get(group) or GroupConfig(group)).start
     reads = Reads(parts)
@@ -385,7 +348,7 @@ def _plan(parts: Parts, topics: list[str], group: str, start: Start | None, mode
     lags = {(each.topic, each.queue_id): each for each in known if each.committed is not None}
     queues = [(topic, i) for topic in topics for i in range(parts.topics.need(topic).read_queues)]
     again = {retry_topic(group), *(pop_retry_topic(group, topic) for topic in topics)}
-    queues += sorted(key for key in lags if key[0] in again and mode != "pull")
+    queues += sorted(key for key in lags if key[0] in again)
     rows = []
     for topic, queue_id in queues:
         lag = lags.get((topic, queue_id))

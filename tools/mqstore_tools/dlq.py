@@ -13,18 +13,21 @@ import click
 from mqstore import Message
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.inspect import group_names
-from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic
 from mqstore.broker.offline import offline
 from mqstore.broker.parts import Parts
 from mqstore.errors import GroupNotFoundError
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC
 from mqstore.log.reader import to_ms
+from mqstore_tools.many import jobs_option, stores_argument
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, tell, yes_option
-from mqstore_tools.render import console, note, print_json, safe, table, when
+from mqstore_tools.render import console, note, print_json, progress, safe, table, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
 from mqstore_tools.shown import body_bytes_option, print_message
 
 __all__ = ["dlq"]
+
+_REASONS = 5
+"""Reasons of each group and origin that people are shown; programs get more of them."""
 
 _before_option = click.option(
     "--before",
@@ -42,7 +45,7 @@ _offset_option = click.option(
     short_help="Show, replay and purge dead letters.",
     epilog="""\b
 Examples:
-  mqstore dlq var/mq                          # the same as: mqstore dlq list var/mq
+  mqstore dlq fleet/*                         # the same as: mqstore dlq list fleet/*
   mqstore dlq var/mq --group billing --json
   mqstore dlq show var/mq --group billing --offset 17
   mqstore dlq replay var/mq --group billing --dry-run
@@ -59,25 +62,47 @@ def dlq() -> None:
 @dlq.command(
     "list",
     cls=StoreCommand,
-    short_help="List dead letters. Changes nothing.",
+    short_help="Count or list dead letters. Changes nothing.",
     epilog="""\b
 Examples:
-  mqstore dlq list var/mq                     # how many each group has
+  mqstore dlq list fleet/*                    # how many each group has, and why
   mqstore dlq list var/mq --group billing --before 7d""",
 )
-@directory_argument
-@click.option("--group", help="The letters of this group; without it, how many each group has.")
+@stores_argument
+@click.option("--group", help="List the letters of this group in one store; without it, count those of all groups.")
 @_before_option
 @click.option("--max-messages", type=click.IntRange(1), default=100, show_default=True, help="List no more than these.")
+@jobs_option
 @json_option
-def list_(directory: Path, group: str | None, before: datetime | None, max_messages: int, json_output: bool) -> None:
-    """List the dead letters of the store in DIR, oldest first: where each came from, and why it was given up."""
-    if group is None and before is not None:
-        raise click.UsageError("--before goes with --group")
+def list_(
+    stores: tuple[str, ...],
+    group: str | None,
+    before: datetime | None,
+    max_messages: int,
+    jobs: int,
+    json_output: bool,
+) -> None:
+    """Count the dead letters of the stores in DIR by group and by the topic that they came from: how many, how old, and
+    the most frequent reasons.
+
+    With --group, list the dead letters of a group, oldest first: where each came from, and why it was given up.
+    """
+    from mqstore.jobs import dlq_report, select
+
+    if group is None:
+        with progress("counting", of_bytes=False) as report:
+            found = dlq_report(select(stores, stop=before), jobs=jobs, progress=report).to_dict()
+        if json_output:
+            print_json(found)
+        elif not found["total"]:
+            note("no dead letters")
+        else:
+            _show_report(found)
+        return
+    if len(stores) > 1:
+        raise click.UsageError("--group lists the letters of one store: name one DIR")
+    directory = Path(stores[0])
     with looking(directory) as parts:
-        if group is None:
-            _count(parts, json_output=json_output)
-            return
         letters = _letters(parts, group)
         start, end = letters.bounds
         rows = [_row(letter) for letter in islice(letters.select(stop_ms=_ms(before)), max_messages + 1)]
@@ -109,21 +134,27 @@ def list_(directory: Path, group: str | None, before: datetime | None, max_messa
         note(f"and more; --max-messages lists more than {max_messages}")
 
 
-def _count(parts: Parts, *, json_output: bool) -> None:
-    names = [topic[len(DLQ_PREFIX) :] for topic in parts.store.topics() if is_dlq_topic(topic)]
-    rows: list[dict[str, Any]] = []
-    for name in names:
-        letters = DeadLetters(parts, name)
-        first = next(iter(letters), None)
-        oldest_ms = None if first is None else first.store_timestamp_ms
-        rows.append({"group": name, "letters": len(letters), "oldest_store_timestamp_ms": oldest_ms})
-    if json_output:
-        print_json({"groups": rows})
-    elif not rows:
-        note("no dead letters")
-    else:
-        cells = [(row["group"], row["letters"], when(row["oldest_store_timestamp_ms"])) for row in rows]
-        console().print(table("", ("group", "letters>", "oldest filed"), cells))
+def _show_report(found: dict[str, Any]) -> None:
+    cells = [
+        (
+            *(row["group"], row["origin_topic"] or "-", row["count"]),
+            *(when(row["oldest_ms"]), when(row["newest_ms"]), row["max_attempts"] + 1),
+        )
+        for row in found["rows"]
+    ]
+    columns = ("group", "from", "letters>", "oldest filed", "newest filed", "attempts>")
+    console().print(table(f"{found['total']} dead letters", columns, cells))
+    why = [
+        (row["group"], row["origin_topic"] or "-", each["reason"] or "it does not say", _between(each))
+        for row in found["rows"]
+        for each in row["reasons"][:_REASONS]
+    ]
+    console().print(table("why", ("group", "from", "reason", "letters>"), why))
+
+
+def _between(each: dict[str, Any]) -> str:
+    least, most = each["at_least"], each["at_most"]
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _row(letter: Message) -> dict[str, Any]:
@@ -197,12 +228,6 @@ def show(
         ctx.exit(FINDINGS)
 
 
-def _missing(letters: DeadLetters, chosen: tuple[int, ...]) -> str:
-    """Those of the chosen offsets at which no letter is."""
-    there = {letter.offset for letter in _chosen(letters, chosen, None)} if chosen else set()
-    return ", ".join(map(str, sorted(set(chosen) - there)))
-
-
 def _chosen(letters: DeadLetters, chosen: tuple[int, ...], before: datetime | None) -> Iterator[Message]:
     return letters.select(offsets=chosen or None, stop_ms=_ms(before))
 
@@ -217,62 +242,65 @@ def _chosen(letters: DeadLetters, chosen: tuple[int, ...], before: datetime | No
 Examples:
   mqstore dlq replay var/mq --group billing --dry-run
   mqstore dlq replay var/mq --group billing --offset 17 --offset 18
-  mqstore dlq replay var/mq --group billing --all-groups
+  mqstore dlq replay fleet/* --where "dlq_reason = 'timeout'" --all-groups
   mqstore dlq replay var/mq --group billing --to orders-repaired""",
 )
-@directory_argument
-@click.option("--group", required=True, help="The group that gave them up.")
+@stores_argument
+@click.option("--group", "groups", multiple=True, help="Only what this group gave up; may be repeated.")
 @_offset_option
 @_before_option
+@click.option("--topic", "topics", multiple=True, help="Only letters that came from this topic; may be repeated.")
+@click.option("--where", metavar="SQL", help="Only letters whose properties fulfil this SQL92 expression.")
 @click.option("--all-groups", is_flag=True, help="Send each to the topic it came from, for every group of that topic.")
 @click.option("--to", "to_topic", metavar="TOPIC", help="Send all of them to this topic, for every group of it.")
 @dry_run_option
+@jobs_option
 @json_option
-@click.pass_context
 def replay(
-    ctx: click.Context,
-    directory: Path,
-    group: str,
+    stores: tuple[str, ...],
+    groups: tuple[str, ...],
     chosen: tuple[int, ...],
     before: datetime | None,
+    topics: tuple[str, ...],
+    where: str | None,
     all_groups: bool,
     to_topic: str | None,
     dry_run: bool,
+    jobs: int,
     json_output: bool,
 ) -> None:
-    """Send dead letters of the store in DIR again, as new: those chosen, or all.
+    """Send dead letters of the stores in DIR again, as new: those chosen, or all.
 
     Only the group that gave them up gets them, unless --all-groups or --to is given. Letters that were sent are listed
-    no more, and are not sent by a later replay. Exit code 1, and nothing is sent, when a letter that was named is not
-    there.
+    no more, and are not sent by a later replay. All stores are looked at before anything is sent: nothing is if a
+    letter cannot be, or if one that was named is not there.
     """
-    how = {"all_groups": all_groups, "to_topic": to_topic, "stop_ms": _ms(before)}
-    way = "to" if all_groups or to_topic else "from"
-    with planning(directory) as parts:
-        missing = _missing(_letters(parts, group), chosen)
-        if missing:
-            note(f"no dead letter at offset {missing}; nothing is sent")
-            ctx.exit(FINDINGS)
-        planned = _replay(parts, group, chosen, how, dry_run=True)
-    if dry_run:
-        tell({"dry_run": True, **planned}, _replay_text("would send", way, planned), json_output=json_output)
+    from mqstore.jobs import dlq_resend, select
+
+    letters = select(stores, topics=topics or None, stop=before, where=where)
+    with progress("sending", of_bytes=False) as report:
+        found = dlq_resend(
+            letters,
+            groups=groups or None,
+            offsets=chosen or None,
+            all_groups=all_groups,
+            to_topic=to_topic,
+            dry_run=dry_run,
+            jobs=jobs,
+            progress=report,
+        )
+    if json_output:
+        print_json(found.to_dict())
         return
-    if not planned["count"]:
-        tell({"dry_run": False, **planned}, "no dead letters to send", json_output=json_output)
-        return
-    with offline(directory) as desk:
-        done = _replay(desk.parts, group, chosen, how, dry_run=False)
-    tell({"dry_run": False, **done}, _replay_text("sent", way, done), json_output=json_output)
-
-
-def _replay(parts: Parts, group: str, chosen: tuple[int, ...], how: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
-    found = _letters(parts, group).replay(chosen or None, dry_run=dry_run, **how)
-    return {"group": group, "count": found.count, "topics": dict(found.topics), "min_offset": found.start}
-
-
-def _replay_text(verb: str, way: str, row: dict[str, Any]) -> str:
-    where = ", ".join(f"{count} {way} {topic}" for topic, count in row["topics"].items())
-    return f"{verb} {row['count']} dead letters of {row['group']}" + (f": {where}" if where else "")
+    several = len({row.store for row in found.letters}) > 1
+    for row in found.letters:
+        way = "to" if all_groups or to_topic else "from"
+        where_ = ", ".join(f"{count} {way} {topic}" for topic, count in row.topics.items())
+        verb = "would send" if dry_run else "sent"
+        text = f"{verb} {row.count} dead letters of {row.group}: {where_}"
+        print(safe(f"{row.store}: {text}" if several else text))
+    if not found.count:
+        print("no dead letters to send")
 
 
 @dlq.command(

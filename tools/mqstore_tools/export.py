@@ -1,5 +1,5 @@
 """`mqstore export`: every whole message of the log, a JSON object a line or a row of Parquet. What is missing is named
-on stderr, counted, and told by the exit code."""
+on stderr, counted, and told by the exit code. With --to, `mqstore_tools.parquet` writes a folder of Parquet files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,11 +23,26 @@ from mqstore.layout.compression import MissingPackageError
 from mqstore.log.stretch import Stretch
 from mqstore.log.verify import Verifier
 from mqstore.log.walk import in_log_order, walk_log
+from mqstore_tools.many import (
+    between_options,
+    jobs_option,
+    names,
+    option_option,
+    stores_argument,
+    topic_option,
+    where_option,
+)
+from mqstore_tools.parquet import to_folder
 from mqstore_tools.render import as_json, note, print_finding, print_json, progress
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_told, note_front, within
+from mqstore_tools.shared import FINDINGS, StoreCommand, findings_told, note_front, within
 from mqstore_tools.shown import export_row, raw_bodies_option
 
 __all__ = ["export", "lines"]
+
+
+_OF_A_FOLDER = ("partition_by", "compression", "txn", "start", "stop", "where", "options", "jobs")
+_OF_A_FILE = ("queue_id", "from_offset", "max_messages", "output", "raw_bodies")
+"""Options that go with --to, and those that do not."""
 
 
 @click.command(
@@ -37,15 +53,17 @@ Examples:
   mqstore export var/mq --output all.jsonl
   mqstore export var/mq --topic orders --queue-id 0 --from-offset 100 --max-messages 10
   mqstore export var/mq | jq -r '.body | @base64d'
-  mqstore export var/mq --format parquet --output all.parquet""",
+  mqstore export var/mq --format parquet --output all.parquet
+  mqstore export fleet/* --to lake/mq --jobs 4          # run again, it writes what came since
+  mqstore export var/mq --to lake/errors --where "level = 'ERROR'" --from 7d""",
 )
-@directory_argument
-@click.option("--topic", help="Only this topic; without it all, those of the system too.")
+@stores_argument
+@topic_option
 @click.option("--queue-id", type=click.IntRange(0), help="Only this queue.")
 @click.option("--from-offset", type=click.IntRange(0), help="Begin each queue at this queue offset.")
 @click.option("--max-messages", type=click.IntRange(0), help="Stop after so many in all.")
 @click.option("--format", "format_", type=click.Choice(["jsonl", "parquet"]), default="jsonl", show_default=True)
-@click.option("--columns", metavar="NAMES", help="With parquet: only these columns, separated by commas.")
+@click.option("--columns", metavar="NAMES", help="Parquet: only these columns, separated by commas.")
 @click.option(
     "--output",
     metavar="FILE",
@@ -53,12 +71,36 @@ Examples:
     help="Write to FILE, which appears when it is complete, in place of stdout.",
 )
 @raw_bodies_option
+@click.option("--to", metavar="FOLDER", type=click.Path(file_okay=False), help="Write Parquet files, as told above.")
+@click.option(
+    "--partition-by",
+    metavar="NAMES",
+    default="topic,date",
+    show_default=True,
+    help="With --to: what becomes folders: store, topic, queue_id and date, the UTC day of storing.",
+)
+@click.option(
+    "--compression",
+    type=click.Choice(["zstd", "snappy", "gzip", "lz4", "brotli", "none"]),
+    default="zstd",
+    show_default=True,
+    help="With --to: of the Parquet files.",
+)
+@click.option(
+    "--txn",
+    metavar="NAME:NUMBER",
+    help="With --to: a name for what writes there, and the number of this run: one written before is skipped.",
+)
+@between_options
+@where_option
+@option_option
+@jobs_option
 @click.option("--json", "json_output", is_flag=True, help="Findings and the summary as JSON too.")
 @click.pass_context
 def export(
     ctx: click.Context,
-    directory: Path,
-    topic: str | None,
+    stores: tuple[str, ...],
+    topics: tuple[str, ...],
     queue_id: int | None,
     from_offset: int | None,
     max_messages: int | None,
@@ -66,20 +108,44 @@ def export(
     columns: str | None,
     output: Path | None,
     raw_bodies: bool,
+    to: str | None,
+    partition_by: str,
+    compression: str,
+    txn: str | None,
+    start: int | datetime | None,
+    stop: int | datetime | None,
+    where: str | None,
+    options: tuple[str, ...],
+    jobs: int,
     json_output: bool,
 ) -> None:
     """Write the messages of the store in DIR, one JSON object a line or one row of a Parquet file.
 
     JSON has the order of the log. Its `body` is base64, inflated if it was stored compressed; names and units are the
-    stored ones. Parquet, which needs pyarrow and --output, has the columns of the Spark source, times as timestamps and
-    bodies as bytes; its rows are in order within a queue.
+    stored ones. Parquet, which needs pyarrow and --output or --to, has the columns of the Spark source, times as
+    timestamps and bodies as bytes; its rows are in order within a queue.
 
     Every whole message of the log is written, on both sides of damage, also if no queue lists it: what `mqstore
     recover` would keep. Damage and missing offsets are named on stderr and counted, and the exit code is then 1. With
     --topic all damage counts, because nobody knows whose messages it held. Reads only, also beside a writer.
+
+    With --to, write the messages of one store or many, by their queues, to Parquet files in FOLDER. Each run adds a
+    folder `export=N` as a whole, and notes where it ended in each queue; the next run begins there. Without --topic the
+    topics of users are written. --from, --until, --where, --option and --jobs go with --to.
     """
-    if queue_id is not None and topic is None:
-        raise click.UsageError("--queue-id goes with --topic")
+    _check_together(ctx, _OF_A_FOLDER if to is None else _OF_A_FILE, "--to" if to is None else "a file, not with --to")
+    if to is not None:
+        if format_ == "jsonl" and ctx.get_parameter_source("format_") is not click.core.ParameterSource.DEFAULT:
+            raise click.UsageError("--to writes Parquet: leave --format jsonl out")
+        chosen = {"topics": topics or None, "start": start, "stop": stop, "where": where}
+        given = {"columns": names(columns), "partition_by": names(partition_by) or (), "compression": compression}
+        to_folder(stores, chosen, options, to, {**given, "jobs": jobs}, txn, json_output=json_output)
+        return
+    if len(stores) > 1:
+        raise click.UsageError("several stores go with --to")
+    directory = Path(stores[0])
+    if queue_id is not None and len(topics) != 1:
+        raise click.UsageError("--queue-id goes with one --topic")
     if format_ == "parquet" and output is None:
         raise click.UsageError("--format parquet goes with --output")
     if columns is not None and format_ != "parquet":
@@ -87,18 +153,18 @@ def export(
     with findings_told():  # the warning that queues are lost: here they are not needed
         store = MessageStore(directory, "r", fs=QUIET)
     with store:
-        if topic is not None and store.has_all_queues():
-            _check_queue(store, topic, queue_id)  # a wrong name is refused without reading the log
+        if store.has_all_queues():
+            for topic in topics:
+                _check_queue(store, topic, queue_id)  # a wrong name is refused without reading the log
         verifier = store.verifier()
         began = verifier.front
         found = _Found(
-            store, verifier, topic, queue_id, from_offset or 0, raw_bodies=raw_bodies, json_output=json_output
+            store, verifier, topics, queue_id, from_offset or 0, raw_bodies=raw_bodies, json_output=json_output
         )
         with progress("exporting", lambda: (verifier.done_bytes, verifier.total_bytes)):
             if format_ == "parquet":
                 assert output is not None
-                names = None if columns is None else [name.strip() for name in columns.split(",")]
-                count = _write_parquet(found, output, directory, names, max_messages)
+                count = _write_parquet(found, output, directory, names(columns), max_messages)
             else:
                 with lines(output, directory) as file:
                     count = 0
@@ -123,6 +189,13 @@ def export(
         ctx.exit(FINDINGS)
 
 
+def _check_together(ctx: click.Context, names: tuple[str, ...], other: str) -> None:
+    """UsageError for one of these options that was given."""
+    for option in ctx.command.params:
+        if option.name in names and ctx.get_parameter_source(option.name) is not click.core.ParameterSource.DEFAULT:
+            raise click.UsageError(f"{option.opts[0]} goes with {other}")
+
+
 def _check_queue(store: MessageStore, topic: str, queue_id: int | None) -> None:
     """TopicNotFoundError for a topic or queue that is not there."""
     store.queues(topic)
@@ -137,7 +210,7 @@ class _Found:
         self,
         store: MessageStore,
         verifier: Verifier,
-        topic: str | None,
+        topics: tuple[str, ...],
         queue_id: int | None,
         from_offset: int,
         *,
@@ -153,7 +226,7 @@ class _Found:
         self.raw_bodies = raw_bodies
         self._not_inflated: Counter[str] = Counter()
         self._verifier = verifier
-        self._topic = topic
+        self._topics = topics
         self._queue_id = queue_id
         self._from_offset = from_offset
         self._json = json_output
@@ -170,7 +243,7 @@ class _Found:
     def stretches(self) -> Iterator[list[Stretch]]:
         """All chosen messages, some consecutive ones of the log at a time. TopicNotFoundError behind the last if none
         of the topic or queue ever was there."""
-        for each in walk_log(self.store, self._verifier, None if self._topic is None else self._is_wanted):
+        for each in walk_log(self.store, self._verifier, self._is_wanted if self._topics else None):
             if isinstance(each, Finding):
                 self.tell(each)
             elif isinstance(each, list):
@@ -179,11 +252,11 @@ class _Found:
                 yield stretches
             else:
                 self._tell_gap(*each)
-        if self._topic is not None and not self.queues:
-            _check_queue(self.store, self._topic, self._queue_id)
+        for topic in {*self._topics} - {queue.topic for queue in self.queues}:
+            _check_queue(self.store, topic, self._queue_id)
 
     def _is_wanted(self, topic: str, queue_id: int) -> bool:
-        return topic == self._topic and self._queue_id in (None, queue_id)
+        return topic in self._topics and self._queue_id in (None, queue_id)
 
     def _from(self, stretch: Stretch) -> Stretch:
         return stretch if stretch.slots[0] >= self._from_offset else stretch.only(stretch.slots >= self._from_offset)
@@ -235,7 +308,7 @@ def _not_inflated(store: MessageStore, message: Message, error: Exception) -> Fi
 
 
 def _write_parquet(
-    found: _Found, output: Path, directory: Path, columns: list[str] | None, max_messages: int | None
+    found: _Found, output: Path, directory: Path, columns: Sequence[str] | None, max_messages: int | None
 ) -> int:
     """Write record batches of all messages; how many messages."""
     try:

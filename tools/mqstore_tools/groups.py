@@ -114,7 +114,10 @@ def _show(directory: Path, only: str | None, *, json_output: bool) -> None:
             ],
         )
     )
-    show_suspended(pops, [row["name"] for row in rows], now_ms)
+    queues = [
+        (row["name"], *queue, failed) for row in rows for queue, failed in suspended_of(pops, row["name"]).items()
+    ]
+    show_suspended(queues, now_ms)
 
 
 def _suspended(pops: PopView, name: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@
                 killed by `kill`                Enough: let go of, comes again, no attempt counted
     anything else that is raised                no fault of the message: nothing is settled, the run ends
 
-Knows nothing of groups' progress, and of how a message was come by only that one on loan wants to be kept.
+Knows nothing of groups' progress, and of how a message was come by.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Final, Protocol
@@ -29,7 +27,7 @@ from mqstore.layout.compression import MissingPackageError
 from mqstore_tools.render import note, safe
 from mqstore_tools.shown import print_message
 
-__all__ = ["Commands", "Enough", "Failed", "Keep", "Printer", "Work"]
+__all__ = ["Commands", "Enough", "Failed", "Printer", "Work"]
 
 _STDERR_BYTES: Final = 1 << 16
 """How much of a command's stderr is shown."""
@@ -48,14 +46,10 @@ class Failed(Retry):
         self.args = (reason,)
 
 
-Keep = Callable[[], object] | None
-"""Called by who takes long, to have the message for longer."""
-
-
 class Work(Protocol):
     """What is done with each message."""
 
-    def __call__(self, message: Message, keep: Keep, keep_every_s: float) -> None:
+    def __call__(self, message: Message) -> None:
         """Deal with a message. Returns: done. Raises Failed, Reject, Enough; anything else is no fault of the
         message, and ends the run."""
 
@@ -71,7 +65,7 @@ class Printer:
         self._body_bytes = body_bytes
         self._lock = threading.Lock()
 
-    def __call__(self, message: Message, keep: Keep, keep_every_s: float) -> None:
+    def __call__(self, message: Message) -> None:
         with self._lock:
             fine = print_message(message, json_output=self._as_jsonl, body_bytes=self._body_bytes)
             sys.stdout.flush()
@@ -94,7 +88,7 @@ class Commands:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _killed: bool = False
 
-    def __call__(self, message: Message, keep: Keep, keep_every_s: float) -> None:
+    def __call__(self, message: Message) -> None:
         try:
             body = message.body
         except (FormatError, MissingPackageError) as error:
@@ -104,7 +98,7 @@ class Commands:
         with tempfile.TemporaryFile() as errors:
             child = self._begin(message, errors)
             try:
-                timed_out = self._wait(child, body, keep, keep_every_s)
+                timed_out = self._wait(child, body)
             finally:
                 with self._lock:
                     self._running.discard(child)
@@ -123,24 +117,15 @@ class Commands:
             self._running.add(child)
         return child
 
-    def _wait(self, child: subprocess.Popen[bytes], body: bytes, keep: Keep, keep_every_s: float) -> bool:
+    def _wait(self, child: subprocess.Popen[bytes], body: bytes) -> bool:
         """Until it has ended; whether it had to be killed for taking too long."""
-        end = None if self.timeout_s is None else time.monotonic() + self.timeout_s
-        give: bytes | None = body
-        while True:
-            left_s = None if end is None else max(0.0, end - time.monotonic())
-            step_s = left_s if keep is None else keep_every_s if left_s is None else min(left_s, keep_every_s)
-            try:
-                child.communicate(give, timeout=step_s)
-                return False
-            except subprocess.TimeoutExpired:
-                give = None  # the rest of it is known to `communicate`
-                if end is not None and time.monotonic() >= end:
-                    _kill(child)
-                    child.communicate()
-                    return True
-                if keep is not None:
-                    keep()
+        try:
+            child.communicate(body, timeout=self.timeout_s)
+            return False
+        except subprocess.TimeoutExpired:
+            _kill(child)
+            child.communicate()
+            return True
 
     def _judge(self, code: int, timed_out: bool, said: list[str]) -> None:
         if code == 0 and not timed_out:

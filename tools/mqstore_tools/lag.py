@@ -1,20 +1,24 @@
-"""`mqstore lag`: how far consumer groups are behind."""
+"""`mqstore lag`: how far consumer groups are behind, and whether they catch up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mqstore.broker.inspect import PopView, QueueLag, group_names, lag_of, pop_view
-from mqstore_tools.opened import looking, show_ms
-from mqstore_tools.render import console, note, print_json, table
-from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option, note_incomplete
-from mqstore_tools.suspended import show_suspended, suspended_of
+from mqstore import ConfigError, QueueRef
+from mqstore_tools.many import duration, jobs_option, stores_argument, topic_option
+from mqstore_tools.opened import show_ms
+from mqstore_tools.render import console, note, print_json, progress, table, when
+from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incomplete
+from mqstore_tools.suspended import show_suspended
 
 __all__ = ["lag"]
+
+_STUCK = 50
 
 
 @click.command(
@@ -24,19 +28,47 @@ __all__ = ["lag"]
 Examples:
   mqstore lag var/mq
   mqstore lag var/mq --group billing          # queue by queue
+  mqstore lag fleet/* --max-lag 10000 --max-age 15m || page-somebody
+  mqstore lag var/mq --wait 30s               # two looks: rates, and queues that are stuck
+  mqstore lag var/mq --json > now.json; mqstore lag var/mq --previous now.json
   mqstore lag var/mq --json | jq '.groups[] | select(.messages > 1000) | .group'""",
 )
-@directory_argument
-@click.option("--group", help="Only this group, queue by queue.")
+@stores_argument
+@click.option("--group", "groups", multiple=True, help="Only this group, queue by queue; may be repeated.")
+@topic_option
+@click.option("--max-lag", type=click.IntRange(0), help="Exit code 1 if a group has more messages left.")
+@click.option("--max-age", type=duration, metavar="TIME", help="Exit code 1 if one of them is older than this (15m).")
+@click.option(
+    "--previous",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Compare with an earlier look: the output of this command with --json.",
+)
+@click.option("--wait", type=duration, metavar="TIME", help="Look twice, so long apart (30s), and compare.")
+@jobs_option
 @json_option
 @click.pass_context
-def lag(ctx: click.Context, directory: Path, group: str | None, json_output: bool) -> None:
-    """Show how many messages each group of the store in DIR has not consumed, how old the oldest of them is, and how
+def lag(
+    ctx: click.Context,
+    stores: tuple[str, ...],
+    groups: tuple[str, ...],
+    topics: tuple[str, ...],
+    max_lag: int | None,
+    max_age: float | None,
+    previous: Path | None,
+    wait: float | None,
+    jobs: int,
+    json_output: bool,
+) -> None:
+    """Show how many messages each group of the stores in DIR has not consumed, how old the oldest of them is, and how
     many are in flight: popped and not acknowledged yet, and among the former.
 
     As `broker.lag` has it: popped and acknowledged is consumed, also behind a message that is still in flight. `-`
     (null in JSON) means not known: the group has not started in that queue, or, of a group, in any. Retry topics count
     as topics; what waits for its next attempt counts once that is due (`mqstore delay` shows how much waits).
+
+    Two looks also tell what is consumed and what arrives a second, how long the rest takes, and which queues are stuck:
+    there are messages, and the group's offset does not move.
 
     A queue of an ordered group is suspended from the first failure of a message until that message is settled. The
     message, the time of its first failure, the attempt that failed last and its error are shown below, and under
@@ -46,78 +78,93 @@ def lag(ctx: click.Context, directory: Path, group: str | None, json_output: boo
     it is made. Not there is how far a group has read what it has not committed: that counts, but not as in flight; nor
     what a Java broker had handed out, until mqstore has opened its store for writing.
     """
-    with looking(directory) as parts:
-        now_ms = parts.clock.now_ms()
-        pops = pop_view(parts, now_ms)
-        found = {name: lag_of(parts, name, pops) for name in (group_names(parts) if group is None else [group])}
-        topics = {each.topic for queues in found.values() for each in queues}
-        incomplete = parts.store.unlisted_queue(topics) if topics else None
-    groups = [
-        {"group": name, **_sum(queues, now_ms), "queues": [_row(each, pops, now_ms) for each in queues]}
-        for name, queues in found.items()
-    ]
+    from mqstore.jobs import lag_report
+
+    if previous is not None and wait is not None:
+        raise click.UsageError("--previous and --wait both say what to compare with; give one of them")
+    before = None if previous is None else _read(previous)
+    with progress("looking", of_bytes=False) as report:
+        chosen: dict[str, Any] = {"topics": topics or None, "groups": groups or None, "jobs": jobs, "progress": report}
+        if wait is not None:
+            before = lag_report(stores, **chosen)
+            time.sleep(wait)
+        looked = lag_report(stores, **chosen, previous=before)
+    found = looked.to_dict()
+    over = [each for each in found["groups"] if _is_over(each, max_lag, max_age)]
+    found["over"] = [each["group"] for each in over]
     if json_output:
-        print_json({"groups": groups})
-    elif not groups:
+        print_json(found)
+    elif not found["groups"]:
         note("no group")
-    elif group is None:
-        _show(("group",), [(each["group"], each) for each in groups])
     else:
-        [only] = groups
-        rows = only["queues"]
-        goes_on = ["-" if row["committed"] is None else row["committed"] for row in rows]
-        _show(
-            ("topic", "queue>", "goes on at>"),
-            [(row["topic"], row["queue_id"], at, row) for row, at in zip(rows, goes_on, strict=True)],
-        )
-        _show(("group",), [(only["group"], only)])
-    if not json_output:
-        show_suspended(pops, found, now_ms)
-    if incomplete is not None:
-        note_incomplete(incomplete, directory)
+        _show(found, by_queue=bool(groups))
+        for each in over:
+            note(f"over the limit: group {each['group']}: {each['messages']} messages")
+    for each in looked.incomplete:
+        note_incomplete(QueueRef(each.topic, each.queue_id), Path(each.store))
+    if over or looked.incomplete:
         ctx.exit(FINDINGS)
 
 
-def _row(lag: QueueLag, pops: PopView, now_ms: int) -> dict[str, Any]:
-    """`committed` is null where the group has no progress."""
-    return {
-        "topic": lag.topic,
-        "queue_id": lag.queue_id,
-        "committed": lag.committed,
-        **_sum([lag], now_ms),
-        "suspended": suspended_of(pops, lag.group).get((lag.topic, lag.queue_id)),
-    }
+def _is_over(group: dict[str, Any], max_lag: int | None, max_age_s: float | None) -> bool:
+    messages, age_ms = group["messages"] or 0, group["oldest_age_ms"] or 0
+    return (max_lag is not None and messages > max_lag) or (max_age_s is not None and age_ms > max_age_s * 1000)
 
 
-def _sum(queues: Iterable[QueueLag], now_ms: int) -> dict[str, Any]:
-    """Of some queues together; ages in ms. `messages` is None if the group has not started in any of them."""
-    queues = list(queues)
-    known = [each.messages for each in queues if each.committed is not None]
-    oldest_ms = min((each.oldest_ms for each in queues if each.oldest_ms is not None), default=None)
-    return {
-        "messages": sum(known) if known else None,
-        "in_flight": sum(each.in_flight for each in queues),
-        "lost": sum(each.lost for each in queues),
-        "oldest_store_timestamp_ms": oldest_ms,
-        "oldest_age_ms": None if oldest_ms is None else max(0, now_ms - oldest_ms),
-    }
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) or {}  # `null` is no report, and not that there is none
+    except ValueError as error:
+        raise ConfigError(f"--previous {str(path)!r} is no output of `mqstore lag --json`: {error}") from error
 
 
-def _show(names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
-    columns = (*names, "messages>", "in flight>", "lost>", "oldest is>")
-    console().print(
-        table(
-            "",
-            columns,
-            [
-                (
-                    *keys,
-                    "-" if sums["messages"] is None else sums["messages"],
-                    sums["in_flight"],
-                    sums["lost"],
-                    show_ms(sums["oldest_age_ms"]),
-                )
-                for *keys, sums in rows
-            ],
-        )
+def _show(found: dict[str, Any], *, by_queue: bool) -> None:
+    groups = found["groups"]
+    several = len({row["store"] for group in groups for row in group["queues"]}) > 1
+    store = ("store",) if several else ()
+    if by_queue:
+        names = (*store, *(("group",) if len(groups) > 1 else ()), "topic", "queue>", "goes on at>")
+        cells = []
+        for group in groups:
+            for row in group["queues"]:
+                keys = [row["store"]] if several else []
+                keys += [group["group"]] if len(groups) > 1 else []
+                goes_on = "-" if row["committed"] is None else row["committed"]
+                cells.append((*keys, row["topic"], row["queue_id"], goes_on, *_cells(row)))
+        console().print(table("", (*names, *_COUNTS), cells))
+    columns: tuple[str, ...] = ("group", *_COUNTS)
+    title = ""
+    compared = found["previous_ms"] is not None
+    if compared:
+        columns += ("consumed/s>", "arriving/s>", "done in>", "stuck>")
+        title = f"compared with {when(found['previous_ms'])}"
+    rows = [(each["group"], *_cells(each), *(_rates(each) if compared else ())) for each in groups]
+    console().print(table(title, columns, rows))
+    queues = [(group["group"], row) for group in groups for row in group["queues"]]
+    show_suspended(
+        [(group, row["topic"], row["queue_id"], row["suspended"]) for group, row in queues if row["suspended"]],
+        found["taken_ms"],
     )
+    stuck = [(row["store"], group, *(row[name] for name in _STUCK_FIELDS)) for group, row in queues if row["stuck"]]
+    if stuck:
+        names = ("store", "group", "topic", "queue>", "stays at>", "messages>")
+        console().print(table("stuck", names, stuck[:_STUCK]))
+        if len(stuck) > _STUCK:
+            note(f"and {len(stuck) - _STUCK} queues more; --json has all")
+
+
+_COUNTS = ("messages>", "in flight>", "lost>", "oldest is>")
+_STUCK_FIELDS = ("topic", "queue_id", "committed", "messages")
+
+
+def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    messages = "-" if row["messages"] is None else row["messages"]
+    return messages, row["in_flight"], row["lost"], show_ms(row["oldest_age_ms"])
+
+
+def _rates(row: dict[str, Any]) -> tuple[Any, ...]:
+    rates = (
+        "-" if row[name] is None else f"{row[name]:.1f}" for name in ("consumed_per_second", "arriving_per_second")
+    )
+    left_s = row["seconds_left"]
+    return (*rates, show_ms(None if left_s is None else round(left_s * 1000)), row["stuck_queues"])

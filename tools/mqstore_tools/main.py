@@ -35,6 +35,8 @@ COMMANDS = (
     "groups",
     "offsets",
     "lag",
+    "traffic",
+    "trace",
     "delay",
     "dlq",
     "spark",

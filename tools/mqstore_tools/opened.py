@@ -8,6 +8,7 @@ undone, times and durations as people type and read them.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -84,8 +85,8 @@ class DefaultGroup(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         names = self.list_commands(ctx)
         if args and args[0] not in names and args[0] not in ctx.help_option_names:
-            # With a second word it was to be a command: a default's complaint of too many arguments would mislead.
-            if len(args) > 1 and not args[0].startswith("-") and not args[1].startswith("-"):
+            # With a second word, what is no path was to be a command: to complain of a store would mislead.
+            if len(args) > 1 and not os.path.exists(args[0]) and not args[0].startswith("-") and args[1][:1] != "-":
                 ctx.fail(f"No such command {args[0]!r}.")
             args = [names[0], *args]
         return super().parse_args(ctx, args)

@@ -14,15 +14,17 @@ from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.inspect import delay_levels
 from mqstore.files.filesystem import REAL
 from mqstore.files.quiet import QUIET
+from mqstore.jobs.recovering import recover as run
 from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import rebuild_config, recover_store
+from mqstore.log.repair import rebuild_config
 from mqstore.log.report import Rebuilt
+from mqstore_tools.many import jobs_option, stores_argument
 from mqstore_tools.opened import looking
 from mqstore_tools.render import console, note, print_finding, print_json, progress, safe
 from mqstore_tools.shared import (
     FINDINGS,
+    UNUSABLE,
     StoreCommand,
-    directory_argument,
     findings_told,
     index_options,
     java_config,
@@ -39,10 +41,11 @@ __all__ = ["recover"]
 Examples:
   mqstore recover var/mq --dry-run            # the plan; changes nothing
   mqstore recover var/mq                      # carry it out
+  mqstore recover fleet/* --jobs 4
   mqstore recover var/mq --prefix --dry-run   # what would be lost by ending the log at the first damage
   mqstore recover var/mq --rebuild config --yes""",
 )
-@directory_argument
+@stores_argument
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @click.option(
     "--prefix",
@@ -58,30 +61,35 @@ Examples:
 )
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @index_options
+@jobs_option
 @json_option
 @click.pass_context
 def recover(
     ctx: click.Context,
-    directory: Path,
+    stores: tuple[str, ...],
     dry_run: bool,
     prefix: bool,
     rebuild: tuple[str, ...],
     yes: bool,
     index_slots: int | None,
     index_entries: int | None,
+    jobs: int,
     json_output: bool,
 ) -> None:
-    """Read the whole log of the store in DIR and bring everything in line with it.
+    """Read the whole log of each store in DIR and bring everything in line with it.
 
     Every whole record is kept in its place, on both sides of any damage; damage is reported. A torn record at the end
     of the log is cut. Queues, index and checkpoint are rebuilt where they differ. The command may be killed and run
-    again; a second run changes nothing. Exit code 1 if something new was found that a recovery cannot bring back, or
-    with --dry-run if there is work to do. Damage that was reported once is known: neither `recover` nor `verify` exits
-    with 1 for it again.
+    again; a second run changes nothing. A store that cannot be opened is named, and the others are recovered.
+
+    Exit code 1 if something new was found that a recovery cannot bring back, or with --dry-run if there is work to do.
+    Damage that was reported once is known: neither `recover` nor `verify` exits with 1 for it again.
     """
     config_done: list[str] | None = None
     if "config" in rebuild:
-        done = config_done = _rebuild_config(directory, dry_run=dry_run, yes=yes)
+        if len(stores) > 1:
+            raise click.UsageError("--rebuild config is for one store at a time: it loses what stood in its files")
+        done = config_done = _rebuild_config(Path(stores[0]), dry_run=dry_run, yes=yes)
         if done is None:
             note("nothing was changed")
             ctx.exit(FINDINGS)
@@ -97,21 +105,36 @@ def recover(
         prefix=prefix,
         rebuild_index="index" in rebuild,
     )
-    with progress("recovering") as report_progress, findings_told():
-        report = recover_store(
-            directory,
-            options,
-            config=java_config(index_slots, index_entries),
-            progress=report_progress,
-            json_checks=CONFIG_CHECKS,
-            fs=QUIET if dry_run else REAL,
-        )
-    report.changed |= bool(config_done)
-    orphans, profile, foreign = _afterwards(directory)
+    with progress("recovering", of_bytes=len(stores) == 1) as report_progress, findings_told():
+        config = java_config(index_slots, index_entries)
+        found = run(stores, jobs=jobs, options=options, config=config, progress=report_progress)
+    rows: list[dict[str, Any]] = []
+    for each in found:
+        if each.report is None:
+            rows.append({"store": each.store, "error": each.error})
+            note(f"{each.store}: {each.error}")
+            continue
+        each.report.changed |= bool(config_done)
+        if len(found) > 1 and not json_output:
+            print(safe(f"{each.store}:"))
+        orphans = _tell(Path(each.path), each.report, dry_run=dry_run, json_output=json_output)
+        rows.append({**each.report.as_dict(), "orphan_levels": orphans, "dry_run": dry_run})
+        if config_done is not None:
+            rows[-1]["config"] = config_done
+        if len(found) > 1:
+            rows[-1] = {"store": each.store, **rows[-1]}
     if json_output:
-        config = {} if config_done is None else {"config": config_done}
-        print_json({**report.as_dict(), **config, "orphan_levels": orphans, "dry_run": dry_run})
-    else:
+        print_json(rows[0] if len(found) == 1 else {"dry_run": dry_run, "stores": rows})
+    if any(each.report is None for each in found):
+        ctx.exit(UNUSABLE)
+    if any(report.new or (dry_run and report.changed) for each in found if (report := each.report) is not None):
+        ctx.exit(FINDINGS)
+
+
+def _tell(directory: Path, report: RecoveryReport, *, dry_run: bool, json_output: bool) -> dict[int, int]:
+    """Print what was done to a store, and what its owner should know besides; messages by orphaned delay level."""
+    orphans, profile, foreign = _afterwards(directory)
+    if not json_output:
         _show(report, dry_run=dry_run)
         for level, waiting in orphans.items():
             note(f"{waiting} messages wait in delay level {level}, which the store's table of levels does not have")
@@ -122,8 +145,7 @@ def recover(
             )
     for text in foreign:
         note(text)
-    if report.new or (dry_run and report.changed):
-        ctx.exit(FINDINGS)
+    return orphans
 
 
 _DAMAGE = ("bad_record", "missing_segment", "segment_size")

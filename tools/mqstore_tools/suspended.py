@@ -20,11 +20,10 @@ def suspended_of(pops: PopView, group: str) -> dict[tuple[str, int], dict[str, A
     }
 
 
-def show_suspended(pops: PopView, groups: Iterable[str], now_ms: int) -> None:
-    """Print a table of the suspended queues of these groups; nothing if there are none."""
+def show_suspended(queues: Iterable[tuple[str, str, int, dict[str, Any]]], now_ms: int) -> None:
+    """Print a table of suspended queues, each (group, topic, queue id, failed message); nothing if there are none."""
     rows = [
         (
-            group,
             *queue,
             row["offset"],
             row["attempt"],
@@ -32,8 +31,7 @@ def show_suspended(pops: PopView, groups: Iterable[str], now_ms: int) -> None:
             show_ms(max(0, now_ms - row["since_ms"])),
             row["error"],
         )
-        for group in groups
-        for queue, row in suspended_of(pops, group).items()
+        for *queue, row in queues
     ]
     if rows:
         columns = ("group", "topic", "queue>", "offset>", "attempt>", "since", "for>", "last error")

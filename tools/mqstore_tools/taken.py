@@ -1,16 +1,11 @@
-"""How `mqstore consume` comes by its messages: a run, and one source for each mode.
-
-    mode    by               failed                                             done
-    push    PushConsumer     comes again by the retry policy, then dead letter  settled when its handler returns
-    pop     SimpleConsumer   the same                                           acknowledged, each by itself
-    pull    PullConsumer     nothing comes again: the run ends there            committed once a batch is through
+"""How `mqstore consume` comes by its messages: a run, and a push consumer as its source.
 
     message --> ticket --> work --> settled
                   | none left: --max-messages, a signal, an error
                   +--> Enough: not settled, comes again, no attempt counted
 
-The main thread supervises, and does nothing else: signals, --idle-exit and --max-messages end the run, a source works
-on threads of its own. A signal handler does no more than ring the bell: it may take no lock.
+The main thread supervises, and does nothing else: signals, --idle-exit and --max-messages end the run, the consumer
+works on threads of its own. A signal handler does no more than ring the bell: it may take no lock.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from queue import Empty, SimpleQueue
@@ -29,33 +24,28 @@ from types import FrameType
 from typing import Any, Final, Literal
 
 from mqstore import (
-    Delivery,
     GroupNotFoundError,
     Interceptor,
     Message,
     QueueRef,
-    ReceiptExpiredError,
     Reject,
     RetryPolicy,
     Store,
-    StoreClosedError,
     cancelled,
 )
 from mqstore.broker.names import pop_retry_topic, retry_topic
 from mqstore.client.interceptors import Settled
 from mqstore.layout.properties import ORIGIN_MESSAGE_ID
-from mqstore_tools.handled import Enough, Failed, Keep, Work
+from mqstore_tools.handled import Enough, Failed, Work
 from mqstore_tools.render import note
 
-__all__ = ["SOURCES", "Asked", "Mode", "Run", "Source", "Start", "quiet", "supervise"]
+__all__ = ["Asked", "Run", "Source", "Start", "quiet", "supervise"]
 
-Mode = Literal["push", "pull", "pop"]
 Start = Literal["earliest", "latest"] | datetime
 
 _NO_TIMEOUT_S: Final = 7 * 86_400
-"""What a push consumer takes for the longest a handler may run: --exec-timeout is the command's own matter."""
+"""What a consumer takes for the longest a handler may run: --exec-timeout is the command's own matter."""
 _LOOK_S: Final = 0.02
-_POLL_S: Final = 0.2
 _HEAR_S: Final = 0.5
 """How long the main thread waits in one go: a signal that comes just before it begins to wait is heard at its end."""
 
@@ -66,7 +56,6 @@ class Asked:
 
     topics: tuple[str, ...]
     group: str
-    mode: Mode
     ordered: bool | None
     """None: as the group has it."""
     tags: str
@@ -74,10 +63,6 @@ class Asked:
     start: Start | None
     """None: as the group has it."""
     workers: int
-    batch_size: int
-    visibility: float
-    drains: bool
-    """--idle-exit 0: it must be known for certain that nothing is left."""
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
@@ -120,11 +105,7 @@ class Run(Interceptor):
                 self.error = error
             self._stop("error")
 
-    def left(self, most: int) -> int:
-        """How many messages to ask for, of up to `most`."""
-        return most if self._limit is None else max(1, min(most, self._limit - self.taken))
-
-    def do(self, message: Message, keep: Keep = None, keep_every_s: float = 0.0) -> None:
+    def do(self, message: Message) -> None:
         """Have a message dealt with. Raises Failed, Reject; Enough when it is to be let go of."""
         with self._lock:
             if self.stopping.is_set():
@@ -134,7 +115,7 @@ class Run(Interceptor):
             if self.taken == self._limit:
                 self._stop("max-messages")
         try:
-            self.work(message, keep, keep_every_s)
+            self.work(message)
         except (Failed, Reject, Enough):
             raise
         except BaseException as error:
@@ -250,59 +231,17 @@ def quiet() -> Iterator[None]:
 
 
 class Source:
-    """Messages of one mode, for a run."""
-
-    def __init__(self, store: Store, run: Run, asked: Asked) -> None:
-        self.broker = store.broker
-        self.run = run
-        self.asked = asked
-        for topic in asked.topics:
-            if self.broker.topics.get(topic) is None:
-                note(f"topic {topic} is not there yet; waiting for it")
-
-    def start(self) -> None:
-        """Begin. Raises what the consumer raises."""
-        raise NotImplementedError
-
-    def stop(self) -> None:
-        """Begin nothing more; returns when what runs has ended and progress is on disk."""
-        raise NotImplementedError
-
-    def drained(self) -> bool:
-        """Whether nothing is left that could come now. What failed and waits for its next attempt cannot."""
-        raise NotImplementedError
-
-    def retry_topics(self) -> set[str]:
-        """Where what failed before waits, in whatever mode that was."""
-        group = self.asked.group
-        popped = {pop_retry_topic(group, topic, version) for topic in self.asked.topics for version in (1, 2)}
-        return {retry_topic(group), *popped}
-
-    def lags(self) -> dict[QueueRef, int]:
-        """Messages that the group has not done, by queue of what was asked for. Empty until the group is there."""
-        wanted = {*self.asked.topics, *self.retry_topics()}
-        try:
-            lags = self.broker.lag(self.asked.group)
-        except GroupNotFoundError:
-            return {}
-        return {ref: lag for ref, lag in lags.items() if ref.topic in wanted}
-
-    def lag(self) -> int:
-        return sum(self.lags().values())
-
-    def queues(self) -> Iterator[QueueRef]:
-        for topic in self.asked.topics:
-            if (config := self.broker.topics.get(topic)) is not None:
-                yield from (QueueRef(topic, i) for i in range(config.read_queues))
-
-
-class _Push(Source):
     """Handlers of a push consumer."""
 
     def __init__(self, store: Store, run: Run, asked: Asked, policy: RetryPolicy | None) -> None:
-        super().__init__(store, run, asked)
+        self.broker = store.broker
+        self.run = run
+        self.asked = asked
         self._held: set[QueueRef] = set()
         """Ordered: where a message waits for its next attempt, and all behind it."""
+        for topic in asked.topics:
+            if self.broker.topics.get(topic) is None:
+                note(f"topic {topic} is not there yet; waiting for it")
         self._consumer = store.push_consumer(
             asked.group,
             workers=asked.workers,
@@ -329,156 +268,38 @@ class _Push(Source):
             raise
 
     def start(self) -> None:
+        """Begin. Raises what the consumer raises."""
         self._consumer.start()
 
     def stop(self) -> None:
+        """Begin nothing more; returns when what runs has ended and progress is on disk."""
         self._consumer.stop(float("inf"))
 
     def drained(self) -> bool:
+        """Return True if nothing is left that could come now, as a failed message before its next attempt."""
         if not self._consumer.assignment().issuperset(self.queues()):
             return False
         return all(not lag or ref in self._held for ref, lag in self.lags().items())
 
-
-class _Asking(Source):
-    """Threads that ask for messages, turn by turn."""
-
-    def __init__(self, store: Store, run: Run, asked: Asked, threads: int) -> None:
-        super().__init__(store, run, asked)
-        self._threads = [
-            threading.Thread(target=self._ask, args=(i,), name=f"mqstore-consume-{i}", daemon=True)
-            for i in range(threads)
-        ]
-        self._idle = [False] * threads
-        """Who found nothing, and is not asking now: so nobody has a message that is in no count."""
-
-    def turn(self) -> bool:
-        """Ask, and deal with what was given; whether there was something. Does not wait if the run drains."""
-        raise NotImplementedError
-
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-    def _ask(self, i: int) -> None:
-        try:
-            while not self.run.stopping.is_set():
-                self._idle[i] = False
-                if not self.turn() and self.asked.drains:
-                    self._idle[i] = True
-                    self.run.stopping.wait(_LOOK_S)
-        except StoreClosedError as error:
-            if not self.run.stopping.is_set():
-                self.run.fail(error)
-        except BaseException as error:
-            self.run.fail(error)
-
-
-class _Pop(_Asking):
-    """Deliveries of a simple consumer."""
-
-    def __init__(self, store: Store, run: Run, asked: Asked, policy: RetryPolicy | None) -> None:
-        super().__init__(store, run, asked, asked.workers)
-        self._consumer = store.simple_consumer(
-            asked.group,
-            visibility=asked.visibility,
-            start=asked.start,
-            ordered=asked.ordered,
-            retry=policy,
-            interceptors=[run],
-        )
-        for topic in asked.topics:
-            self._consumer.subscribe(topic, tags=asked.tags, sql=asked.sql)
-
-    def turn(self) -> bool:
-        found = self._consumer.receive(self.run.left(self.asked.batch_size), wait=0 if self.asked.drains else 60)
-        for delivery in found:
-            self._one(delivery)
-        return bool(found)
-
-    def _one(self, delivery: Delivery) -> None:
-        if delivery.expires_at - time.monotonic() < self.asked.visibility / 2:  # those before it took long
-            try:
-                delivery.extend(self.asked.visibility)
-            except ReceiptExpiredError:  # it comes again
-                return
-        try:
-            with delivery as message:
-                self.run.do(message, lambda: self._keep(delivery), self.asked.visibility / 3)
-        except Enough:  # given back by `with`
-            pass
-        except ReceiptExpiredError as error:
-            note(error)
-            self.run.on_settle(delivery.message, "retry", 0.0)
-
-    def _keep(self, delivery: Delivery) -> None:
-        with suppress(ReceiptExpiredError):  # told when it is settled
-            delivery.extend(self.asked.visibility)
-
-    def stop(self) -> None:
-        self._consumer.close()
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
-
-    def drained(self) -> bool:
-        if not all(self._idle):
-            return False
-        now_ms = self.broker.store.clock.now_ms()
-        waiting: Counter[QueueRef] = Counter()
-        held = set()
-        for each in self.broker.pending(self.asked.group):
-            if each.visible_at_ms > now_ms:
-                ref = QueueRef(each.topic, each.queue_id)
-                waiting[ref] += 1
-                if each.fifo:
-                    held.add(ref)
-        return all(lag <= waiting[ref] or ref in held for ref, lag in self.lags().items())
-
-
-class _Pull(_Asking):
-    """Polls of a pull consumer. Nobody keeps what fails here for later, so nothing is passed over: the run ends."""
-
-    def __init__(self, store: Store, run: Run, asked: Asked, policy: RetryPolicy | None) -> None:
-        super().__init__(store, run, asked, 1)
-        self._consumer = store.pull_consumer(asked.group, auto_commit=False, start=asked.start)
-        self._consumer.subscribe(*asked.topics, tags=asked.tags, sql=asked.sql)
-
     def retry_topics(self) -> set[str]:
-        return set()
+        """Where what failed before waits, in whatever mode that was."""
+        group = self.asked.group
+        popped = {pop_retry_topic(group, topic, version) for topic in self.asked.topics for version in (1, 2)}
+        return {retry_topic(group), *popped}
 
-    def turn(self) -> bool:
-        messages = self._consumer.poll(0 if self.asked.drains else _POLL_S, self.run.left(self.asked.batch_size))
-        done: list[Message] = []
+    def lags(self) -> dict[QueueRef, int]:
+        """Messages that the group has not done, by queue of what was asked for. Empty until the group is there."""
+        wanted = {*self.asked.topics, *self.retry_topics()}
         try:
-            for message in messages:
-                self.run.do(message)
-                done.append(message)
-        except (Enough, Failed, Reject) as error:
-            if done:
-                self._consumer.commit({message.queue: message.offset + 1 for message in done})
-            if not isinstance(error, Enough):
-                self.run.on_settle(message, "retry", 0.0)
-                self.run.stop("failure")
-        else:
-            self._consumer.commit()
-        for message in done:
-            self.run.on_settle(message, "ack", 0.0)
-        return bool(messages)
+            lags = self.broker.lag(self.asked.group)
+        except GroupNotFoundError:
+            return {}
+        return {ref: lag for ref, lag in lags.items() if ref.topic in wanted}
 
-    def stop(self) -> None:
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
-        self._consumer.close()
+    def lag(self) -> int:
+        return sum(self.lags().values())
 
-    def drained(self) -> bool:
-        mine = self._consumer.assignment()
-        return (
-            all(self._idle)
-            and mine.issuperset(self.queues())
-            and all(self._consumer.position(ref) >= self.broker.max_offset(*ref) for ref in mine)
-        )
-
-
-SOURCES: Final[dict[str, type[_Push] | type[_Pop] | type[_Pull]]] = {"push": _Push, "pop": _Pop, "pull": _Pull}
+    def queues(self) -> Iterator[QueueRef]:
+        for topic in self.asked.topics:
+            if (config := self.broker.topics.get(topic)) is not None:
+                yield from (QueueRef(topic, i) for i in range(config.read_queues))

@@ -207,7 +207,6 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         *,
         tags: str = "*",
         sql: str | None = None,
-        max_uncommitted: int | None = None,
     ) -> H: ...
 
     @overload
@@ -218,7 +217,6 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         *,
         tags: str = "*",
         sql: str | None = None,
-        max_uncommitted: int | None = None,
     ) -> Callable[[H], H]: ...
 
     def subscribe(
@@ -228,21 +226,16 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         *,
         tags: str = "*",
         sql: str | None = None,
-        max_uncommitted: int | None = None,
     ) -> Any:
         """As `mqstore.PushConsumer.subscribe`; without a handler a decorator, so it is no coroutine."""
         if handler is None:
-            return partial(self._subscribe_here, topic, tags=tags, sql=sql, max_uncommitted=max_uncommitted)
-        return self._subscribe_here(topic, handler, tags=tags, sql=sql, max_uncommitted=max_uncommitted)
+            return partial(self._subscribe_here, topic, tags=tags, sql=sql)
+        return self._subscribe_here(topic, handler, tags=tags, sql=sql)
 
-    def _subscribe_here(
-        self, topic: str, handler: H, /, *, tags: str, sql: str | None, max_uncommitted: int | None
-    ) -> H:
+    def _subscribe_here(self, topic: str, handler: H, /, *, tags: str, sql: str | None) -> H:
         self._bridge.check()
-        check_handler(handler, coroutines=True, transacts=max_uncommitted is not None)
-        self.sync.subscribe(
-            topic, partial(self._on_worker, handler), tags=tags, sql=sql, max_uncommitted=max_uncommitted
-        )
+        check_handler(handler, coroutines=True)
+        self.sync.subscribe(topic, partial(self._on_worker, handler), tags=tags, sql=sql)
         return handler
 
     def unsubscribe(self, topic: str) -> None:

@@ -3,7 +3,7 @@
 A table that finds a value of the wrong type in its file does not load it, and nor does the store: so `verify` and
 `recover` judge by the same functions.
 
-Of two files of Spark's the shapes stand here, too: who looks for damage may not know that room, and it knows this one.
+Of a file of Spark's the shape stands here, too: who looks for damage may not know that room, and it knows this one.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from mqstore.errors import UnsupportedStoreError
 from mqstore.files.jsonfile import Check
 from mqstore.log.names import is_path_safe
 
-__all__ = ["CONFIG_CHECKS", "OVERWRITE_FILE", "RESENT_FILE", "check_overwrite", "check_resent"]
+__all__ = ["CONFIG_CHECKS", "OVERWRITE_FILE", "check_overwrite"]
 
 OVERWRITE_FILE: Final = "config/spark/overwrite.json"
-RESENT_FILE: Final = "config/spark/resent.json"
 
 
 def check_overwrite(value: Mapping[str, Any], file: str | os.PathLike[str] = OVERWRITE_FILE) -> None:
@@ -42,18 +41,6 @@ def check_overwrite(value: Mapping[str, Any], file: str | os.PathLike[str] = OVE
         for queue_id, end in _object({topic: ends}, topic).items():
             if not (queue_id.isascii() and queue_id.isdecimal() and len(queue_id) < 11 and _is_number(end)):
                 raise ValueError(f"ends: {topic!r:.80}, queue {queue_id!r:.20}: {end!r:.80} is no offset")
-
-
-def check_resent(value: Mapping[str, Any], file: str | os.PathLike[str] = RESENT_FILE) -> None:
-    """ValueError unless this tells which dead letters were sent (`spark.jobs.resend`). UnsupportedStoreError as of
-    `check_overwrite`."""
-    _check_version(value, file)
-    if type(value.get("done")) is not int or value["done"] < -1:
-        raise ValueError(f"done must be the number of a run, not {value.get('done')!r:.80}")
-    for member in ("sent", "next"):
-        for group, ranges in _object(value, member).items():
-            if not isinstance(ranges, list) or not all(_is_range(each) for each in ranges):
-                raise ValueError(f"{member}: {group!r:.80} must have ranges of offsets, not {ranges!r:.80}")
 
 
 def _check_version(value: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
@@ -79,10 +66,6 @@ def _is_number(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _is_range(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)) and value[0] < value[1]
-
-
 CONFIG_CHECKS: Final[Mapping[str, Check]] = {
     "config/topics.json": check_topics,
     "config/subscriptionGroup.json": check_groups,
@@ -91,7 +74,6 @@ CONFIG_CHECKS: Final[Mapping[str, Check]] = {
     "config/consumerOrderInfo.json": check_order_info,
     f"{LOCAL_OFFSETS}/*/*.json": check_local_offsets,
     OVERWRITE_FILE: check_overwrite,
-    RESENT_FILE: check_resent,
 }
 """By path within the store, `*` standing for any name: a function that raises ValueError for an object of the wrong
 shape."""

@@ -313,12 +313,6 @@ class DeadLetters:
             raise NotPermittedError(f"topic {topic!r} is not writable; give it permission 6")
         return config
 
-    def as_new(self, message: Message, to_topic: str | None = None) -> tuple[str, int, dict[str, str]]:
-        """Topic, queue and properties with which `replay(all_groups=True, to_topic=to_topic)` would send a letter again
-        now. Makes nothing; raises as it does."""
-        config = self._target(to_topic or origin_of(message), create=False)
-        return (config.name, *self._placed(message, config))
-
     def _send(self, message: Message, config: TopicConfig) -> None:
         queue_id, properties = self._placed(message, config)
         if is_retry_topic(config.name):  # part of the group's lag from now on, and kept

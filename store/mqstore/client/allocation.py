@@ -3,23 +3,18 @@
     name                strategy                                                        8 queues, 3 members
     "avg"               contiguous shares, the first members have one more              0-2    3-5    6-7
     "circle"            one after the other, in turns                                   0,3,6  1,4,7  2,5
-    "consistent_hash"   a ring with 10 points a member: few queues move when members    uneven
-                        come and go
     fixed_queues(...)   these, whoever else there is (RocketMQ's CONFIG)
 
 Every member calls its strategy with the same sorted queues and the same sorted members, so that their shares fit
-together with nobody talking to anybody. RocketMQ's strategies for machine rooms are not built: there are no rooms. Who
-wants another share-out writes a function of the same form.
+together with nobody talking to anybody. RocketMQ's consistent hash and its strategies for machine rooms are not built:
+all members live in one process. Who wants another share-out writes a function of the same form.
 """
 
 from __future__ import annotations
 
-import hashlib
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
-from mqstore.broker.receipts import BROKER_NAME
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.tip import as_queue
@@ -29,7 +24,6 @@ __all__ = [
     "Strategy",
     "avg",
     "circle",
-    "consistent_hash",
     "fixed_queues",
     "name_of",
     "strategy_named",
@@ -38,9 +32,6 @@ __all__ = [
 Strategy = Callable[[str, Sequence[QueueRef], Sequence[str]], Sequence[QueueRef]]
 """(my client id, the queues of one topic, the members) -> my queues. Queues and members are sorted, without repeats and
 not empty. A client that is no member has none. Each queue must be given to exactly one member."""
-
-_POINTS = 10
-"""Of each member on the ring."""
 
 
 def avg(client_id: str, queues: Sequence[QueueRef], members: Sequence[str]) -> Sequence[QueueRef]:
@@ -66,28 +57,6 @@ def circle(client_id: str, queues: Sequence[QueueRef], members: Sequence[str]) -
     return queues[members.index(client_id) :: len(members)] if client_id in members else ()
 
 
-def consistent_hash(client_id: str, queues: Sequence[QueueRef], members: Sequence[str]) -> Sequence[QueueRef]:
-    """Each queue to the member whose point on the ring comes next. Uneven; when a member comes or goes, no queue moves
-    between the others."""
-    return on_ring(client_id, queues, members, BROKER_NAME)
-
-
-def on_ring(client_id: str, queues: Sequence[QueueRef], members: Sequence[str], broker: str) -> Sequence[QueueRef]:
-    """`consistent_hash` as a RocketMQ client computes it for a broker of that name."""
-    owners = {_point(f"{member}-{k}"): member for member in members for k in range(_POINTS)}
-    ring = sorted(owners)
-    mine = []
-    for queue in queues:
-        at = _point(f"MessageQueue [topic={queue.topic}, brokerName={broker}, queueId={queue.queue_id}]")
-        if owners[ring[bisect_left(ring, at) % len(ring)]] == client_id:
-            mine.append(queue)
-    return mine
-
-
-def _point(text: str) -> int:
-    return int.from_bytes(hashlib.md5(text.encode(), usedforsecurity=False).digest()[:4], "big")
-
-
 def fixed_queues(queues: Iterable[QueueRef | tuple[str, int]]) -> Strategy:
     """For `strategy=`: this member has `queues`, as far as there are such, whoever else is there. Nobody checks that
     the members' lists fit together: of two who list a queue one gets its lock, and a queue that nobody lists is not
@@ -108,7 +77,7 @@ def fixed_queues(queues: Iterable[QueueRef | tuple[str, int]]) -> Strategy:
     return lambda client_id, there, members: [queue for queue in there if queue in fixed]
 
 
-STRATEGIES: dict[str, Strategy] = {"avg": avg, "circle": circle, "consistent_hash": consistent_hash}
+STRATEGIES: dict[str, Strategy] = {"avg": avg, "circle": circle}
 
 
 def name_of(strategy: Strategy) -> str:

@@ -574,15 +574,13 @@ class Assignment:
                 self._settled_to(queue, offset)
         self.refill(queue)
 
-    def settle_taken(self, queue: ProcessQueue, messages: Sequence[Message] | None) -> bool:
-        """Orderly: these of the taken ones are done with, None: all; False if they count for nothing any more."""
+    def settle_taken(self, queue: ProcessQueue, messages: Sequence[Message]) -> bool:
+        """Orderly: these of the taken ones are done with. False if they count for nothing any more."""
         now_ms = self._clock.monotonic_ms()
         with queue.settling:
             if queue.dropped:
                 return False
-            offset = queue.commit(now_ms) if messages is None else queue.finish(messages, now_ms)
-            if offset is not None:
-                self._settled_to(queue, offset)
+            self._settled_to(queue, queue.finish(messages, now_ms))
         self.refill(queue)
         return True
 

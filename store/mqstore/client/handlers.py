@@ -24,9 +24,9 @@ from mqstore.errors import ConfigError
 __all__ = ["check_handler", "check_has_run", "check_plain"]
 
 
-def check_handler(handler: object, *, coroutines: bool = False, transacts: bool = False) -> None:
+def check_handler(handler: object, *, coroutines: bool = False) -> None:
     """Refuse a handler that cannot be called, or would do nothing if it were. `coroutines`: they are awaited.
-    `transacts`: it takes a `BatchTx` as well. ConfigError."""
+    ConfigError."""
     if not callable(handler):
         raise ConfigError(f"a handler is something to call, not {handler!r:.100}")
     if not coroutines and _is(handler, _makes_coroutines):
@@ -43,14 +43,12 @@ def check_handler(handler: object, *, coroutines: bool = False, transacts: bool 
     except (TypeError, ValueError):  # of some builtins Python does not know it
         return
     try:
-        signature.bind(*(None,) * (2 if transacts else 1))
+        signature.bind(None)
     except TypeError as error:
-        takes = (
-            "two arguments, the message or tuple of messages and a BatchTx"
-            if transacts
-            else ("one argument, the message (with batch_size above 1 a tuple of messages)")
-        )
-        raise ConfigError(f"a handler is called with {takes}; {handler!r:.100} cannot be: {error}") from None
+        raise ConfigError(
+            "a handler is called with one argument, the message (with batch_size above 1 a tuple of messages); "
+            f"{handler!r:.100} cannot be: {error}"
+        ) from None
 
 
 def check_plain(what: str, function: Callable[..., object]) -> None:

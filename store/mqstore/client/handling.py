@@ -64,8 +64,6 @@ class Subscription:
     handler: Callable[..., object]
     kind: Literal["TAG", "SQL92"] = "TAG"
     expression: str = "*"
-    max_uncommitted: int | None = None
-    """Of an ordered consumer: the handler takes a transaction, and may leave so many messages open (A7.6)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +143,7 @@ class Handling:
         """No other consumer waits for a suspected message of this one any more."""
         self._suspects.desert(self)
 
-    def call(
-        self, worker: Worker, subscription: Subscription, messages: Sequence[Message], *more: Any
-    ) -> Ended | Flow[Ended]:
+    def call(self, worker: Worker, subscription: Subscription, messages: Sequence[Message]) -> Ended | Flow[Ended]:
         """Hand `messages` (one, unless handlers take batches) to the handler on this thread: its end; or, of a handler
         that returned an `Awaited`, the flow that waits for it. SystemExit and KeyboardInterrupt pass."""
         handler = subscription.handler
@@ -163,21 +159,21 @@ class Handling:
         try:
             if self._around:
                 # Looked at inside, so that hooks see it fail.
-                self.hooks.consuming(lambda: check_has_run(handler(argument, *more)), messages)
-            elif isinstance(result := handler(argument, *more), Awaited):
-                return self._rest(worker, subscription, messages, more, begin, result)
+                self.hooks.consuming(lambda: check_has_run(handler(argument)), messages)
+            elif isinstance(result := handler(argument), Awaited):
+                return self._rest(worker, subscription, messages, begin, result)
             elif result is not None:
                 check_has_run(result)
         except Exception as error:
             worker.end()
             took_ms = (time.perf_counter() - begin) * 1000  # without that of reporting
             if self._after:
-                self._consumed(worker, messages, more, took_ms, error)
+                self._consumed(worker, messages, took_ms, error)
             return self._failure(error, subscription, messages), took_ms
         worker.end()
         took_ms = (time.perf_counter() - begin) * 1000
         if self._after:
-            self._consumed(worker, messages, more, took_ms, None)
+            self._consumed(worker, messages, took_ms, None)
         return None, took_ms
 
     def _rest(
@@ -185,7 +181,6 @@ class Handling:
         worker: Worker,
         subscription: Subscription,
         messages: Sequence[Message],
-        more: tuple[Any, ...],
         begin: float,
         awaited: Awaited,
     ) -> Flow[Ended]:
@@ -196,14 +191,13 @@ class Handling:
             raised = error
         took_ms = (worker.ended_at - begin) * 1000
         if self._after:
-            self._consumed(worker, messages, more, took_ms, raised)
+            self._consumed(worker, messages, took_ms, raised)
         return None if raised is None else self._failure(raised, subscription, messages), took_ms
 
     def _consumed(
         self,
         worker: Worker,
         messages: Sequence[Message],
-        more: tuple[Any, ...],
         took_ms: float,
         error: Exception | None,
     ) -> None:
@@ -212,8 +206,7 @@ class Handling:
             return
         outcome: Literal["success", "retry", "reject", "exception"] = "exception"
         if error is None:
-            rolled_back = any(getattr(each, "decision", "") == "rollback" for each in more)
-            outcome = "retry" if rolled_back else "success"
+            outcome = "success"
         elif isinstance(error, Retry | BatchFailure):
             outcome = "retry"
         elif isinstance(error, Reject):

@@ -42,7 +42,7 @@ class Consumed:
     """Topic that the messages were sent to, also when they came from a retry topic."""
     messages: tuple[Message, ...]
     outcome: Literal["success", "retry", "reject", "exception", "timeout"]
-    """"success": it returned. "retry": it raised `Retry` or `BatchFailure`, or rolled its `BatchTx` back. "reject": it
+    """"success": it returned. "retry": it raised `Retry` or `BatchFailure`. "reject": it
     raised `Reject`. "exception": it raised anything else. "timeout": it has not ended within `consume_timeout`."""
     seconds: float
     """Time in the handler; in one that timed out, until then."""

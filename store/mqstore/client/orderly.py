@@ -11,24 +11,16 @@ There is at most one task of a queue, and a message is not begun before its pred
 failed is kept by the broker, and survives a restart. A message that always fails stops its queue for ever, unless the
 group has a limit of attempts: then it is given up, and leaves a hole in the order.
 
-With `max_uncommitted` a handler gets a transaction and says itself what is done (A7.6): until then messages stay open,
-and a bound on their number and age makes it impossible that they pile up unseen, as with RocketMQ's autoCommit=false.
-
-    open ---> commit()                                done, all of it
-          |-> rollback(), failure, too many, too old  back to the front, counted as an attempt; the queue is suspended
-          |-> Reject                                  what this call was given: dead letters; the rest back, not counted
-          +-> queue given up, handler replaced        back, not counted
-
-Whatever undoes open messages without their handler's word is told as an UncommittedBatchError.
+RocketMQ's autoCommit=false (A7.6) has no counterpart: a handler that wants to commit many messages at once takes them
+as one batch (`batch_size`), and its end is the commit.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from mqstore.broker.begun import PROCESS_ENDED
@@ -36,70 +28,26 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_retry_topic
 from mqstore.broker.orderinfo import OrderInfoTable
 from mqstore.client.assignment import Assignment
-from mqstore.client.handling import Failure, Handling, Subscription
+from mqstore.client.handling import Failure, Handling
 from mqstore.client.outcome import shortened
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.shown import as_sent, shown
 from mqstore.client.workers import Flow, Worker, Workers
-from mqstore.errors import ConfigError, MQStoreError, StoreClosedError, UncommittedBatchError
+from mqstore.errors import ConfigError, MQStoreError, StoreClosedError
 from mqstore.log.message import Message
-from mqstore.options import Duration, seconds
 
-__all__ = ["BatchTx", "OrderlyService"]
+__all__ = ["OrderlyService"]
 
 NOBODY_AGAIN_MS = 1_000
 """When to look again whether anybody handles what nobody did: by then its queue is gone, as a rule."""
 SUSPEND_MIN_MS, SUSPEND_MAX_MS = 10, 60_000
+SLICE_MS = 60_000
+"""After this time a queue lets others have the thread."""
 WAITS_MS = -1
 """In place of a pause: the queue goes on when its first message, a suspected one, may begin."""
-TX_MAX_MS = 60_000
-"""How long messages may be left open by a handler that takes a transaction."""
 TICK_MS = 1_000
 AGAIN_MS = 5_000
 """After what is no failure of a handler: a dead letter that could not be filed, a store that refuses."""
-
-
-class BatchTx:
-    """What a handler with `max_uncommitted` decides by: everything it was given of this topic and queue since the last
-    commit. It may leave that open, and is then given more. Good until the handler returns.
-
-    >>> tx = BatchTx()
-    >>> tx.commit()
-    >>> tx.rollback(2)
-    Traceback (most recent call last):
-        ...
-    RuntimeError: this batch was committed already
-    """
-
-    __slots__ = ("decision", "delay_s", "over")
-
-    def __init__(self) -> None:
-        self.decision = ""
-        """"commit", "rollback", or nothing yet."""
-        self.delay_s: float | None = None
-        self.over = False
-        """The handler has returned: nobody looks at what is decided now."""
-
-    def commit(self) -> None:
-        """All of it is done once the handler has returned. RuntimeError when it has, or has rolled back."""
-        self._decide("commit")
-
-    def rollback(self, delay: Duration | None = None) -> None:
-        """All of it comes again, after `delay` seconds (None: as for a failure); it counts as an attempt. ConfigError
-        for a delay that is negative or endless, RuntimeError as for `commit`."""
-        delay_s = None if delay is None else seconds(delay, "delay")
-        if delay_s == math.inf:
-            raise ConfigError("a rollback cannot be for ever: give its delay in seconds")
-        self._decide("rollback")
-        self.delay_s = delay_s
-
-    def _decide(self, decision: str) -> None:
-        if self.over:
-            raise RuntimeError(f"too late to {decision}: the handler has returned, and the next call has its own")
-        if self.decision not in ("", decision):
-            done = "committed" if self.decision == "commit" else "rolled back"
-            raise RuntimeError(f"this batch was {done} already")
-        self.decision = decision
 
 
 @dataclass(slots=True)
@@ -113,16 +61,6 @@ class _Task:
     """How often messages failed, by offset."""
     watches: bool
     """There may be suspected messages."""
-
-
-@dataclass(slots=True)
-class _Open:
-    """What a handler with `max_uncommitted` has not decided on, of one topic in one queue."""
-
-    subscription: Subscription
-    since_ms: int
-    messages: list[Message] = field(default_factory=list)
-    took_ms: float = 0.0
 
 
 class OrderlyService:
@@ -140,7 +78,6 @@ class OrderlyService:
         batch_size: int,
         consume_timeout_ms: int,
         suspend_ms: int | None,
-        time_slice_ms: int,
         broadcasting: bool,
     ) -> None:
         """`suspend_ms` None: the delays of the group's retry policy."""
@@ -152,13 +89,10 @@ class OrderlyService:
         self._batch_size = batch_size
         self._timeout_ms = consume_timeout_ms
         self._suspend_ms = suspend_ms
-        self._slice_ms = time_slice_ms
         self._broadcasting = broadcasting
         self._clock = broker.store.clock
         self._lock = threading.Lock()
-        """Of what the timer thread looks at, too: the next three."""
-        self._open: dict[tuple[ProcessQueue, str], _Open] = {}
-        """By topic, too: a retry topic holds messages of several."""
+        """Of what the timer thread looks at, too: the next two."""
         self._tasks = 0
         self._ticking = False
         self.own = OrderInfoTable() if broadcasting else None
@@ -201,8 +135,6 @@ class OrderlyService:
             # that just ended would leave its queue to nobody.
             if not isinstance(error, StoreClosedError):
                 self._handling.report(error, "what is to be done around handlers failed, again in 5 s", queue.queue)
-            for key in self._open_in(queue):
-                self._close(key)
             queue.rollback()
             again_ms = AGAIN_MS
         finally:
@@ -227,15 +159,12 @@ class OrderlyService:
         queue = task.queue
         while not queue.closing:
             now_ms = self._clock.monotonic_ms()
-            if now_ms - task.begin_ms > self._slice_ms:
+            if now_ms - task.begin_ms > SLICE_MS:
                 return 0
-            wait_ms = self._overdue(task, now_ms) if self._open else None
-            if wait_ms is None:
-                batch = queue.take(self._batch_size)
-                if not batch:  # from here on the queue may have another task
-                    self.assignment.refill(queue)
-                    return None
-                wait_ms = yield from self._handle(task, batch)
+            batch = queue.take(self._batch_size)
+            if not batch:  # from here on the queue may have another task
+                return None
+            wait_ms = yield from self._handle(task, batch)
             if wait_ms is not None:
                 return wait_ms
         return None
@@ -255,28 +184,15 @@ class OrderlyService:
                 return None
             queue.again(batch[:1])
             return AGAIN_MS
-        key = queue, batch[0].topic
-        opened = self._open.get(key) if self._open else None
-        if opened is not None and not _goes_on(opened, subscription):
-            self._undo(key, opened, "their handler was replaced")
-            queue.rollback()
-            return 0
-        bound = subscription.max_uncommitted
-        number = len(batch) if bound is None else bound - (len(opened.messages) if opened is not None else 0)
-        alone = False
+        number, alone = len(batch), False
         if task.watches:
-            number = min(number, self._handling.together(batch))
+            number = self._handling.together(batch)
             alone = self._handling.is_suspect(batch[0])
         batch = self._cut(queue, batch, number)
         if alone and not self._handling.is_in_turn(queue):
             queue.again(batch)  # first: the turn may come at once
             self._handling.in_turn(queue, partial(self._resubmit, queue))
             return WAITS_MS
-        if bound is not None:
-            wait_ms = yield from self._transact(task, subscription, bound, batch)
-            if alone:
-                self._handling.has_handled(queue, batch)
-            return wait_ms
         ended = self._handling.call(task.worker, subscription, batch)
         failure, took_ms = ended if isinstance(ended, tuple) else (yield from ended)
         if alone:
@@ -417,91 +333,13 @@ class OrderlyService:
             wait_ms = self._broker.groups.need(self._group).delay_ms(first.attempt)
         return min(max(wait_ms, SUSPEND_MIN_MS), SUSPEND_MAX_MS)
 
-    # -- transactions -----------------------------------------------------------------------------------------------
-
-    def _transact(self, task: _Task, subscription: Subscription, bound: int, batch: list[Message]) -> Flow[int | None]:
-        """Hand over a batch; whatever is decided counts for everything still open before it, too."""
-        queue = task.queue
-        key = queue, batch[0].topic
-        opened = self._open.get(key) or _Open(subscription, self._clock.monotonic_ms())
-        earlier = list(opened.messages)
-        opened.messages.extend(batch)
-        tx = BatchTx()
-        ended = self._handling.call(task.worker, subscription, batch, tx)
-        failure, took_ms = ended if isinstance(ended, tuple) else (yield from ended)
-        tx.over = True
-        opened.took_ms += took_ms
-        if failure is None and not tx.decision:
-            if len(opened.messages) < bound:
-                with self._lock:
-                    self._open[key] = opened
-                return None
-            return self._force(task, key, opened)
-        self._close(key)
-        if failure is None and tx.decision == "commit":
-            if self.assignment.settle_taken(queue, opened.messages):
-                self._handling.settled(opened.messages, "ack", opened.took_ms)
-            return None
-        if failure is None:
-            failure = Failure("retry", "rolled back", tx.delay_s)
-        elif failure.kind == "reject":
-            wait_ms = self._failed(task, batch, failure, took_ms)
-            queue.again(earlier)
-            return wait_ms
-        return self._failed(task, opened.messages, failure, opened.took_ms)
-
-    def _overdue(self, task: _Task, now_ms: int) -> int | None:
-        """Roll back what is open in this queue for too long; None to go on."""
-        for key in self._open_in(task.queue):
-            opened = self._open[key]
-            if now_ms - opened.since_ms >= TX_MAX_MS:
-                wait_ms = self._force(task, key, opened)
-                if wait_ms is not None:
-                    return wait_ms
-        return None
-
-    def _force(self, task: _Task, key: tuple[ProcessQueue, str], opened: _Open) -> int | None:
-        bound = opened.subscription.max_uncommitted
-        why = f"{bound} may be, for {TX_MAX_MS // 1000} s at most. Call commit() or rollback()"
-        error = self._undo(key, opened, why)
-        return self._failed(task, opened.messages, Failure("retry", str(error)), opened.took_ms)
-
-    def _undo(self, key: tuple[ProcessQueue, str], opened: _Open, why: str) -> UncommittedBatchError:
-        """Tell that open messages come again without their handler's word."""
-        queue, topic = key
-        self._close(key)
-        error = UncommittedBatchError(
-            f"group {self._group!r}: {len(opened.messages)} messages of {topic!r} from "
-            f"{queue.queue.topic}/{queue.queue.queue_id} were left open, and come again: {why}"
-        )
-        self._handling.report(error, "it comes again", opened.messages[0])
-        return error
-
-    def _open_in(self, queue: ProcessQueue) -> list[tuple[ProcessQueue, str]]:
-        with self._lock:
-            return [key for key in self._open if key[0] is queue]
-
-    def _close(self, key: tuple[ProcessQueue, str]) -> None:
-        with self._lock:
-            self._open.pop(key, None)
-
     # -- what takes long --------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Timer thread, while there are tasks or open messages."""
-        now_ms = self._clock.monotonic_ms()
-        self._look_for_hanging(now_ms)
+        """Timer thread, while there are tasks."""
+        self._look_for_hanging(self._clock.monotonic_ms())
         with self._lock:
-            opens = list(self._open.items())
-        for key, opened in opens:
-            queue = key[0]
-            if queue.closing:
-                if not queue.running:  # else the handler may still commit
-                    self._undo(key, opened, "this consumer gave the queue up")
-            elif now_ms - opened.since_ms >= TX_MAX_MS and queue.claim():  # no task is at it, and none was going to be
-                self._resubmit(queue)
-        with self._lock:
-            self._ticking = bool(self._tasks or self._open)
+            self._ticking = bool(self._tasks)
             if not self._ticking:
                 return
         self._workers.later(TICK_MS, self._tick)
@@ -526,9 +364,3 @@ class OrderlyService:
         self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
         for message in messages:
             self._handling.timed_out(message, stack, self._timeout_ms)
-
-
-def _goes_on(opened: _Open, subscription: Subscription) -> bool:
-    """Whether what is open was left open by the handler that is to get the next batch, and that may have one."""
-    bound = subscription.max_uncommitted
-    return opened.subscription.handler is subscription.handler and bound is not None and len(opened.messages) < bound

@@ -1,7 +1,7 @@
 """What a consumer holds of one queue: pulled, and not settled (client-semantics A4).
 
     put(pulled) ---> waiting ---> remove(settled)                                concurrent: in any order
-                     waiting ---> take(n) ---> taken ---> commit()               orderly: one batch after the other
+                     waiting ---> take(n) ---> taken ---> finish(settled)        orderly: one batch after the other
                         ^                        |------> again(batch), rollback()
                         +------------------------+
 
@@ -78,7 +78,7 @@ class QueueInfo:
     first: int | None
     """Offset of the first of them."""
     taken: int
-    """Of these: in a handler of an orderly consumer, or handled and not committed."""
+    """Of these: in a handler of an orderly consumer."""
     next_offset: int
     """Where the next pull begins."""
     throttled: bool
@@ -233,16 +233,6 @@ class ProcessQueue:
                 self.active = False
             return batch
 
-    def commit(self, now_ms: int | None = None) -> int | None:
-        """Settle all that was taken; the position then, None if nothing was."""
-        with self._lock:
-            if not self._taken:
-                return None
-            gone = list(self._taken.values())
-            self._taken.clear()
-            self._settled(gone, now_ms)
-            return self._position()
-
     def finish(self, messages: Sequence[Message], now_ms: int | None = None) -> int:
         """Settle some of what was taken; the position then."""
         with self._lock:
@@ -263,25 +253,14 @@ class ProcessQueue:
 
     def rollback(self) -> list[Message]:
         """Put back all that was taken; which that was."""
-        taken = self.all_taken()
+        with self._lock:
+            taken = list(self._taken.values())
         self.again(taken)
         return taken
 
-    def all_taken(self) -> list[Message]:
-        """What is taken and not committed, in order."""
-        with self._lock:
-            return list(self._taken.values())
-
-    def claim(self) -> bool:
-        """Orderly: whether no worker was at it, which is the caller's now."""
-        with self._lock:
-            claimed = not self.active
-            self.active = True
-            return claimed
-
     @property
     def taken(self) -> int:
-        """How many are taken and not committed."""
+        """How many are taken and not settled."""
         return len(self._taken)
 
     # -- where it stands --------------------------------------------------------------------------------------------
@@ -303,8 +282,6 @@ class ProcessQueue:
                 return False
             limits = self._limits
             free, size_max = min(_ROOM_MIN, (limits.messages + 1) // 2), limits.size * 3 // 4
-            if not self._waiting:  # what is taken may be left open until more has come
-                free, size_max = 1, limits.size - 1
             if limits.messages - len(self) < free or self._size > size_max:
                 return False
             if limits.span is not None and self._span() > limits.span:

@@ -167,7 +167,7 @@ class PullConsumer:
         start                  where the group begins in a queue in which it never committed: "earliest", "latest" or an
                                aware datetime; None: as the group has it
         fetch_max              messages of one poll, unless it says otherwise: 1 to 1024
-        strategy               how members share queues: "avg", "circle", "consistent_hash", or a function (`Strategy`)
+        strategy               how members share queues: "avg", "circle", or a function (`Strategy`)
         client_id              by which the group knows it; None: made up
 
     >>> import mqstore, tempfile

@@ -57,7 +57,7 @@ from mqstore.client.handling import (
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import Membership, check_client_id
-from mqstore.client.orderly import BatchTx, OrderlyService
+from mqstore.client.orderly import OrderlyService
 from mqstore.client.poppush import PopEngine
 from mqstore.client.processqueue import Limits, QueueInfo
 from mqstore.client.progress import GroupProgress, LocalProgress, Progress, Start, check_start
@@ -76,12 +76,7 @@ _log = logging.getLogger("mqstore")
 _SAMPLE_MS = 10_000
 
 # A batch is a tuple, so that a handler may say `tuple[Message, ...]` as well as `Sequence[Message]`.
-Handler = (
-    Callable[[Message], object]
-    | Callable[[tuple[Message, ...]], object]
-    | Callable[[Message, BatchTx], object]
-    | Callable[[tuple[Message, ...], BatchTx], object]
-)
+Handler = Callable[[Message], object] | Callable[[tuple[Message, ...]], object]
 H = TypeVar("H", bound=Handler)
 
 
@@ -195,7 +190,6 @@ class PushConsumerOptions(TypedDict, total=False):
     retry: RetryPolicy | None
     consume_timeout: Duration
     suspend: Duration | None
-    time_slice: Duration | None
     strategy: str | Strategy | None
     interceptors: Sequence[Interceptor]
     on_error: OnError | None
@@ -227,8 +221,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         consume_timeout    seconds after which a handler is given up: its messages come again. Ordered: it is only told
         suspend            ordered, mode "queue": for how long a failure holds its queue up, 0.01 to 60 s; None: as
                            the retry policy says, at most 60 s
-        time_slice         ordered, mode "queue": seconds after which a queue lets others have the thread (60)
-        strategy           mode "queue": who has which queues: "avg" (default), "circle", "consistent_hash", a function.
+        strategy           mode "queue": who has which queues: "avg" (default), "circle", a function.
                            All members alike
         on_error           told (exception, message) of what handlers raise, and of what goes wrong behind the scenes
 
@@ -273,7 +266,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         retry: RetryPolicy | None = None,
         consume_timeout: Duration = 900,
         suspend: Duration | None = None,
-        time_slice: Duration | None = None,
         strategy: str | Strategy | None = None,
         interceptors: Sequence[Interceptor] = (),
         on_error: OnError | None = None,
@@ -294,7 +286,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 ordered and not pops,
                 "mode='queue' with ordered=True; elsewhere the retry policy says when a message comes again",
             ),
-            ("time_slice", time_slice, ordered and not pops, "mode='queue' with ordered=True"),
             ("max_span", max_span, not (ordered or pops), "mode='queue' without ordered=True"),
             (
                 "prefetch_total",
@@ -371,7 +362,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         check_start(start)
         self._check_group()
         suspend_ms = None if suspend is None else _milliseconds("suspend", suspend, 0.01, 60)
-        slice_ms = _milliseconds("time_slice", 60 if time_slice is None else time_slice, 0.001, 86_400)
         chosen = strategy_named("avg" if strategy is None else strategy)
         progress = None if pops else self._progress()
 
@@ -400,7 +390,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                     batch_size=self._batch_size,
                     consume_timeout_ms=timeout_ms,
                     suspend_ms=suspend_ms,
-                    time_slice_ms=slice_ms,
                     broadcasting=broadcasting,
                 )
                 self._own = service.own
@@ -462,7 +451,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         *,
         tags: str = "*",
         sql: str | None = None,
-        max_uncommitted: int | None = None,
     ) -> H: ...
 
     @overload
@@ -473,7 +461,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         *,
         tags: str = "*",
         sql: str | None = None,
-        max_uncommitted: int | None = None,
     ) -> Callable[[H], H]: ...
 
     def subscribe(
@@ -483,15 +470,13 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         *,
         tags: str = "*",
         sql: str | None = None,
-        max_uncommitted: int | None = None,
     ) -> Any:
         """Have `handler` called with the messages of a topic; without one: a decorator. A second time for the same
         topic puts the new handler and filter in place of the old, while running, too; what is cached is not filtered
         again.
 
         `tags`: "paid || refunded"; `sql`: an SQL92 expression over properties. What they refuse the whole group passes
-        over. `max_uncommitted` (ordered): the handler takes a `BatchTx` as well, and says itself when they are
-        done, leaving at most so many open.
+        over.
 
         Raises InvalidMessageError, FilterError, ConfigError; while running SubscriptionConflictError if other members
         subscribe otherwise: then nothing has changed.
@@ -501,27 +486,14 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 f"a topic is a str, not {topic!r:.100}; a decorator is written @consumer.subscribe('topic')"
             )
         if handler is None:
-            return partial(self._subscribe_here, topic, tags=tags, sql=sql, max_uncommitted=max_uncommitted)
-        return self._subscribe_here(topic, handler, tags=tags, sql=sql, max_uncommitted=max_uncommitted)
+            return partial(self._subscribe_here, topic, tags=tags, sql=sql)
+        return self._subscribe_here(topic, handler, tags=tags, sql=sql)
 
-    def _subscribe_here(
-        self, topic: str, handler: H, /, *, tags: str, sql: str | None, max_uncommitted: int | None
-    ) -> H:
-        check_handler(handler, transacts=max_uncommitted is not None)
+    def _subscribe_here(self, topic: str, handler: H, /, *, tags: str, sql: str | None) -> H:
+        check_handler(handler)
         _, expression = wanted(self._broker, topic, tags, sql).expression
         kind: Literal["TAG", "SQL92"] = "TAG" if sql is None else "SQL92"
-        if max_uncommitted is not None:
-            if not self._mode.ordered or self._mode.model == "pop":
-                raise ConfigError(
-                    "max_uncommitted is for ordered consumers of mode 'queue': others settle each message by itself"
-                )
-            most = self._limits.divided(1).messages
-            if not self._batch_size <= _count("max_uncommitted", max_uncommitted, 65_535) < most:
-                raise ConfigError(
-                    f"max_uncommitted={max_uncommitted} does not lie in {self._batch_size} (batch_size) to {most - 1} "
-                    f"(below prefetch and prefetch_total): nothing more would come while so many are open"
-                )
-        new = Subscription(topic, handler, kind, expression, max_uncommitted)
+        new = Subscription(topic, handler, kind, expression)
         with self._lock:
             self._change({**self._subscriptions, topic: new})
             if self._starts_with_topic and self._state == "new":

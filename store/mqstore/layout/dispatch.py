@@ -67,7 +67,6 @@ __all__ = [
     "as_kept",
     "few",
     "is_listed",
-    "is_ok",
     "light_queues",
     "rows_of",
     "tags_code_at",
@@ -586,15 +585,6 @@ def few(
         stamps,
         stamp,
     )
-
-
-def is_ok(buf: ReadableBuffer, position: int) -> bool:
-    """`Headers.ok` of the record at `position`; False where none has room."""
-    view = memoryview(buf)
-    if position < 0 or position + MIN_RECORD_BYTES > len(view):
-        return False
-    size, magic = _START(view, position)
-    return magic in (MAGIC_V1, MAGIC_V2) and position + size <= len(view) and _ordinary(view, position) is not None
 
 
 def tags_code_at(buf: ReadableBuffer, position: int, delay_table_ms: Sequence[int]) -> int:

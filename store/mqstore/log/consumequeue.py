@@ -340,6 +340,10 @@ class ConsumeQueue(Queue):
         """The first slot of the first file."""
         return self._starts[0] * self._table.units_per_segment if self._starts else self.max_offset
 
+    def last_file_offset(self) -> int:
+        """The first slot of the last file, of which there must be one."""
+        return self._starts[-1] * self._table.units_per_segment
+
     def zero_from(self, offset: int) -> int:
         """Zero every unit from `offset` on; how many were in use. Cutting means zeros, never a shorter file (8.5)."""
         removed = 0

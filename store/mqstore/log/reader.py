@@ -40,7 +40,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.lock import writer_alive
 from mqstore.files.segments import Segment, SegmentRun, segment_name
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_void
-from mqstore.layout.dispatch import Rows, is_listed, is_ok, tags_code_at
+from mqstore.layout.dispatch import Rows, is_listed, tags_code_at
 from mqstore.layout.messageid import decode_message_id
 from mqstore.layout.record import (
     MAGIC_AT,
@@ -134,15 +134,6 @@ class _Verified:
             while len(self._blocks) > self._limit:
                 self._blocks.popitem(last=False)
         return block
-
-    def has(self, queue: ConsumeQueue, slot: int, said: int) -> bool:
-        """As `all_in`, of one."""
-        number, at = divmod(slot, _BLOCK_UNITS)
-        return bool(self._block(queue, number).item(at) == said)
-
-    def add_one(self, queue: ConsumeQueue, slot: int, said: int) -> None:
-        number, at = divmod(slot, _BLOCK_UNITS)
-        self._block(queue, number)[at] = said
 
     def _parts(
         self, queue: ConsumeQueue, slots: npt.NDArray[np.int64]
@@ -414,14 +405,10 @@ class StoreReader:
         tell: bool,
     ) -> tuple[list[Message], int, bool]:
         """(messages among units [offset, offset + count), offset behind the last unit consumed, whether to stop)."""
-        few = None
         asked = queue, offset, count, unit_filter, max_messages, max_bytes, first_is_free
-        if self._kernel is not None:
-            few = self._compiled(self._kernel, *asked)
-        if few is None and count <= FEW:
-            few = self._few(*asked)
-        if few is not None:
-            messages, after, stop = few
+        found = None if self._kernel is None else self._compiled(self._kernel, *asked)
+        if found is not None:
+            messages, after, stop = found
         else:
             stretches, after, stop = self._locate(*asked, tell=tell)
             messages = []
@@ -491,77 +478,6 @@ class StoreReader:
             after, stop = offset + (looked if chosen is None else int(chosen[looked])), spent
         self._get_bytes += total
         return messages, after, stop
-
-    def _few(
-        self,
-        queue: ConsumeQueue,
-        offset: int,
-        count: int,
-        unit_filter: UnitFilter | None,
-        max_messages: int,
-        max_bytes: int | None,
-        first_is_free: bool,
-    ) -> tuple[list[Message], int, bool] | None:
-        """What `_locate` leads to, for few units and without arrays. None, and nothing has happened, unless all of them
-        are messages whose records lie in one segment and verify: whatever else there is, `_locate` deals with."""
-        data = queue.read(offset, count)
-        units = [*UNIT.iter_unpack(data)]
-        for physical, size, _ in units:
-            if not 0 < size < VOID_SIZE or physical < 0:
-                return None
-        chosen: Sequence[int] = range(count)
-        if unit_filter is not None:
-            mask = unit_filter.units(np.array([code for _, _, code in units], np.int64))
-            chosen = np.flatnonzero(mask).tolist()
-        after, stop = offset + count, False
-        if len(chosen) > max_messages:
-            after, stop = offset + chosen[max_messages], True
-            chosen = chosen[:max_messages]
-        if max_bytes is not None:
-            for fits, i in enumerate(chosen):
-                max_bytes -= units[i][1]
-                if max_bytes < 0 and not (fits == 0 and first_is_free):
-                    after, stop = offset + i, True
-                    chosen = chosen[:fits]
-                    break
-        if not chosen:
-            return [], after, stop
-        physical, size, _ = units[chosen[0]]
-        there = self._segment_at(physical, physical + size)
-        if there is None:
-            return None
-        segment, buffer = there
-        begin, end = segment.start, segment.start + len(buffer)
-        group = Few(queue.ref, buffer, data, offset)
-        messages = []
-        total = 0
-        for i in chosen:
-            physical, size, _ = units[i]
-            slot = offset + i
-            if not begin <= physical <= end - size or not self._verifies(
-                queue, buffer, physical - begin, units[i], slot
-            ):
-                return None
-            total += size
-            messages.append(Message(group, physical - begin, slot))
-        self._get_bytes += total
-        return messages, after, stop
-
-    def _verifies(
-        self, queue: ConsumeQueue, buffer: mmap.mmap, start: int, unit: tuple[int, int, int], slot: int
-    ) -> bool:
-        """Whether the record at `start`, within `buffer`, is sound and the one of that unit; as `_check`, of one."""
-        physical, size, _ = unit
-        said = _said(physical, size)
-        if self._passes_over_bad and self._verified.has(queue, slot, said):
-            return True
-        if not self._verify_reads:
-            return is_ok(buffer, start)
-        if not self._check_one(queue, buffer, start, physical, size, slot):
-            return False
-        if self._passes_over_bad:
-            self._verified.add_one(queue, slot, said)
-        return True
 
     def _locate(
         self,
@@ -1107,9 +1023,3 @@ class StoreReader:
             position,
         )
         return queue.cut_to
-
-
-def _said(physical: int, size: int) -> int:
-    """What `_Verified` keeps of a unit: `said` in `_check`, of one."""
-    value = ((physical << 1 | 1) ^ size << 41) & 0xFFFF_FFFF_FFFF_FFFF
-    return value - (1 << 64) if value >> 63 else value

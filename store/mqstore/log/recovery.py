@@ -44,6 +44,7 @@ from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import QUEUE_OFFSET_AT, check_record
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.index import IndexFile
+from mqstore.log.indextally import Wanted, index_faults
 from mqstore.log.misnamed import MisnamedSegmentsError, misnamed_segments
 from mqstore.log.names import is_path_safe
 from mqstore.log.parts import StoreParts
@@ -51,7 +52,6 @@ from mqstore.log.report import Cut, Finding, RecoveryReport, finding_of
 from mqstore.log.scanner import Bad, Good, record_at, scan_log, until_torn, used_end
 from mqstore.log.slots import Misnumbered, SlotAssigner, first_slot_in_range, strays_in_front
 from mqstore.log.tip import QueueRef
-from mqstore.log.verify import Wanted, index_faults
 from mqstore.log.watermark import NEVER_TORN, first_record_time
 
 __all__ = [
@@ -432,9 +432,9 @@ class _Recovery:
                 end, torn = event.position, event.torn
                 tail = event.detail if torn is None else ""
                 blank = torn is None and not tail
-        if not self.whole and (self._index_reaches(end, doomed_index) or (start > self.first and self.has_short_files)):
-            # Index files hold entries of records that are gone, or a queue file was cut: records before the range may
-            # lack their units.
+        # Where a queue file was cut, or lost all its units, records before the range may lack their units.
+        units_lost = self.has_short_files or any(map(self._lacks_units, parts.queues))
+        if not self.whole and (self._index_reaches(end, doomed_index) or (start > self.first and units_lost)):
             raise _WholeLogNeededError
         self.report.log_end = end
         if end < mark and not self.options.prefix:
@@ -453,6 +453,13 @@ class _Recovery:
         if self.progress is not None:
             self.progress(total, total)
         return end
+
+    def _lacks_units(self, queue: ConsumeQueue) -> bool:
+        """Return True if no unit is in the last file of a queue, and no record of the queue was met: a file is made for
+        the unit of a record."""
+        return (
+            not self.slots.is_met(queue) and bool(queue.list_files()) and queue.max_offset <= queue.last_file_offset()
+        )
 
     def _gap_in_front(self) -> Bad | None:
         """The segments that the log has lost at its beginning."""

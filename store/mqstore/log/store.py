@@ -563,6 +563,7 @@ class MessageStore(StoreWriter):
         parts = self._parts()
         self.recovery = recover(parts, self._load_problems, options, progress).report
         self._report_renamed(places)
+        self.recovery.changed |= self.clean_shutdown and self._have_queues_lost()
         if self._pending is not None:
             self._report_undone(would_undo(self._pending, self._run, self.fs))
         return self.recovery
@@ -1145,11 +1146,18 @@ class MessageStore(StoreWriter):
             errors=errors,
         )
 
-    def verifier(self, json_checks: Mapping[str, Check] = NO_CHECKS, *, until: int | None = None) -> Verifier:
+    def verifier(
+        self,
+        json_checks: Mapping[str, Check] = NO_CHECKS,
+        *,
+        until: int | None = None,
+        max_errors: int | None = None,
+    ) -> Verifier:
         """A `Verifier` of this store: its `findings()` go through everything; for progress look at it meanwhile.
         `json_checks`: by path within the store, what else than decode a JSON file must (`broker.configchecks`).
         `until`: a writer has been at work since, and what lies at this physical offset or behind is not judged. Beside
-        a writer that is there now it is the end of what queues list."""
+        a writer that is there now it is the end of what queues list. `max_errors`: findings listed of a range of the
+        log; None: all."""
         self._check_open()
         if self.mode == "rw":
             self._dispatcher.catch_up()
@@ -1175,6 +1183,7 @@ class MessageStore(StoreWriter):
             ],
             unfinished=[] if self._pending is None else would_undo(self._pending, self._run, self.fs).findings,
             json_checks=json_checks,
+            max_errors=max_errors,
         )
 
     def _misplaced(self) -> list[LoadProblem]:

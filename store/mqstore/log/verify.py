@@ -3,16 +3,19 @@
 Reads only, and never trusts: what is found is yielded as `Finding`s, in the order log, queues, index, JSON. `mqstore
 verify` prints them, tests assert on them, `mqstore recover` mends what they name.
 
-`Verifier.findings` takes the steps one after the other. Who has a log read in pieces (`mqstore.spark.jobs.verify`)
-takes them by hand: what can be told of a piece alone (`compare`, `wanted_of`) is told there, what takes the order of
-the log (`units`, `straight`) afterwards.
+The log is read in ranges (`mqstore.log.ranges`). `Verifier.findings` reads them one after the other and puts them
+together, or takes results of `Verifier.check` that other processes have made (`mqstore.jobs.verifying`). A range alone
+tells of checksums, units (`compare`) and index entries (`tally`). What takes the order of the log (`units`, `straight`,
+`tails`) follows when the ranges of a segment are together.
 """
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -25,129 +28,35 @@ from mqstore.files.lock import writer_alive
 from mqstore.files.segments import LoadProblem, place_in_file
 from mqstore.layout.consumequeue import UNIT_BYTES, differing, is_void
 from mqstore.layout.dispatch import Rows
-from mqstore.layout.scan import has_crc_tail
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.index import Index
+from mqstore.log.indextally import IndexTally, Wanted, tally_index
 from mqstore.log.known import KNOWN_FILE, check_known
 from mqstore.log.manifest import MANIFEST
+from mqstore.log.names import is_path_safe
 from mqstore.log.parts import StoreParts
+from mqstore.log.ranges import (
+    RANGE_BYTES,
+    LogRange,
+    RangeResult,
+    SegmentParts,
+    Stitcher,
+    cut_ranges,
+    is_straight,
+    read_range,
+)
 from mqstore.log.report import Finding, Kind, finding_of
-from mqstore.log.scanner import Bad, End, Good, scan_log, until_torn, used_end
+from mqstore.log.scanner import Bad, End, Good, scan_segment, until_torn, used_end
 from mqstore.log.slots import Misnumbered, Placed, SlotAssigner, first_slot_in_range
 from mqstore.log.txn import TXN_FILE, TxnState
 
-__all__ = ["Gap", "IndexTally", "Verifier", "Wanted", "index_faults", "json_tables"]
+__all__ = ["Gap", "Verifier", "json_tables", "verified_ranges"]
 
-
-Wanted = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
-"""Index entries that the log asks for: (key hash, physical offset, store timestamp in ms)."""
 
 _ENTRIES_TALLIED = 1 << 20
-"""At once, 20 bytes each: a log may ask for many more than memory holds."""
+"""Index entries that are looked up at once, 20 bytes each. A log may ask for more of them than memory holds."""
 
 Gap = tuple[str, int, int, int]
 """Queue offsets whose records are lost: (topic, queue id, first, the one behind the last)."""
-
-
-@dataclass(slots=True)
-class IndexTally:
-    """What of the index is not as some records ask for; of others it says nothing. Tallies of parts add up to that of
-    the whole, since a key has its entry at one physical offset."""
-
-    missing: int = 0
-    """Keys without an entry."""
-    wrong_times: dict[str, int] = field(default_factory=dict)
-    """By file: entries that bear another time than their records, which would hide a key from a query by time."""
-    wrong_ends: set[str] = field(default_factory=set)
-    """Files whose begin or end is not the time of their first or last entry."""
-
-    def add(self, other: IndexTally) -> None:
-        """Take in that of other records."""
-        self.missing += other.missing
-        for name, count in other.wrong_times.items():
-            self.wrong_times[name] = self.wrong_times.get(name, 0) + count
-        self.wrong_ends |= other.wrong_ends
-
-    def findings(self, index: Index) -> Iterator[Finding]:
-        """In words."""
-        if self.missing:
-            name = f"index/{index.files[0].name}" if index.files else "index"
-            yield Finding("bad_index", name, 0, 0, f"{self.missing} keys of the log have no entry")
-        for file in index.files:
-            name = f"index/{file.name}"
-            if file.name in self.wrong_times:
-                detail = f"{self.wrong_times[file.name]} entries bear another time than their records"
-                yield Finding("bad_index", name, 0, 0, detail)
-            if file.name in self.wrong_ends:
-                detail = "begin and end are not the times of the first and the last entry"
-                yield Finding("bad_index", name, 0, 16, detail)
-
-
-def _fingerprints(hashes: npt.NDArray[np.int32], physical: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """One number for (hash, physical offset); equal pairs are equal, others almost never."""
-    mixed = physical.astype(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
-    return mixed ^ hashes.astype(np.uint64)
-
-
-def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
-    """Hold the index against the entries `wanted`; only files, and entries in them, of their part of the log count."""
-    tally = IndexTally()
-    hashes = np.concatenate([np.zeros(0, np.int32), *(part[0] for part in wanted)])
-    physical = np.concatenate([np.zeros(0, np.int64), *(part[1] for part in wanted)])
-    stamps = np.concatenate([np.zeros(0, np.int64), *(part[2] for part in wanted)])
-    if not len(physical):
-        return tally
-    asked = _fingerprints(hashes, physical)
-    if (physical[1:] < physical[:-1]).any():
-        order = np.argsort(physical, kind="stable")
-        physical, stamps = physical[order], stamps[order]
-    low, high = int(physical[0]), int(physical[-1])
-    there = [np.zeros(0, np.uint64)]
-    matched = 0
-    for file, header in index.headers():
-        last = header.next_entry - 2  # beside a writer there are more by now, and its end is of the last
-        try:
-            if file.lies_outside(index.entries_per_file, low, high):
-                continue
-            here, keys, places, diffs = file.between(last + 1, index.entries_per_file, low, high)
-        except FileNotFoundError:  # another process's retention took it
-            continue
-        if not len(here):
-            continue
-        there.append(_fingerprints(keys, places))
-        # In a whole index what comes next is what is asked for next, and there is nothing to search.
-        met = slice(matched, matched + len(places))
-        if np.array_equal(physical[met], places):
-            known, times = np.ones(len(places), np.bool_), stamps[met]
-            matched += len(places)
-        else:
-            at = np.searchsorted(physical, places)
-            known, times = physical[at] == places, stamps[at]
-        seconds = (
-            np.maximum(times - header.begin_timestamp_ms, 0) // 1000 if header.begin_timestamp_ms > 0 else times * 0
-        )
-        wrong = known & (np.minimum(seconds, 0x7FFF_FFFF) != diffs)
-        wrong &= here != 0  # RocketMQ counts that one from the end of the file before (6.3)
-        if wrong.any():
-            tally.wrong_times[file.name] = int(np.count_nonzero(wrong))
-        begins, ends = known & (here == 0), known & (here == last)
-        if (times[begins] != header.begin_timestamp_ms).any() or (times[ends] != header.end_timestamp_ms).any():
-            tally.wrong_ends.add(file.name)
-    found = np.concatenate(there)
-    if np.array_equal(found, asked):
-        return tally
-    tally.missing = len(asked)
-    if len(found):
-        found.sort()
-        at = np.searchsorted(found, asked)
-        at[at == len(found)] = 0
-        tally.missing = int(np.count_nonzero(found[at] != asked))
-    return tally
-
-
-def index_faults(index: Index, wanted: Sequence[Wanted]) -> list[Finding]:
-    """Where the index does not say what the log asks of it. Records that are not among `wanted` cannot be judged."""
-    return list(tally_index(index, wanted).findings(index))
 
 
 def json_tables(root: Path, checks: Mapping[str, Check]) -> Iterator[tuple[str, Check | None]]:
@@ -201,11 +110,16 @@ class Verifier:
         problems: Sequence[LoadProblem],
         unfinished: Sequence[Finding] = (),
         json_checks: Mapping[str, Check],
+        max_errors: int | None,
     ) -> None:
         self.messages = 0
         self.bytes = 0
         self.body_checksum_only = 0
         """Records with a checksum of their body alone: altered properties and header fields are not noticed."""
+        self.unlisted = 0
+        """Findings that were left out, as a range had more than `max_errors`."""
+        self.read_again = 0
+        """Ranges of the log that had to be read again, from another place."""
         self.done_bytes = 0
         """How far the log has been read, for a progress bar; `total_bytes` in the end."""
         self._parts = parts
@@ -215,6 +129,8 @@ class Verifier:
         run, checkpoint = parts.run, parts.checkpoint
         self.total_bytes = len(run.starts) * run.segment_bytes
         self._live = live
+        self.until = until
+        """Beside a writer: where the part of the log ends that is judged."""
         self._until = 1 << 62 if until is None else until
         # Everything before this end had been written completely when a check beside a writer began.
         self._watermark: int | None = self._until if live else None
@@ -226,8 +142,9 @@ class Verifier:
         self.gaps: list[Gap] = []
         """What the damage met so far has cost, as far as later records of the queue tell."""
         self.slots = SlotAssigner(run, parts.queues, parts.checksum, self._first_slot)
-        self._entries_wanted: list[Wanted] = []
-        self._entries_tallied = IndexTally()
+        self._max_errors = max_errors
+        self._entries = IndexTally()
+        self._first = run.starts[0] if run.starts else 0
         # Beside a writer the first segment may have come since the listing; an unfinished splice may hide it.
         self._is_empty = not run.starts and not live and not unfinished
         once = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
@@ -236,21 +153,24 @@ class Verifier:
         self._cut_from = 1 << 62
         """Where a torn tail begins: units that lead to it go with it."""
 
-    def findings(self) -> Iterator[Finding]:
-        """Everything that is not as it should be; nothing for a store in order."""
+    def findings(
+        self, results: Iterable[RangeResult] = (), index_findings: Iterable[Finding] | None = None
+    ) -> Iterator[Finding]:
+        """Yield everything that is not as it should be; nothing for a store in order.
+
+        `results` are those of `check` for ranges of the log, in any order; what they do not cover is read here.
+        `index_findings` are likewise those of `Index.check_file`. Of a range at most `max_errors` findings are listed;
+        `unlisted` counts the others.
+        """
         yield from self.folders()
-        yield from self._log()
+        if self._run.starts:
+            yield from self._log(results)
+        self.done_bytes = self.total_bytes
         yield from self.tails()
         yield from self._parts.index_findings
-        self._tally()
-        yield from self._index.check(live=self._live)
-        yield from self._entries_tallied.findings(self._index)
+        yield from self._index.check(live=self._live) if index_findings is None else index_findings
+        yield from self._entries.findings(self._index)
         yield from self.json_files()
-
-    def _tally(self) -> None:
-        """Hold the index against what the log has asked of it so far."""
-        wanted, self._entries_wanted = self._entries_wanted, []
-        self._entries_tallied.add(self.tally(wanted))
 
     @property
     def is_live(self) -> bool:
@@ -322,35 +242,96 @@ class Verifier:
     def _place(self, position: int) -> tuple[str, int]:
         return place_in_file(position, self._run.segment_bytes)
 
-    def _log(self) -> Iterator[Finding]:
-        starts = self._run.starts
-        if not starts:
-            return
-        first = starts[0]
+    def ranges(self, range_bytes: int = RANGE_BYTES) -> list[LogRange]:
+        """Return the log in ranges that `check` can read on their own. ConfigError for a size that is none."""
+        return cut_ranges(self._run, range_bytes, self._until)
+
+    def check(self, piece: LogRange, start: int | None = None) -> RangeResult | None:
+        """Check the records of a range, their units, and their index entries; None if retention has taken them. A
+        record has to begin at `start`, counted from the segment's start; None: wherever the first one verifies."""
+        wanted: list[Wanted] = []
         waiting = 0
-        events = scan_log(self._run, first, self._checksum, on_front=self.front_moved)
-        for event in until_torn(events, self.torn_from):
-            if isinstance(event, Good):
-                rows = self.rows_of(event)
-                self.messages += len(rows)
-                self.bytes += rows.record_bytes
-                if self._checksum == "crc32-body":
-                    tailed = np.count_nonzero(has_crc_tail(event.buffer, event.headers))
-                    self.body_checksum_only += len(rows) - int(tailed)
-                self.done_bytes = event.end - first
-                yield from self.units(rows)
-                wanted = self.wanted_of(rows)
-                if wanted is not None:
-                    self._entries_wanted.append(wanted)
-                    waiting += len(wanted[0])
-                    if waiting > _ENTRIES_TALLIED:
-                        self._tally()
-                        waiting = 0
-            elif isinstance(event, Bad):
+        tally = IndexTally()
+
+        def take(good: Good) -> Rows:
+            nonlocal waiting, wanted
+            rows = self.rows_of(good)
+            entries = self.wanted_of(rows)
+            if entries is not None:
+                wanted.append(entries)
+                waiting += len(entries[0])
+                if waiting > _ENTRIES_TALLIED:
+                    tally.add(self.tally(wanted))
+                    wanted, waiting = [], 0
+            self.done_bytes = max(0, good.end - self._first)
+            return rows
+
+        result = read_range(
+            *(self._run, self._checksum, piece, start),
+            take=take,
+            take_run=self.compare,
+            max_errors=self._max_errors,
+            watermark=self.torn_from,
+        )
+        if result is not None:
+            tally.add(self.tally(wanted))
+            result.index = tally
+        return result
+
+    def stitcher(self, results: Iterable[RangeResult] = ()) -> Stitcher:
+        """Return what puts `results` together; ranges that are not among them, or do not fit, are read meanwhile."""
+        return Stitcher(
+            *(self._run, self._checksum, results, self.check), watermark=self.torn_from, on_front=self.front_moved
+        )
+
+    def _log(self, results: Iterable[RangeResult]) -> Iterator[Finding]:
+        stitcher = self.stitcher(results)
+        for event in stitcher.events():
+            if isinstance(event, Bad):
                 yield self.bad(event)
             elif isinstance(event, End):
                 yield from self.end(event)
-        self.done_bytes = self.total_bytes
+            else:
+                yield from self._segment(event)
+        self.read_again = stitcher.read_again_count
+
+    def _segment(self, parts: SegmentParts) -> Iterator[Finding]:
+        """Take the queues whose records follow each other, then the others by reading the segment once more."""
+        for result in parts.results:
+            self.messages += result.records
+            self.bytes += result.bytes
+            self.body_checksum_only += result.body_checksum_only
+            self.unlisted += result.unlisted
+            self._entries.add(result.index)
+        out_of_order: set[tuple[str, int]] = set()
+        for (topic, queue_id), found in parts.queues().items():
+            if queue_id < 0 or not is_path_safe(topic):
+                out_of_order.add((topic, queue_id))
+                continue
+            queue = self._queues.create(topic, queue_id)
+            older = self.slots.generations.are_older
+            here = [each for each in found if not older(queue, each.first, each.first_physical, each.last_end)]
+            if not here:
+                continue
+            first, last = here[0], here[-1]
+            if not is_straight(here) or not self.slots.follows(queue, first.first, first.first_physical):
+                out_of_order.add((topic, queue_id))
+                continue
+            yield from self.straight(queue, first.first, last.stop, last.last_end)
+            for part in here:
+                yield from part.findings
+                self.unlisted += part.unlisted
+        if out_of_order:
+            again = self._in_order(parts, out_of_order)
+            yield from again if self._max_errors is None else islice(again, self._max_errors * len(parts.results))
+            self.unlisted += sum(1 for _ in again)
+
+    def _in_order(self, parts: SegmentParts, queues: Collection[tuple[str, int]]) -> Iterator[Finding]:
+        events = scan_segment(self._run, parts.segment, parts.start, self._checksum)
+        with suppress(FileNotFoundError):  # retention took it meanwhile
+            for event in until_torn(events, self.torn_from):
+                if isinstance(event, Good):
+                    yield from self.units(self.rows_of(event), queues)
 
     def rows_of(self, good: Good) -> Rows:
         """What queues and index should know of a stretch."""
@@ -540,3 +521,30 @@ class Verifier:
         """JSON files that do not decode, or say what they cannot mean."""
         found = bad_json(self._root, json_files(self._root, self._json_checks), self._fs)
         return (finding for finding, _ in found)
+
+
+def verified_ranges(verifier: Verifier) -> Iterator[tuple[RangeResult, int, str | None]]:
+    """Yield the ranges of a log as they fit together, each with how much is wrong in it, and what first: bytes that are
+    no record, up to where the next one begins or the log should have ended; wrong units; keys that the index lacks."""
+    fitting: list[RangeResult] = []
+    outside: list[tuple[int, Finding]] = []
+    for event in verifier.stitcher().events() if verifier.total_bytes else ():
+        if isinstance(event, SegmentParts):
+            fitting += event.results
+        elif isinstance(event, Bad):
+            outside.append((event.start, verifier.bad(event)))
+        else:
+            outside += [(event.position, finding) for finding in verifier.end(event)]
+    within = {bad.start for result in fitting for bad in result.bads}
+    starts = [result.range.base + result.range.low for result in fitting]
+    behind: dict[int, list[Finding]] = {}
+    for position, finding in outside:
+        if position not in within:  # it belongs to the range that it begins in, or lies behind
+            behind.setdefault(max(0, bisect_right(starts, position) - 1), []).append(finding)
+    for number, result in enumerate(fitting):
+        of_index = list(result.index.findings(verifier._index))
+        of_queues = (finding for part in result.queues.values() for finding in part.findings)
+        more = behind.get(number, [])
+        first = next(chain(map(verifier.bad, result.bads), more, of_queues, of_index), None)
+        told = None if first is None else f"{first.kind} at {first.position} of {first.file}: {first.detail}"
+        yield result, result.errors + len(more) + len(of_index), told

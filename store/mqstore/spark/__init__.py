@@ -9,7 +9,8 @@
     sink      writing frames: thin; encode, staging and publish do it
     java      where a Java for Spark is
     sessions  a session with settings that suit
-    jobs      ready-made pipelines, each with a command: export, lag, traffic, trace, ...
+    selection which messages of which stores, for jobs and queries
+    queries   stores as views of SQL
 
 Reads stores without a lock and without a trace. This module imports nothing heavy: Spark's workers import it to find
 the data source, and `Store.to_arrow` to find the reader.
@@ -23,47 +24,26 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from mqstore.spark.jobs.dlq import dlq_report
-    from mqstore.spark.jobs.export import export_parquet
-    from mqstore.spark.jobs.lag import lag_report
-    from mqstore.spark.jobs.resend import dlq_resend
-    from mqstore.spark.jobs.shape import select
-    from mqstore.spark.jobs.sql import create_views, sql
-    from mqstore.spark.jobs.trace import trace
-    from mqstore.spark.jobs.traffic import traffic_report
-    from mqstore.spark.jobs.verify import verify
     from mqstore.spark.ordering import ordered
+    from mqstore.spark.queries import create_views, sql
+    from mqstore.spark.selection import select
     from mqstore.spark.sessions import session
 
 __all__ = [
     "create_views",
-    "dlq_report",
-    "dlq_resend",
-    "export_parquet",
-    "lag_report",
     "ordered",
     "register",
     "select",
     "session",
     "sql",
-    "trace",
-    "traffic_report",
-    "verify",
 ]
 
 _LAZY: Final = {
-    "create_views": "mqstore.spark.jobs.sql",
-    "dlq_report": "mqstore.spark.jobs.dlq",
-    "dlq_resend": "mqstore.spark.jobs.resend",
-    "export_parquet": "mqstore.spark.jobs.export",
-    "lag_report": "mqstore.spark.jobs.lag",
+    "create_views": "mqstore.spark.queries",
     "ordered": "mqstore.spark.ordering",
-    "select": "mqstore.spark.jobs.shape",
+    "select": "mqstore.spark.selection",
     "session": "mqstore.spark.sessions",
-    "sql": "mqstore.spark.jobs.sql",
-    "trace": "mqstore.spark.jobs.trace",
-    "traffic_report": "mqstore.spark.jobs.traffic",
-    "verify": "mqstore.spark.jobs.verify",
+    "sql": "mqstore.spark.queries",
 }
 """Where a name is, that is imported when it is first asked for."""
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from mqstore.broker import sql92
 from mqstore.broker.names import check_group, is_system_group
@@ -25,7 +25,9 @@ from mqstore.spark.optiontable import (
     text,
     word,
 )
-from mqstore.spark.rows import OnCorrupt
+
+if TYPE_CHECKING:  # it would need pyarrow, which planning does not
+    from mqstore.spark.rows import OnCorrupt
 
 __all__ = [
     "CHOOSING",
@@ -102,8 +104,8 @@ class SourceOptions:
     def _check(self) -> None:
         if not self.paths:
             raise ConfigError(
-                "no store: give .load(PATH), or one of the options path, paths, pathsFile; to write, .save(PATH), as a "
-                "table by name (saveAsTable) has no place of its own"
+                "no store: give .load(PATH), or one of the options path, paths, pathsFile; to write, .save(PATH). A "
+                "table by name (CREATE TABLE) has no options in a query: use CREATE TEMPORARY VIEW"
             )
         wanted = {"subscribe": self.topics, "subscribePattern": self.topic_pattern, "assign": self.assign}
         given = [name for name, value in wanted.items() if value is not None]

@@ -1,21 +1,21 @@
 """Tables of options: from one table they are checked, and documented. The source and the sink have one each.
 
 Spark hands options over as strings under case-insensitive names. A name that is not in the table is refused, with the
-nearest that is; a value that does not fit is refused with its option, itself and what would. Knows no Spark.
+nearest that is, or all if none is near; a value that does not fit is refused with its option, itself and what would.
+Knows no Spark.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from mqstore.errors import ConfigError
 
 __all__ = [
-    "GIVEN_BY_SPARK",
     "YES_NO",
     "Option",
     "OptionTable",
@@ -24,12 +24,13 @@ __all__ = [
     "duration_s",
     "local_path",
     "names",
+    "refuse_table",
     "text",
     "word",
 ]
 
-GIVEN_BY_SPARK: Final = frozenset({"owner", "provider", "location"})
-"""What `CREATE TABLE ... USING` adds; nobody asked for it."""
+_TABLE: Final = "provider"
+"""`CREATE TABLE ... USING` and `saveAsTable` add it to the options; nothing else does."""
 YES_NO: Final = "true or false"
 _SHOWN: Final = 200
 """Characters of a value in a message: JSON may name each queue of a fleet."""
@@ -58,7 +59,7 @@ def _shown(value: str) -> str:
 class OptionTable:
     """Options by their names, in any case."""
 
-    def __init__(self, options: Sequence[Option], passed_over: frozenset[str] = GIVEN_BY_SPARK) -> None:
+    def __init__(self, options: Sequence[Option], passed_over: frozenset[str] = frozenset()) -> None:
         """`passed_over`: names, in small letters, of what Spark gives to everybody."""
         self.options: Mapping[str, Option] = {option.name: option for option in options}
         self.passed_over = passed_over
@@ -76,7 +77,8 @@ class OptionTable:
             if option is None:
                 if name.lower() in self.passed_over:
                     continue
-                raise ConfigError(f"no option {name!r}{self.nearest(name)}; there are {', '.join(self.options)}")
+                there = self.nearest(name) or f"; there are {', '.join(self.options)}"
+                raise ConfigError(f"no option {name!r}{there}")
             if option.field in said:
                 raise ConfigError(f"options {said[option.field]!r} and {name!r} are the same; give one of them")
             said[option.field] = name
@@ -104,6 +106,15 @@ class OptionTable:
             cells = [called, option.default or "-", option.accepts, option.meaning]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         return "\n".join(lines) + "\n"
+
+
+def refuse_table(given: Iterable[str]) -> None:
+    """Raise ConfigError if the names of options are those of a table that Spark is to keep: a query would get none."""
+    if any(name.lower() == _TABLE for name in given):
+        raise ConfigError(
+            "Spark keeps the options of a table (CREATE TABLE, saveAsTable), but passes none of them to a query of it: "
+            "use CREATE TEMPORARY VIEW name USING mqstore OPTIONS (path '...'), or .save(PATH) to write"
+        )
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

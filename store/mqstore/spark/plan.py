@@ -195,10 +195,10 @@ def _members(path: str) -> Iterator[StoreName]:
         yield StoreName(os.fsencode(place).decode("utf-8", "backslashreplace"), place)
 
 
-def open_store(store: StoreName) -> MessageStore:
+def open_store(store: StoreName, config: StoreConfig | None = None) -> MessageStore:
     """The store, opened for reading, without a lock or a trace. NotAStoreError and others name the path."""
     with readable(store.path):
-        return MessageStore(store.path, "r", fs=QUIET)
+        return MessageStore(store.path, "r", config=config, fs=QUIET)
 
 
 class SlicedStore(MessageStore):

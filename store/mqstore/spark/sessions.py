@@ -78,8 +78,6 @@ def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> Sp
     if (settings | given).get("spark.master", "").startswith("local"):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         settings |= _LOCAL
-    if sys.platform == "linux":
-        settings["spark.python.unix.domain.socket.enabled"] = "true"
     builder = SparkSession.builder
     for name, value in (settings | given).items():
         builder = builder.config(name, value)

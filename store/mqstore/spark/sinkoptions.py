@@ -14,7 +14,6 @@ from mqstore.broker.topics import QUEUES_MAX
 from mqstore.errors import ConfigError
 from mqstore.files.beneath import resolved
 from mqstore.spark.optiontable import (
-    GIVEN_BY_SPARK,
     YES_NO,
     Option,
     OptionTable,
@@ -182,7 +181,7 @@ SINK_OPTIONS: Final = OptionTable(
             boolean,
         ),
     ),
-    GIVEN_BY_SPARK | FOR_THE_STREAM,
+    FOR_THE_STREAM,
 )
 """Every option of the sink."""
 

@@ -51,6 +51,7 @@ except ImportError as error:  # pragma: no cover
 from mqstore.errors import ConfigError
 from mqstore.spark.columns import COLUMNS, check_columns, check_once, default_columns
 from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
+from mqstore.spark.optiontable import refuse_table
 from mqstore.spark.plan import Narrowing, Slice, StoreName, partitions, survey
 from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions
 from mqstore.spark.tasks import read_slices
@@ -81,6 +82,7 @@ class MQStoreDataSource(DataSource):
         settle()
         super().__init__(options)
         self._raw = dict(options)
+        refuse_table(self._raw)
         if ONLY_FOR_WRITING.isdisjoint(name.lower() for name in self._raw):
             self._columns  # noqa: B018  (parsed: what is wrong shows at `load`)
         else:
@@ -92,14 +94,15 @@ class MQStoreDataSource(DataSource):
         try:
             return SourceOptions.parse(self._raw)
         except ConfigError as error:
-            passed = SOURCE_OPTIONS.passed_over | SINK_OPTIONS.passed_over
+            passed = SINK_OPTIONS.passed_over
             unknown = [name for name in self._raw if name not in SOURCE_OPTIONS and name.lower() not in passed]
             if not unknown:
                 raise
             name = unknown[0]  # Spark does not say whether it is to read or to write
             near = SINK_OPTIONS.nearest(name) or SOURCE_OPTIONS.nearest(name)
             write, read = (", ".join(table.options) for table in (SINK_OPTIONS, SOURCE_OPTIONS))
-            raise ConfigError(f"no option {name!r}{near}; to write there are {write}; to read, {read}") from error
+            there = near or f"; to write there are {write}; to read, {read}"
+            raise ConfigError(f"no option {name!r}{there}") from error
 
     @cached_property
     def _columns(self) -> list[str]:

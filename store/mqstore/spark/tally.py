@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from mqstore.errors import ConfigError
-from mqstore.spark.rows import Piece
+
+if TYPE_CHECKING:  # it would need pyarrow, which counting names does not
+    from mqstore.spark.rows import Piece
 
 __all__ = ["MAX_INTERVALS", "Bins", "HeavyHitters", "Sums", "Tally"]
 

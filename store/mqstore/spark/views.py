@@ -18,8 +18,8 @@ from mqstore.layout.consumequeue import is_message
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.scanner import Good, scan_log
 from mqstore.log.store import MessageStore
+from mqstore.log.verify import verified_ranges
 from mqstore.spark.columns import ColumnReader
-from mqstore.spark.jobs.verify import verified_ranges
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import Counted, StoreName, is_wanted, open_store, queues_of, stores_of
 from mqstore.spark.tally import Tally
@@ -183,7 +183,7 @@ def _traffic(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any,
 
 def _verify(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
     del options
-    for result, errors, told in verified_ranges(store):
+    for result, errors, told in verified_ranges(store.verifier()):
         base = result.range.base
         begin = result.range.low if result.first is None else result.first
         yield f"{base:020d}", base + begin, base + result.end, result.records, errors, told

@@ -5,12 +5,14 @@ other's time, and a tenth more for the two to take turns.
 
 A worker serves one task after the other, and collects garbage after each, which looks at every object that the imported
 modules have made: with numpy, pyarrow and pyspark some 30 ms for a task of nothing, ten times what the rest of it
-takes. `settle` takes what is there when a task begins out of that search.
+takes. `settle` takes what is there when a task begins out of that search, unless the environment variable
+`MQSTORE_GC_FREEZE` is 0: it holds for all tasks of the worker, also for those of others.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 
 from mqstore.log.ahead import stay_alone
@@ -30,7 +32,8 @@ def settle() -> None:
     global _known
     if len(sys.modules) > _known and _is_worker():
         stay_alone()
-        gc.freeze()
+        if os.environ.get("MQSTORE_GC_FREEZE") != "0":
+            gc.freeze()
         _known = len(sys.modules)
 
 

@@ -10,12 +10,6 @@ import click
 __all__ = ["COMMANDS", "spark"]
 
 COMMANDS = (
-    "export",
-    "lag",
-    "traffic",
-    "trace",
-    "dlq",
-    "verify",
     "clean",
     "sql",
     "shell",
@@ -44,10 +38,7 @@ class _LazyJobs(click.Group):
     short_help="Run jobs over many or large stores in Spark.",
     epilog="""\b
 Examples:
-  mqstore spark export var/mq lake/mq --dry-run
-  mqstore spark lag 'fleet/*' --max-lag 100000 --json
-  mqstore spark traffic 'fleet/*' --from 24h
-  mqstore spark sql var/mq "select topic, count(*) from messages group by topic"
+  mqstore spark sql var/mq "select topic, count(*) from messages group by topic" --json
 
 \b
 Exit codes: 0 done, 1 findings, 2 wrong usage, 3 no Java or no pyspark, or a store that cannot be read.

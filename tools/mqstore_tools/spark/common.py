@@ -22,7 +22,7 @@ from typing import Any
 import click
 
 from mqstore import ConfigError
-from mqstore_tools.opened import moment
+from mqstore_tools.many import bound, duration, names, pairs, usable
 from mqstore_tools.render import console, print_json, progress, show_bytes, table
 from mqstore_tools.shared import json_option
 
@@ -37,28 +37,6 @@ __all__ = [
 ]
 
 _NO_SPARK = "none"
-
-
-def bound(value: Any) -> int | datetime:
-    """The type of an option: a queue offset, or a time as `moment` has it."""
-    return value if not isinstance(value, str) else int(value) if value.isdecimal() else moment(value)
-
-
-def duration(value: Any) -> float:
-    """The type of an option: a length of time, in seconds."""
-    if isinstance(value, float):
-        return value
-    with usable():
-        from mqstore.spark.optiontable import duration_s
-    try:
-        return duration_s(value)
-    except ValueError as error:
-        raise click.BadParameter(f"{value!r} is {error}; as in 36h") from error
-
-
-def names(value: str | None) -> tuple[str, ...] | None:
-    """Names separated by commas; None for an option that was not given."""
-    return None if value is None else tuple(name.strip() for name in value.split(",") if name.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +55,16 @@ class Given:
     json_output: bool
 
     def select(self, **options: str) -> Any:
-        """The messages that are meant, as `mqstore.spark.jobs.shape.select` has it. ConfigError."""
+        """The messages that are meant, as `mqstore.spark.selection.select` has it. ConfigError."""
         with usable():
-            from mqstore.spark.jobs.shape import select
+            from mqstore.spark.selection import select
         return select(
             self.stores,
             topics=self.topics,
             start=self.start,
             stop=self.stop,
             where=self.where,
-            options={**options, **_pairs("--option", self.options)},
+            options={**options, **pairs("--option", self.options)},
         )
 
     def print_plan(self, plan: Any) -> None:
@@ -101,7 +79,7 @@ class Given:
     @contextmanager
     def session(self) -> Iterator[Any]:
         """A session that ends with the command; None for `--master none`. SparkMissingError."""
-        conf = _pairs("--conf", self.conf)
+        conf = pairs("--conf", self.conf)
         if self.master == _NO_SPARK:
             yield None
             return
@@ -121,15 +99,6 @@ class Given:
 
 
 @contextmanager
-def usable() -> Iterator[None]:
-    """Around the import of a job: a package that is missing is wrong usage, and the text says what to install."""
-    try:
-        yield
-    except ImportError as error:
-        raise click.UsageError(str(error)) from error
-
-
-@contextmanager
 def spark_errors() -> Iterator[None]:
     """Around what a query can do wrong: the first line of what Spark says of it, which is wrong usage, and no trace."""
     try:
@@ -140,16 +109,6 @@ def spark_errors() -> Iterator[None]:
             raise
         said = str(error).strip().split("\n\nJVM stacktrace", 1)[0].splitlines()
         raise ConfigError(said[0] if said else repr(error)) from error
-
-
-def _pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
-    found = {}
-    for text in given:
-        name, separator, value = text.partition("=")
-        if not separator or not name:
-            raise click.UsageError(f"{option} {text!r} is not NAME=VALUE")
-        found[name] = value
-    return found
 
 
 _OPTIONS = (

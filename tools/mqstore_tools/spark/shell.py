@@ -27,8 +27,8 @@ def shell(given: Given) -> None:
     `groups`, `delay`, `traffic` and `verify`, which `spark.sql` knows by these names too. Options narrow `messages`.
     """
     with usable():
-        from mqstore.spark.jobs.shape import Plan
-        from mqstore.spark.jobs.sql import create_views
+        from mqstore.spark.queries import create_views
+        from mqstore.spark.selection import Plan
     chosen = given.select()
     if given.master == "none":
         raise click.UsageError("a shell needs Spark: leave --master none out")

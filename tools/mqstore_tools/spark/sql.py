@@ -50,8 +50,8 @@ def sql(given: Given, query: str, out: str | None, format_: str, max_rows: int) 
     query does not name is not read.
     """
     with usable():
-        from mqstore.spark.jobs.shape import Plan
-        from mqstore.spark.jobs.sql import sql as ask
+        from mqstore.spark.queries import sql as ask
+        from mqstore.spark.selection import Plan
     chosen = given.select()
     if given.master == "none":
         raise click.UsageError("SQL needs Spark: leave --master none out")

@@ -1,0 +1,71 @@
+"""Bring stores in order, each by a task of its own: `mqstore.log.repair.recover_store` in one store or many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mqstore.broker.configchecks import CONFIG_CHECKS
+from mqstore.errors import MQStoreError
+from mqstore.files.filesystem import REAL
+from mqstore.files.quiet import QUIET
+from mqstore.jobs.runner import Progress, Runner
+from mqstore.log.recovery import RecoverOptions
+from mqstore.log.repair import recover_store
+from mqstore.log.report import RecoveryReport
+from mqstore.options import StoreConfig
+from mqstore.spark.plan import StoreName
+from mqstore.spark.selection import Selection, Stores, check_followed, select
+
+__all__ = ["Recovered", "recover"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What was done to a store, or would be."""
+
+    store: str
+    path: str
+    report: RecoveryReport | None
+    error: str | None
+    """Why the store could not be recovered; None when it could."""
+
+
+def recover(
+    stores: Stores | Selection,
+    *,
+    jobs: int = 1,
+    spark: Any = None,
+    progress: Progress | None = None,
+    options: RecoverOptions | None = None,
+    config: StoreConfig | None = None,
+) -> tuple[Recovered, ...]:
+    """Recover each of the stores as `mqstore recover` does, and return what was done, store by store.
+
+    A store that cannot be recovered is named with its error, and the others are recovered; with a single store the
+    error is raised. `options` and `config`: as of `recover_store`. `jobs`, `spark` and `progress`: see `mqstore.jobs`;
+    with a single store in this process, progress is in bytes of its log. Raises ConfigError.
+    """
+    chosen = select(stores)
+    check_followed(chosen)
+    names = chosen.stores()
+    work = partial(_recover, options or RecoverOptions(), config)
+    with Runner(jobs, spark, progress) as runner:
+        if len(names) == 1 and spark is None:
+            return (Recovered(names[0].id, names[0].path, work(names[0], progress), None),)
+        return tuple(runner.run(names, partial(_attempt, work), "mqstore recover"))
+
+
+def _attempt(work: partial[RecoveryReport], name: StoreName) -> Recovered:
+    try:
+        return Recovered(name.id, name.path, work(name), None)
+    except (MQStoreError, OSError) as error:
+        return Recovered(name.id, name.path, None, str(error))
+
+
+def _recover(
+    options: RecoverOptions, config: StoreConfig | None, name: StoreName, progress: Progress | None = None
+) -> RecoveryReport:
+    fs = QUIET if options.dry_run else REAL
+    return recover_store(name.path, options, config=config, progress=progress, json_checks=CONFIG_CHECKS, fs=fs)

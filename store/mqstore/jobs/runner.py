@@ -1,0 +1,299 @@
+"""Runs the tasks of a job: in this process, in a pool of processes, or on the executors of a Spark session.
+
+    with Runner(jobs=2) as runner:
+        results = runner.run(tasks, function, "mqstore verify")
+
+A task is a plain value that names its stores (`StoreName`, or pieces with a `store`). The function belongs to a module,
+or is a `functools.partial` of one, because processes and executors import it by its name. It opens the stores it needs.
+An error of a task is raised here, with the path of the task's store.
+
+Knows no pyspark: a session is used, never made (`mqstore.spark.sessions`).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from logging.handlers import QueueHandler, QueueListener
+from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.queues import Queue
+from typing import Any, TypeVar
+
+from mqstore.errors import ConfigError, MQStoreError
+from mqstore.log.ahead import stay_alone
+from mqstore.spark.plan import StoreName
+from mqstore.spark.shipping import ship
+from mqstore.spark.workers import settle
+
+__all__ = ["Progress", "Runner"]
+
+Progress = Callable[[int, int], None]
+"""Called from time to time with the number of tasks that are done and of all; maybe from another thread."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_LOOK_S = 0.2
+
+
+class Runner:
+    """Runs tasks in this process (`jobs=1`), in a pool of `jobs` processes, or on the executors of `spark`.
+
+    Use it in a `with` statement: the pool is started by the first tasks that need it, and ended with the statement.
+    Raises ConfigError for a number of jobs that is none, for `jobs` beside `spark`, and for a Spark Connect session,
+    which has no executors to reach.
+    """
+
+    def __init__(self, jobs: int = 1, spark: Any = None, progress: Progress | None = None) -> None:
+        if type(jobs) is not int or jobs < 1:
+            raise ConfigError(f"jobs={jobs!r} is not a number of processes; give 1 or more")
+        if spark is not None and jobs != 1:
+            raise ConfigError("jobs and spark both say where tasks run; give one of them")
+        self._context = None if spark is None else _context_of(spark)
+        self._progress = progress or (lambda done, total: None)
+        self._pool: ProcessPoolExecutor | None = None
+        self._processes = _Processes()
+        self._log: QueueListener | None = None
+        self.slots = jobs if self._context is None else max(1, int(self._context.defaultParallelism))
+        """Number of tasks that run at the same time."""
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._pool is None:
+            return
+        if kind is not None and not issubclass(kind, Exception):  # Ctrl-C: nobody waits for what still runs
+            self._processes.terminate()
+        self._pool.shutdown(cancel_futures=True)
+        if self._log is not None and (kind is None or not self._processes.are_ended):
+            self._log.stop()  # a process that was ended in the middle of a line would keep it waiting
+
+    @property
+    def pieces(self) -> int:
+        """Number of tasks to cut work into: a slot that is done early finds another one, and the progress moves."""
+        return 8 if self.slots == 1 else 2 * self.slots
+
+    def run(self, tasks: Sequence[T], function: Callable[[T], R], title: str = "mqstore") -> list[R]:
+        """Return the results of the tasks, in their order. `title` is the name of the work in Spark's UI.
+
+        Raises the error of the first task that failed.
+        """
+        if not tasks:
+            return []
+        self._progress(0, len(tasks))
+        if self._context is not None:
+            outcomes = self._in_spark(tasks, function, title)
+        elif min(self.slots, len(tasks)) > 1:
+            outcomes = self._in_pool(tasks, function)
+        else:
+            outcomes = self._here(tasks, function)
+        for outcome in outcomes:
+            if isinstance(outcome, _Failure):
+                raise outcome.error()
+        return outcomes
+
+    def _here(self, tasks: Sequence[T], function: Callable[[T], R]) -> list[Any]:
+        found = []
+        for number, task in enumerate(tasks):
+            try:
+                found.append(function(task))
+            except Exception as error:
+                _name_store(error, task)
+                raise
+            self._progress(number + 1, len(tasks))
+        return found
+
+    def _in_pool(self, tasks: Sequence[T], function: Callable[[T], R]) -> list[Any]:
+        if self._pool is None:
+            resource_tracker.ensure_running()  # its start would undo what a worker's start blocks
+            lines: Queue[logging.LogRecord] = self._processes.Queue()
+            self._log = QueueListener(lines, _Relay())
+            self._pool = ProcessPoolExecutor(self.slots, self._processes, _begin_worker, (lines,))
+            self._log.start()
+        futures: list[Future[R | _Failure]] = []
+        try:
+            futures += [self._pool.submit(_attempt, function, task) for task in tasks]
+            for done, future in enumerate(as_completed(futures), 1):
+                if isinstance(future.result(), _Failure):
+                    break  # `__exit__` cancels the tasks that have not begun
+                self._progress(done, len(tasks))
+            return [future.result() for future in futures if future.done()]
+        except BrokenProcessPool as error:
+            self._processes.terminate()
+            raise MQStoreError(
+                "a worker process ended before its task did. If it was killed for want of memory, give fewer jobs. If "
+                "it did not start, call the job under `if __name__ == '__main__':`"
+            ) from error
+
+    def _in_spark(self, tasks: Sequence[T], function: Callable[[T], R], title: str) -> list[Any]:
+        context: Any = self._context
+        ship(context)
+        done = context.accumulator(0)
+        with _described(context, title):
+            rdd = context.parallelize([*tasks], len(tasks)).map(partial(_counted, function, done))
+            with _watched(lambda: done.value, len(tasks), self._progress):
+                return list(rdd.collect())
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error on its way from a task: its class, its text and its attributes, because many errors do not pickle."""
+
+    kind: type[BaseException]
+    text: str
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        attributes = dict(error.__dict__)
+        if isinstance(error, OSError) and error.errno is not None:  # not in its dict
+            attributes |= {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
+        return cls(type(error), str(error), attributes)
+
+    def error(self) -> BaseException:
+        found = self.kind.__new__(self.kind)
+        found.args = (self.text,)
+        for name, value in self.attributes.items():
+            setattr(found, name, value)
+        return found
+
+
+def _attempt(function: Callable[[T], R], task: T) -> R | _Failure:
+    try:
+        return function(task)
+    except (MQStoreError, OSError) as error:
+        _name_store(error, task)
+        return _Failure.of(error)
+    except Exception as error:
+        _name_store(error, task)
+        raise
+
+
+def _counted(function: Callable[[T], R], done: Any, task: T) -> R | _Failure:
+    settle()
+    outcome = _attempt(function, task)
+    done.add(1)
+    return outcome
+
+
+def _name_store(error: Exception, task: object) -> None:
+    """Have an error name the stores of its task, unless it names one of them already."""
+    paths = _paths_of(task)
+    if not paths or any(path in str(error) for path in paths):
+        return
+    where = ", ".join(paths)
+    if isinstance(error, MQStoreError) and getattr(error, "errno", None) is None:
+        error.args = (f"{where}: {error}",)
+    else:
+        error.add_note(f"in a task on {where}")
+
+
+def _paths_of(task: object) -> list[str]:
+    if isinstance(task, StoreName):
+        return [task.path]
+    if isinstance(task, list | tuple):
+        return [*dict.fromkeys(path for each in task for path in _paths_of(each))]
+    return _paths_of(task.store) if hasattr(task, "store") else []
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+class _Worker(SpawnProcess):
+    """A process of the pool. Ctrl-C reaches every process of a terminal, but only the first one is to act on it."""
+
+    def start(self) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            super().start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Processes(SpawnContext):
+    """Starts the processes of a pool, and knows them."""
+
+    def __init__(self) -> None:
+        self._started: list[SpawnProcess] = []
+        self.are_ended = False
+
+    def Process(self, *args: Any, **options: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
+        worker = _Worker(*args, **options)
+        self._started.append(worker)
+        return worker
+
+    def terminate(self) -> None:
+        """End all of them, in the middle of whatever they do."""
+        self.are_ended = True
+        for worker in self._started:
+            worker.terminate()
+
+
+class _Relay(logging.Handler):
+    """Hands what workers log to the loggers of this process."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log = logging.getLogger(record.name)
+        if log.isEnabledFor(record.levelno):
+            log.handle(record)
+
+
+def _begin_worker(lines: Queue[logging.LogRecord]) -> None:
+    stay_alone()  # no second thread that reads ahead: the other workers need that processor
+    log = logging.getLogger("mqstore")
+    log.addHandler(QueueHandler(lines))
+    log.propagate = False
+
+
+# -- Spark -------------------------------------------------------------------------------------------------------------
+
+
+def _context_of(spark: Any) -> Any:
+    try:
+        return spark.sparkContext
+    except Exception as error:
+        raise ConfigError(
+            "jobs need a session with a SparkContext, not one of Spark Connect: run them where the driver is"
+        ) from error
+
+
+@contextmanager
+def _described(context: Any, title: str) -> Iterator[None]:
+    """Set what Spark's UI calls the jobs that a SparkContext runs meanwhile."""
+    before = context.getLocalProperty("spark.job.description")
+    context.setJobDescription(title)
+    try:
+        yield
+    finally:
+        context.setLocalProperty("spark.job.description", before)
+
+
+@contextmanager
+def _watched(look: Callable[[], int], total: int, report: Progress) -> Iterator[None]:
+    """Report from a thread what `look` returns: Spark counts tasks behind our back."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_S):
+            report(min(look(), total), total)
+
+    thread = threading.Thread(target=watch, name="mqstore-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    report(total, total)

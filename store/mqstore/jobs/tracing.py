@@ -1,0 +1,264 @@
+"""One key or message id on its way through topics, retries, delays and dead letters of all stores, in time
+order.
+
+A task looks into one store. Index files say where a key is, in every topic, those of the engine too. What they do not
+answer for (`keyindex.answered`: before the first, behind the last, where one is lost; all, if one is no such file) is
+searched in the log: properties are compared as bytes, and only what may bear the key is decoded. `scan=True` does so
+with all of the log.
+
+A message id is an address in one store. What lies there tells its unique key, which every copy of a message bears, and
+that is what is looked for then, everywhere. A message without one leaves no trace but itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import pyarrow.compute as pc
+
+from mqstore.broker.names import (
+    DLQ_PREFIX,
+    HALF_TOPIC,
+    RETRY_PREFIX,
+    SCHEDULE_TOPIC,
+    TIMER_TOPIC,
+    is_dlq_topic,
+    is_retry_topic,
+    is_system_topic,
+)
+from mqstore.broker.parts import Parts, open_parts
+from mqstore.errors import ConfigError
+from mqstore.jobs.runner import Progress, Runner
+from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, REAL_TOPIC, RETRY_TOPIC, TIMER_OUT_MS, UNIQ_KEY
+from mqstore.log.message import Message
+from mqstore.log.store import MessageStore
+from mqstore.spark.arrow import cut
+from mqstore.spark.keyindex import answered, bears
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import StoreName, bounds_of_log, open_store
+from mqstore.spark.rows import Policy, log_batches
+from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, select
+
+__all__ = ["Hop", "Trace", "trace"]
+
+_ID: Final = re.compile(r"[0-9A-Fa-f]{32}|[0-9A-Fa-f]{56}")
+_MOST: Final = 100_000
+"""Hops of a store: who asks for a key that all messages bear does not want them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hop(Shaped):
+    """One stored copy of a message."""
+
+    store_ms: int
+    store: str
+    kind: str
+    """`sent`, `retry`, `dead letter`, `delay level`, `timer`, `half` (a transaction not yet decided), or `system`."""
+    topic: str
+    queue_id: int
+    queue_offset: int
+    physical_offset: int
+    message_id: str
+    unique_key: str | None
+    keys: tuple[str, ...]
+    tag: str | None
+    size: int
+    """Of the record (bytes)."""
+    born_ms: int
+    attempts: int
+    """How often it was delivered before."""
+    group: str | None
+    """Whose retry or dead letter it is, as its topic says: `group+topic` where it is popped."""
+    origin_topic: str | None
+    """Where it was sent at first, or will be delivered."""
+    deliver_ms: int | None
+    """When a delayed one is due."""
+    reason: str | None
+    """Why it was given up."""
+    consumed_by: tuple[str, ...]
+    waiting_for: tuple[str, ...]
+    """Groups with progress in its queue that are past it, or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace(Shaped):
+    """What `trace` found."""
+
+    key: str
+    looked_for: tuple[str, ...]
+    """The key itself, and unique keys that it led to."""
+    hops: tuple[Hop, ...]
+    """By time of storing."""
+    scanned_bytes: int
+    """Of logs, where index files did not tell."""
+
+
+def trace(
+    stores: Stores | Selection,
+    key: str,
+    *,
+    jobs: int = 1,
+    spark: Any = None,
+    progress: Progress | None = None,
+    scan: bool = False,
+) -> Trace:
+    """Find every copy of the messages with this `key` (one of their keys, or their unique key), or with this id.
+
+    A trace goes everywhere. `scan` searches all of each log, and does not believe index files. `jobs`, `spark` and
+    `progress`: see `mqstore.jobs`. Raises ConfigError for a key that cannot be one, for one that very many messages
+    have, and for a selection that names more than stores.
+    """
+    _check(key)
+    chosen = select(stores)
+    check_followed(chosen)
+    names = chosen.stores()
+    terms = [key]
+    with Runner(jobs, spark, progress) as runner:
+        if _ID.fullmatch(key):
+            seeds = runner.run(names, partial(_seed, key), "mqstore trace")
+            terms += [seed for seed in dict.fromkeys(seeds) if seed is not None and seed != key]
+        found = runner.run(names, partial(_look, tuple(terms), scan), "mqstore trace")
+    hops = sorted(
+        (hop for hops, _ in found for hop in hops),
+        key=lambda hop: (hop.store_ms, hop.store, hop.physical_offset),
+    )
+    return Trace(key, tuple(terms), tuple(hops), sum(scanned for _, scanned in found))
+
+
+def _check(key: str) -> None:
+    if type(key) is not str or not key or any(each in key for each in " \x01\x02"):
+        raise ConfigError(f"key={key!r} is no key: one word, without spaces")
+
+
+# -- in the tasks ------------------------------------------------------------------------------------------------------
+
+
+def _seed(message_id: str, name: StoreName) -> str | None:
+    """The unique key of the message with this id in a store; None if there is no such message, or it has none."""
+    with open_store(name) as store:
+        try:
+            found = store.get_by_id(message_id)
+        except (LookupError, ValueError):
+            return None
+        # Ids tell stores apart by their host, which embedded ones may share.
+        return found.stored_properties().get(UNIQ_KEY) if found.message_id == message_id.upper() else None
+
+
+def _look(terms: tuple[str, ...], scan: bool, name: StoreName) -> tuple[list[Hop], int]:
+    with open_store(name) as store:
+        places = set() if scan else set(_by_index(store, terms))
+        ranges = _not_indexed(store, scan)
+        for low, high in ranges:
+            places.update(_by_log(store, low, high, terms))
+        message_id = terms[0].upper()
+        if _ID.fullmatch(message_id):
+            places.update(_by_id(store, message_id))
+        if len(places) > _MOST:
+            raise ConfigError(f"key={terms[0]!r}: {len(places)} messages of {name.id} bear it; no trace is that long")
+        parts = open_parts(store)
+        hops = []
+        for place in sorted(places):
+            with suppress(LookupError):  # retention was quicker
+                hops.append(_hop(parts, name, store.at(place)))
+    return hops, sum(high - low for low, high in ranges)
+
+
+def _by_index(store: MessageStore, terms: tuple[str, ...]) -> Iterator[int]:
+    for topic in store.topics():
+        for term in terms:
+            for found in (
+                store.find(topic, key=term, limit=_MOST + 1),
+                store.find(topic, unique_key=term, limit=_MOST + 1),
+            ):
+                yield from (message.physical_offset for message in found)
+    for place in answered(store).seams:
+        with suppress(LookupError):  # what cannot be read is no hop
+            if bears(store.at(place), terms):
+                yield place
+
+
+def _by_id(store: MessageStore, message_id: str) -> Iterator[int]:
+    try:
+        found = store.get_by_id(message_id)
+    except (LookupError, ValueError):
+        return
+    if found.message_id == message_id:
+        yield found.physical_offset
+
+
+def _not_indexed(store: MessageStore, scan: bool) -> list[tuple[int, int]]:
+    """Ranges of the log that index files say nothing about."""
+    low, high, _ = bounds_of_log(store, SourceOptions())
+    gaps: list[tuple[int, int]] = []
+    for begin, end in () if scan else answered(store).ranges:
+        gaps.append((low, min(high, begin)))
+        low = max(low, end)
+    return [(a, b) for a, b in (*gaps, (low, high)) if a < b]
+
+
+def _by_log(store: MessageStore, low: int, high: int, terms: tuple[str, ...]) -> Iterator[int]:
+    """Physical offsets of records in [low, high) that bear one of the terms."""
+    for pieces in log_batches(store, low, high, Policy(on_corrupt="skip"), lambda topic: True, at_record=True):
+        for piece in pieces:
+            headers = piece.headers
+            if headers is None or not piece.records:
+                continue
+            starts = headers.properties_position
+            blobs = cut(piece.buffer, starts, starts + headers.properties_size)
+            for term in terms:
+                for row in np.flatnonzero(pc.match_substring(blobs, term).to_numpy(zero_copy_only=False)).tolist():
+                    place = int(piece.physical[row])
+                    if bears(store.at(place), terms):
+                        yield place
+
+
+def _hop(parts: Parts, name: StoreName, message: Message) -> Hop:
+    properties = message.stored_properties()
+    topic = message.topic
+    kind, group = _kind(topic)
+    there = (topic, message.queue_id)
+    committed = {each: parts.offsets.committed(each, *there) for each in sorted(parts.offsets.groups_of(topic))}
+    return Hop(
+        store_ms=message.store_timestamp_ms,
+        store=name.id,
+        kind=kind,
+        topic=topic,
+        queue_id=message.queue_id,
+        queue_offset=message.offset,
+        physical_offset=message.physical_offset,
+        message_id=message.message_id,
+        unique_key=properties.get(UNIQ_KEY),
+        keys=tuple(message.keys),
+        tag=message.tag,
+        size=message.size,
+        born_ms=message.born_timestamp_ms,
+        attempts=message.reconsume_times,
+        group=group,
+        origin_topic=properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC) or properties.get(REAL_TOPIC),
+        deliver_ms=_due_ms(kind, message, properties),
+        reason=properties.get(DLQ_REASON),
+        consumed_by=tuple(each for each, at in committed.items() if at is not None and at > message.offset),
+        waiting_for=tuple(each for each, at in committed.items() if at is not None and at <= message.offset),
+    )
+
+
+def _kind(topic: str) -> tuple[str, str | None]:
+    if is_retry_topic(topic):
+        return "retry", topic.removeprefix(RETRY_PREFIX)
+    if is_dlq_topic(topic):
+        return "dead letter", topic.removeprefix(DLQ_PREFIX)
+    known = {SCHEDULE_TOPIC: "delay level", TIMER_TOPIC: "timer", HALF_TOPIC: "half"}
+    return known.get(topic, "system" if is_system_topic(topic) else "sent"), None
+
+
+def _due_ms(kind: str, message: Message, properties: dict[str, str]) -> int | None:
+    if kind == "delay level":
+        return message.tags_code if message.tags_code > 0 else None
+    out = properties.get(TIMER_OUT_MS, "") if kind == "timer" else ""
+    return int(out) if out.isdecimal() else None

@@ -1,0 +1,354 @@
+"""Check one store or many: `MessageStore.verify` with the ranges of the logs read by tasks (store-format 9.7).
+
+    here         lists the segments of every store, cuts them into ranges
+    range task   every record: checksums, lengths, its own offset; its unit in the queue file; its keys in the index
+    index task   an index file: chains, header
+    store task   puts the results of a store together (`Verifier.findings`), and does what takes the order of the log
+
+What is found is what `MessageStore.verify` finds; but of a range with more than `max_errors` findings only so many are
+listed, and `unlisted` counts the others. Reads only, takes no lock, and may run beside a writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any, Protocol, TypeVar
+
+from mqstore.broker.configchecks import CONFIG_CHECKS
+from mqstore.errors import ConfigError, MQStoreError
+from mqstore.files.lock import writer_alive
+from mqstore.jobs.runner import Progress, Runner
+from mqstore.log.ranges import RANGE_BYTES, LogRange, RangeResult
+from mqstore.log.report import Finding, Kind
+from mqstore.log.store import MessageStore
+from mqstore.log.verify import Gap
+from mqstore.options import StoreConfig
+from mqstore.spark.plan import StoreName, open_store
+from mqstore.spark.selection import Selection, Shaped, Stores, select
+
+__all__ = [
+    "LostOffsets",
+    "VerifiedStore",
+    "VerifyFinding",
+    "VerifyReport",
+    "verify",
+]
+
+
+MAX_ERRORS = 100
+"""Findings of a range that are listed; of more, only how many."""
+TASK_BYTES = 1 << 30
+"""Most that a task reads: so much is read anew when one is lost."""
+_STORE_BYTES = 1 << 20
+"""What opening a store weighs."""
+_JOINED_FASTER = 16
+"""Times that a range in order is joined faster than it is read, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyFinding(Shaped):
+    """One thing that is not as it should be: `length` bytes at `position` of `file`, a path below the store. Kinds are
+    those of `mqstore verify` (docs/recovery.md)."""
+
+    store: str
+    kind: Kind
+    file: str
+    position: int
+    length: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class LostOffsets(Shaped):
+    """Messages that damage has taken: queue offsets [first, stop)."""
+
+    store: str
+    topic: str
+    queue_id: int
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedStore(Shaped):
+    """What was looked at of a store, and how much was found."""
+
+    store: str
+    path: str
+    messages: int
+    """Records that verified."""
+    bytes: int
+    """Of them."""
+    body_checksum_only: int
+    """Records with a checksum of their body alone: altered properties and header fields are not noticed."""
+    ranges: int
+    read_again: int
+    """Ranges that had to be read again from another place."""
+    findings: int
+    """Listed and unlisted."""
+    unlisted: int
+    error: str | None
+    """Why the store could not be opened or read; None when it could."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport(Shaped):
+    """What `verify` found."""
+
+    ok: bool
+    """Every store could be read, and nothing was found."""
+    messages: int
+    bytes: int
+    stores: tuple[VerifiedStore, ...]
+    findings: tuple[VerifyFinding, ...]
+    lost: tuple[LostOffsets, ...]
+
+
+def verify(
+    stores: Stores | Selection,
+    *,
+    jobs: int = 1,
+    spark: Any = None,
+    progress: Progress | None = None,
+    range_bytes: int = RANGE_BYTES,
+    max_errors: int = MAX_ERRORS,
+    config: StoreConfig | None = None,
+) -> VerifyReport:
+    """Check every record, unit, index entry and JSON file of `stores`, checksums included. Changes nothing.
+
+    A store that cannot be opened is named in its row, and the others are checked. `jobs`, `spark` and `progress`: see
+    `mqstore.jobs`. `config`: options of opening, for stores without a manifest. Raises ConfigError.
+    """
+    chosen = _whole_stores(stores)
+    if max_errors < 1:
+        raise ConfigError(f"max_errors={max_errors} would tell nothing of what is found; give at least 1")
+    names = chosen.stores()
+    ranges, files, ends, errors = _cut(names, range_bytes, config)
+    with Runner(jobs, spark, progress) as runner:
+        tasks = [*bundles(ranges, runner.pieces, range_bytes), *bundles(files, runner.pieces)]
+        outcomes = runner.run(tasks, partial(_read, max_errors, config), "mqstore verify: ranges")
+        found: dict[StoreName, list[_Outcome]] = {name: [] for name in names if name not in errors}
+        for outcome in (each for task in outcomes for each in task):
+            if outcome.error is not None:
+                errors.setdefault(outcome.store, outcome.error)
+            else:
+                found[outcome.store].append(outcome)
+        joins = [
+            _Joining(name, max_errors, parts, ends.get(name), config)
+            for name, parts in found.items()
+            if name not in errors
+        ]
+        together = bundles(joins, runner.pieces)
+        if len(together) > 1:
+            joined = runner.run(together, _join, "mqstore verify: stores")
+        else:  # it is done sooner than it is sent
+            joined = [_join(task) for task in together]
+    return _report(names, {each.name: each for task in joined for each in task}, errors)
+
+
+def _cut(
+    names: Sequence[StoreName], range_bytes: int, config: StoreConfig | None = None
+) -> tuple[list[_Piece], list[_Piece], dict[StoreName, int], dict[StoreName, str]]:
+    """What to read; where to end in stores that a writer is at; and why some stores have none."""
+    ranges: list[_Piece] = []
+    files: list[_Piece] = []
+    ends: dict[StoreName, int] = {}
+    errors = {}
+    for name in names:
+        try:
+            with open_store(name, config) as store:
+                verifier = store.verifier()
+                if verifier.until is not None:
+                    ends[name] = verifier.until
+                ranges += [_Piece(name, each) for each in verifier.ranges(range_bytes)]
+                size = store._index.file_bytes
+                files += [_Piece(name, file=(file.name, size)) for file in store._index.files]
+        except ConfigError:
+            raise
+        except (MQStoreError, OSError) as error:
+            errors[name] = str(error)
+    return ranges, files, ends, errors
+
+
+def _whole_stores(stores: Stores | Selection) -> Selection:
+    """Return the selection of `stores`. Raises ConfigError if topics or bounds were asked for."""
+    chosen = select(stores)
+    every = select(chosen.options.paths)
+    if chosen != every:
+        raise ConfigError("verify reads whole logs: leave out topics, bounds, filters and options of the source")
+    return chosen
+
+
+# -- tasks: pieces -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A range of the log of a store, or an index file: its name and size in bytes."""
+
+    store: StoreName
+    range: LogRange | None = None
+    file: tuple[str, int] = ("", 0)
+
+    @property
+    def weight(self) -> int:
+        """Bytes to read."""
+        return self.file[1] if self.range is None else self.range.weight
+
+
+class _Weighed(Protocol):
+    """Work on a store that may share a task with others."""
+
+    @property
+    def store(self) -> StoreName: ...
+
+    @property
+    def weight(self) -> int: ...
+
+
+P = TypeVar("P", bound=_Weighed)
+
+
+def bundles(pieces: Iterable[P], tasks: int, range_bytes: int = RANGE_BYTES) -> list[list[P]]:
+    """Pieces by tasks, in order: so many `tasks` of about equal weight, but none of less than RANGE_BYTES, as small
+    segments and small stores go together, and none of much more than TASK_BYTES. `range_bytes`: ranges that were cut
+    smaller than usual are to be tasks of their own."""
+    weighed: list[tuple[P, int]] = []
+    store = None
+    for piece in pieces:
+        weighed.append((piece, piece.weight + (_STORE_BYTES if piece.store != store else 0)))
+        store = piece.store
+    even = -(-sum(weight for _, weight in weighed) // tasks)
+    size = range_bytes if range_bytes < RANGE_BYTES else min(max(RANGE_BYTES, even), TASK_BYTES)
+    found: list[list[P]] = []
+    room = 0
+    for piece, weight in weighed:
+        if not found or room < weight / 2:  # without it the task is nearer to its size
+            found.append([])
+            room = size
+        found[-1].append(piece)
+        room -= weight
+    return found
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What a task found in one store."""
+
+    store: StoreName
+    results: list[RangeResult] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    """Of index files."""
+    error: str | None = None
+
+
+def _read(max_errors: int, config: StoreConfig | None, task: Sequence[_Piece]) -> list[_Outcome]:
+    outcomes = []
+    for name, pieces in groupby(task, lambda piece: piece.store):
+        outcomes.append(outcome := _Outcome(name))
+        try:
+            with open_store(name, config) as store:
+                check = store.verifier(max_errors=max_errors).check
+                for piece in pieces:
+                    with suppress(FileNotFoundError):  # retention: what is left is read when the store is joined
+                        if piece.range is None:
+                            outcome.findings += _check_index_file(store, piece.file[0])
+                        elif (result := check(piece.range)) is not None:
+                            outcome.results.append(result)
+        except (MQStoreError, OSError) as error:
+            outcome.error = str(error)
+    return outcomes
+
+
+def _check_index_file(store: MessageStore, name: str) -> list[Finding]:
+    return [
+        finding
+        for file in store._index.files
+        if file.name == name
+        for finding in store._index.check_file(file, live=writer_alive(store.path, store.fs))
+    ]
+
+
+# -- tasks: stores -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Joining:
+    store: StoreName
+    max_errors: int
+    parts: list[_Outcome]
+    end: int | None = None
+    """What lies there and behind, a writer has put since the ranges were cut: it is not judged."""
+    config: StoreConfig | None = None
+
+    @property
+    def weight(self) -> int:
+        """Of what is left to do: little, if all is well."""
+        return sum(result.range.weight for part in self.parts for result in part.results) // _JOINED_FASTER
+
+
+@dataclass(slots=True)
+class _Checked:
+    name: StoreName
+    row: VerifiedStore
+    findings: list[Finding] = field(default_factory=list)
+    lost: list[Gap] = field(default_factory=list)
+
+
+def _join(jobs: Sequence[_Joining]) -> list[_Checked]:
+    return [_join_store(job) for job in jobs]
+
+
+def _join_store(job: _Joining) -> _Checked:
+    """Return the whole store, from what is known of its pieces."""
+    results = [result for part in job.parts for result in part.results]
+    of_index = [finding for part in job.parts for finding in part.findings]
+    try:
+        with open_store(job.store, job.config) as store:
+            verifier = store.verifier(CONFIG_CHECKS, until=job.end, max_errors=job.max_errors)
+            findings = [*verifier.findings(results, of_index)]
+            row = VerifiedStore(
+                store=job.store.id,
+                path=job.store.path,
+                messages=verifier.messages,
+                bytes=verifier.bytes,
+                body_checksum_only=verifier.body_checksum_only,
+                ranges=len(results),
+                read_again=verifier.read_again,
+                findings=len(findings) + verifier.unlisted,
+                unlisted=verifier.unlisted,
+                error=None,
+            )
+            return _Checked(job.store, row, findings, verifier.gaps)
+    except (MQStoreError, OSError) as error:
+        return _Checked(job.store, _unread(job.store, str(error)))
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def _unread(name: StoreName, error: str) -> VerifiedStore:
+    return VerifiedStore(name.id, name.path, 0, 0, 0, 0, 0, 0, 0, error)
+
+
+def _report(
+    names: Sequence[StoreName], checked: dict[StoreName, _Checked], errors: dict[StoreName, str]
+) -> VerifyReport:
+    rows = [checked[name].row if name in checked else _unread(name, errors[name]) for name in names]
+    found = [(name.id, checked[name]) for name in names if name in checked]
+    return VerifyReport(
+        ok=not any(row.findings or row.error for row in rows),
+        messages=sum(row.messages for row in rows),
+        bytes=sum(row.bytes for row in rows),
+        stores=tuple(rows),
+        findings=tuple(
+            VerifyFinding(store, each.kind, each.file, each.position, each.length, each.detail)
+            for store, one in found
+            for each in one.findings
+        ),
+        lost=tuple(LostOffsets(store, *gap) for store, one in found for gap in one.lost),
+    )

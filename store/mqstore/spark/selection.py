@@ -1,0 +1,304 @@
+"""Which messages of which stores a job reads, its plan, and the form of its results.
+
+select(...)  -> Selection       checked before anything is opened
+Selection    -> tasks           lists of slices (`mqstore.spark.plan`), or stores
+Shaped.to_dict()                plain values for JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
+from typing import Any
+
+from mqstore.errors import ConfigError, NotAStoreError
+from mqstore.log.reader import to_ms
+from mqstore.log.store import MessageStore
+from mqstore.spark.options import OPTIONS, SourceOptions
+from mqstore.spark.plan import (
+    LogSlice,
+    Narrowing,
+    QueueSlice,
+    Slice,
+    StoreName,
+    have_queues_lost,
+    is_wanted,
+    open_store,
+    plan,
+    queues_of,
+    stores_of,
+)
+
+__all__ = [
+    "Bound",
+    "Plan",
+    "Selection",
+    "Shaped",
+    "Stores",
+    "check_followed",
+    "check_known",
+    "local_path",
+    "select",
+]
+
+Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
+"""A store, a store set or a glob of stores; several; or paths by the ids that rows and reports call them."""
+Bound = int | datetime | None
+"""Where reading begins, or ends before: a queue offset, or a store time (UTC, if it does not say)."""
+
+_LAST = (1 << 63) - 1
+_SAMPLED = 4096
+_NAMED = 20
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+class Shaped:
+    """A result: a frozen dataclass whose fields are its documented shape. Times are ms since the epoch."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON: fields by name, tuples as lists, keys of mappings as text."""
+        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}  # type: ignore[arg-type]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Shaped):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    raise TypeError(f"{type(value).__name__} does not belong into a result")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Shaped):
+    """What a job would read; made without Spark and Java, from consume queues alone."""
+
+    stores: int
+    queues: int
+    messages: int
+    """0 for ranges of a commitlog, whose messages nobody has counted."""
+    bytes: int
+    """Of records, about: of a large queue a few records are looked at."""
+    tasks: int
+    """Without a session whose slots are to be filled (`slots_of`)."""
+
+    @classmethod
+    def of_slices(cls, tasks: Sequence[Sequence[Slice]]) -> Plan:
+        """The plan of tasks that are lists of slices."""
+        by_store: dict[StoreName, list[Slice]] = {}
+        for task in tasks:
+            for piece in task:
+                by_store.setdefault(piece.store, []).append(piece)
+        queues: set[tuple[StoreName, str, int]] = set()
+        messages = size = 0
+        for name, pieces in by_store.items():
+            with open_store(name) as store:
+                for piece in pieces:
+                    if isinstance(piece, LogSlice):
+                        size += piece.stop - piece.start
+                        continue
+                    queues.add((name, piece.topic, piece.queue_id))
+                    messages += piece.stop - piece.start
+                    size += _bytes_of(store, piece)
+        return cls(len(by_store), len(queues), messages, size, len(tasks))
+
+    @classmethod
+    def of_stores(cls, selection: Selection, wanted: Callable[[str], bool] | None = None) -> Plan:
+        """The plan of a job that has a task a store and looks at queues of the topics `wanted`, not at messages."""
+        names = selection.stores()
+        wanted = wanted or is_wanted(selection.options)
+        queues = messages = 0
+        for name in names:
+            with open_store(name) as store:
+                for ref in (ref for topic in store.topics() if wanted(topic) for ref in store.queues(topic)):
+                    low, high = store.offsets(*ref)
+                    queues += 1
+                    messages += high - low
+        return cls(len(names), queues, messages, 0, len(names))
+
+
+def _bytes_of(store: MessageStore, piece: QueueSlice) -> int:
+    """Of the records of a slice; exact for a few, else from three samples."""
+    start, stop = piece.start, piece.stop
+    count = stop - start
+    third = _SAMPLED // 3
+    places = (
+        [(start, count)] if count <= _SAMPLED else [(at, third) for at in (start, (start + stop) // 2, stop - third)]
+    )
+    sizes = [store.units(piece.topic, piece.queue_id, at, some)["size"] for at, some in places]
+    sampled = sum(int(each[(each > 0) & (each < 0x7FFF_FFFF)].sum(dtype="int64")) for each in sizes)
+    looked_at = sum(len(each) for each in sizes)
+    return round(sampled * count / looked_at) if looked_at else 0
+
+
+# -- which messages ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which messages of which stores. Made by `select`; paths are absolute, for tasks run elsewhere."""
+
+    options: SourceOptions
+    offsets: tuple[int, int] = (0, _LAST)
+    """First queue offset, and the first behind the last."""
+    times_ms: tuple[int, int] = (-_LAST, _LAST)
+    """Likewise."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """`options` as Spark is told them."""
+
+    def stores(self) -> list[StoreName]:
+        """The stores, one at least. ConfigError, as `plan.stores_of`, and for store sets that have no member: a job
+        that looked at nothing must not say that all is well."""
+        found = stores_of(self.options)
+        if not found:
+            paths = self.options.paths
+            named = ", ".join(paths.values() if isinstance(paths, dict) else paths)
+            raise ConfigError(f"{named}: a store set that has no stores yet; give one that has, or a store")
+        return found
+
+    def with_options(self, **values: Any) -> Selection:
+        """The same with other fields of `SourceOptions`; `given` stays as it was."""
+        return replace(self, options=replace(self.options, **values))
+
+    def tasks(self, *, by_region: bool = False, resumed: bool = False, slots: int = 1) -> list[list[Slice]]:
+        """The messages cut into tasks, as `plan.plan` does."""
+        if self.options.scan == "log" and (self.offsets, self.times_ms) != ((0, _LAST), (-_LAST, _LAST)):
+            raise ConfigError("scan=log reads whole logs and knows no offsets and times of queues: use scan=queue")
+        offsets = self.offsets[0], self.offsets[1] - 1
+        times_ms = self.times_ms[0], self.times_ms[1] if self.times_ms[1] == _LAST else self.times_ms[1] - 1
+        narrowing = Narrowing(offsets=offsets, times_ms=times_ms)
+        return plan(self.options, narrowing, by_region=by_region, resumed=resumed, slots=slots)
+
+    def queue_tasks(self, *, by_region: bool = False, resumed: bool = False, slots: int = 1) -> list[list[QueueSlice]]:
+        """As `tasks`, for a job that goes by queues. ConfigError for a store that has records and no queues."""
+        found: list[list[QueueSlice]] = []
+        for task in self.tasks(by_region=by_region, resumed=resumed, slots=slots):
+            found.append([])
+            for piece in task:
+                if isinstance(piece, LogSlice):
+                    raise _no_queues(piece.store)
+                found[-1].append(piece)
+        return found
+
+    def check_queues(self) -> None:
+        """ConfigError for a store that has records and no queues, for a job that sets scan=queue itself; as
+        `queue_tasks`, it does not mind where the user has said that. For one that lost some of its queues, too: opening
+        it brings them back, and who notes how far he has come would pass over them."""
+        for name in self.stores():
+            try:
+                store = open_store(name)
+            except NotAStoreError:
+                continue  # what that means is for planning to say
+            with store:
+                if self.options.scan == "auto" and not queues_of(store) and store._has_records():
+                    raise _no_queues(name)
+                if have_queues_lost(store):
+                    raise ConfigError(
+                        f"queues of {name.path} have lost files since it was closed: open it for writing once, or "
+                        "`mqstore recover` it; until then a copy would lack messages"
+                    )
+
+
+def _no_queues(name: StoreName) -> ConfigError:
+    return ConfigError(
+        f"{name.path} has records, and no consume queues to read them by: `mqstore recover` makes these anew (and "
+        "scan=queue reads what there is, which is nothing)"
+    )
+
+
+def select(
+    stores: Stores | Selection,
+    *,
+    topics: str | Sequence[str] | None = None,
+    start: Bound = None,
+    stop: Bound = None,
+    where: str | None = None,
+    options: Mapping[str, str] | None = None,
+) -> Selection:
+    """The messages of `topics` (all topics of users) in `stores`, from `start` up to before `stop` in each queue, whose
+    properties fulfil `where` (SQL92); `options` are further ones of the Spark source (`docs/spark-options.md`).
+
+    A selection is given back as it is, which then has to say everything. Raises ConfigError.
+    """
+    if isinstance(stores, Selection):
+        if (topics, start, stop, where, options) != (None,) * 5:
+            raise ConfigError("a selection says all of it: give topics, bounds and options to `select`")
+        return stores
+    given = dict(options or {})
+    for name, value in (("subscribe", _names(topics)), ("filter", where), ("paths", json.dumps(_paths(stores)))):
+        if value is not None:
+            if name.lower() in {each.lower() for each in given}:
+                raise ConfigError(f"option {name!r} is given twice: by its argument, and among the options")
+            given[name] = value
+    checked = SourceOptions.parse(given).for_batch()
+    if checked.view != "messages":
+        raise ConfigError(f"option view={checked.view!r}: a job reads messages")
+    offsets, times_ms = [0, _LAST], [-_LAST, _LAST]
+    for at, bound in enumerate((start, stop)):
+        if isinstance(bound, datetime):
+            times_ms[at] = to_ms(bound)
+        elif bound is not None:
+            if type(bound) is not int or bound < 0:
+                raise ConfigError(f"{'start' if not at else 'stop'}={bound!r} is neither a queue offset nor a time")
+            offsets[at] = bound
+    return Selection(checked, (offsets[0], offsets[1]), (times_ms[0], times_ms[1]), given)
+
+
+def _names(topics: str | Sequence[str] | None) -> str | None:
+    if topics is None or isinstance(topics, str):
+        return topics
+    return ",".join(topics)
+
+
+def _paths(stores: Stores) -> list[str] | dict[str, str]:
+    if isinstance(stores, Mapping):
+        return {name: local_path(path) for name, path in stores.items()}
+    if isinstance(stores, str | os.PathLike):
+        return [local_path(stores)]
+    return [local_path(path) for path in stores]
+
+
+def check_followed(selection: Selection, *followed: str, bounds: bool = False) -> None:
+    """ConfigError for options of the source that a job does not go by, but for the fields that it does, and unless it
+    goes by `bounds` for these: what was to leave messages out must not be passed over."""
+    options, unset = selection.options, SourceOptions()
+    plain = Selection(options)
+    if not bounds and (selection.offsets, selection.times_ms) != (plain.offsets, plain.times_ms):
+        raise ConfigError("start and stop (--from, --to): this job does not go by it; leave it out")
+    ignored = [
+        name
+        for name, option in OPTIONS.items()
+        if option.field not in ("paths", *followed) and getattr(options, option.field) != getattr(unset, option.field)
+    ]
+    if ignored:
+        raise ConfigError(f"option {', '.join(ignored)}: this job does not go by it; leave it out")
+
+
+def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
+    """ConfigError for names of groups or topics (`what`) that no store has, with those that there are: a name that is
+    misspelt must not look like one that has nothing to report."""
+    there = sorted({*known})
+    unknown = sorted({*wanted} - {*there})
+    if unknown:
+        more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
+        names = f"there are {', '.join(map(repr, there[:_NAMED]))}{more}" if there else "there is none"
+        raise ConfigError(f"no store knows the {what} {', '.join(map(repr, unknown))}; {names}")
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """The absolute path: executors have working directories of their own. ConfigError for a URL of what is no file
+    system."""
+    text = os.fspath(path)
+    if text.startswith("file:"):
+        text = text.removeprefix("file://").removeprefix("file:")
+    elif "://" in text:
+        raise ConfigError(f"{text!r} is no path of a file system, which is where stores are read and files written")
+    return os.path.abspath(text)

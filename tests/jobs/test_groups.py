@@ -1,0 +1,457 @@
+"""Lag, dead letters, traces and delays of stores that a broker has worked on. Without pyspark."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import MessageStore, SimulatedClock
+from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.offline import offline
+from mqstore.errors import ConfigError
+from mqstore.jobs import dlq_report, dlq_resend, lag_report, trace
+from mqstore.spark import select
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import StoreName
+from mqstore.spark.views import view_batch
+from tests.conftest import GoldenStore
+from tests.spark.support import many, write_store
+from tests.tools.brokers import broker
+
+Golden = Callable[[str], GoldenStore]
+T0 = 1_760_000_000_000
+DAY_MS = 86_400_000
+
+
+# -- lag ---------------------------------------------------------------------------------------------------------------
+
+
+def fill(path: Path, counts: dict[int, int], commits: dict[tuple[str, int], int]) -> Path:
+    """`orders` with so many messages in each queue, and what groups have committed."""
+    clock = SimulatedClock(T0)
+    with broker(path, clock) as running:
+        running.topics.create("orders", queues=2)
+        for queue_id, count in counts.items():
+            for i in range(count):
+                running.put("orders", b"%d" % i, queue_id=queue_id)
+                clock.advance(1000)
+        for (group, queue_id), offset in commits.items():
+            running.commit(group, "orders", queue_id, offset)
+    return path
+
+
+def test_the_lag_of_a_group_is_that_of_all_its_queues_and_stores(tmp_path: Path) -> None:
+    a = fill(tmp_path / "a", {0: 10, 1: 4}, {("billing", 0): 7, ("billing", 1): 4, ("audit", 0): 10, ("audit", 1): 4})
+    b = fill(tmp_path / "b", {0: 5}, {("billing", 0): 1})
+
+    report = lag_report({"a": a, "b": b})
+
+    audit, billing = report.groups
+    assert [(row.group, row.messages, row.stuck_queues) for row in report.groups] == [
+        ("audit", 0, None),
+        ("billing", 7, None),
+    ]
+    assert billing.oldest_age_ms == report.taken_ms - (T0 + 1000)  # offset 1 of store b
+    assert (billing.consumed_per_second, billing.arriving_per_second, billing.seconds_left) == (None, None, None)
+    assert audit.oldest_age_ms is None
+    assert (report.previous_ms, report.incomplete) == (None, ())
+    assert [
+        (row.store, row.queue_id, row.committed, row.end, row.messages, row.stuck) for row in billing.queues[:2]
+    ] == [
+        ("a", 0, 7, 10, 3, None),
+        ("b", 0, 1, 5, 4, None),
+    ]
+
+
+def test_two_looks_tell_which_way_it_goes(tmp_path: Path) -> None:
+    path = fill(tmp_path / "s", {0: 10, 1: 10}, {("g", 0): 2, ("g", 1): 5, ("slow", 0): 10, ("slow", 1): 9})
+    first = lag_report({"s": path}).to_dict()
+    first["taken_ms"] -= 20_000  # as if it had been taken so long before
+    with broker(path) as running:
+        for _ in range(4):
+            running.put("orders", b"x", queue_id=0)
+        running.commit("g", "orders", 0, 14)
+
+    second = lag_report({"s": path}, previous=first)
+
+    passed_s = (second.taken_ms - first["taken_ms"]) / 1000
+    rows = {row.group: row for row in second.groups}
+    g, slow = rows["g"], rows["slow"]
+    assert second.previous_ms == first["taken_ms"]
+    assert (g.messages, g.stuck_queues) == (5, 1)  # queue 1: 5 left, as before
+    assert g.consumed_per_second == pytest.approx(12 / passed_s, abs=1e-6)
+    assert g.arriving_per_second == pytest.approx(4 / passed_s, abs=1e-6)
+    assert g.seconds_left == pytest.approx(5 / (8 / passed_s), abs=1e-3)
+    # Queue 0 had nothing to consume at the first look, so it is not stuck yet; queue 1 is.
+    assert (slow.messages, slow.stuck_queues, slow.consumed_per_second, slow.seconds_left) == (5, 1, 0, None)
+    assert {(group.group, row.queue_id) for group in second.groups for row in group.queues if row.stuck} == {
+        ("g", 1),
+        ("slow", 1),
+    }
+
+
+def test_a_group_that_is_new_since_the_first_look_has_no_rates(tmp_path: Path) -> None:
+    path = fill(tmp_path / "s", {0: 3}, {("old", 0): 1})
+    first = lag_report(path)
+    with broker(path) as running:
+        running.commit("new", "orders", 0, 2)
+
+    rows = {row.group: row for row in lag_report(path, previous=first).groups}
+
+    assert (rows["new"].consumed_per_second, rows["new"].stuck_queues) == (None, 0)
+
+
+def test_groups_and_topics_can_be_chosen(tmp_path: Path) -> None:
+    path = fill(tmp_path / "s", {0: 3}, {("a", 0): 1, ("b", 0): 2})
+    with broker(path, SimulatedClock(T0)) as running:
+        running.topics.create("empty", queues=1)
+
+    assert [row.group for row in lag_report(path, groups=["b"]).groups] == ["b"]
+    [b] = lag_report(path, topics="empty", groups=["b"]).groups  # the topic is there, and the group has not read it
+    assert (b.messages, b.queues) == (None, ())
+    assert [row.group for row in lag_report(path, topics="orders,empty").groups] == ["a", "b"]
+    with pytest.raises(ConfigError, match="no store knows the group 'c'; there are 'a', 'b'"):
+        lag_report(path, groups=["a", "c"])
+    with pytest.raises(ConfigError, match="no store knows the topic 'nope'; there are 'empty', 'orders'"):
+        lag_report(path, topics="orders,nope")
+    with pytest.raises(ConfigError, match="is no report of lag"):
+        lag_report(path, previous={"queues": 3})
+
+
+def test_the_lag_of_a_java_store_is_what_its_listing_says(golden: Golden) -> None:
+    store = golden("clean")
+    queues = {(line["topic"], line["queue_id"]): line for line in store.of("queue")}
+
+    for row in (row for group in lag_report(store.path).groups for row in group.queues):
+        assert row.end == queues[row.topic, row.queue_id]["max_offset"]
+        assert row.messages == (None if row.committed is None else row.end - row.committed)
+
+
+def test_a_look_keeps_the_lock_of_an_owner_in_the_same_process(tmp_path: Path) -> None:
+    """POSIX record locks vanish when their process closes any descriptor of the file."""
+    path = fill(tmp_path / "s", {0: 3}, {("a", 0): 1})
+    with broker(path) as running:
+        lag_report(path)
+        dlq_report(path)
+        trace(path, "k")
+        code = f"import mqstore; mqstore.MessageStore({str(path)!r})"
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert "StoreLockedError" in other.stderr
+        running.put("orders", b"still mine", queue_id=0)
+
+
+# -- dead letters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nine dead letters, a day apart: of `billing` and `audit`, from `orders` and `payments`; with odd bodies."""
+    path = tmp_path_factory.mktemp("letters") / "s"
+    clock = SimulatedClock(T0)
+    with broker(path, clock, dlq_retention=None) as running:
+        for i in range(9):
+            group, topic = ("billing", "audit")[i % 3 == 2], ("orders", "payments")[i % 2]
+            running.put(topic, b"\x1b[2J caf\xc3\xa9 \xff\\ %d" % i, queue_id=0, keys=f"k-{i}")
+            running.run_once()
+            delivery = next(each for each in running.pop(group, topic, 32) if each.message.keys == (f"k-{i}",))
+            running.dead_letter(group, topic, delivery.receipt, "no stock" if i % 3 else "")
+            clock.advance(DAY_MS)
+    return path
+
+
+def test_letters_are_counted_by_group_and_origin(letters: Path) -> None:
+    report = dlq_report({"a": letters})
+
+    expected: Counter[tuple[str, str]] = Counter()
+    times: dict[tuple[str, str], list[int]] = {}
+    reasons: dict[tuple[str, str], Counter[str | None]] = {}
+    for i in range(9):
+        key = ("billing", "audit")[i % 3 == 2], ("orders", "payments")[i % 2]
+        expected[key] += 1
+        times.setdefault(key, []).append(T0 + i * DAY_MS)
+        reasons.setdefault(key, Counter())["no stock" if i % 3 else None] += 1
+    rows = {(row.group, row.origin_topic): row for row in report.rows}
+    assert {key: row.count for key, row in rows.items()} == dict(expected)
+    assert report.total == 9
+    for key, row in rows.items():
+        assert (row.oldest_ms, row.newest_ms) == (min(times[key]), max(times[key]))
+        assert {each.reason: each.at_least for each in row.reasons} == dict(reasons[key])
+        assert all(each.at_least == each.at_most for each in row.reasons)
+        assert [each.store_ms for each in row.samples] == sorted(times[key], reverse=True)[:3]
+        newest = (row.samples[0].store_ms - T0) // DAY_MS
+        assert row.samples[0].keys == (f"k-{newest}",)
+        assert row.samples[0].body == f"\\x1b[2J café \\xff\\\\ {newest}"
+        assert row.samples[0].store == "a"
+
+
+def test_letters_can_be_chosen(letters: Path) -> None:
+    def day(number: int) -> datetime:
+        return datetime.fromtimestamp((T0 + number * DAY_MS) / 1000, UTC)
+
+    assert dlq_report(letters, groups=["audit"]).total == 3
+    with pytest.raises(ConfigError, match="no store knows the group 'nosuch'; there are 'audit', 'billing'"):
+        dlq_report(letters, groups=["audit", "nosuch"])
+    assert dlq_report(select(letters, topics="payments")).total == 4
+    assert dlq_report(select(letters, start=day(2), stop=day(6))).total == 4
+    bare = dlq_report(letters, samples=0, reasons=0)
+    assert all(row.samples == row.reasons == () for row in bare.rows)
+    assert dlq_report([letters], samples=1).rows[0].samples[0].attempts == 1
+    with pytest.raises(ConfigError, match="samples=-1"):
+        dlq_report(letters, samples=-1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"where": "a = 1"},
+        {"start": 5},
+        {"stop": datetime(2026, 1, 1, tzinfo=UTC)},
+        {"options": {"tags": "A"}},
+        {"options": {"startingOffsets": "latest"}},
+    ],
+)
+def test_what_would_choose_messages_is_not_passed_over_by_who_looks_at_groups(
+    letters: Path, given: dict[str, Any]
+) -> None:
+    """They told of all messages, whatever had been asked for."""
+    chosen = select(letters, **given)
+    for job in (lag_report, lambda stores: trace(stores, "k-1")):
+        with pytest.raises(ConfigError, match="this job does not go by it; leave it out"):
+            job(chosen)
+    with pytest.raises(ConfigError, match="option subscribe: this job"):  # a trace goes everywhere
+        trace(select(letters, topics="orders"), "k-1")
+
+
+def test_lag_is_that_of_the_queues_that_are_assigned(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with broker(path, SimulatedClock(T0)) as running:
+        running.topics.create("orders", queues=2)
+        for queue_id in (0, 1):
+            running.put("orders", b"x", queue_id=queue_id)
+            running.offsets.commit("g", "orders", queue_id, 0)
+    assigned = {"assign": '{"orders": [1]}'}
+
+    [group] = lag_report(select(path, options=assigned)).groups
+    assert [row.queue_id for row in group.queues] == [1]
+    rows = view_batch("groups", StoreName("s", str(path)), SourceOptions.parse({"path": str(path), **assigned}))
+    assert rows.column("queue_id").to_pylist() == [1]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"start": 2},
+        {"stop": 2},
+        {"start": 1, "stop": 3},
+        {"where": "DLQ_ORIGIN_TOPIC = 'payments'"},
+        {"where": "KEYS in ('k-1', 'k-4')", "start": 1},
+        {"where": "KEYS = 'nobody'"},
+    ],
+)
+def test_the_letters_that_are_counted_are_those_that_would_be_sent(letters: Path, given: dict[str, Any]) -> None:
+    """Queue offsets and a filter were passed over: the report was of all letters, before a resend of some."""
+    chosen = select(letters, **given)
+    sent = dlq_resend(chosen, dry_run=True)
+
+    report = dlq_report(chosen)
+
+    assert (report.total, report.total < 9) == (sent.count, True)
+    assert sum(row.count for row in report.rows) == report.total
+
+
+def test_a_group_without_dead_letters_is_known_and_one_that_has_only_letters_too(letters: Path, tmp_path: Path) -> None:
+    other = fill(tmp_path / "o", {0: 1}, {("fine", 0): 1})
+    shutil.copytree(letters, tmp_path / "left")
+    for name in ("consumerOffset.json", "subscriptionGroup.json"):
+        (tmp_path / "left" / "config" / name).unlink(missing_ok=True)
+
+    assert dlq_report([letters, other], groups=["fine"]).total == 0
+    assert dlq_report(tmp_path / "left", groups=["audit"]).total == 3
+
+
+def test_letters_that_were_let_go_of_do_not_count(letters: Path, tmp_path: Path) -> None:
+    shutil.copytree(letters, tmp_path / "s")
+    with offline(tmp_path / "s") as desk:
+        DeadLetters(desk.parts, "audit").purge(before_offset=2)
+
+    rows = dlq_report([letters, tmp_path / "s"], groups=["audit"]).rows
+
+    assert sum(row.count for row in rows) == 3 + 1
+
+
+# -- traces ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def travelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A message with key `k` that was retried once and then given up, one that waits, and many others."""
+    path = tmp_path_factory.mktemp("travelled") / "s"
+    clock = SimulatedClock(T0)
+    with broker(path, clock, dlq_retention=None, index_slots=8, index_entries=16) as running:
+        running.topics.create("orders", queues=1)
+        running.groups.create("billing")
+        for i in range(40):
+            running.put("orders", b"other", keys=[f"o-{i}", f"k{i}"])
+        running.put("orders", b"this one", keys=["a", "k"], tag="t", unique_key="U" * 32)
+        running.put("orders", b"later", keys="k", delay_level=3)
+        running.run_once()
+        sent = next(m for m in running.store.iter("orders") if "k" in m.keys)
+        running.commit("billing", "orders", 0, 20)
+        clock.advance(1000)
+        running.send_back("billing", sent.physical_offset, delay_level=1)
+        for _ in range(4):
+            clock.advance(1000)
+            running.run_once()
+        [retried] = running.store.iter("%RETRY%billing")
+        running.send_back("billing", retried.physical_offset, delay_level=-1, reason="poison")
+    return path
+
+
+def hops(found: Any) -> list[tuple[str, str]]:
+    return [(hop.kind, hop.topic) for hop in found.hops]
+
+
+JOURNEY = [
+    ("sent", "orders"),
+    ("delay level", "SCHEDULE_TOPIC_XXXX"),  # the one that waits
+    ("delay level", "SCHEDULE_TOPIC_XXXX"),  # the retry, on its way
+    ("retry", "%RETRY%billing"),
+    ("dead letter", "%DLQ%billing"),
+]
+
+
+def test_a_key_is_followed_through_retries_delays_and_dead_letters(travelled: Path) -> None:
+    found = trace({"a": travelled}, "k")
+
+    assert hops(found) == JOURNEY
+    assert found.looked_for == ("k",)
+    sent, waits, back, retry, dead = found.hops
+    assert (sent.waiting_for, sent.consumed_by, sent.group, sent.tag, sent.attempts) == (("billing",), (), None, "t", 0)
+    assert (sent.keys, sent.store, sent.store_ms) == (("a", "k"), "a", T0)
+    assert (waits.deliver_ms, waits.origin_topic) == (T0 + 10_000, "orders")
+    assert back.deliver_ms == T0 + 2000
+    assert (retry.group, retry.origin_topic, retry.attempts) == ("billing", "orders", 1)
+    assert (dead.group, dead.origin_topic, dead.reason) == ("billing", "orders", "poison")
+    assert [hop.store_ms for hop in found.hops] == sorted(hop.store_ms for hop in found.hops)
+
+
+def test_the_log_tells_the_same_as_the_index(travelled: Path) -> None:
+    by_index, by_log = trace(travelled, "k"), trace(travelled, "k", scan=True)
+
+    assert by_log.hops == by_index.hops
+    assert by_log.scanned_bytes > by_index.scanned_bytes
+
+
+@pytest.mark.parametrize("what", ["all gone", "one cut off", "first gone", "last gone"])
+def test_what_index_files_do_not_tell_is_searched_in_the_log(travelled: Path, tmp_path: Path, what: str) -> None:
+    path = tmp_path / "s"
+    shutil.copytree(travelled, path)
+    files = sorted((path / "index").iterdir())
+    assert len(files) >= 4
+    whole = trace({"a": path}, "k")
+    if what == "one cut off":
+        files[1].write_bytes(files[1].read_bytes()[:50])
+    else:
+        for file in {"all gone": files, "first gone": files[:1], "last gone": files[-2:]}[what]:
+            file.unlink()
+
+    assert trace({"a": path}, "k").hops == whole.hops
+    assert [len(trace(path, f"o-{i}").hops) for i in (0, 9, 20, 30, 39)] == [1] * 5
+    assert trace({"a": path}, "k").scanned_bytes > whole.scanned_bytes
+
+
+@pytest.mark.parametrize("damage", ["gone", "zeroed"])
+def test_a_trace_searches_the_log_where_an_index_file_between_others_is_lost(tmp_path: Path, damage: str) -> None:
+    path = write_store(tmp_path / "s", many(400))
+    lost = sorted((path / "index").iterdir())[2]
+    if damage == "gone":
+        lost.unlink()
+    else:
+        lost.write_bytes(bytes(lost.stat().st_size))
+
+    found = [trace(path, f"k{i}") for i in range(0, 400, 9)]
+
+    assert [len(each.hops) for each in found] == [1] * 45
+    assert (found[0].scanned_bytes < 20_000) == (damage == "gone")
+
+
+def test_a_message_id_leads_to_the_other_copies(travelled: Path) -> None:
+    first = trace(travelled, "k").hops[0]
+    found = trace(travelled, first.message_id.lower())
+
+    assert first.unique_key is not None
+    assert found.looked_for == (first.message_id.lower(), first.unique_key)
+    assert hops(found) == [JOURNEY[0], *JOURNEY[2:]]
+    assert {hop.unique_key for hop in found.hops} == {first.unique_key}
+    assert hops(trace(travelled, first.unique_key)) == hops(found)
+
+
+def test_a_message_without_a_unique_key_leaves_itself(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(8))
+    with MessageStore(path, "r") as store:
+        message = store.get("t", 1, 1, 1).messages[0]
+
+    found = trace(path, message.message_id)
+
+    assert [(hop.topic, hop.queue_id, hop.queue_offset, hop.unique_key) for hop in found.hops] == [("t", 1, 1, None)]
+
+
+def test_all_stores_are_searched_and_merged_by_time(travelled: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    with broker(other, SimulatedClock(T0 + 500)) as running:
+        running.put("copy", b"x", keys="k")
+
+    found = trace({"a": travelled, "b": other}, "k")
+
+    assert [hop.store for hop in found.hops] == ["a", "a", "b", "a", "a", "a"]
+
+
+def test_nothing_bears_it(travelled: Path) -> None:
+    assert trace(travelled, "nobody").hops == ()
+    # Words, not parts of them.
+    assert trace(travelled, "o", scan=True).hops == ()
+    for key in ("", "two words", "a\x01b"):
+        with pytest.raises(ConfigError, match="is no key"):
+            trace(travelled, key)
+
+
+def test_keys_of_a_java_store_are_found_as_java_finds_them(golden: Golden) -> None:
+    store = golden("clean")
+    with MessageStore(store.path, "r") as opened:
+        refs = [ref for topic in opened.topics() for ref in opened.queues(topic)]
+        ids = {m.physical_offset: m.message_id for ref in refs for m in opened.iter(*ref)}
+    for line in store.of("key")[:8]:
+        found = {hop.message_id for hop in trace(store.path, line["key"]).hops if hop.topic == line["topic"]}
+        assert found >= {ids[place] for place in line["physical_offsets"]}, line
+
+
+# -- delays ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_view_of_delays_has_a_row_for_each_level_and_one_for_the_timer(tmp_path: Path) -> None:
+    with broker(tmp_path / "s", SimulatedClock(T0)) as running:
+        for level in (2, 2, 5):
+            running.put("orders", b"x", delay_level=level)
+        running.put("orders", b"x", delay=timedelta(days=1))
+        running.run_once()
+
+    rows = view_batch(
+        "delay", StoreName("a", str(tmp_path / "s")), SourceOptions.parse({"path": "x", "view": "delay"})
+    ).to_pylist()
+
+    assert [(row["store"], row["level"], row["delay_ms"], row["waiting"], row["delay_offset"]) for row in rows] == [
+        ("a", 2, 5_000, 2, 0),
+        ("a", 5, 60_000, 1, 0),
+        ("a", None, None, 1, None),
+    ]
+    due = [round(row["next_deliver_timestamp"].timestamp() * 1000) for row in rows]
+    assert due[:2] == [T0 + 5_000, T0 + 60_000]
+    assert abs(due[2] - (T0 + DAY_MS)) <= 2000  # to the precision of the timer

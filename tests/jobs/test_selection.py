@@ -1,0 +1,272 @@
+"""What jobs have in common: what is selected, planned, run, and given back. Without pyspark."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mqstore.jobs
+import mqstore.spark
+from mqstore import MessageStore
+from mqstore.errors import ConfigError, NotAStoreError
+from mqstore.jobs import export_parquet, lag_report, traffic_report, verify
+from mqstore.spark.plan import LogSlice, QueueSlice
+from mqstore.spark.queries import columns_of, create_views, sql
+from mqstore.spark.selection import Plan, Shaped, select
+from mqstore.spark.shipping import pack
+from tests.spark.support import many, write_store
+
+T0 = 1_700_000_000_000
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 messages in each of two queues of `t` and of `orders`, a millisecond apart, and one of `seed`."""
+    return write_store(tmp_path_factory.mktemp("jobs") / "s", many(80))
+
+
+def bounds(tasks: list[list[Any]]) -> dict[tuple[str, int], tuple[int, int]]:
+    return {(piece.topic, piece.queue_id): (piece.start, piece.stop) for task in tasks for piece in task}
+
+
+# -- selections --------------------------------------------------------------------------------------------------------
+
+
+def test_a_selection_is_bounded_by_offsets(store: Path) -> None:
+    tasks = select(store, topics="t", start=5, stop=12).tasks()
+
+    assert bounds(tasks) == {("t", 0): (5, 12), ("t", 1): (5, 12)}
+
+
+def test_a_selection_is_bounded_by_times_exactly(store: Path) -> None:
+    start = datetime.fromtimestamp(T0 / 1000, UTC) + timedelta(milliseconds=40)
+    tasks = select(store, topics=["t"], start=start, stop=start + timedelta(milliseconds=8)).tasks()
+    found = []
+    with MessageStore(store, "r") as opened:
+        for (topic, queue_id), (low, high) in bounds(tasks).items():
+            found += [m.store_timestamp_ms for m in opened.get(topic, queue_id, low, high - low).messages]
+
+    # `t` has every second message.
+    assert sorted(found) == [T0 + 40, T0 + 42, T0 + 44, T0 + 46]
+
+
+def test_bounds_that_leave_nothing_give_no_task(store: Path) -> None:
+    assert select(store, start=30).tasks() == []
+    assert select(store, topics="t", start=7, stop=7).tasks() == []
+
+
+def test_paths_are_absolute_and_stores_have_the_ids_they_are_given(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(store.parent)
+
+    assert [each.path for each in select("s").stores()] == [str(store)]
+    assert [(each.id, each.path) for each in select({"a": "s"}).stores()] == [("a", str(store))]
+    assert [each.path for each in select(["*"]).stores()] == [str(store)]
+    assert [each.path for each in select(f"file://{store}").stores()] == [str(store)]
+
+
+def test_a_selection_passes_through_and_then_says_it_all(store: Path) -> None:
+    chosen = select(store, topics="t")
+
+    assert select(chosen) is chosen
+    with pytest.raises(ConfigError, match="a selection says all of it"):
+        select(chosen, topics="orders")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"topics": "t", "options": {"Subscribe": "t"}}, "option 'subscribe' is given twice"),
+        ({"options": {"view": "queues"}}, "option view='queues': a job reads messages"),
+        ({"options": {"nonsense": "1"}}, "no option 'nonsense'"),
+        ({"options": {"maxMessagesPerTrigger": "1"}}, "maxMessagesPerTrigger is for spark.readStream"),
+        ({"start": -1}, "start=-1 is neither a queue offset nor a time"),
+        ({"stop": True}, "stop=True is neither a queue offset nor a time"),
+        ({"where": "level = "}, "option filter='level = '"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_a_store_is_opened(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
+        select("/nowhere", **arguments)
+
+
+def test_a_scan_of_the_log_has_no_bounds_of_queues(store: Path) -> None:
+    whole = select(store, options={"scan": "log"}).tasks()
+
+    assert [type(piece) for task in whole for piece in task] == [LogSlice]
+    with pytest.raises(ConfigError, match="scan=log reads whole logs"):
+        select(store, start=5, options={"scan": "log"}).tasks()
+
+
+def test_a_store_that_lost_its_queues_is_told_and_not_taken_for_empty(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "s")
+    shutil.rmtree(tmp_path / "s" / "consumequeue")
+    chosen = select(tmp_path / "s")
+
+    for job in (lambda: export_parquet(chosen, tmp_path / "out"), lambda: traffic_report(chosen)):
+        with pytest.raises(ConfigError, match="has records, and no consume queues to read them by: `mqstore recover`"):
+            job()
+    assert not (tmp_path / "out").exists()
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_counts_what_would_be_read(store: Path) -> None:
+    chosen = select([store], topics="t,orders", start=5, options={"minPartitions": "3"})
+    tasks = chosen.tasks()
+    with MessageStore(store, "r") as opened:
+        refs = [ref for topic in ("t", "orders") for ref in opened.queues(topic)]
+        size = sum(int(opened.units(*ref, 5, 15)["size"].sum()) for ref in refs)
+
+    assert Plan.of_slices(tasks).to_dict() == {"stores": 1, "queues": 4, "messages": 60, "bytes": size, "tasks": 3}
+
+
+def test_bytes_of_a_large_queue_are_about_right(tmp_path: Path) -> None:
+    with MessageStore(tmp_path / "s") as opened:
+        opened.put_many("t", [b"x" * (100 + i % 50) for i in range(9000)], queue_id=0)
+        size = int(opened.units("t", 0, 0, 9000)["size"].sum())
+
+    assert Plan.of_slices(select(tmp_path / "s").tasks()).bytes == pytest.approx(size, rel=0.02)
+
+
+def test_a_plan_of_stores_counts_queues(store: Path) -> None:
+    assert Plan.of_stores(select(store)).to_dict() == {
+        "stores": 1,
+        "queues": 5,
+        "messages": 81,
+        "bytes": 0,
+        "tasks": 1,
+    }
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inner(Shaped):
+    name: str
+    share: float | None
+
+
+@dataclass(frozen=True)
+class Outer(Shaped):
+    rows: tuple[Inner, ...]
+    ends: dict[int, Any]
+
+
+def test_a_result_is_plain_values() -> None:
+    found = Outer((Inner("a", None), Inner("b", 0.5)), {3: {"x": (1, 2)}}).to_dict()
+
+    assert found == {
+        "rows": [{"name": "a", "share": None}, {"name": "b", "share": 0.5}],
+        "ends": {"3": {"x": [1, 2]}},
+    }
+    assert json.loads(json.dumps(found)) == found
+    with pytest.raises(TypeError, match="int64 does not belong into a result"):
+        Inner("a", np.int64(1)).to_dict()  # type: ignore[arg-type]
+
+
+# -- what queries name -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("select topic, count(*) from messages group by topic", ("topic",)),
+        ("SELECT Body FROM messages WHERE Tags='a'", ("body", "tags")),
+        ("with x as (select size from messages) select sum(size) from x", ("size",)),
+        ("select count( * ) from messages", ("queue_offset",)),
+        ("select `queue_id` from messages", ("queue_id",)),
+        ("select * from messages", None),
+        ("select m.* from messages m", None),
+        ("select size * 2 from messages", None),
+        ("from messages", None),
+        ("table messages", None),
+        ("select 1 from (from messages) x", None),
+        ("select topic from messages |> where size > 1", None),
+        ("select a.topic from messages a natural join messages b", None),
+        ("describe messages", None),
+        ("select topic -- and body\n, keys from messages", None),
+    ],
+)
+def test_columns_that_a_query_does_not_name_are_left_out(query: str, expected: tuple[str, ...] | None) -> None:
+    assert columns_of(query) == expected
+
+
+def test_views_hand_no_filters_down(store: Path) -> None:
+    """A query that read a view by two filters, as a union does, got no row of one of them; `test_source` pins why."""
+    chosen = select(store, options={"pushDown": "true"})
+
+    with pytest.raises(ConfigError, match="pushDown=true: a view may be read more than once"):
+        sql(None, chosen, "select topic from messages")
+    with pytest.raises(ConfigError, match="pushDown"):
+        create_views(None, chosen)
+
+
+# -- the package -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("package", [mqstore.jobs, mqstore.spark])
+def test_functions_are_names_of_the_package(package: Any) -> None:
+    assert all(callable(getattr(package, name)) for name in package.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        package.nothing  # noqa: B018
+
+
+def test_the_package_imports_from_the_archive_that_executors_get(tmp_path: Path) -> None:
+    archive = pack(str(tmp_path / "mqstore.zip"))
+    code = "import mqstore.jobs.traffic, pyspark_mqstore, sys; print(mqstore.__file__)"
+    environment = {**os.environ, "PYTHONPATH": archive}
+
+    run_ = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path)
+
+    assert run_.returncode == 0, run_.stderr
+    assert run_.stdout.startswith(archive)
+
+
+def test_without_pyspark_a_session_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mqstore.spark import java
+    from mqstore.spark.sessions import SparkMissingError, session
+
+    monkeypatch.setitem(sys.modules, "pyspark.sql", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(java, "find", lambda: None)
+
+    with pytest.raises(SparkMissingError) as caught:
+        session()
+    assert "pip install 'mqstore[spark]'" in str(caught.value)
+    assert java.MISSING in str(caught.value)
+
+
+def test_a_store_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NotAStoreError):
+        select(tmp_path / "nowhere").tasks()
+
+
+def test_a_set_without_stores_is_told_and_not_taken_for_well(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "mqstore-set.json").write_text('{"version": 1, "stores": {}}')
+
+    with pytest.raises(ConfigError, match=r"/set: a store set that has no stores"):
+        select(tmp_path / "set").stores()
+    for job in (lag_report, verify):
+        with pytest.raises(ConfigError, match=r"/set: a store set that has no stores"):
+            job(tmp_path / "set")
+
+
+def test_slices_name_their_store(store: Path) -> None:
+    [[piece, *_], *_] = select({"mine": store}, topics="t").tasks()
+
+    assert isinstance(piece, QueueSlice)
+    assert (piece.store.id, piece.store.path) == ("mine", str(store))

@@ -1,0 +1,276 @@
+"""Commands that take one store or many: reports, their limits as exit codes, and work in several processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mqstore import SimulatedClock
+from mqstore.jobs import dlq_report, traffic_report
+from tests.tools.brokers import broker, clock_now
+from tests.tools.support import mqstore, mqstore_json, seen_on_a_terminal
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`orders` with 10 messages in each of two queues, of which `billing` has consumed 7 and 2; a dead letter."""
+    path = tmp_path_factory.mktemp("store") / "s"
+    clock = SimulatedClock(clock_now().now_ms() - 3_600_000)
+    with broker(path, clock, dlq_retention=None) as running:
+        running.topics.create("orders", queues=2)
+        for i in range(20):
+            running.put(
+                "orders", b"body \x1b[31m %d" % i, queue_id=i % 2, keys=["all", f"k-{i}"], properties={"n": str(i)}
+            )
+        running.commit("billing", "orders", 0, 7)
+        running.commit("billing", "orders", 1, 2)
+        running.put("other", b"\x1b[2J body", keys="poison")
+        running.run_once()
+        [delivery] = running.pop("audit", "other", 1)
+        running.dead_letter("audit", "other", delivery.receipt, "no such thing")
+        clock.advance(60_000)
+        running.run_once()
+    return path
+
+
+def arguments(name: str, *stores: Path) -> list[object]:
+    """A call of the command that is right."""
+    return [name, *stores, *{"trace": ["k-3"]}.get(name, [])]
+
+
+REPORTS = ["lag", "traffic", "trace", "dlq"]
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_terminal_sees_how_far_a_job_is(name: str, store: Path) -> None:
+    code, out, seen = seen_on_a_terminal(*arguments(name, store), "--json")
+
+    assert code == 0
+    assert json.loads(out)["version"] == 1
+    assert re.search(rb"[a-z]ing .*[ m](\d+)/\1\b", seen, re.DOTALL), seen  # a bar that has come to its end
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_many_stores_in_many_processes_are_reported_as_in_one(name: str, store: Path, tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet"
+    fleet.mkdir()
+    for each in "ab":
+        (fleet / each).symlink_to(store)
+
+    found = [mqstore_json(*arguments(name, fleet / "*"), "--jobs", jobs) for jobs in (1, 2)]
+    for each in found:
+        each.pop("taken_ms", None)
+        if name == "lag":
+            for row in (row for group in each["groups"] for row in (group, *group["queues"])):
+                row.pop("oldest_age_ms")
+
+    assert found[0] == found[1]
+    assert str(fleet / "b") in json.dumps(found[0]) or name == "traffic"
+
+
+_BARE = """
+import sys
+sys.modules["pyarrow"] = None
+sys.path[:0] = {paths!r}
+from mqstore_tools.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("name", "exit_code"), [("lag", 0), ("dlq", 0), ("traffic", 2), ("trace", 2)])
+def test_without_pyarrow_groups_are_reported_and_others_say_what_to_install(
+    name: str, exit_code: int, store: Path
+) -> None:
+    code = _BARE.format(paths=[str(Path(__file__).parents[2] / folder) for folder in ("store", "tools")])
+
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments(name, store))], capture_output=True, text=True
+    )
+
+    assert done.returncode == exit_code, done.stderr
+    assert ("pip install 'mqstore[spark]'" in done.stderr) == bool(exit_code)
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_store_that_is_not_there_ends_with_3(name: str, tmp_path: Path) -> None:
+    result = mqstore(*arguments(name, tmp_path / "nowhere"))
+
+    assert (result.exit_code, "nowhere" in result.stderr) == (3, True)
+
+
+def test_lag_is_shown_and_its_limits_are_findings(store: Path) -> None:
+    call = ("lag", store, "--group", "billing")
+
+    found = mqstore_json(*call)
+    over = mqstore_json(*call, "--max-lag", 10, exit_code=1)
+
+    assert [(row["group"], row["messages"]) for row in found["groups"]] == [("billing", 11)]
+    assert 3_000_000 < found["groups"][0]["oldest_age_ms"] < 100_000_000
+    assert found["over"] == []
+    assert over["over"] == ["billing"]
+    assert mqstore(*call, "--max-lag", 11).exit_code == 0
+    assert mqstore(*call, "--max-age", "30m").exit_code == 1
+    assert mqstore(*call, "--max-age", "2d").exit_code == 0
+    shown = mqstore(*call, "--max-lag", 10)
+    assert ["billing", "11", "0", "0"] in [line.split()[:4] for line in shown.stdout.splitlines()]
+    assert "over the limit: group billing: 11 messages" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (("lag", "--topic", "nope"), "no store knows the topic 'nope'; there are"),
+        (("lag", "--group", "nope"), "no store knows the group 'nope'; there are"),
+        (("dlq", "--group", "nope"), "has no group 'nope'"),
+        (("lag", "--wait", "foo"), "'foo' is no length of time; as in 36h"),
+        (("lag", "--max-age", "foo"), "'foo' is no length of time; as in 36h"),
+    ],
+)
+def test_names_and_times_that_are_none_are_wrong_usage(store: Path, call: tuple[str, ...], says: str) -> None:
+    shown = mqstore(call[0], store, *call[1:])
+
+    assert (shown.exit_code, says in " ".join(shown.stderr.split())) == (2, True), shown.stderr
+    assert shown.stdout == ""
+
+
+def test_an_earlier_look_can_be_compared_with(store: Path, tmp_path: Path) -> None:
+    call = ("lag", store)
+    earlier = mqstore_json(*call)
+    earlier["taken_ms"] -= 10_000
+    (tmp_path / "then.json").write_text(json.dumps(earlier))
+    (tmp_path / "wrong.json").write_text("[1]")
+    (tmp_path / "worse.json").write_text("{")
+    (tmp_path / "null.json").write_text("null")
+    (tmp_path / "endless.json").write_text('{"groups": [], "taken_ms": 1e999}')
+
+    found = mqstore_json(*call, "--previous", tmp_path / "then.json")
+    shown = mqstore(*call, "--previous", tmp_path / "then.json").stdout
+
+    billing = next(row for row in found["groups"] if row["group"] == "billing")
+    assert (billing["stuck_queues"], billing["consumed_per_second"]) == (2, 0)
+    assert "consumed/s" in shown
+    assert "stays at" in shown
+    for name in ("wrong", "worse", "null", "endless"):
+        result = mqstore(*call, "--previous", tmp_path / f"{name}.json")
+        assert (result.exit_code, "report of lag" in result.stderr or "--previous" in result.stderr) == (2, True)
+    assert mqstore(*call, "--previous", tmp_path / "then.json", "--wait", "1s").exit_code == 2
+    assert mqstore(*call, "--group", "nobody").exit_code == 2
+
+
+def test_looking_twice_waits_in_between(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("mqstore_tools.lag.time.sleep", waited.append)
+
+    found = mqstore_json("lag", store, "--wait", "30s")
+
+    assert waited == [30.0]
+    assert found["previous_ms"] is not None
+    assert all(row["stuck"] is not None for group in found["groups"] for row in group["queues"])
+
+
+def test_traffic_prints_what_the_library_reports(store: Path) -> None:
+    call = ("traffic", store)
+
+    assert mqstore_json(*call, "--interval", "5m", "--by", "topic,queue_id", "--top", 3) == json.loads(
+        json.dumps(traffic_report(store, interval="5m", by=("topic", "queue_id"), top=3).to_dict())
+    )
+    shown = mqstore(*call).stdout
+    lines = [line.split() for line in shown.splitlines()]
+    assert any(line[:2] == ["orders", "20"] for line in lines)
+    assert any(line[:2] == ["all", "21"] for line in lines)
+    assert ["orders", "all", "20"] in lines
+    assert mqstore(*call, "--topic", "orders", "--from", "10m").stderr == "no messages\n"
+    for more, text in ((("--interval", "fast"), "interval='fast'"), (("--by", "tag"), "by=")):
+        result = mqstore(*call, *more)
+        assert (result.exit_code, text in result.stderr) == (2, True)
+
+
+def test_a_trace_is_in_order_and_none_is_a_finding(store: Path) -> None:
+    call = ("trace", store)
+
+    found = mqstore_json(*call, "poison")
+    shown = mqstore(*call, "poison").stdout
+    nothing = mqstore(*call, "nobody")
+
+    assert [hop["kind"] for hop in found["hops"]] == ["sent", "dead letter"]
+    assert [hop["message_id"] for hop in mqstore_json(*call, "poison", "--scan-log")["hops"]] == [
+        hop["message_id"] for hop in found["hops"]
+    ]
+    assert "because no such thing" in shown
+    assert (nothing.exit_code, "no message has the key nobody" in nothing.stderr) == (1, True)
+    assert mqstore(*call, "two words").exit_code == 2
+
+
+def test_dead_letters_are_counted_and_shown_escaped(store: Path) -> None:
+    call = ("dlq", store)
+
+    assert mqstore_json(*call) == json.loads(json.dumps(dlq_report(store).to_dict()))
+    shown = mqstore(*call).stdout
+    assert ["audit", "other", "1"] in [line.split()[:3] for line in shown.splitlines()]
+    assert "no such thing" in shown
+    assert mqstore(*call, "--group", "billing").stderr == "no dead letters\n"
+
+
+def test_an_export_to_a_folder_writes_and_goes_on(store: Path, tmp_path: Path) -> None:
+    call = ("export", store, "--to", tmp_path / "out")
+
+    first = mqstore_json(*call, "--topic", "orders", "--until", 4)
+    second = mqstore(*call, "--partition-by", "topic,date")
+    third = mqstore(*call)
+
+    assert (first["messages"], first["folder"], first["high_water"]) == (
+        8,
+        "export=00000001",
+        {str(store): {"orders": {"0": 4, "1": 4}}},
+    )
+    assert second.exit_code == 0
+    assert "export=00000002" in second.stdout
+    assert ["orders", "0", "10"] in [line.split()[1:] for line in second.stdout.splitlines()]
+    assert (third.exit_code, third.stdout) == (0, "")
+    assert "nothing new" in third.stderr
+
+
+def test_export_takes_a_transaction_and_refuses_another_shape(store: Path, tmp_path: Path) -> None:
+    call = ("export", store, "--to", tmp_path / "out")
+
+    assert mqstore_json(*call, "--txn", "nightly:7")["skipped"] is False
+    assert "nightly:7 was written" in mqstore(*call, "--txn", "nightly:7").stderr
+    for more, text in (
+        (("--txn", "seven"), "is not NAME:NUMBER"),
+        (("--columns", "body"), "was exported with columns="),
+        (("--columns", "nonsense"), "no column 'nonsense'"),
+        (("--partition-by", "tags"), "partition_by"),
+    ):
+        result = mqstore(*call, *more)
+        assert (result.exit_code, text in result.stderr) == (2, True), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--to", "out", "--queue-id", 1), "--queue-id goes with a file, not with --to"),
+        (("--to", "out", "--output", "x"), "--output goes with a file, not with --to"),
+        (("--to", "out", "--format", "jsonl"), "--to writes Parquet"),
+        (("--to", "out", "--option", "nonsense=1"), "no option 'nonsense'"),
+        (("--to", "out", "--option", "nonsense"), "--option 'nonsense' is not NAME=VALUE"),
+        (("--to", "out", "--from", "yesterday"), "'yesterday' is neither a time"),
+        (("--to", "out", "--where", "a = "), "option filter='a = '"),
+        (("--jobs", 2), "--jobs goes with --to"),
+        (("--where", "a = 1"), "--where goes with --to"),
+        (("other",), "several stores go with --to"),
+    ],
+)
+def test_options_of_an_export_that_do_not_go_together_are_wrong_usage(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[object, ...], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    result = mqstore("export", store, *more)
+
+    assert (result.exit_code, says in result.stderr, result.stdout) == (2, True, ""), result.stderr
+    assert [*tmp_path.iterdir()] == []

@@ -1,0 +1,87 @@
+"""`mqstore trace`: one key or message id on its way through all stores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from mqstore_tools.many import jobs_option, stores_argument, usable
+from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
+from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
+
+__all__ = ["trace"]
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Follow one key or message id through all stores.",
+    epilog="""\b
+Examples:
+  mqstore trace fleet/* order-4711
+  mqstore trace var/mq 7F000001000000000000000000012F3A --json
+  mqstore trace var/mq order-4711 --scan-log          # index files are not to be trusted""",
+)
+@stores_argument
+@click.argument("key")
+@click.option("--scan-log", is_flag=True, help="Search all of each log, and do not believe index files.")
+@jobs_option
+@json_option
+def trace(stores: tuple[str, ...], key: str, scan_log: bool, jobs: int, json_output: bool) -> None:
+    """Find every copy of the messages with this KEY, or with this unique key or message id, in the stores in DIR: in
+    topics, delays, retries and dead letters, in the order in which they were stored.
+
+    Exit code 1 if there is none. Needs pyarrow.
+    """
+    with usable():
+        from mqstore.jobs import trace as follow
+    with progress("looking", of_bytes=False) as report:
+        found = follow(stores, key, scan=scan_log, jobs=jobs, progress=report).to_dict()
+    if json_output:
+        print_json(found)
+    else:
+        _show(found)
+    if not found["hops"]:
+        click.get_current_context().exit(FINDINGS)
+
+
+def _show(found: dict[str, Any]) -> None:
+    if found["scanned_bytes"]:
+        note(f"searched {show_bytes(found['scanned_bytes'])} of logs that no index file tells about")
+    if not found["hops"]:
+        note(f"no message has the key {found['key']}")
+        return
+    console().print(
+        table(
+            "",
+            ("stored", "store", "what", "topic", "queue>", "offset>", "attempt>", "details"),
+            [
+                (
+                    when(hop["store_ms"]),
+                    hop["store"],
+                    hop["kind"],
+                    hop["topic"],
+                    hop["queue_id"],
+                    hop["queue_offset"],
+                    hop["attempts"] + 1,
+                    _details(hop),
+                )
+                for hop in found["hops"]
+            ],
+        )
+    )
+
+
+def _details(hop: dict[str, Any]) -> str:
+    facts = []
+    if hop["origin_topic"] is not None and hop["origin_topic"] != hop["topic"]:
+        facts.append(f"of {hop['origin_topic']}")
+    if hop["deliver_ms"] is not None:
+        facts.append(f"due {when(hop['deliver_ms'])}")
+    if hop["reason"] is not None:
+        facts.append(f"because {hop['reason']}")
+    if hop["consumed_by"]:
+        facts.append(f"consumed by {', '.join(hop['consumed_by'])}")
+    if hop["waiting_for"]:
+        facts.append(f"waits for {', '.join(hop['waiting_for'])}")
+    return "; ".join(facts)
