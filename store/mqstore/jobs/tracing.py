@@ -177,10 +177,6 @@ def _by_index(store: MessageStore, terms: tuple[str, ...]) -> Iterator[int]:
                 store.find(topic, unique_key=term, limit=_MOST + 1),
             ):
                 yield from (message.physical_offset for message in found)
-    for place in answered(store).seams:
-        with suppress(LookupError):  # what cannot be read is no hop
-            if bears(store.at(place), terms):
-                yield place
 
 
 def _by_id(store: MessageStore, message_id: str) -> Iterator[int]:
@@ -196,7 +192,7 @@ def _not_indexed(store: MessageStore, scan: bool) -> list[tuple[int, int]]:
     """Ranges of the log that index files say nothing about."""
     low, high, _ = bounds_of_log(store, SourceOptions())
     gaps: list[tuple[int, int]] = []
-    for begin, end in () if scan else answered(store).ranges:
+    for begin, end in () if scan else answered(store):
         gaps.append((low, min(high, begin)))
         low = max(low, end)
     return [(a, b) for a, b in (*gaps, (low, high)) if a < b]

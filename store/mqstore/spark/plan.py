@@ -715,7 +715,7 @@ def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: in
     """The parts of [start, stop) where messages with the wanted keys can be."""
     vouched = []
     at = start
-    for low, high in index.answered.ranges:
+    for low, high in index.answered:
         first = _slot_at(store, queue.ref, at, stop, low)
         at = _slot_at(store, queue.ref, first, stop, high)
         vouched.append((first, at))
