@@ -32,7 +32,6 @@ from mqstore.layout.hosts import IPV4_BYTES, decode_host
 from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties, is_reserved
 from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
-from mqstore.layout.scan import Headers
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.report import Finding, Kind
 from mqstore.log.store import MessageStore
@@ -223,13 +222,7 @@ def _last_of_equal_names(blob: _Int64s, names: Any) -> tuple[_Int64s, _Int64s] |
         return None
     coded = names.dictionary_encode()
     codes = coded.indices.to_numpy().astype(np.int64)
-    distinct = len(coded.dictionary)
-    if distinct < 63:  # a bit for each name: if none comes twice, their sum is what they give joined
-        bits = np.int64(1) << codes
-        runs = np.flatnonzero(np.append(True, blob[1:] != blob[:-1]))
-        if bool((np.add.reduceat(bits, runs) == np.bitwise_or.reduceat(bits, runs)).all()):
-            return None
-    _, first, which = np.unique(blob * distinct + codes, return_index=True, return_inverse=True)
+    _, first, which = np.unique(blob * len(coded.dictionary) + codes, return_index=True, return_inverse=True)
     if len(first) == len(blob):
         return None
     last = np.zeros(len(first), np.int64)
@@ -263,32 +256,19 @@ def _property(name: str) -> Callable[[Piece], Any]:
     return column
 
 
-def _host_words(headers: Headers, at: int) -> npt.NDArray[np.uint64]:
-    """The eight bytes at `at` of each record, an IPv4 address and port, as numbers of this machine."""
-    words: npt.NDArray[np.uint64] = headers.head_words(at).astype(np.uint64)
-    return words
-
-
 def _host(*, store: bool) -> Callable[[Piece], Any]:
     def column(piece: Piece) -> Any:
         headers = piece.headers
         assert headers is not None
-        if (headers.sys_flag & (BORN_HOST_V6 | STORE_HOST_V6)).any():
-            at = headers.positions + (
-                (STORE_HOST_AT_V4 - IPV4_BYTES) + headers.born_host_size if store else BORN_HOST_AT
-            )
-            sizes = headers.store_host_size if store else headers.born_host_size
-            coded = cut(piece.buffer, at, at + sizes).dictionary_encode()
-            raw = coded.dictionary.to_pylist()
-        else:
-            coded = pa.array(_host_words(headers, STORE_HOST_AT_V4 if store else BORN_HOST_AT)).dictionary_encode()
-            raw = [value.to_bytes(IPV4_BYTES, _NATIVE) for value in coded.dictionary.to_pylist()]
-        return pa.array([decode_host(host) for host in raw], _STRING).take(coded.indices)
+        at = headers.positions + ((STORE_HOST_AT_V4 - IPV4_BYTES) + headers.born_host_size if store else BORN_HOST_AT)
+        sizes = headers.store_host_size if store else headers.born_host_size
+        coded = cut(piece.buffer, at, at + sizes).dictionary_encode()
+        hosts = [decode_host(host) for host in coded.dictionary.to_pylist()]
+        return pa.array(hosts, _STRING).take(coded.indices)
 
     return column
 
 
-_NATIVE: Final = "little" if np.little_endian else "big"
 _HEX: Final = np.frombuffer(b"".join(b"%02X" % i for i in range(256)), np.uint16)
 
 
@@ -302,7 +282,7 @@ def _message_id(piece: Piece) -> Any:
         places = headers.physical_offset.tolist()
         return pa.array([encode_message_id(h, p) for h, p in zip(hosts, places, strict=True)], _STRING)
     raw = np.empty((count, 2), np.uint64)
-    raw[:, 0] = _host_words(headers, STORE_HOST_AT_V4)
+    raw[:, 0] = headers.head_words(STORE_HOST_AT_V4)
     raw[:, 1] = headers.physical_offset.astype(">i8").view(np.uint64)
     digits = _HEX[raw.view(np.uint8)]
     ends = np.arange(count + 1, dtype=np.int32) * (2 * raw.itemsize * raw.shape[1])
