@@ -96,8 +96,8 @@ def iterate(store: MessageStore, every: bool) -> int:
 
 def columns(verify: bool) -> Callable[[MessageStore, bool], int]:
     def read(store: MessageStore, every: bool) -> int:
-        with ColumnReader(store, None if every else FOUR, policy=Policy(verify=verify)) as reader:
-            return sum(batch.num_rows for ref in _refs(store) for batch in reader.queue(*ref, *store.offsets(*ref)))
+        reader = ColumnReader(store, None if every else FOUR, policy=Policy(verify=verify))
+        return sum(batch.num_rows for ref in _refs(store) for batch in reader.queue(*ref, *store.offsets(*ref)))
 
     return read
 

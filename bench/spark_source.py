@@ -89,7 +89,8 @@ def tuple_source(decode: bool) -> Any:
 
 
 def one_process(path: Path) -> int:
-    with MessageStore(path, "r") as store, ColumnReader(store, FOUR.split(",")) as reader:
+    with MessageStore(path, "r") as store:
+        reader = ColumnReader(store, FOUR.split(","))
         refs = [ref for topic in store.topics() for ref in store.queues(topic)]
         return sum(batch.num_rows for ref in refs for batch in reader.queue(*ref, *store.offsets(*ref)))
 

@@ -32,7 +32,7 @@ from mqstore.spark.sessions import session
 
 _BATCH = 16
 _WARM = 5
-_COPIED = ("topic", "queue_id", "body", "properties", "born_timestamp", "flag")
+_COPIED = ("topic", "queue_id", "body", "tags", "keys", "born_timestamp", "flag")
 
 
 def nothing_source() -> Any:
@@ -110,7 +110,6 @@ def whole_store(spark: Any, path: Path, folder: Path, rounds: int, warm_ups: int
         query = (
             stream.load(str(path))
             .writeStream.format("mqstore")
-            .option("validate", "false")
             .option("checkpointLocation", str(folder / "checkpoint"))
             .trigger(availableNow=True)
             .start(str(target))
@@ -120,7 +119,7 @@ def whole_store(spark: Any, path: Path, folder: Path, rounds: int, warm_ups: int
     def by_batch() -> None:
         shutil.rmtree(target, ignore_errors=True)
         frame = spark.read.format("mqstore").options(columns=",".join(_COPIED)).load(str(path))
-        frame.write.format("mqstore").mode("append").option("validate", "false").save(str(target))
+        frame.write.format("mqstore").mode("append").save(str(target))
 
     sides: dict[str, Side] = {"batch": by_batch, "stream": by_stream}
     times = measure(sides, rounds, warm_ups)

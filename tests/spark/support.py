@@ -227,7 +227,8 @@ def read_all(
 ) -> list[Any]:
     """Batches of all queues, in the order of an export."""
     batches: list[Any] = []
-    with MessageStore(path, "r") as store, ColumnReader(store, columns, policy=policy, **options) as reader:
+    with MessageStore(path, "r") as store:
+        reader = ColumnReader(store, columns, policy=policy, **options)
         for topic in store.topics():
             for ref in store.queues(topic):
                 batches += reader.queue(*ref, *store.offsets(*ref))
@@ -238,7 +239,8 @@ def by_log(
     path: Path, cuts: list[int], columns: Sequence[str] | None = None, policy: Policy | None = None, **options: Any
 ) -> list[Any]:
     """All of the log, read in ranges that are cut at these positions."""
-    with MessageStore(path, "r") as store, ColumnReader(store, columns, policy=policy, **options) as reader:
+    with MessageStore(path, "r") as store:
+        reader = ColumnReader(store, columns, policy=policy, **options)
         end = log_end(store)
         edges = [0, *sorted({cut % (end + 1) for cut in cuts}), end]
         return [batch for low, high in pairwise(edges) for batch in reader.log(low, high)]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from mqstore import ConfigError, CorruptStoreError, Finding, MessageStore, Store
 from mqstore.layout import scan
 from mqstore.layout.record import BODY_AT_V4, encode_record
 from mqstore.log.columns import Binary
-from mqstore.spark import rows, windows
 from mqstore.spark.columns import COLUMNS, ColumnReader, arrow_schema, default_columns
 from mqstore.spark.rows import Policy
 from tests.conftest import GOLDEN_NAMES, GoldenStore
@@ -47,16 +46,6 @@ Golden = Callable[[str], GoldenStore]
 SMALL = settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
-
-
-@pytest.fixture(scope="module", autouse=True, params=["through windows", "record by record"])
-def _way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How records are found: by chance of their places, here as each test is run."""
-    with pytest.MonkeyPatch.context() as patch:
-        near = request.param == "through windows"
-        patch.setattr(windows, "lie_far_apart", lambda *_: not near and windows.kernel is not None)
-        patch.setattr(rows, "lie_far_apart", windows.lie_far_apart)
-        yield
 
 
 def in_log_order(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -112,10 +101,10 @@ def test_rows_of_any_store_are_those_of_its_export(
         def policy() -> Policy:
             return Policy(max_rows=max_rows, max_bytes=max_bytes, verify=verify)
 
-        batches = read_all(path, policy=policy(), window_bytes=4096)
+        batches = read_all(path, policy=policy())
         assert [as_exported(row) for row in rows_of(batches)] == [as_row(line) for line in expected]
         assert all(0 < batch.num_rows <= max_rows for batch in batches)
-        scanned = rows_of(by_log(path, cuts, policy=policy(), window_bytes=4096))
+        scanned = rows_of(by_log(path, cuts, policy=policy()))
         assert [as_exported(row) for row in scanned] == [as_row(line) for line in in_log_order(expected)]
         listed = {row["physical_offset"]: row["tags_code"] for row in rows_of(batches)}
         assert {row["physical_offset"]: row["tags_code"] for row in scanned} == listed
@@ -178,18 +167,18 @@ def test_a_batch_keeps_to_its_bytes_also_when_bodies_were_stored_small(tmp_path:
     assert len(batches) >= 7
 
 
-def test_few_batches_are_made_of_many_windows(tmp_path: Path) -> None:
+def test_few_batches_are_made_of_many_segments(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(3000))
-    batches = read_all(path, ["body"], window_bytes=4096)
+    batches = read_all(path, ["body"])
     assert len(batches) == 5  # a queue each, and the seed's
 
 
-def test_a_record_may_be_larger_than_a_window_and_lie_across_its_end(tmp_path: Path) -> None:
+def test_records_may_nearly_fill_their_segments(tmp_path: Path) -> None:
     sizes = [9000, 10, 4000, 12_000, 1, 5000, 3000]
     path = write_store(tmp_path / "s", [Odd(body=bytes([i]) * size) for i, size in enumerate(sizes)])
     for batches in (
-        read_all(path, ["topic", "body"], window_bytes=4096),
-        by_log(path, [10_000, 20_000], ["topic", "body"], window_bytes=4096),
+        read_all(path, ["topic", "body"]),
+        by_log(path, [10_000, 20_000], ["topic", "body"]),
     ):
         assert [len(row["body"]) for row in rows_of(batches) if row["topic"] == "t"] == sizes
 
@@ -206,14 +195,16 @@ def test_columns_from_units_alone_touch_no_record(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(50))
     shutil.rmtree(path / "commitlog")
     (path / "commitlog").mkdir()
-    with MessageStore(path, "r") as store, ColumnReader(store, ["queue_offset", "size", "tags_code"]) as reader:
+    with MessageStore(path, "r") as store:
+        reader = ColumnReader(store, ["queue_offset", "size", "tags_code"])
         assert sum(batch.num_rows for batch in reader.queue("t", 0, 0, 12)) == 12
 
 
 def test_the_numpy_columns_of_the_store_are_the_same_values(golden: Golden) -> None:
     """Two readers, one truth: `read_columns` has no Arrow, this one has."""
     path = golden("clean").path
-    with MessageStore(path, "r") as store, ColumnReader(store) as reader:
+    with MessageStore(path, "r") as store:
+        reader = ColumnReader(store)
         for topic in store.topics():
             for ref in store.queues(topic):
                 low, high = store.offsets(*ref)
@@ -451,8 +442,7 @@ def test_messages_that_retention_took_meanwhile_are_counted_not_damage(tmp_path:
         low, high = store.offsets("t", 0)
         (path / "commitlog" / f"{0:020d}").unlink()
         policy = Policy()
-        with ColumnReader(store, ["body", "queue_offset"], policy=policy) as reader:
-            rows = rows_of(reader.queue("t", 0, low, high))
+        rows = rows_of(ColumnReader(store, ["body", "queue_offset"], policy=policy).queue("t", 0, low, high))
     assert policy.removed + len(rows) == 100
     assert policy.removed > 10
     assert rows[0]["queue_offset"] == policy.removed
@@ -466,19 +456,18 @@ def test_a_log_scan_tells_a_lost_segment_from_one_that_retention_took(tmp_path: 
         assert len(segments) > 4
         segments[2].unlink()
         policy = Policy(on_corrupt="skip")
-        with ColumnReader(store, ["queue_offset", "topic"], policy=policy) as reader:
-            rows = rows_of(reader.log(0, end))
+        rows = rows_of(ColumnReader(store, ["queue_offset", "topic"], policy=policy).log(0, end))
         assert (policy.corrupt, policy.removed) == (1, 0)
         offsets = [row["queue_offset"] for row in rows if row["topic"] == "t"]
         assert len(offsets) == len({*offsets})
         assert 70 < len(offsets) < 90
-        with ColumnReader(store, ["body"]) as reader, pytest.raises(CorruptStoreError, match="no file holds"):
-            [*reader.log(0, end)]
+        with pytest.raises(CorruptStoreError, match="no file holds"):
+            [*ColumnReader(store, ["body"]).log(0, end)]
+    with MessageStore(path, "r") as store:  # another, which has none of them mapped
         segments[0].unlink()
         segments[1].unlink()
         policy = Policy()
-        with ColumnReader(store, ["queue_offset"], policy=policy) as reader:
-            left = rows_of(reader.log(0, end))
+        left = rows_of(ColumnReader(store, ["queue_offset"], policy=policy).log(0, end))
         assert (policy.corrupt, policy.removed) == (0, 3)
         assert [row["queue_offset"] for row in left] == offsets[-len(left) :]
 
@@ -497,7 +486,8 @@ def test_wrong_columns_are_refused_with_the_list_of_those_there_are(tmp_path: Pa
 
 def test_an_empty_queue_gives_no_batch(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [])
-    with MessageStore(path, "r") as store, ColumnReader(store) as reader:
+    with MessageStore(path, "r") as store:
+        reader = ColumnReader(store)
         assert [*reader.queue("seed", 0, 1, 1)] == [*reader.queue("nobody", 0, 0, 9)] == [*reader.log(0, 0)] == []
 
 
@@ -587,14 +577,14 @@ def test_an_export_to_parquet_says_what_it_lacks(tmp_path: Path, options: list[s
     assert [file.name for file in tmp_path.iterdir()] == ["s"]
 
 
-# -- records that lie apart --------------------------------------------------------------------------------------------
+# -- records of queues that share the log ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["none", "body", "size", "number", "checksum"])
 def test_records_of_a_queue_that_shares_the_log_are_checked_each(
     tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are copied together to be checked in one run, in which one bad record must not hide or spoil others."""
+    """Many are checked in one run, in which one bad record must not hide or spoil others."""
     path = write_store(tmp_path / "s", many(400), segment_bytes=1 << 18)
     expected = [as_exported(row) for row in rows_of(read_all(path, policy=Policy(verify=False)))]
     with MessageStore(path, "r") as store:
@@ -607,30 +597,13 @@ def test_records_of_a_queue_that_shares_the_log_are_checked_each(
     log.write_bytes(data)
     if damage != "none":
         expected = [row for row in expected if row["physical_offset"] not in places]
-    together: list[int] = []
-    copied = rows._put_together
-    monkeypatch.setattr(rows, "lie_far_apart", lambda *_: False)  # else they come together as they are
-    monkeypatch.setattr(rows, "_put_together", lambda *given: together.append(len(given[3])) or copied(*given))
     for compiled in (scan.kernel, None):
         monkeypatch.setattr(scan, "kernel", compiled)
-        for window in (4096, 64 << 20):
-            found = rows_of(read_all(path, policy=Policy(on_corrupt="skip"), window_bytes=window))
-            assert [as_exported(row) for row in found] == expected
-    assert max(together) == 100
+        found = rows_of(read_all(path, policy=Policy(on_corrupt="skip")))
+        assert [as_exported(row) for row in found] == expected
     kept = rows_of(read_all(path, policy=Policy(on_corrupt="keep")))
     assert len(kept) == 401
     assert [row["queue_offset"] for row in kept if row["error"]] == ([] if damage == "none" else [0, 40, 99])
-
-
-@SMALL
-@given(records=st.lists(odd_records(), min_size=1, max_size=40))
-def test_rows_are_the_same_however_few_are_copied_together(records: list[Odd]) -> None:
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        path = write_store(Path(folder) / "s", records)
-        patch.setattr(rows, "_WORTH_COPYING", 1)
-        patch.setattr(rows, "_lie_apart", lambda positions, sizes: len(positions) > 0)
-        found = rows_of(read_all(path))
-        assert [as_exported(row) for row in found] == [as_row(line) for line in exported(path)]
 
 
 def test_a_body_that_holds_records_for_its_own_place_adds_no_rows_wherever_a_scan_is_cut(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from mqstore.layout.record import Record, decode_record
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.store import MessageStore
 from mqstore.spark.encode import Encoded, Encoder, Rules, TopicRule, derived_prefix
-from mqstore.spark.inputs import INPUTS, as_markdown
+from mqstore.spark.inputs import INPUTS, as_markdown, check_columns
 
 NOW = 1_700_000_000_000
 TYPES = {
@@ -334,48 +334,6 @@ def test_a_topic_that_is_there_has_its_own_queues_and_a_long_name_the_second_for
     assert (found[20].queue_id, found[21].topic, found[21].body) == (4, long, b"x")
 
 
-# -- reserved properties, when they are asked for ---------------------------------------------------------------------
-
-
-_raw = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x01\x02"), min_size=1, max_size=6)
-_levels = st.sampled_from(["3", "99", "x", "0", "-1", "+2", "+-3", " 4", "1_0", "\u0663", "9" * 20])
-_brought = (
-    st.dictionaries(
-        st.one_of(
-            st.sampled_from(["TAGS", "KEYS", "UNIQ_KEY", "WAIT", "REAL_TOPIC", "ORIGIN_MESSAGE_ID", "PGROUP"]), _raw
-        ),
-        _raw,
-        max_size=4,
-    )
-    | st.fixed_dictionaries(
-        {
-            "DELAY": st.sampled_from(["3", "99", "x", "0", "-1", "+2", "+-3", "-+3", " 4", "1_0", "٣", "9" * 20]),
-            "TIMER_DELAY_SEC": st.just("7"),
-        }
-    )
-    | st.just({"TIMER_DELAY_MS": "1500", "UNIQ_KEY": "u"})
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(rows=st.lists(_brought, min_size=1, max_size=5))
-def test_without_validation_a_row_becomes_what_an_append_of_its_properties_writes(
-    parts: Parts, rows: list[dict[str, str]]
-) -> None:
-    """Copies bring properties that only the engine makes."""
-    found = encode([{"topic": "t", "body": b"b", "queue_id": 1, "properties": row} for row in rows], validate=False)
-    for i, (record, row) in enumerate(zip(found, rows, strict=True)):
-        stored = row if "UNIQ_KEY" in row else {**row, "UNIQ_KEY": derived_prefix("job", 3, 1) + f"{i:010X}"}
-        assert record == put_bytes(parts, parts.road.append("t", 1, b"b", stored))
-
-
-def test_without_validation_a_column_wins_over_the_property_and_an_old_checksum_goes() -> None:
-    properties = {"TAGS": "old", "n": "v", "__CRC32#": "0123456789", "UNIQ_KEY": "u"}
-    [record] = decoded([{"topic": "t", "body": b"", "tags": "new", "properties": properties}], validate=False)
-
-    assert record.properties == {"TAGS": "new", "n": "v", "UNIQ_KEY": "u"}
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 GOOD = {"topic": "t", "body": b"x"}
@@ -413,7 +371,7 @@ GOOD = {"topic": "t", "body": b"x"}
         (
             {"properties": {"TAGS": "v"}},
             "properties",
-            "'TAGS': the name is reserved; use column 'tags', or validate=false",
+            "'TAGS': the name is reserved; use column 'tags'. Column 'record' copies whole messages",
         ),
         ({"properties": {"PGROUP": "v"}}, "properties", "'PGROUP': the name is reserved; it is the engine's"),
         ({"properties": {"__RMQ.TRANSIENT.x": "v"}}, "properties", "reserved"),
@@ -481,63 +439,55 @@ def test_a_bad_key_of_an_array_is_refused(words: list[Any], says: str) -> None:
 
 
 @pytest.mark.parametrize("column", ["tags", "keys", "sharding_key", "unique_key", "topic"])
-@pytest.mark.parametrize("validate", [True, False])
-def test_text_that_is_not_utf8_is_refused(column: str, validate: bool) -> None:
+def test_text_that_is_not_utf8_is_refused(column: str) -> None:
     """Spark's cast of a binary to a string checks nothing."""
     bad = pa.Array.from_buffers(pa.string(), 1, pa.array([b"a\xff\xfe"]).buffers())
     batch = pa.RecordBatch.from_arrays([pa.array([b""]), bad], names=["body", column])
 
     with pytest.raises(InvalidMessageError, match=rf"row 0 .* column '{column}': b'a\\xff\\xfe': it is not UTF-8"):
-        [*encoder(validate=validate, topic=None if column == "topic" else "t").encode(batch)]
-
-
-def test_nothing_that_a_separator_would_split_gets_by_without_validation() -> None:
-    for properties in ({"a\x02b": "v"}, {"n": "v\x01"}, {"": "v"}, {"n": ""}):
-        with pytest.raises(InvalidMessageError, match="empty, or holds a separator"):
-            encode([{**GOOD, "properties": properties}], validate=False)
+        [*encoder(topic=None if column == "topic" else "t").encode(batch)]
 
 
 @pytest.mark.parametrize(
     ("columns", "says"),
     [
         (
-            {"body": pa.binary(), "tag": pa.string()},
+            {"body": "binary", "tag": "string"},
             r"no column 'tag' to be written; did you mean 'tags'\? There are body,",
         ),
         (
-            {"body": pa.binary(), "qwertz": pa.string()},
+            {"body": "binary", "qwertz": "string"},
             r"no column 'qwertz' to be written\. There are body, .* properties",
         ),
-        ({"body": pa.int32()}, r"column 'body' is int, and must be binary or string: cast\(body as string\)"),
-        ({"body": pa.struct([("a", pa.int32())])}, r"column 'body' is struct.*: to_json\(body\)"),
-        ({"body": pa.list_(pa.int32())}, r"column 'body' is array<int>, .*: to_json\(body\)"),
-        ({"body": pa.binary(), "properties": pa.string()}, r"'properties' is string, .*: map\('name', value, ...\)"),
+        ({"body": "int"}, r"column 'body' is int, and must be binary or string: cast\(body as string\)"),
+        ({"body": "struct<a:int>"}, r"column 'body' is struct.*: to_json\(body\)"),
+        ({"body": "array<int>"}, r"column 'body' is array<int>, .*: to_json\(body\)"),
+        ({"body": "binary", "properties": "string"}, r"'properties' is string, .*: map\('name', value, ...\)"),
         (
-            {"body": pa.binary(), "properties": pa.map_(pa.string(), pa.int32())},
+            {"body": "binary", "properties": "map<string,int>"},
             r"'properties' is map<string,int>, .*: cast\(properties as map<string,string>\)",
         ),
-        ({"body": pa.binary(), "queue_id": pa.int64()}, r"column 'queue_id' is bigint, and must be int: cast\("),
+        ({"body": "binary", "queue_id": "bigint"}, r"column 'queue_id' is bigint, and must be int: cast\("),
         (
-            {"body": pa.binary(), "deliver_time": pa.timestamp("us")},
-            r"'deliver_time' is timestamp\[us\], and must be timest",
+            {"body": "binary", "deliver_time": "timestamp_ntz"},
+            r"'deliver_time' is timestamp_ntz, and must be timest",
         ),
         (
-            {"body": pa.binary(), "keys": pa.list_(pa.int32())},
+            {"body": "binary", "keys": "array<int>"},
             r"'keys' is array<int>, and must be string or array<string>: cast\(keys as array<string>\)",
         ),
-        ({"body": pa.binary(), "tags": pa.null()}, r"'tags' is null, and must be string"),
-        ({"tags": pa.string()}, r"column 'body' is missing; the frame has tags"),
+        ({"body": "binary", "tags": "void"}, r"'tags' is void, and must be string"),
+        ({"tags": "string"}, r"column 'body' is missing; the frame has tags"),
     ],
 )
-def test_columns_are_checked_before_any_row(columns: dict[str, Any], says: str) -> None:
-    schema = pa.schema([pa.field(name, kind) for name, kind in columns.items()])
+def test_columns_are_checked_before_any_row(columns: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        [*encoder(topic="t").encode(pa.RecordBatch.from_pylist([], schema=schema))]
+        check_columns(columns, topic="t")
 
 
 def test_a_frame_without_any_topic_is_refused() -> None:
     with pytest.raises(ConfigError, match="no topic: add column 'topic', or give option topic"):
-        [*encoder().encode(pa.RecordBatch.from_pylist([{"body": b""}]))]
+        check_columns({"body": "binary"}, topic=None)
 
 
 def test_the_table_of_columns_names_each_once_and_every_type_is_taken() -> None:

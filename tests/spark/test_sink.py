@@ -534,17 +534,13 @@ def test_foreach_batch_with_a_transaction_writes_each_batch_once(lines: Lines, t
 
 
 def test_a_stream_from_store_to_store(spark: Any, tmp_path: Path) -> None:
-    """With the properties as they are, tags and keys among them."""
     with MessageStore(tmp_path / "a") as store:
         for i in range(30):
-            store.put(
-                "t", b"%d" % i, tag="ab"[i % 2], keys=f"k{i}", properties={"n": str(i)}, flag=i, unique_key=f"u{i}"
-            )
+            store.put("t", b"%d" % i, tag="ab"[i % 2], keys=f"k{i}", flag=i, unique_key=f"u{i}")
     frame = spark.readStream.format("mqstore").option("startingOffsets", "earliest").load(str(tmp_path / "a"))
     query = (
-        frame.select("topic", "queue_id", "body", "properties", "born_timestamp", "flag")
+        frame.select("topic", "queue_id", "body", "tags", "keys", "unique_key", "born_timestamp", "flag")
         .writeStream.format("mqstore")
-        .option("validate", "false")
         .option("checkpointLocation", str(tmp_path / "checkpoint"))
         .trigger(availableNow=True)
         .start(str(tmp_path / "b"))

@@ -73,8 +73,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Read:
 
 
 def is_together(path: Path, pieces: Sequence[QueueSlice]) -> bool:
-    with open_sliced(StoreName("s", str(path))) as store, ColumnReader(store) as reader:
-        return reader.at_once([(p.topic, p.queue_id, p.start, p.stop) for p in pieces]) is not None
+    with open_sliced(StoreName("s", str(path))) as store:
+        return ColumnReader(store).at_once([(p.topic, p.queue_id, p.start, p.stop) for p in pieces]) is not None
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -114,9 +114,8 @@ def test_a_tally_in_parts_is_the_tally_of_all(tmp_path_factory: pytest.TempPathF
         with MessageStore(path, "r") as store:
             for low, high in pairwise([0, *cuts, 75]):
                 one = Tally(7)
-                with ColumnReader(store, ()) as reader:
-                    for piece in reader.pieces("t", 0, low, high):
-                        one.add(piece)
+                for piece in ColumnReader(store, ()).pieces("t", 0, low, high):
+                    one.add(piece)
                 whole.merge(pickle.loads(pickle.dumps(one)))
         return whole
 
@@ -134,8 +133,8 @@ def test_too_many_intervals_are_refused(
     monkeypatch.setattr(module, "MAX_INTERVALS", 9)
     path = write_store(tmp_path_factory.mktemp("tally") / "s", many(300))
     tally = Tally(1)
-    with MessageStore(path, "r") as store, ColumnReader(store, ()) as reader:
-        for piece in reader.pieces("t", 0, 0, 75):
+    with MessageStore(path, "r") as store:
+        for piece in ColumnReader(store, ()).pieces("t", 0, 0, 75):
             tally.add(piece)
 
     with pytest.raises(ConfigError, match="interval=1 ms cuts a queue into 75 intervals, which is more than 9"):

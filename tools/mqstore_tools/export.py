@@ -318,8 +318,8 @@ def _write_parquet(
         raise click.UsageError(f"--format parquet: {error}") from error
     policy = Policy(max_rows=50_000, on_corrupt="skip", tell=found.tell)
     count = 0
+    reader = ColumnReader(found.store, columns, policy=policy, decompress=not found.raw_bodies)
     with (
-        ColumnReader(found.store, columns, policy=policy, decompress=not found.raw_bodies) as reader,
         _named(output),
         _target(output, directory) as path,
         _parquet(path, reader.schema) as write,

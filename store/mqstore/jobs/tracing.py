@@ -44,7 +44,6 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, bounds_of_log, open_store
 from mqstore.spark.rows import Policy, log_batches
 from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, select
-from mqstore.spark.windows import Windows
 
 __all__ = ["Hop", "Trace", "trace"]
 
@@ -178,10 +177,6 @@ def _by_index(store: MessageStore, terms: tuple[str, ...]) -> Iterator[int]:
                 store.find(topic, unique_key=term, limit=_MOST + 1),
             ):
                 yield from (message.physical_offset for message in found)
-    for place in answered(store).seams:
-        with suppress(LookupError):  # what cannot be read is no hop
-            if bears(store.at(place), terms):
-                yield place
 
 
 def _by_id(store: MessageStore, message_id: str) -> Iterator[int]:
@@ -197,7 +192,7 @@ def _not_indexed(store: MessageStore, scan: bool) -> list[tuple[int, int]]:
     """Ranges of the log that index files say nothing about."""
     low, high, _ = bounds_of_log(store, SourceOptions())
     gaps: list[tuple[int, int]] = []
-    for begin, end in () if scan else answered(store).ranges:
+    for begin, end in () if scan else answered(store):
         gaps.append((low, min(high, begin)))
         low = max(low, end)
     return [(a, b) for a, b in (*gaps, (low, high)) if a < b]
@@ -205,24 +200,18 @@ def _not_indexed(store: MessageStore, scan: bool) -> list[tuple[int, int]]:
 
 def _by_log(store: MessageStore, low: int, high: int, terms: tuple[str, ...]) -> Iterator[int]:
     """Physical offsets of records in [low, high) that bear one of the terms."""
-    windows = Windows(store._run, store.fs)
-    try:
-        for pieces in log_batches(
-            store, windows, low, high, Policy(on_corrupt="skip"), lambda topic: True, at_record=True
-        ):
-            for piece in pieces:
-                headers = piece.headers
-                if headers is None or not piece.records:
-                    continue
-                starts = headers.properties_position
-                blobs = cut(piece.buffer, starts, starts + headers.properties_size)
-                for term in terms:
-                    for row in np.flatnonzero(pc.match_substring(blobs, term).to_numpy(zero_copy_only=False)).tolist():
-                        place = int(piece.physical[row])
-                        if bears(store.at(place), terms):
-                            yield place
-    finally:
-        windows.close()
+    for pieces in log_batches(store, low, high, Policy(on_corrupt="skip"), lambda topic: True, at_record=True):
+        for piece in pieces:
+            headers = piece.headers
+            if headers is None or not piece.records:
+                continue
+            starts = headers.properties_position
+            blobs = cut(piece.buffer, starts, starts + headers.properties_size)
+            for term in terms:
+                for row in np.flatnonzero(pc.match_substring(blobs, term).to_numpy(zero_copy_only=False)).tolist():
+                    place = int(piece.physical[row])
+                    if bears(store.at(place), terms):
+                        yield place
 
 
 def _hop(parts: Parts, name: StoreName, message: Message) -> Hop:

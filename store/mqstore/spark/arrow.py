@@ -21,7 +21,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("columns as Arrow need pyarrow: pip install 'mqstore[spark]', or pyarrow alone") from error
 
-__all__ = ["cut", "laid", "ordinals", "spread", "text"]
+__all__ = ["cut", "laid", "spread", "text"]
 
 _Int64s = npt.NDArray[np.int64]
 _MOST = 1 << 31
@@ -40,12 +40,13 @@ def cut(buffer: mmap.mmap | bytes | npt.NDArray[np.uint8], starts: _Int64s, ends
             kernel.join(buffer, starts, sizes, joined)
             return laid(joined, sizes)
     if count > 1 and not bool((starts[1:] >= ends[:-1]).all()):
-        return _cut_unsorted(buffer, starts, ends)
+        view = memoryview(buffer)  # type: ignore[arg-type]
+        return pa.array([bytes(view[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)], pa.binary())
     edges = np.empty(2 * count, np.int32)
     edges[0::2] = starts
     edges[1::2] = ends
     everywhere = pa.Array.from_buffers(pa.binary(), 2 * count - 1, [None, pa.py_buffer(edges), pa.py_buffer(buffer)])
-    return everywhere.take(ordinals(2 * count - 1, 2))
+    return everywhere.take(pa.array(np.arange(0, 2 * count - 1, 2, dtype=np.int32)))
 
 
 def laid(data: npt.NDArray[np.uint8], sizes: _Int64s) -> Any:
@@ -53,22 +54,6 @@ def laid(data: npt.NDArray[np.uint8], sizes: _Int64s) -> Any:
     offsets = np.zeros(len(sizes) + 1, np.int32)
     np.cumsum(sizes, out=offsets[1:])
     return pa.Array.from_buffers(pa.binary(), len(sizes), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
-
-
-def _cut_unsorted(buffer: mmap.mmap | bytes | npt.NDArray[np.uint8], starts: _Int64s, ends: _Int64s) -> Any:
-    order = np.argsort(starts, kind="stable")
-    if bool((starts[order][1:] >= ends[order][:-1]).all()):
-        back = np.empty(len(order), np.int32)
-        back[order] = np.arange(len(order), dtype=np.int32)
-        return cut(buffer, starts[order], ends[order]).take(pa.array(back))
-    # They overlap: whoever said where they lie was wrong, or said it twice.
-    view = memoryview(buffer)  # type: ignore[arg-type]
-    return pa.array([bytes(view[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)], pa.binary())
-
-
-def ordinals(stop: int, step: int = 1) -> Any:
-    """0, step, 2 * step ... below `stop`, to take by."""
-    return pa.array(np.arange(0, stop, step, dtype=np.int32))
 
 
 def spread(values: Any, rows: npt.NDArray[np.integer[Any]], count: int) -> Any:

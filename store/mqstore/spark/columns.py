@@ -26,20 +26,19 @@ import pyarrow as pa
 
 from mqstore.broker import sql92
 from mqstore.errors import ConfigError, FormatError
+from mqstore.files.segments import place_in_file
 from mqstore.layout.compression import MissingPackageError, inflate
 from mqstore.layout.hosts import IPV4_BYTES, decode_host
 from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties, is_reserved
 from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
-from mqstore.layout.scan import Headers, gather
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.report import Finding, Kind
 from mqstore.log.store import MessageStore
 from mqstore.log.stretch import Stretch
 from mqstore.log.tagfilter import TagFilter, parse_tags
 from mqstore.spark.arrow import cut, laid, spread, text
-from mqstore.spark.rows import Keep, OnCorrupt, Piece, Policy, at_once, log_batches, queue_batches, stretch_batches
-from mqstore.spark.windows import WINDOW_BYTES, Windows
+from mqstore.spark.rows import OnCorrupt, Piece, Policy, QueueScan, at_once, log_batches, stretch_batches
 
 __all__ = [
     "COLUMNS",
@@ -191,7 +190,8 @@ def _body(piece: Piece) -> Any:
     index = np.arange(len(stored), dtype=np.int32)
     rows = sorted(piece.bodies)
     index[rows] = np.arange(len(stored), len(stored) + len(rows), dtype=np.int32)
-    inflated = pa.array([piece.bodies[row] for row in rows], pa.binary())
+    bodies = [piece.bodies[row] for row in rows]
+    inflated = pa.array([body if isinstance(body, bytes) else None for body in bodies], pa.binary())
     return pa.concat_arrays([stored, inflated]).take(pa.array(index))
 
 
@@ -222,13 +222,7 @@ def _last_of_equal_names(blob: _Int64s, names: Any) -> tuple[_Int64s, _Int64s] |
         return None
     coded = names.dictionary_encode()
     codes = coded.indices.to_numpy().astype(np.int64)
-    distinct = len(coded.dictionary)
-    if distinct < 63:  # a bit for each name: if none comes twice, their sum is what they give joined
-        bits = np.int64(1) << codes
-        runs = np.flatnonzero(np.append(True, blob[1:] != blob[:-1]))
-        if bool((np.add.reduceat(bits, runs) == np.bitwise_or.reduceat(bits, runs)).all()):
-            return None
-    _, first, which = np.unique(blob * distinct + codes, return_index=True, return_inverse=True)
+    _, first, which = np.unique(blob * len(coded.dictionary) + codes, return_index=True, return_inverse=True)
     if len(first) == len(blob):
         return None
     last = np.zeros(len(first), np.int64)
@@ -262,32 +256,19 @@ def _property(name: str) -> Callable[[Piece], Any]:
     return column
 
 
-def _host_words(headers: Headers, at: int) -> npt.NDArray[np.uint64]:
-    """The eight bytes at `at` of each record, an IPv4 address and port, as numbers of this machine."""
-    words: npt.NDArray[np.uint64] = headers.head_words(at).astype(np.uint64)
-    return words
-
-
 def _host(*, store: bool) -> Callable[[Piece], Any]:
     def column(piece: Piece) -> Any:
         headers = piece.headers
         assert headers is not None
-        if (headers.sys_flag & (BORN_HOST_V6 | STORE_HOST_V6)).any():
-            at = headers.positions + (
-                (STORE_HOST_AT_V4 - IPV4_BYTES) + headers.born_host_size if store else BORN_HOST_AT
-            )
-            sizes = headers.store_host_size if store else headers.born_host_size
-            coded = cut(piece.buffer, at, at + sizes).dictionary_encode()
-            raw = coded.dictionary.to_pylist()
-        else:
-            coded = pa.array(_host_words(headers, STORE_HOST_AT_V4 if store else BORN_HOST_AT)).dictionary_encode()
-            raw = [value.to_bytes(IPV4_BYTES, _NATIVE) for value in coded.dictionary.to_pylist()]
-        return pa.array([decode_host(host) for host in raw], _STRING).take(coded.indices)
+        at = headers.positions + ((STORE_HOST_AT_V4 - IPV4_BYTES) + headers.born_host_size if store else BORN_HOST_AT)
+        sizes = headers.store_host_size if store else headers.born_host_size
+        coded = cut(piece.buffer, at, at + sizes).dictionary_encode()
+        hosts = [decode_host(host) for host in coded.dictionary.to_pylist()]
+        return pa.array(hosts, _STRING).take(coded.indices)
 
     return column
 
 
-_NATIVE: Final = "little" if np.little_endian else "big"
 _HEX: Final = np.frombuffer(b"".join(b"%02X" % i for i in range(256)), np.uint16)
 
 
@@ -301,7 +282,7 @@ def _message_id(piece: Piece) -> Any:
         places = headers.physical_offset.tolist()
         return pa.array([encode_message_id(h, p) for h, p in zip(hosts, places, strict=True)], _STRING)
     raw = np.empty((count, 2), np.uint64)
-    raw[:, 0] = _host_words(headers, STORE_HOST_AT_V4)
+    raw[:, 0] = headers.head_words(STORE_HOST_AT_V4)
     raw[:, 1] = headers.physical_offset.astype(">i8").view(np.uint64)
     digits = _HEX[raw.view(np.uint8)]
     ends = np.arange(count + 1, dtype=np.int32) * (2 * raw.itemsize * raw.shape[1])
@@ -341,7 +322,7 @@ _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
 
 
 class ColumnReader:
-    """Reads one store by columns. Keeps a few windows of its log mapped until `close`; not for several threads.
+    """Reads one store by columns. Not for several threads.
 
     `columns`: names of `COLUMNS`, None for all. `tags`: as for `MessageStore.read`; `where`: an SQL92 expression over
     properties; `keys`: keys or unique keys of which a message must bear one. `decompress` False leaves bodies as they
@@ -366,7 +347,6 @@ class ColumnReader:
         body_as: Literal["binary", "string"] = "binary",
         policy: Policy | None = None,
         store_id: str | None = None,
-        window_bytes: int = WINDOW_BYTES,
     ) -> None:
         self.store = store
         self.policy = policy or Policy()
@@ -379,30 +359,16 @@ class ColumnReader:
         self._passes = _passes(where, keys)
         self._inflates = decompress and not {"body", "value"}.isdisjoint(self.columns)
         self._store_id = str(store.path) if store_id is None else store_id
-        self._windows = Windows(store._run, store.fs, window_bytes=window_bytes)
-
-    def __enter__(self) -> ColumnReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the mappings. Batches stay valid: they own their bytes."""
-        self._windows.close()
 
     def queue(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Any]:
         """Record batches of queue offsets [start, stop), in order; nothing for a queue that is not there."""
         chosen = parse_tags(self._tags, topic)
         costs = {COLUMNS[name].cost for name in self.columns}
         filtered = chosen is not None or self._passes is not None
-        keep = Keep("body" in costs and not filtered, filtered or not costs <= {"unit", "body"})
-        for pieces in queue_batches(
-            *(self.store, self._windows, topic, queue_id, start, stop, self.policy),
-            records=filtered or not costs <= {"unit"},
-            keep=keep,
-            tags=chosen,
-        ):
+        bodies, headers = "body" in costs and not filtered, filtered or not costs <= {"unit", "body"}
+        scan = QueueScan(self.store, self.policy, bodies=bodies, headers=headers)
+        records = filtered or not costs <= {"unit"}
+        for pieces in scan.batches(topic, queue_id, start, stop, records=records, tags=chosen):
             yield from self._batches(pieces, chosen)
 
     def at_once(self, parts: Sequence[tuple[str, int, int, int]]) -> Iterator[Any] | None:
@@ -410,22 +376,21 @@ class ColumnReader:
         something about them wants a closer look, or if nothing is gained: for `queue` to read them one by one."""
         if self._tags is not None or all(COLUMNS[name].cost == "unit" for name in self.columns):
             return None
-        whole = at_once(self.store, self._windows, parts, self.policy)
+        whole = at_once(self.store, parts, self.policy)
         return None if whole is None else self._batches([whole], None)
 
     def pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
         """As `queue`, checked and filtered, before columns are made: for who counts. A piece has to be done with before
         the next one is asked for."""
         chosen = parse_tags(self._tags, topic)
-        wanted = (self.store, self._windows, topic, queue_id, start, stop, self.policy)
-        for pieces in queue_batches(*wanted, keep=Keep(headers=True), tags=chosen):
+        for pieces in QueueScan(self.store, self.policy).batches(topic, queue_id, start, stop, tags=chosen):
             yield from self._chosen(pieces, chosen)
 
     def log(self, start: int, stop: int, wanted: Callable[[str], bool] = lambda topic: True) -> Iterator[Any]:
         """Record batches of the messages whose records begin at physical offsets [start, stop), in log order, of the
         topics that `wanted` says yes to. `stop` lies at or below the end of what has been dispatched."""
         chosen = None if self._tags is None else parse_tags(self._tags, "")
-        for pieces in log_batches(self.store, self._windows, start, stop, self.policy, wanted):
+        for pieces in log_batches(self.store, start, stop, self.policy, wanted):
             yield from self._batches(pieces, chosen)
 
     def stretches(self, stretches: Iterable[Stretch]) -> Iterator[Any]:
@@ -438,11 +403,11 @@ class ColumnReader:
     def _batches(self, pieces: list[Piece], tags: TagFilter | None) -> Iterator[Any]:
         pieces = self._chosen(pieces, tags)
         if self._inflates:
-            pieces = [each for piece in pieces for each in self._inflated(piece)]
+            pieces = [each for piece in pieces for each in self._inflated(piece) if len(each)]
         group: list[Piece] = []
         room = self.policy.max_bytes
         for piece in pieces:
-            size = sum(len(body) for body in piece.bodies.values() if body)
+            size = sum(map(len, piece.bodies.values()))
             if group and size > room:  # what was stored small may be large
                 yield self._batch(group)
                 group, room = [], self.policy.max_bytes
@@ -462,55 +427,55 @@ class ColumnReader:
     def _inflated(self, piece: Piece) -> Iterator[Piece]:
         """`piece` with its compressed bodies inflated; cut where they would make a batch too large."""
         headers = None if piece.plain_bodies is not None else piece.headers
-        if headers is None:
-            yield piece
-            return
-        rows = np.flatnonzero(headers.sys_flag & COMPRESSED)
-        if not len(rows):
-            yield piece
-            return
-        total = 0
-        starts, ends = headers.body_position, headers.body_position + headers.body_size
-        for row in rows.tolist():
-            stored = piece.buffer[int(starts[row]) : int(ends[row])]
-            try:
-                body = inflate(int(headers.sys_flag[row]), stored)
-            except (FormatError, MissingPackageError) as error:
-                piece.bodies[row] = None
-                piece.body_errors[row] = self._not_inflated(piece, row, error)
-                continue
+        rows = [] if headers is None else np.flatnonzero(headers.sys_flag & COMPRESSED).tolist()
+        low = total = 0
+        bodies: dict[int, bytes | str] = {}
+        for row in rows:
+            body = self._body_of(piece, row)
             if total and total + len(body) > self.policy.max_bytes:
-                low, high = _halves(piece, row)
-                yield from self._with_bodies(low)
-                yield from self._inflated(high)
-                return
-            piece.bodies[row] = body
+                yield self._with_bodies(piece, low, row, bodies)
+                low, total, bodies = row, 0, {}
+            bodies[row] = body
             total += len(body)
-        yield from self._with_bodies(piece)
+        yield self._with_bodies(piece, low, piece.records, bodies) if rows else piece
 
-    def _with_bodies(self, piece: Piece) -> Iterator[Piece]:
-        """Without the records whose body did not inflate, unless they are kept."""
-        if piece.body_errors and self.policy.on_corrupt != "keep":
-            kept = np.ones(piece.records, np.bool_)
-            kept[[*piece.body_errors]] = False
-            number = np.cumsum(kept) - 1
-            whole, piece = piece, _part(piece, kept, kept)  # no row without a record: those are not kept either
-            piece.bodies = {int(number[row]): body for row, body in whole.bodies.items() if body is not None}
-        if len(piece):
-            yield piece
+    def _with_bodies(self, piece: Piece, low: int, high: int, bodies: dict[int, bytes | str]) -> Piece:
+        """The records [low, high) of a piece with these bodies, and the rows without a record that stand before them.
+        Records whose body does not inflate are left out, unless they are kept."""
+        row_of = np.arange(len(piece)) if piece.bad is None else np.flatnonzero(~piece.bad)
+        first, stop = int(row_of[low]) if low else 0, int(row_of[high]) if high < len(row_of) else len(piece)
+        part = piece if high - low == len(row_of) else piece.take(slice(first, stop), slice(low, high))
+        sound = np.ones(high - low, np.bool_)
+        sound[[row - low for row, body in bodies.items() if isinstance(body, str)]] = False
+        if self.policy.on_corrupt != "keep" and not sound.all():
+            part = part.take(sound, sound)  # no row without a record: those are not kept either
+            bodies = {row: body for row, body in bodies.items() if sound[row - low]}
+            number = np.cumsum(sound) - 1
+        else:
+            number = np.arange(high - low)
+        part.bodies = {int(number[row - low]): body for row, body in bodies.items()}
+        return part
+
+    def _body_of(self, piece: Piece, row: int) -> bytes | str:
+        """The body of a compressed record; if it does not inflate, the text for its row."""
+        headers = piece.headers
+        assert headers is not None
+        start, size = int(headers.body_position[row]), int(headers.body_size[row])
+        try:
+            return inflate(int(headers.sys_flag[row]), piece.buffer[start : start + size])
+        except (FormatError, MissingPackageError) as error:
+            return self._not_inflated(piece, row, error)
 
     def _not_inflated(self, piece: Piece, row: int, error: Exception) -> str:
         """Tell of a body that does not inflate; the text for its row."""
         headers = piece.headers
         assert headers is not None
-        physical = int(headers.physical_offset[row])
-        start = physical // self.store.manifest.commitlog_segment_bytes * self.store.manifest.commitlog_segment_bytes
         where = f"{self._topic_name(piece, row)}, queue {headers.queue_id[row]}, offset {headers.queue_offset[row]}"
         missing = isinstance(error, MissingPackageError)
         detail = str(error) if missing else f"{where}: its body does not inflate: {error}"
         kind: Kind = "not_inflated" if missing else "bad_record"
-        size = int(headers.size[row])
-        self.policy.damage(Finding(kind, f"commitlog/{start:020d}", physical - start, size, detail))
+        place = place_in_file(int(headers.physical_offset[row]), self.store.manifest.commitlog_segment_bytes)
+        self.policy.damage(Finding(kind, *place, int(headers.size[row]), detail))
         return detail
 
     @staticmethod
@@ -576,12 +541,12 @@ class ColumnReader:
 
 
 def _errors(piece: Piece) -> Any:
-    if piece.bad is None and not piece.body_errors:
+    if piece.bad is None and not piece.bodies:
         return pa.nulls(len(piece), _STRING)
     bad = np.zeros(len(piece), np.bool_) if piece.bad is None else piece.bad
     row_of_record = np.flatnonzero(~bad)
     texts = dict(zip(np.flatnonzero(bad).tolist(), piece.errors, strict=True))
-    texts |= {int(row_of_record[row]): text for row, text in piece.body_errors.items()}
+    texts |= {int(row_of_record[row]): text for row, text in piece.bodies.items() if isinstance(text, str)}
     return pa.array([texts.get(row) for row in range(len(piece))], _STRING)
 
 
@@ -589,39 +554,6 @@ def _or_null(values: npt.NDArray[np.signedinteger[Any]]) -> Any:
     """Null in place of -1, which stands for what nobody knows."""
     absent = values == -1
     return pa.array(values, mask=absent) if absent.any() else pa.array(values)
-
-
-def _halves(piece: Piece, row: int) -> tuple[Piece, Piece]:
-    """`piece` before and from a row among its records on."""
-    assert piece.headers is not None
-    at = row if piece.bad is None else int(np.flatnonzero(~piece.bad)[row])
-    low, high = _part(piece, slice(0, at), slice(0, row)), _part(piece, slice(at, None), slice(row, None))
-    low.bodies, low.body_errors = piece.bodies, piece.body_errors  # of rows before this one only
-    return low, high
-
-
-def _part(piece: Piece, rows: slice | npt.NDArray[Any], records: slice | npt.NDArray[Any]) -> Piece:
-    """Some rows of a piece, and the records that belong to them. Without inflated bodies."""
-    assert piece.headers is not None
-    errors: Sequence[str] = ()
-    bad = None
-    if piece.bad is not None:
-        bad = piece.bad[rows]
-        number = np.cumsum(piece.bad) - 1
-        errors = [piece.errors[i] for i in number[rows][bad].tolist()]
-    return Piece(
-        piece.topic,
-        piece.queue_id,
-        piece.slots[rows],
-        piece.physical[rows],
-        piece.sizes[rows],
-        None if piece.tags_codes is None else piece.tags_codes[rows],
-        piece.buffer,
-        piece.base,
-        gather(piece.buffer, piece.headers.positions[records]),
-        bad,
-        errors,
-    )
 
 
 def _only(piece: Piece, passes: npt.NDArray[np.bool_] | None) -> Piece:
@@ -632,7 +564,7 @@ def _only(piece: Piece, passes: npt.NDArray[np.bool_] | None) -> Piece:
     if piece.bad is not None:
         rows = piece.bad.copy()
         rows[~piece.bad] = passes
-    return _part(piece, rows, passes)
+    return piece.take(rows, passes)
 
 
 def _bearing(piece: Piece, tags: TagFilter) -> npt.NDArray[np.bool_] | None:
@@ -691,12 +623,12 @@ def table_of(
         raise ConfigError("start and stop as offsets belong to one queue: give queue_id, or times")
     policy = Policy(verify=store.config.verify_reads, on_corrupt=on_corrupt)
     batches: list[Any] = []
-    with ColumnReader(store, columns, tags=tags, policy=policy) as reader:
-        for ref in refs:
-            low, high = store.offsets(*ref)
-            bounds = [
-                bound if at is None else at if isinstance(at, int) else store.offset_at(*ref, at)
-                for at, bound in ((start, low), (stop, high))
-            ]
-            batches += reader.queue(*ref, max(low, bounds[0]), min(high, bounds[1]))
-        return pa.Table.from_batches(batches, reader.schema)
+    reader = ColumnReader(store, columns, tags=tags, policy=policy)
+    for ref in refs:
+        low, high = store.offsets(*ref)
+        bounds = [
+            bound if at is None else at if isinstance(at, int) else store.offset_at(*ref, at)
+            for at, bound in ((start, low), (stop, high))
+        ]
+        batches += reader.queue(*ref, max(low, bounds[0]), min(high, bounds[1]))
+    return pa.Table.from_batches(batches, reader.schema)

@@ -12,9 +12,9 @@
 queueOffset, physicalOffset, storeTimestamp and the checksum are 0: whoever splices a shard into a log knows them.
 
 A batch is turned into arrays of pieces (header, body, topic, each property), and Arrow joins them row by row, which
-makes the records lie side by side in one buffer: no Python object a row. A row is taken in hand by itself only if it is
-odd: its text holds something else than printable ASCII, it is delayed, or it brings reserved properties. That last way
-shares its rules with the engine: `routed`, `timer_route`, `encode_properties`.
+makes the records lie side by side in one buffer: no Python object a row. A row is taken in hand by itself only if its
+text holds something else than printable ASCII, or if it is delayed. Delayed rows share the rules of the engine:
+`delay_route`, `encode_properties`.
 
 Whatever the rows are, their records are right or there are none: every rule of a put is applied before the first byte
 is handed out, and an error names row, column, value and what to do. Knows no Spark, no file, no store.
@@ -44,21 +44,18 @@ from mqstore.broker.routing import MAX_MESSAGE_GROUP
 from mqstore.broker.selection import GroupHash, group_queue, jump_hash_many
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError
+from mqstore.layout.encode import header_dtype
 from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.javahash import java_hash_many
 from mqstore.layout.properties import (
-    CRC32,
     CRC_TAIL_BYTES,
     DELAY,
-    INNER_BASE,
     INNER_MULTI_DISPATCH,
-    INNER_NUM,
     KEYS,
     MAX_PROPERTIES_BYTES,
     RESERVED,
     SHARDINGKEY,
     TAGS,
-    TIMER_DELAY_MS,
     TIMER_DELAY_SEC,
     TIMER_DELIVER_MS,
     TRANSIENT_PREFIX,
@@ -89,7 +86,7 @@ from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.outgoing import checked_text
 from mqstore.options import DEFAULT_DELAY_LEVELS, StoreConfig, delay_table_ms, seconds
 from mqstore.spark.arrow import cut, text
-from mqstore.spark.inputs import INPUTS, KAFKA, check_columns, is_kafka, sql_type
+from mqstore.spark.inputs import INPUTS, KAFKA, is_kafka
 
 __all__ = ["Encoded", "Encoder", "Rules", "TopicRule", "derived_prefix"]
 
@@ -236,15 +233,7 @@ def _odd_rows(values: Any, forbidden: bytes) -> list[int]:
 
 # -- the encoder -------------------------------------------------------------------------------------------------------
 
-_HEADER: Final = np.dtype(
-    [
-        ("total_size", ">i4"), ("magic", ">i4"), ("checksum", ">i4"), ("queue_id", ">i4"), ("flag", ">i4"),
-        ("queue_offset", ">i8"), ("physical_offset", ">i8"), ("sys_flag", ">i4"), ("born_ms", ">i8"),
-        ("born_host", "V8"), ("store_ms", ">i8"), ("store_host", "V8"), ("reconsume_times", ">i4"),
-        ("prepared_offset", ">i8"), ("body_size", ">i4"),
-    ]
-)  # fmt: skip
-assert _HEADER.itemsize == BODY_AT_V4
+_HEADER: Final = header_dtype(IPV4_BYTES, IPV4_BYTES)
 
 # As scalars of Arrow: from bytes it would find out the type each time, for which it looks for modules on disk.
 _NAME_END, _PAIR_END, _NOTHING = (pa.scalar(each, pa.binary()) for each in (b"\x01", b"\x02", b""))
@@ -262,10 +251,6 @@ _MADE_FOR: Final = {each.property: name for name, each in INPUTS.items() if each
     TIMER_DELAY_SEC: "delay_seconds"
 }
 _RESERVED: Final = pa.array(sorted(RESERVED))
-_TAKEN_APART: Final = pa.array(
-    [DELAY, TIMER_DELIVER_MS, TIMER_DELAY_MS, TIMER_DELAY_SEC, CRC32, INNER_NUM, INNER_BASE], pa.string()
-)
-"""Properties that say where a record goes, or that a record may not have as they come."""
 
 
 class Encoder:
@@ -280,18 +265,15 @@ class Encoder:
         version: int,
         partition: int,
         topic: str | None = None,
-        validate: bool = True,
         max_rows: int | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`topic` wins over the column. Without `validate`, properties may bear reserved names, as copies do. No piece
-        that is handed out has more than `max_rows` rows."""
+        """`topic` wins over the column. No piece that is handed out has more than `max_rows` rows."""
         self.rules = rules
         self.partition = partition
         self.row = 0
         """Rows that were encoded so far."""
         self._topic = topic
-        self._validate = validate
         self._max_rows = min(max_rows or _SLICE_ROWS, _SLICE_ROWS)
         self._clock = clock
         self._prefix = np.frombuffer(derived_prefix(app, version, partition).encode(), np.uint8)
@@ -301,9 +283,8 @@ class Encoder:
         """What errors call columns that came under other names."""
 
     def encode(self, batch: Any) -> Iterator[Encoded]:
-        """The records of a RecordBatch, in pieces. ConfigError for its columns, InvalidMessageError for a row; then
-        nothing of the piece that the row belongs to is handed out."""
-        check_columns({each.name: sql_type(each.type) for each in batch.schema}, topic=self._topic)
+        """The records of a RecordBatch, whose columns have passed `check_columns`, in pieces. InvalidMessageError for a
+        row; then nothing of the piece that the row belongs to is handed out."""
         columns = {each.name: _small(batch.column(i)) for i, each in enumerate(batch.schema)}
         self._called = {}
         if is_kafka(columns):
@@ -335,7 +316,6 @@ class _Slice:
     def __init__(self, encoder: Encoder, columns: Mapping[str, Any], rows: int) -> None:
         self._encoder = encoder
         self._rules = encoder.rules
-        self._validate = encoder._validate
         self._columns = columns
         self._rows = rows
         self._now_ms = encoder._clock.now_ms()
@@ -353,7 +333,7 @@ class _Slice:
         topic = self._topic_pieces(topics)
         joined = pc.binary_join_element_wise(_fixed(header), body, topic, _fixed(sizes.astype(">i2")), *parts, _NOTHING)
         data, edges = _flat(joined)
-        total = header["total_size"]
+        total = header["size"]
         assert np.array_equal(np.diff(edges), total), "a record is not as long as it says"
         counts = self._counted(topics, queues)
         return Encoded(memoryview(data.data), total.astype(np.int64), counts, tuple(self._codes), self._put)
@@ -365,15 +345,15 @@ class _Slice:
         found = {
             KEYS: self._keys(),
             TAGS: self._text("tags"),
-            UNIQ_KEY: self._unique(entries),
+            UNIQ_KEY: self._unique(),
             SHARDINGKEY: groups,
         }
         texts = {name: values for name, values in found.items() if values is not None}
         parts = [] if entries is None else [entries.bytes]
         parts += [_property(name, values) for name, values in texts.items()]
-        odd = self._odd(entries)
-        if len(odd):
-            parts = self._route(odd, parts, topics, queues, entries, texts)
+        delayed = self._delayed()
+        if len(delayed):
+            parts = self._route(delayed, parts, topics, queues, entries, texts)
         sizes = np.zeros(self._rows, np.int64)
         for part in parts:
             sizes += _sizes(part)
@@ -395,12 +375,12 @@ class _Slice:
             total > limit, "body", lambda i: f"{total[i]} bytes with topic and properties", _large(limit)
         )
         header = np.zeros(self._rows, _HEADER)
-        header["total_size"] = total
+        header["size"] = total
         header["magic"] = np.array([_magic(name) for name in names], np.int64)[topics]
         header["queue_id"] = queues
         header["flag"] = self._numbers("flag", 0)
-        header["born_ms"] = self._times("born_timestamp", self._now_ms, up=False)
-        header["born_host"] = header["store_host"] = np.void(LOCAL_HOST)
+        header["born_timestamp_ms"] = self._times("born_timestamp", self._now_ms, up=False)
+        header["born_host"] = header["store_host"] = LOCAL_HOST
         header["body_size"] = body_sizes
         return header
 
@@ -434,10 +414,7 @@ class _Slice:
             except UnicodeDecodeError:
                 stored = values.slice(i, 1).cast(pa.binary())[0].as_py()
                 self._refuse(row, column, f"{stored[:40]!r}", "it is not UTF-8; decode it with a charset of its own")
-            if self._validate:
-                self._judged(row, column, lambda value=value: checked_text(value, name, forbidden, rule))  # type: ignore[misc]
-            elif not value or "\x01" in value or "\x02" in value:
-                self._refuse(row, column, f"{value[:40]!r}", "it is empty, or holds a separator (0x01 or 0x02)")
+            self._judged(row, column, lambda value=value: checked_text(value, name, forbidden, rule))  # type: ignore[misc]
 
     # -- columns -----------------------------------------------------------------------------------------------------
 
@@ -537,14 +514,14 @@ class _Slice:
             self._refuse(row_of(int(np.argmax(_nulls(words)))), "keys", "null", "leave it out of the array: filter()")
         self._check(words, "keys", row_of)
         data, _ = _flat(words)
-        if self._validate and (data == 0x20).any():
+        if (data == 0x20).any():
             i = int(np.argmax(pc.match_substring(words, " ").to_numpy(zero_copy_only=False)))
             self._refuse(row_of(i), "keys", repr(words[i].as_py()[:40]), "a key of an array has no blanks")
         joined = pc.binary_join(values.cast(pa.list_(pa.string())), " ")
         empty = _sizes(joined) == 0
         return pc.if_else(pa.array(empty), pa.scalar(None, pa.string()), joined) if empty.any() else joined
 
-    def _unique(self, entries: _Entries | None) -> Any:
+    def _unique(self) -> Any:
         """The column, with derived keys in its gaps."""
         given = self._text("unique_key")
         if given is not None and not given.null_count:
@@ -556,10 +533,6 @@ class _Slice:
         for place in range(_ROW_DIGITS):
             digits[:, 33 - place] = _HEX[number >> 4 * place & 15]
         derived = _fixed(digits).cast(pa.string())
-        if entries is not None and not self._validate:
-            brought = entries.has(pa.array([UNIQ_KEY]))
-            if brought.any():
-                derived = pc.if_else(pa.array(brought), pa.scalar(None, pa.string()), derived)
         return derived if given is None else pc.coalesce(given, derived)
 
     def _entries(self) -> _Entries | None:
@@ -574,17 +547,15 @@ class _Slice:
             self._refuse_first(entries.repeated(), "properties", lambda _: "", rule)
         for values in (entries.names, entries.values):
             self._check(values, "properties", entries.row_of)
-        if self._validate:
-            reserved = pc.or_(pc.is_in(entries.names, _RESERVED), pc.starts_with(entries.names, TRANSIENT_PREFIX))
-            wrong = reserved.to_numpy(zero_copy_only=False)
-            if wrong.any():
-                i = int(np.argmax(wrong))
-                name = entries.names[i].as_py()
-                made = _MADE_FOR.get(name)
-                use = f"use column {made!r}" if made else "it is the engine's"
-                self._refuse(
-                    entries.row_of(i), "properties", repr(name), f"the name is reserved; {use}, or validate=false"
-                )
+        reserved = pc.or_(pc.is_in(entries.names, _RESERVED), pc.starts_with(entries.names, TRANSIENT_PREFIX))
+        wrong = reserved.to_numpy(zero_copy_only=False)
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            name = entries.names[i].as_py()
+            made = _MADE_FOR.get(name)
+            use = f"use column {made!r}" if made else "it is the engine's"
+            rule = f"the name is reserved; {use}. Column 'record' copies whole messages"
+            self._refuse(entries.row_of(i), "properties", repr(name), rule)
         return entries
 
     def _numbers(self, name: str, default: int) -> _Int64s:
@@ -609,11 +580,11 @@ class _Slice:
         nulls = _nulls(values)
         return cast(_Int64s, np.where(nulls, default_ms, times))
 
-    # -- odd rows ----------------------------------------------------------------------------------------------------
+    # -- delayed rows ------------------------------------------------------------------------------------------------
 
-    def _odd(self, entries: _Entries | None) -> npt.NDArray[np.intp]:
-        """Rows that are delayed, or whose properties have to be taken apart. Refuses two delays in a row."""
-        odd = np.zeros(self._rows, np.bool_)
+    def _delayed(self) -> npt.NDArray[np.intp]:
+        """Rows that are delayed. Refuses two delays in a row."""
+        delayed = np.zeros(self._rows, np.bool_)
         several = np.zeros(self._rows, np.int64)
         for name in ("delay_level", "deliver_time", "delay_seconds"):
             if name in self._columns:
@@ -626,70 +597,54 @@ class _Slice:
             if (numbers < 0).any():
                 row = int(np.argmax(numbers < 0))
                 self._refuse(row, name, str(numbers[row]), "it is negative; 0 is no delay")
-            odd |= numbers > 0
+            delayed |= numbers > 0
         waits, limit = self._numbers("delay_seconds", 0), self._rules.max_delay_ms // 1000
         rule = f"it is too large; max_delay allows {limit} seconds"
         self._refuse_first(waits >= _TOO_LONG, "delay_seconds", lambda i: str(waits[i]), rule)
         if "deliver_time" in self._columns:
-            odd |= ~_nulls(self._columns["deliver_time"])
-        if entries is not None and not self._validate:
-            odd |= entries.has(_TAKEN_APART)
-            for name, each in INPUTS.items():
-                if each.property is not None and name in self._columns:
-                    odd |= entries.has(pa.array([each.property]))
-        return np.flatnonzero(odd)
+            delayed |= ~_nulls(self._columns["deliver_time"])
+        return np.flatnonzero(delayed)
 
     def _route(
         self,
-        odd: npt.NDArray[np.intp],
+        delayed: npt.NDArray[np.intp],
         parts: list[Any],
         topics: _Int32s,
         queues: _Int64s,
         entries: _Entries | None,
         texts: Mapping[str, Any],
     ) -> list[Any]:
-        """Give the odd rows the place and the properties that a put would give them. `topics` and `queues` are changed;
+        """Give delayed rows the place and the properties that a put would give them. `topics` and `queues` are changed;
         the properties become the first of the parts."""
         names = list(self._codes)
         levels, waits = self._numbers("delay_level", 0), self._numbers("delay_seconds", 0)
         moments = self._times("deliver_time", -1, up=True)
-        timed = ~_nulls(self._columns["deliver_time"]) if "deliver_time" in self._columns else None
         replaced: list[bytes] = []
-        for row in odd.tolist():
+        for row in delayed.tolist():
             stored = entries.of(row) if entries is not None else {}
             for name, values in texts.items():
                 value = values[row].as_py()
                 if value is not None:
                     stored[name] = value
-            stored.pop(CRC32, None)
             if levels[row]:
-                stored[DELAY] = str(levels[row])
+                column, stored[DELAY] = "delay_level", str(levels[row])
             elif waits[row]:
-                stored[TIMER_DELAY_SEC] = str(waits[row])
-            elif timed is not None and timed[row]:
-                stored[TIMER_DELIVER_MS] = str(moments[row])
+                column, stored[TIMER_DELAY_SEC] = "delay_seconds", str(waits[row])
+            else:
+                column, stored[TIMER_DELIVER_MS] = "deliver_time", str(moments[row])
             topic, queue_id, stored = self._judged(
                 row,
-                self._delayed_by(row),
+                column,
                 lambda row=row, stored=stored: self._routed(names[topics[row]], int(queues[row]), stored),  # type: ignore[misc]
             )
             replaced.append(self._judged(row, "properties", lambda stored=stored: encode_properties(stored)))  # type: ignore[misc]
-            wrong = unreadable_number(topic.encode(), replaced[-1])
-            if wrong:
-                self._refuse(row, "properties", "", wrong)
             topics[row] = self._codes.setdefault(topic, len(self._codes))
             queues[row] = queue_id
         mask = np.zeros(self._rows, np.bool_)
-        mask[odd] = True
+        mask[delayed] = True
         cleared = [pc.if_else(pa.array(mask), _NOTHING, part) for part in parts]
         whole = pc.replace_with_mask(cleared[0], pa.array(mask), pa.array(replaced, pa.binary()))
         return [whole, *cleared[1:]]
-
-    def _delayed_by(self, row: int) -> str:
-        for name in ("delay_level", "deliver_time", "delay_seconds"):
-            if name in self._columns and self._columns[name][row].is_valid:
-                return name
-        return "properties"
 
     def _routed(self, topic: str, queue_id: int, properties: dict[str, str]) -> tuple[str, int, dict[str, str]]:
         """Where a record with these properties goes now: as `Road.route` has it (broker-semantics 4.2, 5.2)."""
@@ -830,12 +785,6 @@ class _Entries:
         names = self.names.dictionary_encode().indices.to_numpy().astype(np.int64)
         _, first = np.unique(rows * max(1, len(names)) + names, return_index=True)
         return np.bincount(np.delete(rows, first), minlength=len(self._edges) - 1) > 0
-
-    def has(self, names: Any) -> _Bools:
-        """Which rows have one of these names."""
-        found = pc.is_in(self.names, names).to_numpy(zero_copy_only=False)
-        before = np.concatenate(([0], np.cumsum(found)))
-        return cast(_Bools, before[self._edges[1:]] > before[self._edges[:-1]])
 
 
 def _property(name: str, values: Any) -> Any:

@@ -1,7 +1,7 @@
 """The columns that a frame may have to be written: one table, from which they are checked, and documented (B6).
 
 By name, in any order. A column that is not in the table is refused, as is one of another type: a misspelt `tag` that
-was left out silently would be missed only when a consumer filters by it. Knows no Spark, and of Arrow only its types.
+was left out silently would be missed only when a consumer filters by it. Knows no Spark.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
-
-import pyarrow as pa
+from typing import Final
 
 from mqstore.errors import ConfigError
 from mqstore.layout.properties import (
@@ -23,7 +21,7 @@ from mqstore.layout.properties import (
     UNIQ_KEY,
 )
 
-__all__ = ["INPUTS", "KAFKA", "Input", "as_markdown", "check_columns", "is_kafka", "sql_type"]
+__all__ = ["INPUTS", "KAFKA", "Input", "as_markdown", "check_columns", "is_kafka"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,32 +140,6 @@ def _remedy(column: Input, kind: str) -> str:
     if name == "keys" and kind.startswith("array<"):
         return f"cast({name} as {column.types[1]})"
     return f"cast({name} as {column.types[0]})"
-
-
-def sql_type(kind: Any) -> str:
-    """What SQL calls an Arrow type, as far as the table has it; else what Arrow calls it."""
-    if pa.types.is_map(kind):
-        return f"map<{sql_type(kind.key_type)},{sql_type(kind.item_type)}>"
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return f"array<{sql_type(kind.value_type)}>"
-    if pa.types.is_struct(kind):
-        return f"struct<{','.join(f'{field.name}:{sql_type(field.type)}' for field in kind)}>"
-    if pa.types.is_timestamp(kind) and kind.tz is not None:
-        return "timestamp"
-    for test, name in _ARROW:
-        if test(kind):
-            return name
-    return str(kind)
-
-
-_ARROW: Final = (
-    (pa.types.is_string, "string"),
-    (pa.types.is_large_string, "string"),
-    (pa.types.is_binary, "binary"),
-    (pa.types.is_large_binary, "binary"),
-    (pa.types.is_int32, "int"),
-    (pa.types.is_int64, "bigint"),
-)
 
 
 def as_markdown() -> str:

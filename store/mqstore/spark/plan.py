@@ -44,7 +44,6 @@ from mqstore.spark.keyindex import KeyIndex
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.sets import SET_FILE, read_set
 from mqstore.spark.telling import readable, warn_once
-from mqstore.spark.windows import WINDOW_BYTES
 
 __all__ = [
     "Bounds",
@@ -85,9 +84,11 @@ _MARGIN_MS = 60_000
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST = (1 << 63) - 1
 _FEW_UNITS = 4096
+_FEW_MAPPINGS = StoreConfig(max_mappings=4)
+"""Mapped pages count as memory of a worker, and a mapping keeps the disk space of a segment that is deleted."""
 _REGION_BYTES = 64 << 20
-_MAX_REGION_BYTES = 2 * WINDOW_BYTES
-"""A window that is left is not found again by the next queue."""
+_MAX_REGION_BYTES = 128 << 20
+"""A segment that was left may not be mapped any more when the next queue comes to it."""
 _REGION_MESSAGES = 4096
 """Of a queue in a region, on average: each slice costs as much as reading some hundred."""
 _MOST_SLICES = 100_000
@@ -235,7 +236,7 @@ def has_all(store: SlicedStore, topic: str, queue_id: int, start: int, stop: int
 def open_sliced(store: StoreName) -> SlicedStore:
     """As `open_store`, to read slices."""
     with readable(store.path):
-        return SlicedStore(store.path, "r", fs=QUIET)
+        return SlicedStore(store.path, "r", fs=QUIET, config=_FEW_MAPPINGS)
 
 
 def have_queues_lost(store: MessageStore) -> bool:
@@ -715,7 +716,7 @@ def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: in
     """The parts of [start, stop) where messages with the wanted keys can be."""
     vouched = []
     at = start
-    for low, high in index.answered.ranges:
+    for low, high in index.answered:
         first = _slot_at(store, queue.ref, at, stop, low)
         at = _slot_at(store, queue.ref, first, stop, high)
         vouched.append((first, at))

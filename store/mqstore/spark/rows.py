@@ -1,6 +1,6 @@
 """Which records a read comes upon, checked, before a column of them is made.
 
-    queue scan   units of a queue -> where the records lie, window by window, in queue order
+    queue scan   units of a queue -> where the records lie, segment by segment, in queue order
     log scan     a range of the commitlog, cut anywhere -> the records that begin in it, in log order
 
 Both give `Piece`s, joined to batches of bounded rows and bytes. Each record is checked before any of its bytes is
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -28,36 +28,27 @@ from mqstore.errors import CorruptStoreError
 from mqstore.layout.consumequeue import UNIT_DTYPE, is_void
 from mqstore.layout.dispatch import is_listed
 from mqstore.layout.pairs import Pairs
-from mqstore.layout.record import (
-    BODY_AT_V4,
-    MIN_RECORD_BYTES,
-    TRANSACTION_COMMIT,
-    TRANSACTION_MASK,
-    Checksum,
-    check_record,
-)
-from mqstore.layout.scan import Headers, find_next, gather, ordinary_bodies, topic_is, verify, walk
-from mqstore.log.commitlog import QueueRef
+from mqstore.layout.record import BODY_AT_V4, MIN_RECORD_BYTES, TRANSACTION_COMMIT, TRANSACTION_MASK, check_record
+from mqstore.layout.scan import Headers, gather, ordinary_bodies, topic_is, verify, walk
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.report import Finding
+from mqstore.log.scanner import Bad, Good, first_good_in, scan_segment
 from mqstore.log.store import MessageStore
 from mqstore.log.stretch import Stretch
 from mqstore.log.tagfilter import TagFilter
 from mqstore.spark.arrow import cut
-from mqstore.spark.windows import Window, Windows, lie_far_apart
 
-__all__ = ["Keep", "OnCorrupt", "Piece", "Policy", "at_once", "log_batches", "queue_batches", "stretch_batches"]
+__all__ = ["OnCorrupt", "Piece", "Policy", "QueueScan", "at_once", "log_batches", "stretch_batches"]
 
 OnCorrupt = Literal["fail", "skip", "keep"]
 _Int64s = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
+_Buffer = mmap.mmap | bytes
 _CHUNK_UNITS = 1 << 16
 _FILTERED_CHUNK_UNITS = 1 << 18
 _ENOUGH_ROWS = 4096
 """A batch of so many rows costs little more a row than a larger one."""
-_WORTH_COPYING = 64
-_SMALL_BYTES = 8 << 10
 
 
 @dataclass(slots=True)
@@ -89,13 +80,6 @@ class Policy:
             self.tell(finding)
 
 
-class Keep(NamedTuple):
-    """What those who check records are to keep of them: a look less for who needs it, wasted on others."""
-
-    bodies: bool = False
-    headers: bool = False
-
-
 @dataclass
 class Piece:
     """Messages whose records lie in one buffer. `slots`, `physical`, `sizes`, `tags_codes` have an element a row.
@@ -110,17 +94,15 @@ class Piece:
     physical: _Int64s
     sizes: _Int64s
     tags_codes: _Int64s | None
-    buffer: mmap.mmap | bytes = b""
-    """Where `headers` have their positions: a window, or of a queue scan a copy of the records alone."""
+    buffer: _Buffer = b""
+    """The segment that holds the records."""
     base: int = 0
     """Of a log scan: the physical offset of the buffer's first byte."""
     known_headers: Headers | None = None
     bad: _Bools | None = None
     errors: Sequence[str] = ()
-    bodies: dict[int, bytes | None] = field(default_factory=dict)
-    """Inflated bodies, by row among the records; None for one that does not inflate."""
-    body_errors: dict[int, str] = field(default_factory=dict)
-    """Why it does not, likewise."""
+    bodies: dict[int, bytes | str] = field(default_factory=dict)
+    """Inflated bodies, by row among the records; of one that does not inflate a text says why."""
     plain_bodies: tuple[npt.NDArray[np.uint8], _Int64s] | None = None
     """All bodies side by side, and their sizes, if the check has copied them: none of them is compressed."""
     positions: _Int64s | None = None
@@ -168,137 +150,210 @@ class Piece:
         text[closing] = 2
         return Pairs(text, closing)
 
-    def rows(self, low: int, high: int) -> Piece:
-        """Rows [low, high), before any record was looked at."""
-        here = slice(low, high)
-        codes = None if self.tags_codes is None else self.tags_codes[here]
-        return Piece(self.topic, self.queue_id, self.slots[here], self.physical[here], self.sizes[here], codes)
-
-    def sound(self) -> Piece:
-        """Without the rows that have no record."""
-        if self.bad is None:
-            return self
-        rows = ~self.bad
+    def take(self, rows: slice | npt.NDArray[Any], records: slice | npt.NDArray[Any] | None = None) -> Piece:
+        """Some rows, without inflated bodies. `records`: the records that belong to them; None: none was looked at."""
+        bad, errors = None, [*self.errors]
+        if self.bad is not None:
+            number = np.cumsum(self.bad) - 1
+            kept = self.bad[rows]
+            errors = [errors[i] for i in number[rows][kept].tolist()]
+            bad = kept if errors else None
+        headers = None
+        if records is not None:
+            assert self.headers is not None
+            headers = gather(self.buffer, self.headers.positions[records])
         codes = None if self.tags_codes is None else self.tags_codes[rows]
-        return Piece(
-            self.topic,
-            self.queue_id,
-            self.slots[rows],
-            self.physical[rows],
-            self.sizes[rows],
-            codes,
-            self.buffer,
-            self.base,
-            self.known_headers,
-            bodies=self.bodies,
-        )
+        here = Piece(self.topic, self.queue_id, self.slots[rows], self.physical[rows], self.sizes[rows], codes)
+        return replace(here, buffer=self.buffer, base=self.base, known_headers=headers, bad=bad, errors=errors)
 
 
-def _spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[tuple[int, int]]:
-    """Rows [low, high) of each batch."""
+def _spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[slice]:
+    """The rows of each batch."""
     low, count = 0, len(sizes)
     ends = np.cumsum(sizes)
     while low < count:
         before = int(ends[low - 1]) if low else 0
         high = int(np.searchsorted(ends, before + max_bytes, side="right"))
         high = min(count, max(low + 1, high), low + max_rows)
-        yield low, high
+        yield slice(low, high)
         low = high
 
 
 # -- queue scan --------------------------------------------------------------------------------------------------------
 
 
-def queue_batches(
-    store: MessageStore,
-    windows: Windows,
-    topic: str,
-    queue_id: int,
-    start: int,
-    stop: int,
-    policy: Policy,
-    *,
-    records: bool = True,
-    keep: Keep,
-    tags: TagFilter | None = None,
-) -> Iterator[list[Piece]]:
-    """Messages of queue offsets [start, stop), in order. `records` False looks at units alone; `keep`: what is kept by
-    the way, if it can be; `tags` lets pass what its hash lets pass, so some that it would not."""
-    queue = store._queues.get(topic, queue_id)
-    if queue is None:
-        return
-    encoded = topic.encode("utf-8", "surrogateescape")
-    step = _CHUNK_UNITS if tags is None else _FILTERED_CHUNK_UNITS
-    while start < stop:
-        count = min(step, stop - start)
-        units = queue.units(start, count)
-        physical = units["physical_offset"].astype(np.int64)
-        sizes = units["size"].astype(np.int64)
-        codes = units["tags_code"].astype(np.int64)
-        live = (sizes > 0) & (physical >= 0)
-        slots = np.arange(start, start + count, dtype=np.int64)
-        if not live.all():
-            store._find_news()
-            queue.correct_min(store.min_offset)  # retention may have taken the file they were in
-            gone = ~live & (slots < queue.min_offset)
-            if live[0] or gone[0]:
-                # Up to the first hole; what comes behind is looked at next, so that rows stay in order.
-                count = int(np.argmax(~live & ~gone)) or count
+class QueueScan:
+    """Reads queues of one store. `bodies`, `headers`: what the check keeps of each record, if it can: it saves a second
+    look at them."""
+
+    def __init__(self, store: MessageStore, policy: Policy, *, bodies: bool = False, headers: bool = True) -> None:
+        self._store = store
+        self._policy = policy
+        self._bodies = bodies
+        self._headers = headers
+
+    def batches(
+        self, topic: str, queue_id: int, start: int, stop: int, *, records: bool = True, tags: TagFilter | None = None
+    ) -> Iterator[list[Piece]]:
+        """Messages of queue offsets [start, stop), in order. `records` False looks at units alone; `tags` lets pass
+        what its hash lets pass, so some that it would not."""
+        store, policy = self._store, self._policy
+        queue = store._queues.get(topic, queue_id)
+        if queue is None:
+            return
+        step = _CHUNK_UNITS if tags is None else _FILTERED_CHUNK_UNITS
+        while start < stop:
+            count = min(step, stop - start)
+            units = queue.units(start, count)
+            live = (units["size"] > 0) & (units["physical_offset"] >= 0)
+            slots = np.arange(start, start + count, dtype=np.int64)
+            if not live.all():
+                store._find_news()
+                queue.correct_min(store.min_offset)  # retention may have taken the file they were in
+                gone = ~live & (slots < queue.min_offset)
+                if live[0] or gone[0]:
+                    # Up to the first hole; what comes behind is looked at next, so that rows stay in order.
+                    count = int(np.argmax(~live & ~gone)) or count
+                else:
+                    count = int(np.argmax(live)) or count
+                    yield from self._holes(queue, slots[:count])
+                policy.removed += int(gone[:count].sum())
+                units, slots, live = units[:count], slots[:count], live[:count]
+            live &= ~is_void(units)
+            if tags is not None:
+                live &= tags.units(units["tags_code"].astype(np.int64))
+            whole = _of_units(topic, queue_id, slots[live], units[live])
+            if records:
+                yield from _joined(self._looked_up(queue, whole), policy)
             else:
-                count = int(np.argmax(live)) or count
-                yield from _holes(queue, slots[:count], policy)
-            policy.removed += int(gone[:count].sum())
-            units, slots, live = units[:count], slots[:count], live[:count]
-            physical, sizes, codes = physical[:count], sizes[:count], codes[:count]
-        live &= ~is_void(units)
-        if tags is not None:
-            live &= tags.units(codes)
-        if not live.all():
-            slots, physical, sizes, codes = slots[live], physical[live], sizes[live], codes[live]
-        whole = Piece(topic, queue_id, slots, physical, sizes, codes)
-        if records:
-            yield from _joined(_looked_up(store, windows, encoded, whole, policy, keep), policy)
-        else:
-            yield from ([whole.rows(low, high)] for low, high in _spans(sizes, policy.max_rows, 1 << 62))
-        start += count
+                yield from ([whole.take(rows)] for rows in _spans(whole.sizes, policy.max_rows, 1 << 62))
+            start += count
+
+    def _holes(self, queue: ConsumeQueue, slots: _Int64s) -> Iterator[list[Piece]]:
+        """Units that are not there, though later ones are."""
+        for slot in slots.tolist():
+            finding = queue.missing_units(slot, slot)
+            self._policy.damage(finding)
+            if self._policy.on_corrupt == "keep":
+                one, bad = np.full(1, -1, np.int64), np.ones(1, np.bool_)
+                yield [Piece(*queue.ref, np.full(1, slot), one, one, None, bad=bad, errors=[finding.detail])]
+
+    def _looked_up(self, queue: ConsumeQueue, whole: Piece) -> Iterator[Piece]:
+        """`whole` by the segments that its records lie in, checked."""
+        store, policy = self._store, self._policy
+        size = store.manifest.commitlog_segment_bytes
+        segments = whole.physical // size
+        for part in np.split(np.arange(len(whole)), np.flatnonzero(np.diff(segments)) + 1) if len(whole) else ():
+            first, last = int(part[0]), int(part[-1]) + 1
+            here = slice(first, last)
+            there = store._segment_at(int(whole.physical[first]), int((whole.physical[here] + whole.sizes[here]).max()))
+            if there is None and int(whole.physical[first]) < store.min_offset:
+                policy.removed += last - first
+                continue
+            buffer = b"" if there is None else there[1]
+            for rows in _spans(whole.sizes[here], policy.max_rows, policy.max_bytes):
+                piece = whole.take(slice(first + rows.start, first + rows.stop))
+                yield from self._checked(queue, buffer, piece.physical - int(segments[first]) * size, piece)
+
+    def _checked(self, queue: ConsumeQueue, buffer: _Buffer, positions: _Int64s, piece: Piece) -> Iterator[Piece]:
+        """The records at these positions of a buffer, to which the units lead."""
+        if self._are_ordinary(queue, buffer, positions, piece):
+            yield piece
+            return
+        store, policy = self._store, self._policy
+        rows = np.flatnonzero((positions + piece.sizes <= len(buffer)) & (piece.sizes >= MIN_RECORD_BYTES))
+        headers = gather(buffer, positions[rows], topic=queue.topic_bytes)
+        fine = headers.ok & (headers.size == piece.sizes[rows]) & (headers.physical_offset == piece.physical[rows])
+        if not fine.all():
+            rows = rows[fine]
+            headers = gather(buffer, positions[rows])
+        fine = verify(buffer, headers, store._checksum) if policy.verify else np.ones(len(rows), np.bool_)
+        own = (headers.queue_id == queue.queue_id) & (headers.queue_offset == piece.slots[rows])
+        own &= topic_is(buffer, headers, queue.topic_bytes)
+        for i in np.flatnonzero(fine & ~own).tolist():
+            fine[i] = is_listed(buffer, int(positions[rows[i]]), *queue.ref, int(piece.slots[rows[i]]))
+        if not fine.all():
+            rows = rows[fine]
+            headers = gather(buffer, positions[rows])
+        if len(rows) < len(piece):
+            piece.bad = np.ones(len(piece), np.bool_)
+            piece.bad[rows] = False
+            lost = np.flatnonzero(piece.bad)
+            places = zip(*(values[lost].tolist() for values in (piece.physical, piece.sizes, piece.slots)), strict=True)
+            findings = [store.loss_at(physical, size, queue.ref, slot) for physical, size, slot in places]
+            for finding in findings:
+                policy.damage(finding)
+            piece.errors = [finding.detail for finding in findings]
+            if policy.on_corrupt != "keep":
+                piece = piece.take(rows)
+        piece.buffer, piece.known_headers = buffer, headers
+        if len(piece):
+            yield piece
+
+    def _are_ordinary(self, queue: ConsumeQueue, buffer: _Buffer, positions: _Int64s, piece: Piece) -> bool:
+        """Whether all records are sound and nothing rare, by compiled parts: one pass, in which is kept what is wanted.
+        Of all else, `_checked` finds out what it is."""
+        verifies = self._policy.verify
+        if verifies and self._store._checksum != "crc32c-record":
+            return False
+        found = ordinary_bodies(
+            *(buffer, positions, piece.physical, piece.sizes, piece.slots, queue.queue_id, queue.topic_bytes),
+            copied=self._bodies,
+            headers=self._headers,
+            checksums=verifies,
+        )
+        if found is None:
+            return False
+        ends, bodies, piece.known_headers = found
+        piece.buffer, piece.positions = buffer, positions
+        if bodies is not None:
+            piece.plain_bodies = bodies, ends - positions - BODY_AT_V4
+        return True
 
 
-def at_once(
-    store: MessageStore, windows: Windows, parts: Sequence[tuple[str, int, int, int]], policy: Policy
-) -> Piece | None:
+def _of_units(topic: str | None, queue_id: int | None, slots: _Int64s, units: npt.NDArray[np.void]) -> Piece:
+    """The messages that these units lead to, before a record is looked at."""
+    physical, sizes, codes = (units[name].astype(np.int64) for name in ("physical_offset", "size", "tags_code"))
+    return Piece(topic, queue_id, slots, physical, sizes, codes)
+
+
+def at_once(store: MessageStore, parts: Sequence[tuple[str, int, int, int]], policy: Policy) -> Piece | None:
     """The messages of (topic, queue id, start, stop) of several queues, one part behind the other, in one piece: small
     batches of a stream are a message or two of each of many queues, and each step costs the same for one as for all.
 
-    None unless everything about them is as it should be, and they fit one window and a batch: then nothing was counted
-    or told, and `queue_batches` of each part finds what it is.
+    None unless everything about them is as it should be, and they fit one segment and a batch: then nothing was counted
+    or told, and a `QueueScan` of each part finds what it is.
     """
     # The bounds of a queue do not matter here, so none is looked for in the store, which may not have loaded it.
-    units = (
-        ConsumeQueue(store._queues, topic, queue_id).read(start, stop - start) for topic, queue_id, start, stop in parts
-    )
-    found = np.frombuffer(b"".join(units), UNIT_DTYPE)
-    physical, sizes = found["physical_offset"].astype(np.int64), found["size"].astype(np.int64)
-    if not len(found) or len(found) > policy.max_rows or int(sizes.sum()) > policy.max_bytes:
-        return None
-    if (sizes < MIN_RECORD_BYTES).any() or (physical < 0).any() or is_void(found).any():
-        return None
-    cells = windows.cells(physical)
-    ends = physical + sizes
-    window = windows.of(int(cells[0]), int(ends.max())) if (cells == cells[0]).all() else None
-    if window is None or int(ends.max()) > window.end:
-        return None
+    read = (ConsumeQueue(store._queues, topic, queue_id).read(low, high - low) for topic, queue_id, low, high in parts)
+    units = np.frombuffer(b"".join(read), UNIT_DTYPE)
     counts = [stop - start for _, _, start, stop in parts]
     slots = np.concatenate([np.arange(start, stop, dtype=np.int64) for _, _, start, stop in parts])
-    headers = gather(window.buffer, physical - window.base)
+    if len(units) != len(slots) or not 0 < len(units) <= policy.max_rows:
+        return None
+    piece = _of_units(None, None, slots, units)
+    physical, sizes = piece.physical, piece.sizes
+    size = store.manifest.commitlog_segment_bytes
+    base = int(physical[0]) // size * size
+    if (
+        int(sizes.sum()) > policy.max_bytes
+        or (sizes < MIN_RECORD_BYTES).any()
+        or (physical // size * size != base).any()
+    ):
+        return None
+    there = store._segment_at(base, int((physical + sizes).max())) if base >= 0 else None
+    if there is None or base + len(there[1]) < int((physical + sizes).max()) or is_void(units).any():
+        return None
+    piece.buffer = buffer = there[1]
+    piece.known_headers = headers = gather(buffer, physical - base)
     fine = headers.ok & (headers.size == sizes) & (headers.physical_offset == physical)
     fine &= (headers.queue_id == np.repeat([part[1] for part in parts], counts)) & (headers.queue_offset == slots)
     topics = [part[0].encode("utf-8", "surrogateescape") for part in parts]
     for topic in {*topics}:
-        fine &= topic_is(window.buffer, headers, topic) | np.repeat([each != topic for each in topics], counts)
-    if not fine.all() or (policy.verify and not verify(window.buffer, headers, store._checksum).all()):
+        fine &= topic_is(buffer, headers, topic) | np.repeat([each != topic for each in topics], counts)
+    if not fine.all() or (policy.verify and not verify(buffer, headers, store._checksum).all()):
         return None
-    codes = found["tags_code"].astype(np.int64)
-    return Piece(None, None, slots, physical, sizes, codes, window.buffer, window.base, headers)
+    return piece
 
 
 def stretch_batches(stretches: Iterable[Stretch], policy: Policy) -> Iterator[list[Piece]]:
@@ -307,12 +362,10 @@ def stretch_batches(stretches: Iterable[Stretch], policy: Policy) -> Iterator[li
 
 
 def _pieces(stretch: Stretch, policy: Policy) -> Iterator[Piece]:
-    for low, high in _spans(stretch.sizes, policy.max_rows, policy.max_bytes):
-        here = slice(low, high)
-        headers = gather(stretch.buffer, stretch.starts[here])
-        slots, physical = stretch.slots[here], headers.physical_offset
-        sizes, codes = stretch.sizes[here], stretch.tags_codes[here]
-        yield Piece(*stretch.queue, slots, physical, sizes, codes, stretch.buffer, known_headers=headers)
+    for rows in _spans(stretch.sizes, policy.max_rows, policy.max_bytes):
+        headers = gather(stretch.buffer, stretch.starts[rows])
+        found = stretch.slots[rows], headers.physical_offset, stretch.sizes[rows], stretch.tags_codes[rows]
+        yield Piece(*stretch.queue, *found, stretch.buffer, known_headers=headers)
 
 
 def _joined(pieces: Iterator[Piece], policy: Policy, enough: int = _ENOUGH_ROWS) -> Iterator[list[Piece]]:
@@ -331,162 +384,11 @@ def _joined(pieces: Iterator[Piece], policy: Policy, enough: int = _ENOUGH_ROWS)
         yield group
 
 
-def _holes(queue: ConsumeQueue, slots: _Int64s, policy: Policy) -> Iterator[list[Piece]]:
-    """Units that are not there, though later ones are."""
-    for slot in slots.tolist():
-        finding = queue.missing_units(slot, slot)
-        policy.damage(finding)
-        if policy.on_corrupt == "keep":
-            one, bad = np.full(1, -1, np.int64), np.ones(1, np.bool_)
-            yield [Piece(*queue.ref, np.full(1, slot), one, one, None, bad=bad, errors=[finding.detail])]
-
-
-def _looked_up(
-    store: MessageStore, windows: Windows, topic: bytes, whole: Piece, policy: Policy, keep: Keep
-) -> Iterator[Piece]:
-    """`whole`, checked."""
-    if not len(whole) or not lie_far_apart(whole.physical, whole.sizes):
-        yield from _through_windows(store, windows, topic, whole, policy, keep)
-        return
-    for low, high in _spans(whole.sizes, policy.max_rows, policy.max_bytes):
-        piece = whole.rows(low, high)
-        data = windows.read(piece.physical, piece.sizes)
-        if data is None:
-            yield from _through_windows(store, windows, topic, piece, policy, keep)
-        else:
-            yield from _checked(store, data, np.cumsum(piece.sizes) - piece.sizes, topic, piece, policy, keep)
-
-
-def _through_windows(
-    store: MessageStore, windows: Windows, topic: bytes, whole: Piece, policy: Policy, keep: Keep
-) -> Iterator[Piece]:
-    """`whole` by the windows that its records lie in."""
-    size = store.manifest.commitlog_segment_bytes
-    physical, ends = whole.physical, whole.physical + whole.sizes
-    cells = windows.cells(physical)
-    bounds = (np.flatnonzero(np.diff(cells)) + 1).tolist()
-    for first, last in zip([0, *bounds], [*bounds, len(cells)], strict=True):
-        if first == last:
-            continue
-        cell = int(cells[first])
-        end = min(int(ends[first:last].max()), cell - cell % size + size)
-        window = windows.of(cell, end)
-        if window is None:
-            store._find_news()
-            if int(physical[first]) < store.min_offset:
-                policy.removed += last - first
-                continue
-            window = windows.of(cell, end) or Window(cell, b"", True)
-        for low, high in _spans(whole.sizes[first:last], policy.max_rows, policy.max_bytes):
-            piece = whole.rows(first + low, first + high)
-            yield from _checked(store, window.buffer, piece.physical - window.base, topic, piece, policy, keep)
-
-
-def _checked(
-    store: MessageStore,
-    buffer: mmap.mmap | bytes,
-    positions: _Int64s,
-    topic: bytes,
-    piece: Piece,
-    policy: Policy,
-    keep: Keep,
-) -> Iterator[Piece]:
-    """The records at these positions of a buffer, to which the units lead."""
-    if _are_ordinary(store, buffer, positions, topic, piece, policy, keep):
-        yield piece
-        return
-    inside = (positions + piece.sizes <= len(buffer)) & (piece.sizes >= MIN_RECORD_BYTES)
-    rows = np.arange(len(piece)) if inside.all() else np.flatnonzero(inside)
-    if policy.verify and store._checksum == "crc32c-record" and _lie_apart(positions, piece.sizes):
-        buffer, positions = _put_together(buffer, positions, piece.sizes, rows)
-    headers = gather(buffer, positions[rows], topic=topic)
-    fine = headers.ok & (headers.size == piece.sizes[rows]) & (headers.physical_offset == piece.physical[rows])
-    if not fine.all():
-        rows = rows[fine]
-        headers = gather(buffer, positions[rows])
-    fine = verify(buffer, headers, store._checksum) if policy.verify else np.ones(len(rows), np.bool_)
-    own = (headers.queue_id == piece.queue_id) & (headers.queue_offset == piece.slots[rows])
-    own &= topic_is(buffer, headers, topic)
-    for i in np.flatnonzero(fine & ~own).tolist():
-        assert piece.topic is not None
-        assert piece.queue_id is not None
-        row = rows[i]
-        fine[i] = is_listed(buffer, int(positions[row]), piece.topic, piece.queue_id, int(piece.slots[row]))
-    if not fine.all():
-        rows = rows[fine]
-        headers = gather(buffer, positions[rows])
-    piece.buffer, piece.known_headers = buffer, headers
-    if len(rows) < len(piece):
-        bad = np.ones(len(piece), np.bool_)
-        bad[rows] = False
-        errors = []
-        for row in np.flatnonzero(bad).tolist():
-            slot, physical, size = int(piece.slots[row]), int(piece.physical[row]), int(piece.sizes[row])
-            assert piece.topic is not None
-            assert piece.queue_id is not None
-            finding = store.loss_at(physical, size, QueueRef(piece.topic, piece.queue_id), slot)
-            errors.append(finding.detail)
-            policy.damage(finding)
-        piece.bad, piece.errors = bad, errors
-        if policy.on_corrupt != "keep":
-            piece = piece.sound()
-    if len(piece):
-        yield piece
-
-
-def _are_ordinary(
-    store: MessageStore,
-    buffer: mmap.mmap | bytes,
-    positions: _Int64s,
-    topic: bytes,
-    piece: Piece,
-    policy: Policy,
-    keep: Keep,
-) -> bool:
-    """Whether all records are sound and nothing rare, by compiled parts: one pass, in which is kept what is wanted. Of
-    all else, `_checked` finds out what it is."""
-    if policy.verify and store._checksum != "crc32c-record":
-        return False
-    assert piece.queue_id is not None, "of a queue scan"
-    found = ordinary_bodies(
-        *(buffer, positions, piece.physical, piece.sizes, piece.slots, piece.queue_id, topic),
-        copied=keep.bodies,
-        headers=keep.headers,
-        checksums=policy.verify,
-    )
-    if found is None:
-        return False
-    ends, bodies, piece.known_headers = found
-    piece.buffer, piece.positions = buffer, positions
-    if bodies is not None:
-        piece.plain_bodies = bodies, ends - positions - BODY_AT_V4
-    return True
-
-
-def _lie_apart(positions: _Int64s, sizes: _Int64s) -> bool:
-    """Whether few of these records, mostly small ones, lie side by side: their queue shares the log with others."""
-    if len(positions) < _WORTH_COPYING or int(sizes.sum()) > len(sizes) * _SMALL_BYTES:
-        return False
-    return 2 * int((positions[1:] == positions[:-1] + sizes[:-1]).sum()) < len(positions)
-
-
-def _put_together(
-    buffer: mmap.mmap | bytes, positions: _Int64s, sizes: _Int64s, rows: _Int64s
-) -> tuple[bytes, _Int64s]:
-    """(a copy of the records of these rows side by side, where in it each begins). Checksums of records that lie side
-    by side are compared by the run (`layout.scan.verify`), which saves far more than the copy costs."""
-    _, offsets, data = cut(buffer, positions[rows], positions[rows] + sizes[rows]).buffers()
-    moved = np.zeros(len(positions), np.int64)
-    moved[rows] = np.frombuffer(offsets, np.int32, len(rows) + 1)[:-1]
-    return data.to_pybytes(), moved
-
-
 # -- log scan ----------------------------------------------------------------------------------------------------------
 
 
 def log_batches(
     store: MessageStore,
-    windows: Windows,
     start: int,
     stop: int,
     policy: Policy,
@@ -508,137 +410,81 @@ def log_batches(
         return seen[topic]
 
     size = store.manifest.commitlog_segment_bytes
-    for first in range(start // size * size, stop, size):
-        low, high = max(start, first), min(stop, first + size)
-        known = low if at_record or low == first else _led_to(windows, first, low, first + size, store._checksum)
-        for window, found in _records(store, windows, low, high, known, policy):
-            if isinstance(found, Finding):
-                yield [_stretch_without_record(first, found)]
+    for base in range(start // size * size, stop, size):
+        low, high = max(start, base), min(stop, base + size)
+        for found in _events(store, base, low, high, at_record or low == base, policy):
+            if isinstance(found, Bad):
+                yield from _no_record(store, found, policy)
                 continue
-            chosen = _listed(window, found, is_wanted)
-            headers = found if chosen.all() else gather(window.buffer, found.positions[chosen])
-            if len(headers):
-                sizes = headers.size.astype(np.int64)
-                offsets, physical = headers.queue_offset, headers.physical_offset
-                yield [Piece(None, None, offsets, physical, sizes, None, window.buffer, window.base, headers)]
+            chosen = _listed(found, is_wanted)
+            positions, sizes = found.headers.positions[chosen], found.headers.size[chosen].astype(np.int64)
+            for rows in _spans(sizes, policy.max_rows, policy.max_bytes):
+                headers = gather(found.buffer, positions[rows])
+                numbers = headers.queue_offset, headers.physical_offset, sizes[rows]
+                yield [Piece(None, None, *numbers, None, found.buffer, base, headers)]
 
 
-def _stretch_without_record(segment: int, finding: Finding) -> Piece:
-    where = np.array([segment + finding.position], np.int64)
-    length = np.array([finding.length], np.int64)
-    absent = np.full(1, -1, np.int64)
-    return Piece(None, None, absent, where, length, None, bad=np.ones(1, np.bool_), errors=[finding.detail])
+def _events(
+    store: MessageStore, base: int, low: int, high: int, at_record: bool, policy: Policy
+) -> Iterator[Good | Bad]:
+    """The records that begin in [low, high) of the segment at `base`, and the bytes that are none."""
+    there = store._segment_at(low, high)
+    if there is None:
+        if low < store.min_offset:
+            policy.removed += 1  # at least: nobody knows how many they were
+        else:
+            yield Bad("missing_segment", low, high, "no file holds these bytes")
+        return
+    segment, buffer = there
+    start = low - base if at_record else _led_to(store, buffer, base, low - base)
+    if start is None:
+        found = first_good_in(store._run, segment, low - base, store._checksum, high - base)
+        start = None if found is None else found - base
+    if start is not None and start < high - base:
+        scan = scan_segment(store._run, segment, start, store._checksum, stop=high - base, checksums=policy.verify)
+        end = base + (yield from scan)
+        if end < high:
+            yield Bad(
+                "bad_record", end, high, check_record(buffer, end - base, len(buffer), end, store._checksum).detail
+            )
 
 
-def _listed(window: Window, headers: Headers, is_wanted: Callable[[bytes], bool]) -> _Bools:
+def _led_to(store: MessageStore, buffer: _Buffer, base: int, low: int) -> int | None:
+    """Where the first record at or behind `low` begins, as the lengths of those before it lead there from the start of
+    their segment; None where they do not. Who looked for one from `low` on might take for a record what the body of
+    another holds, made by a producer for just that place."""
+    low = min(low, len(buffer))
+    _, at = walk(buffer, 0, low)
+    if at == low:
+        return at
+    _, end = walk(buffer, at, len(buffer), 1)
+    if end > at:
+        return end
+    return len(buffer) if check_record(buffer, at, len(buffer), base + at, store._checksum).status == "blank" else None
+
+
+def _listed(found: Good, is_wanted: Callable[[bytes], bool]) -> _Bools:
     """Which records dispatch gives a unit, of the topics that are wanted."""
+    headers = found.headers
     transaction = headers.sys_flag & TRANSACTION_MASK
     chosen: _Bools = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
     chosen &= headers.queue_id >= 0
     at = headers.topic_position
-    topics = cut(window.buffer, at, at + headers.topic_size).dictionary_encode()
+    topics = cut(found.buffer, at, at + headers.topic_size).dictionary_encode()
     verdicts = np.array([is_wanted(topic) for topic in topics.dictionary.to_pylist()], np.bool_)
     if not verdicts.all():
         chosen &= verdicts[topics.indices.to_numpy()]
     return chosen
 
 
-def _records(
-    store: MessageStore, windows: Windows, low: int, high: int, known: int | None, policy: Policy
-) -> Iterator[tuple[Window, Headers | Finding]]:
-    """Records that begin in [low, high) of one segment, a batch at a time; with the policy "keep" also what is none.
-    `known`: where the first begins; None: at the first place where one verifies."""
-    size = store.manifest.commitlog_segment_bytes
-    last = low - low % size + size
-    length = 0
-    at, synced = (low, False) if known is None else (known, True)
-    while at < high:
-        window = windows.from_(at, min(last, at + length))
-        if window is None:
-            store._find_news()
-            if at < store.min_offset:
-                policy.removed += 1  # at least: nobody knows how many they were
-            else:
-                yield from _no_record(store, Window(at, b"", True), at, high, "no file holds these bytes", policy)
-            return
-        buffer, base = window.buffer, window.base
-        if not synced:
-            found = find_next(buffer, at - base, len(buffer), base, store._checksum)
-            if found is None and not window.at_end:
-                length = last - at  # it may not fit the window
-                continue
-            if found is None or base + found >= high:
-                return
-            at, synced = base + found, True
-        positions, stop = walk(buffer, at - base, len(buffer))
-        positions = positions[: int(np.searchsorted(positions, high - base))]
-        bad_at = -1
-        sizes = np.diff(np.append(positions, stop))
-        for a, b in _spans(sizes, policy.max_rows, policy.max_bytes):
-            headers = gather(buffer, positions[a:b])
-            fine = headers.ok & (headers.physical_offset == headers.positions + base)
-            if policy.verify:
-                fine &= verify(buffer, headers, store._checksum)
-            if not fine.all():
-                good = int(np.argmin(fine))
-                bad_at = base + int(positions[a + good])
-                headers = gather(buffer, positions[a : a + good])
-            if len(headers):
-                yield window, headers
-            if bad_at >= 0:
-                break
-        if bad_at < 0:
-            if base + stop >= high:
-                return
-            moved, at = base + stop > at, base + stop
-            if not window.at_end and moved:
-                length = 0  # the next record may lie across the window's end
-                continue
-            bad_at = at
-            if check_record(buffer, at - base, last - base, at, store._checksum).status == "blank":
-                return
-        if not window.at_end and not length:
-            at, length = bad_at, last - bad_at  # it, or what comes behind the damage, may be larger than the window
-            continue
-        detail = check_record(buffer, bad_at - base, last - base, bad_at, store._checksum).detail
-        found = find_next(buffer, bad_at - base + 1, len(buffer), base, store._checksum)
-        behind = high if found is None else min(high, base + found)
-        yield from _no_record(store, window, bad_at, behind, detail or "it is not what it should be", policy)
-        at, length = behind, 0
-
-
-def _led_to(windows: Windows, first: int, low: int, last: int, checksum: Checksum) -> int | None:
-    """Where the first record at or behind `low` begins, as the lengths of those before it lead there from `first`, the
-    segment's start; None where they do not. Who looked for one from `low` on might take for a record what the body of
-    another holds, made by a producer for just that place."""
-    at = first
-    length = 0
-    while at < low:
-        window = windows.from_(at, min(last, at + length))
-        if window is None:
-            return None
-        positions, stop = walk(window.buffer, at - window.base, len(window.buffer))
-        behind = int(np.searchsorted(positions, low - window.base))
-        if behind < len(positions):
-            return window.base + int(positions[behind])
-        if window.base + stop > at:
-            at, length = window.base + stop, 0
-        elif not window.at_end and not length:
-            length = last - at  # the record may be larger than the window
-        else:
-            blank = check_record(window.buffer, at - window.base, last - window.base, at, checksum).status == "blank"
-            return last if blank else None
-    return at
-
-
-def _no_record(
-    store: MessageStore, window: Window, start: int, end: int, detail: str, policy: Policy
-) -> Iterator[tuple[Window, Finding]]:
-    size = store.manifest.commitlog_segment_bytes
-    missing = store.missing_segment(start)
-    file, position = missing or f"commitlog/{start - start % size:020d}", start % size
+def _no_record(store: MessageStore, found: Bad, policy: Policy) -> Iterator[list[Piece]]:
+    size, length = store.manifest.commitlog_segment_bytes, found.end - found.start
+    missing = store.missing_segment(found.start)
+    file, position = missing or f"commitlog/{found.start - found.start % size:020d}", found.start % size
     kind: Literal["missing_segment", "bad_record"] = "bad_record" if missing is None else "missing_segment"
-    finding = Finding(kind, file, position, end - start, f"{end - start} bytes hold no record: {detail}")
-    policy.damage(finding)
+    detail = f"{length} bytes hold no record: {found.detail or 'it is not what it should be'}"
+    policy.damage(Finding(kind, file, position, length, detail))
     if policy.on_corrupt == "keep":
-        yield window, finding
+        where, absent = np.full(1, found.start, np.int64), np.full(1, -1, np.int64)
+        whole = np.full(1, length, np.int64)
+        yield [Piece(None, None, absent, where, whole, None, bad=np.ones(1, np.bool_), errors=[detail])]

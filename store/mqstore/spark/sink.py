@@ -145,7 +145,6 @@ class _Write:
             version=version,
             partition=partition,
             topic=options.topic,
-            validate=options.validate,
             max_rows=options.max_rows_per_shard,
         )
         folder = transaction_folder(Path(options.path), app, version, self.writer)

@@ -99,14 +99,7 @@ def _app(value: str) -> str:
 SINK_OPTIONS: Final = OptionTable(
     (
         Option("path", "path", "", "a path", "the store, or the store set (as does `.save(path)`)", _path),
-        Option(
-            "topic",
-            "topic",
-            "column `topic`",
-            "a topic",
-            "where all rows go; wins over the column",
-            text,
-        ),
+        Option("topic", "topic", "column `topic`", "a topic", "where all rows go; wins over the column", text),
         Option(
             "target",
             "target",
@@ -136,7 +129,7 @@ SINK_OPTIONS: Final = OptionTable(
             "validate",
             "true",
             YES_NO,
-            "false: properties may bear reserved names and any characters, as those of copied messages do",
+            "false changes nothing: every rule of a put is checked. Column `record` copies messages as they are",
             boolean,
         ),
         Option(

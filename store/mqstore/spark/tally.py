@@ -201,33 +201,19 @@ class Tally:
         sizes = headers.body_size.astype(np.int64)
         stored = np.clip(headers.store_timestamp_ms, _YEAR_1_MS, _YEAR_9999_MS)
         born = np.clip(headers.born_timestamp_ms, _YEAR_1_MS, _YEAR_9999_MS)
-        intervals = stored // self.interval_ms
         self.sizes.add(sizes)
         self.delays.add(np.maximum(stored - born, 0))
         self.retries += int(np.count_nonzero(headers.reconsume_times > 0))
-        if len(sizes):
-            self._add(intervals, sizes)
-            if self._sizes_by_interval is not None:
-                self._sizes_by_interval.add(intervals * _BINS + _bins_of(sizes), np.ones(len(sizes), np.int64))
-                self._note_largest(intervals, sizes)
-
-    def _note_largest(self, intervals: _Int64s, sizes: _Int64s) -> None:
-        numbers, which = np.unique(intervals, return_inverse=True)
-        largest = np.zeros(len(numbers), np.int64)
-        np.maximum.at(largest, which, sizes)
-        for number, size in zip(numbers.tolist(), largest.tolist(), strict=True):
-            self._largest[number] = max(size, self._largest.get(number, 0))
-
-    def _add(self, intervals: _Int64s, sizes: _Int64s) -> None:
-        low = int(intervals.min())
-        span = int(intervals.max()) - low + 1
-        if span > 4 * len(intervals) + 64:  # far apart: a slot for each would be wasted
-            self._by_interval.add(intervals, np.ones(len(intervals), np.int64), sizes)
-            return
-        messages = np.bincount(intervals - low, minlength=span)
-        size = np.bincount(intervals - low, weights=sizes, minlength=span).astype(np.int64)
-        there = np.flatnonzero(messages)
-        self._by_interval.add(there + low, messages[there], size[there])
+        numbers, which = np.unique(stored // self.interval_ms, return_inverse=True)
+        count = len(numbers)
+        totals = np.bincount(which, weights=sizes, minlength=count).astype(np.int64)
+        self._by_interval.add(numbers, np.bincount(which, minlength=count), totals)
+        if self._sizes_by_interval is not None:
+            self._sizes_by_interval.add(numbers[which] * _BINS + _bins_of(sizes), np.ones(len(sizes), np.int64))
+            largest = np.zeros(count, np.int64)
+            np.maximum.at(largest, which, sizes)
+            for number, size in zip(numbers.tolist(), largest.tolist(), strict=True):
+                self._largest[number] = max(size, self._largest.get(number, 0))
 
     def by_interval(self) -> tuple[_Int64s, _Int64s, _Int64s]:
         """(number of the interval, messages, bytes) of each that has messages, in order of time. ConfigError for more

@@ -59,10 +59,8 @@ def read_slices(
     for (name, by_time), pieces in groupby(slices, key=lambda piece: (piece.store, _is_by_time(piece))):
         before = policy.corrupt, policy.removed
         narrowed = options.tags is None and not by_time
-        with (
-            of_store(name.path),
-            open_sliced(name) as store,
-            ColumnReader(
+        with of_store(name.path), open_sliced(name) as store:
+            reader = ColumnReader(
                 store,
                 columns,
                 tags=tags if narrowed else options.tags,
@@ -72,8 +70,7 @@ def read_slices(
                 body_as=body_as,
                 policy=policy,
                 store_id=name.id,
-            ) as reader,
-        ):
+            )
             for group in _groups(pieces):
                 parts = [(piece.topic, piece.queue_id, piece.start, piece.stop) for piece in group if _is_small(piece)]
                 together = reader.at_once(parts) if parts else None
@@ -123,13 +120,8 @@ def read_pieces(
     """The records of each slice, checked and filtered, before columns are made of them: for who counts. A piece has to
     be done with before the next one is asked for. Raises as `read_slices`."""
     for name, pieces in groupby(slices, key=lambda piece: piece.store):
-        with (
-            of_store(name.path),
-            open_sliced(name) as store,
-            ColumnReader(
-                store, (), tags=options.tags, where=options.filter, keys=options.keys, policy=policy
-            ) as reader,
-        ):
+        with of_store(name.path), open_sliced(name) as store:
+            reader = ColumnReader(store, (), tags=options.tags, where=options.filter, keys=options.keys, policy=policy)
             for piece in pieces:
                 store.load(piece.topic, piece.queue_id)
                 for each in reader.pieces(piece.topic, piece.queue_id, piece.start, piece.stop):

@@ -67,9 +67,15 @@ def readable(path: str) -> Iterator[None]:
 
 @contextmanager
 def of_store(path: str) -> Iterator[None]:
-    """Around reading one store of perhaps many: damage is told with the store that it is in."""
+    """Around reading one store of perhaps many: damage is told with the store that it is in, and a segment that does
+    not fit into the address space of a worker with the remedy."""
     try:
         yield
+    except StoreIOError as error:
+        if error.errno != errno.ENOMEM:
+            raise
+        remedy = "no address space is left to map it; give spark.executor.pyspark.memory more, or leave it unset"
+        raise StoreIOError(error.errno, remedy, error.filename, "map") from None
     except CorruptStoreError as error:
         if path in str(error):
             raise

@@ -174,9 +174,8 @@ def _traffic(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any,
     policy = policy_of(replace(options, on_corrupt="fail" if options.on_corrupt == "fail" else "skip"))
     for ref in _refs(store, options):
         tally = Tally(options.interval_ms, by_interval=True)
-        with ColumnReader(store, (), policy=policy) as reader:
-            for piece in reader.pieces(*ref, *store.offsets(*ref)):
-                tally.add(piece)
+        for piece in ColumnReader(store, (), policy=policy).pieces(*ref, *store.offsets(*ref)):
+            tally.add(piece)
         for number, messages, size, sizes in tally.rows():
             start = _instant(number * options.interval_ms)
             yield *ref, start, messages, size, sizes.percentile(50), sizes.percentile(95), sizes.largest
