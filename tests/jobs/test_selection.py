@@ -21,7 +21,7 @@ from mqstore import MessageStore
 from mqstore.errors import ConfigError, NotAStoreError
 from mqstore.jobs import export_parquet, lag_report, traffic_report, verify
 from mqstore.spark.plan import LogSlice, QueueSlice
-from mqstore.spark.queries import columns_of, create_views, sql
+from mqstore.spark.queries import columns_of
 from mqstore.spark.selection import Plan, Shaped, select
 from mqstore.spark.shipping import pack
 from tests.spark.support import many, write_store
@@ -203,16 +203,6 @@ def test_a_result_is_plain_values() -> None:
 )
 def test_columns_that_a_query_does_not_name_are_left_out(query: str, expected: tuple[str, ...] | None) -> None:
     assert columns_of(query) == expected
-
-
-def test_views_hand_no_filters_down(store: Path) -> None:
-    """A query that read a view by two filters, as a union does, got no row of one of them; `test_source` pins why."""
-    chosen = select(store, options={"pushDown": "true"})
-
-    with pytest.raises(ConfigError, match="pushDown=true: a view may be read more than once"):
-        sql(None, chosen, "select topic from messages")
-    with pytest.raises(ConfigError, match="pushDown"):
-        create_views(None, chosen)
 
 
 # -- the package -------------------------------------------------------------------------------------------------------

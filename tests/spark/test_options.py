@@ -155,7 +155,6 @@ def test_a_small_table_refuses_what_chooses_messages(given: dict[str, str]) -> N
         {"bodyAs": "string"},
         {"decompress": "false"},
         {"minPartitions": "8"},
-        {"pushDown": "true"},
     ],
 )
 def test_a_small_table_refuses_what_says_how_messages_are_read(given: dict[str, str]) -> None:
@@ -190,7 +189,7 @@ def test_a_table_of_whole_stores_refuses_topics(name: str, value: str) -> None:
             parse(view=view, **{name: value}).for_batch()
 
 
-@pytest.mark.parametrize("given", [{"pushDown": "true"}, {"interval": "5m"}])
+@pytest.mark.parametrize("given", [{"view": "queues"}, {"interval": "5m"}])
 def test_a_stream_refuses_what_it_cannot_go_by(given: dict[str, str]) -> None:
     """It was accepted, and did nothing."""
     parse(**given).for_batch()

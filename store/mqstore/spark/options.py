@@ -86,7 +86,6 @@ class SourceOptions:
     max_bytes_per_batch: int = 8 << 20
     view: View = "messages"
     interval_ms: int = 60_000
-    push_down: bool = False
     max_offsets_per_trigger: int | None = None
     max_bytes_per_trigger: int | None = None
     commit_group: str | None = None
@@ -470,15 +469,6 @@ _TABLE: Final = (
         interval_ms,
     ),
     Option(
-        "pushDown",
-        "push_down",
-        "false",
-        YES_NO,
-        "take over filters from Spark, for a frame that is used once, in one query, and where no clock was set back by "
-        "more than a minute (see `spark-source.md`)",
-        boolean,
-    ),
-    Option(
         "maxOffsetsPerTrigger",
         "max_offsets_per_trigger",
         "",
@@ -507,7 +497,7 @@ _TABLE: Final = (
 SOURCE_OPTIONS: Final = OptionTable(_TABLE)
 OPTIONS: Final[Mapping[str, Option]] = SOURCE_OPTIONS.options
 """Every option by its name."""
-_HOW_READ: Final = ("readBy", "includeProperties", "bodyAs", "decompress", "minPartitions", "pushDown")
+_HOW_READ: Final = ("readBy", "includeProperties", "bodyAs", "decompress", "minPartitions")
 CHOOSING: Final = (
     "tags",
     "filter",
@@ -529,7 +519,6 @@ _ONLY: Final = {
     "endingTimestamp": "batch",
     "view": "batch",
     "interval": "batch",
-    "pushDown": "batch",
     "maxOffsetsPerTrigger": "stream",
     "maxBytesPerTrigger": "stream",
     "commitGroup": "stream",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from typing import Any, Final, cast
 
-from mqstore.errors import ConfigError
 from mqstore.spark.columns import default_columns
 from mqstore.spark.options import View, not_for
 from mqstore.spark.selection import Selection, Stores, select
@@ -72,11 +71,6 @@ def sql(spark: Any, stores: Stores | Selection, query: str) -> Any:
 def _create(
     spark: Any, selection: Selection, wanted: tuple[str, ...], columns: tuple[str, ...] | None
 ) -> tuple[str, ...]:
-    if selection.options.push_down:  # how often a query reads a view does not show in its text
-        raise ConfigError(
-            "option pushDown=true: a view may be read more than once, and Spark gives the filter of one to all; "
-            "leave it out, and narrow what is read by topics and bounds"
-        )
     given = {name: value for name, value in selection.given.items() if name.lower() not in ("columns", "view")}
     for name in wanted:
         source = spark.read.format("mqstore")
