@@ -26,12 +26,12 @@ import numpy.typing as npt
 
 from mqstore.errors import CorruptStoreError
 from mqstore.layout.consumequeue import UNIT_DTYPE, is_void
-from mqstore.layout.dispatch import is_listed
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.record import BODY_AT_V4, MIN_RECORD_BYTES, TRANSACTION_COMMIT, TRANSACTION_MASK, check_record
 from mqstore.layout.scan import Headers, gather, ordinary_bodies, topic_is, verify, walk
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
+from mqstore.log.reader import sound_records
 from mqstore.log.report import Finding
 from mqstore.log.scanner import Bad, Good, first_good_in, scan_segment
 from mqstore.log.store import MessageStore
@@ -263,20 +263,9 @@ class QueueScan:
             yield piece
             return
         store, policy = self._store, self._policy
-        rows = np.flatnonzero((positions + piece.sizes <= len(buffer)) & (piece.sizes >= MIN_RECORD_BYTES))
-        headers = gather(buffer, positions[rows], topic=queue.topic_bytes)
-        fine = headers.ok & (headers.size == piece.sizes[rows]) & (headers.physical_offset == piece.physical[rows])
-        if not fine.all():
-            rows = rows[fine]
-            headers = gather(buffer, positions[rows])
-        fine = verify(buffer, headers, store._checksum) if policy.verify else np.ones(len(rows), np.bool_)
-        own = (headers.queue_id == queue.queue_id) & (headers.queue_offset == piece.slots[rows])
-        own &= topic_is(buffer, headers, queue.topic_bytes)
-        for i in np.flatnonzero(fine & ~own).tolist():
-            fine[i] = is_listed(buffer, int(positions[rows[i]]), *queue.ref, int(piece.slots[rows[i]]))
-        if not fine.all():
-            rows = rows[fine]
-            headers = gather(buffer, positions[rows])
+        checksum = store._checksum if policy.verify else None
+        units = piece.physical, piece.sizes, piece.slots
+        rows, headers = sound_records(queue, buffer, positions, *units, checksum)
         if len(rows) < len(piece):
             piece.bad = np.ones(len(piece), np.bool_)
             piece.bad[rows] = False
