@@ -457,35 +457,22 @@ class ColumnReader:
         return part
 
     def _body_of(self, piece: Piece, row: int) -> bytes | str:
-        """The body of a compressed record; if it does not inflate, the text for its row."""
+        """The body of a compressed record; if it does not inflate, which is damage, the text for its row."""
         headers = piece.headers
         assert headers is not None
-        start, size = int(headers.body_position[row]), int(headers.body_size[row])
+        at, size = int(headers.body_position[row]), int(headers.body_size[row])
         try:
-            return inflate(int(headers.sys_flag[row]), piece.buffer[start : start + size])
+            return inflate(int(headers.sys_flag[row]), piece.buffer[at : at + size])
         except (FormatError, MissingPackageError) as error:
-            return self._not_inflated(piece, row, error)
-
-    def _not_inflated(self, piece: Piece, row: int, error: Exception) -> str:
-        """Tell of a body that does not inflate; the text for its row."""
-        headers = piece.headers
-        assert headers is not None
-        where = f"{self._topic_name(piece, row)}, queue {headers.queue_id[row]}, offset {headers.queue_offset[row]}"
-        missing = isinstance(error, MissingPackageError)
-        detail = str(error) if missing else f"{where}: its body does not inflate: {error}"
-        kind: Kind = "not_inflated" if missing else "bad_record"
-        place = place_in_file(int(headers.physical_offset[row]), self.store.manifest.commitlog_segment_bytes)
-        self.policy.damage(Finding(kind, *place, int(headers.size[row]), detail))
-        return detail
-
-    @staticmethod
-    def _topic_name(piece: Piece, row: int) -> str:
-        if piece.topic is not None:
-            return piece.topic
-        headers = piece.headers
-        assert headers is not None
-        at = int(headers.topic_position[row])
-        return str(piece.buffer[at : at + int(headers.topic_size[row])], "utf-8", "replace")
+            at, size = int(headers.topic_position[row]), int(headers.topic_size[row])
+            topic = str(piece.buffer[at : at + size], "utf-8", "replace")
+            where = f"{topic}, queue {headers.queue_id[row]}, offset {headers.queue_offset[row]}"
+            missing = isinstance(error, MissingPackageError)
+            detail = str(error) if missing else f"{where}: its body does not inflate: {error}"
+            kind: Kind = "not_inflated" if missing else "bad_record"
+            place = place_in_file(int(headers.physical_offset[row]), self.store.manifest.commitlog_segment_bytes)
+            self.policy.damage(Finding(kind, *place, int(headers.size[row]), detail))
+            return detail
 
     def _batch(self, pieces: list[Piece]) -> Any:
         arrays = []

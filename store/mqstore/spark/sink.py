@@ -29,6 +29,7 @@ from typing import Any, Final
 
 import pyspark.sql.datasource as datasource
 from pyspark import TaskContext
+from pyspark.sql import DataFrame
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
 from pyspark.sql.types import (
     ArrayType,
@@ -51,7 +52,7 @@ from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
 from mqstore.spark.telling import plain_errors
 from mqstore.spark.workers import settle
 
-__all__ = ["BATCH_PROPERTY", "QUERY_PROPERTY", "Staged", "batch_writer", "stream_writer"]
+__all__ = ["BATCH_PROPERTY", "QUERY_PROPERTY", "Staged", "batch_writer", "ordered", "stream_writer"]
 
 QUERY_PROPERTY: Final = "sql.streaming.queryId"
 BATCH_PROPERTY: Final = "streaming.sql.batchId"
@@ -305,3 +306,24 @@ def _arrow_type(kind: DataType, pa: Any) -> Any:
         return pa.struct([(each.name, _arrow_type(each.dataType, pa)) for each in kind.fields])
     simple = {StringType: pa.string(), BinaryType: pa.binary(), IntegerType: pa.int32(), LongType: pa.int64()}
     return simple.get(type(kind), pa.timestamp("us", "UTC"))
+
+
+def ordered(frame: DataFrame, *, key: str = "sharding_key", by: Sequence[str]) -> DataFrame:
+    """`frame` with all rows of a key in one partition, and there in the order of the columns `by`.
+
+    A task writes the rows of its partition in their order, and what it wrote goes into the log as one block: so the
+    messages of a key follow each other in a queue as `by` says. Across tasks Spark knows no order. Use it last before
+    `write`: what comes after it may move rows, but for a `drop` of columns that a message does not have. Rows without a
+    key all meet in one partition, which may become large.
+
+    ConfigError for a column that is not there, and for no `by`.
+    """
+    by = [by] if isinstance(by, str) else list(by)
+    missing = [name for name in (key, *by) if name not in frame.columns]
+    if missing:
+        raise ConfigError(
+            f"ordered: the frame has no column {', '.join(map(repr, missing))}; there are {', '.join(frame.columns)}"
+        )
+    if not by:
+        raise ConfigError("ordered: by names no column; without one the rows of a key have no order, as in by=['time']")
+    return frame.repartition(key).sortWithinPartitions(*by)
