@@ -565,10 +565,12 @@ def test_what_may_be_a_write_is_told_what_a_write_takes() -> None:
         ({"path": "/p", "topci": "a"}, r"^no option 'topci'; did you mean 'topic'\?$"),
         ({"path": "/p", "qwertz": ""}, "^no option 'qwertz'; to write there are path, topic, .*; to read, path, paths"),
         ({"path": "/p", "topic": ""}, "^option topic='': it "),
-        ({"topic": "t"}, r"to write, \.save\(PATH\)"),
+        ({"topic": "t"}, r"^no target: give \.save\(PATH\)"),
     ):
         with pytest.raises(ConfigError, match=says):
             MQStoreDataSource(given)
+    with pytest.raises(ConfigError, match=r"^option 'topic' is for writing; to read there are .*subscribe"):
+        MQStoreDataSource({"path": "/p", "topic": "t"}).schema()
 
 
 @pytest.mark.usefixtures("spark_environment")
