@@ -172,24 +172,32 @@ def test_letters_are_counted_by_group_and_origin(letters: Path) -> None:
 
     expected: Counter[tuple[str, str]] = Counter()
     times: dict[tuple[str, str], list[int]] = {}
-    reasons: dict[tuple[str, str], Counter[str | None]] = {}
+    reasons: dict[tuple[str, str], Counter[str]] = {}
     for i in range(9):
         key = ("billing", "audit")[i % 3 == 2], ("orders", "payments")[i % 2]
         expected[key] += 1
         times.setdefault(key, []).append(T0 + i * DAY_MS)
-        reasons.setdefault(key, Counter())["no stock" if i % 3 else None] += 1
+        reasons.setdefault(key, Counter())["no stock" if i % 3 else ""] += 1
     rows = {(row.group, row.origin_topic): row for row in report.rows}
     assert {key: row.count for key, row in rows.items()} == dict(expected)
     assert report.total == 9
     for key, row in rows.items():
         assert (row.oldest_ms, row.newest_ms) == (min(times[key]), max(times[key]))
-        assert {each.reason: each.at_least for each in row.reasons} == dict(reasons[key])
-        assert all(each.at_least == each.at_most for each in row.reasons)
-        assert [each.store_ms for each in row.samples] == sorted(times[key], reverse=True)[:3]
-        newest = (row.samples[0].store_ms - T0) // DAY_MS
-        assert row.samples[0].keys == (f"k-{newest}",)
-        assert row.samples[0].body == f"\\x1b[2J café \\xff\\\\ {newest}"
-        assert row.samples[0].store == "a"
+        assert row.max_attempts == 1
+        assert row.reasons == dict(reasons[key])
+
+
+def test_of_very_many_reasons_the_later_ones_are_counted_together(
+    letters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mqstore.jobs.dlq._DISTINCT", 1)
+
+    reasons: Counter[str] = Counter()
+    for row in dlq_report(letters).rows:
+        assert len(row.reasons) <= 2
+        assert sum(row.reasons.values()) == row.count
+        reasons.update(row.reasons)
+    assert reasons["other reasons"] > 0
 
 
 def test_letters_can_be_chosen(letters: Path) -> None:
@@ -201,11 +209,6 @@ def test_letters_can_be_chosen(letters: Path) -> None:
         dlq_report(letters, groups=["audit", "nosuch"])
     assert dlq_report(select(letters, topics="payments")).total == 4
     assert dlq_report(select(letters, start=day(2), stop=day(6))).total == 4
-    bare = dlq_report(letters, samples=0, reasons=0)
-    assert all(row.samples == row.reasons == () for row in bare.rows)
-    assert dlq_report([letters], samples=1).rows[0].samples[0].attempts == 1
-    with pytest.raises(ConfigError, match="samples=-1"):
-        dlq_report(letters, samples=-1)
 
 
 @pytest.mark.parametrize(
