@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,8 @@ def test_the_lag_of_a_group_is_that_of_all_its_queues_and_stores(tmp_path: Path)
 
 def test_two_looks_tell_which_way_it_goes(tmp_path: Path) -> None:
     path = fill(tmp_path / "s", {0: 10, 1: 10}, {("g", 0): 2, ("g", 1): 5, ("slow", 0): 10, ("slow", 1): 9})
-    first = lag_report({"s": path}).to_dict()
-    first["taken_ms"] -= 20_000  # as if it had been taken so long before
+    first = lag_report({"s": path})
+    first = replace(first, taken_ms=first.taken_ms - 20_000)  # as if it had been taken so long before
     with broker(path) as running:
         for _ in range(4):
             running.put("orders", b"x", queue_id=0)
@@ -82,10 +83,10 @@ def test_two_looks_tell_which_way_it_goes(tmp_path: Path) -> None:
 
     second = lag_report({"s": path}, previous=first)
 
-    passed_s = (second.taken_ms - first["taken_ms"]) / 1000
+    passed_s = (second.taken_ms - first.taken_ms) / 1000
     rows = {row.group: row for row in second.groups}
     g, slow = rows["g"], rows["slow"]
-    assert second.previous_ms == first["taken_ms"]
+    assert second.previous_ms == first.taken_ms
     assert (g.messages, g.stuck_queues) == (5, 1)  # queue 1: 5 left, as before
     assert g.consumed_per_second == pytest.approx(12 / passed_s, abs=1e-6)
     assert g.arriving_per_second == pytest.approx(4 / passed_s, abs=1e-6)
@@ -122,8 +123,6 @@ def test_groups_and_topics_can_be_chosen(tmp_path: Path) -> None:
         lag_report(path, groups=["a", "c"])
     with pytest.raises(ConfigError, match="no store knows the topic 'nope'; there are 'empty', 'orders'"):
         lag_report(path, topics="orders,nope")
-    with pytest.raises(ConfigError, match="is no report of lag"):
-        lag_report(path, previous={"queues": 3})
 
 
 def test_the_lag_of_a_java_store_is_what_its_listing_says(golden: Golden) -> None:
