@@ -1,4 +1,4 @@
-"""What the mechanisms of a broker share, and what each of them offers (design.md, "Time is a parameter").
+"""What the mechanisms of a broker share, and what each of them offers (ARCHITECTURE.md).
 
     mechanism   run_once(now_ms) -> next_run_ms     does what is due; a housekeeper thread or a test calls it
                 close()                             persists what it keeps

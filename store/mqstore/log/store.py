@@ -1,4 +1,4 @@
-"""The message store: the log's door (design.md). Opening, putting, keeping house, closing.
+"""The message store: the log's door. Opening, putting, keeping house, closing.
 
     put -> commitlog -> (dispatcher) -> consume queue + index -> read
 
