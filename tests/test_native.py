@@ -27,9 +27,9 @@ from mqstore.layout import record as record_module
 from mqstore.layout.record import check_record, encode_record
 from mqstore.layout.scan import gather
 from mqstore.log import commitlog as commitlog_module
+from mqstore.log.bulk.shard import Window
+from mqstore.log.bulk.splice import _patch
 from mqstore.log.commitlog import SendReceipt
-from mqstore.log.shard import Window
-from mqstore.log.splice import _patch
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig
 from tests.faults import FaultyFileSystem

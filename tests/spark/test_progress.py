@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mqstore import ConfigError, MessageStore, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
-from mqstore.broker.offline import offline
+from mqstore.broker.admin.offline import offline
 from mqstore.broker.parts import open_parts
 from mqstore.spark import telling
 from mqstore.spark.options import SourceOptions

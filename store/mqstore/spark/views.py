@@ -11,14 +11,14 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from mqstore.broker.inspect import delay_levels, group_names, lag_of, pop_view, timer_view
+from mqstore.broker.admin.inspect import delay_levels, group_names, lag_of, pop_view, timer_view
 from mqstore.broker.parts import open_parts
 from mqstore.errors import NotAStoreError
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.scanner import Good, scan_log
+from mqstore.log.recovery.scanner import Good, scan_log
+from mqstore.log.recovery.verify import verified_ranges
 from mqstore.log.store import MessageStore
-from mqstore.log.verify import verified_ranges
 from mqstore.spark.columns import ColumnReader
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import Counted, StoreName, is_wanted, open_store, queues_of, stores_of
