@@ -88,8 +88,8 @@ def parse(data: bytes, at: int, physical: int, profile: str) -> Record | None:
     if at + _BODY_AT > len(data):
         return None
     size, magic, checksum, queue_id, _, queue_offset, place = _HEAD.unpack_from(data, at)
-    record = data[at : at + size] if size > _BODY_AT else b""
-    if magic & 0xFFFF_FFFF != _MAGIC or len(record) != size or place != physical:
+    record = data[at : at + size]
+    if magic & 0xFFFF_FFFF != _MAGIC or size <= _BODY_AT or len(record) != size or place != physical:
         return None
     (body_size,) = struct.unpack_from(">i", record, _BODY_AT - 4)
     topic_at = _BODY_AT + body_size + 1
