@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.jobs.verifying import TASK_BYTES, bundles
+from mqstore.jobs.verifying import TASK_BYTES, _Piece, bundles
 from mqstore.log.recovery.ranges import RANGE_BYTES
 from mqstore.spark.plan import StoreName
 
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Work:
-    store: StoreName
-    weight: int
+def work(store: str, weight: int) -> _Piece:
+    return _Piece(StoreName(store, store), file=("x", weight))
 
 
-def ranges(count: int, weight: int = RANGE_BYTES, store: str = "s") -> list[Work]:
-    return [Work(StoreName(store, store), weight)] * count
+def ranges(count: int, weight: int = RANGE_BYTES, store: str = "s") -> list[_Piece]:
+    return [work(store, weight)] * count
 
 
 @pytest.mark.parametrize(
@@ -38,7 +34,7 @@ def ranges(count: int, weight: int = RANGE_BYTES, store: str = "s") -> list[Work
         ([], 4, []),
     ],
 )
-def test_tasks_are_even_and_neither_small_nor_huge(pieces: list[Work], tasks: int, sizes: list[int]) -> None:
+def test_tasks_are_even_and_neither_small_nor_huge(pieces: list[_Piece], tasks: int, sizes: list[int]) -> None:
     assert [len(task) for task in bundles(pieces, tasks)] == sizes
 
 
@@ -53,7 +49,7 @@ def test_ranges_that_were_cut_small_are_tasks_of_their_own() -> None:
 def test_every_piece_is_in_one_task_in_order_and_no_task_is_over_full(
     weights: list[tuple[int, int]], tasks: int
 ) -> None:
-    pieces = [Work(StoreName(str(store), "s"), weight) for store, weight in weights]
+    pieces = [work(str(store), weight) for store, weight in weights]
 
     found = bundles(pieces, tasks)
 

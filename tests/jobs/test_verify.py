@@ -60,10 +60,10 @@ def one_process(path: Path) -> tuple[list[Told], int, int]:
 def in_ranges(path: Path, range_bytes: int) -> tuple[list[Told], int, int]:
     """As `verify` does it, with all ranges in one task."""
     name = StoreName("s", str(path))
-    ranges, files, _, errors = job._cut([name], range_bytes)
-    outcomes = job._read(1 << 30, None, [*ranges, *files])
-    [checked] = job._join([job._Joining(name, 1 << 30, outcomes)])
-    assert (errors, checked.row.error, checked.row.unlisted) == ({}, None, 0)
+    (ranges, files), joins = job._cut([name], range_bytes, 1 << 30, None)
+    joins[name].parts += job._read(1 << 30, None, [*ranges, *files])
+    [checked] = job._join([*joins.values()])
+    assert (checked.row.error, checked.row.unlisted) == (None, 0)
     return told(checked.findings), checked.row.messages, checked.row.bytes
 
 
@@ -267,10 +267,10 @@ def test_segments_that_nobody_has_read_are_read_when_the_store_is_joined(tmp_pat
     """A writer rolls on between the planning of a job and its end."""
     path = write_store(tmp_path / "s", many(200), segment_bytes=6_000)
     name = StoreName("s", str(path))
-    ranges, files, _, _ = job._cut([name], 1_000)
+    (ranges, files), joins = job._cut([name], 1_000, 100, None)
 
-    outcomes = job._read(100, None, [*ranges[: len(ranges) // 2], *files])
-    [checked] = job._join([job._Joining(name, 100, outcomes)])
+    joins[name].parts += job._read(100, None, [*ranges[: len(ranges) // 2], *files])
+    [checked] = job._join([*joins.values()])
 
     assert (checked.findings, checked.row.messages) == ([], 201)
 
@@ -291,18 +291,6 @@ def test_of_a_range_so_many_findings_are_told_and_the_others_counted(tmp_path: P
     assert report.stores[0].unlisted == every.stores[0].findings - len(report.findings)
     assert [each.kind for each in report.findings].count("bad_record") == 3
     assert set(report.findings) <= set(every.findings)
-
-
-def test_lost_messages_are_told_by_their_queue_offsets(tmp_path: Path) -> None:
-    path = write_store(tmp_path / "s", many(60))
-    with MessageStore(path, "r") as store:
-        gone = [message.physical_offset for message in store.iter("orders", 1)][3:5]
-    for place in gone:
-        flip(path / "commitlog" / f"{0:020d}", place + 100)
-
-    report = verify(path, range_bytes=700)
-
-    assert [(each.topic, each.queue_id, each.first, each.stop) for each in report.lost] == [("orders", 1, 3, 5)]
 
 
 def test_keys_without_an_entry_are_counted_over_all_ranges(tmp_path: Path) -> None:
@@ -371,7 +359,7 @@ def test_a_writer_that_comes_while_a_task_is_at_it_is_noticed(tmp_path: Path, mo
 
         monkeypatch.setattr(Verifier, "check", come)
         name = StoreName("s", str(path))
-        [outcome] = job._read(100, None, job._cut([name], 5_000)[0])
+        [outcome] = job._read(100, None, job._cut([name], 5_000, 100, None)[0][0])
 
     assert outcome.error is None
     assert sum(result.records for result in outcome.results) > 101
@@ -396,7 +384,7 @@ def test_a_report_is_plain_values(tmp_path: Path) -> None:
 
     row = report.to_dict()
     assert row["ok"] is False
-    assert set(row["findings"][0]) == {"store", "kind", "file", "position", "length", "detail"}
+    assert set(row["findings"][0]) == {"store", "kind", "file", "position", "length", "detail", "known"}
 
 
 # -- the view ----------------------------------------------------------------------------------------------------------

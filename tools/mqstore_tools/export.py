@@ -40,7 +40,7 @@ from mqstore_tools.shown import export_row, raw_bodies_option
 __all__ = ["export", "lines"]
 
 
-_OF_A_FOLDER = ("partition_by", "compression", "txn", "start", "stop", "where", "options", "jobs")
+_OF_A_FOLDER = ("partition_by", "start", "stop", "where", "options", "jobs")
 _OF_A_FILE = ("queue_id", "from_offset", "max_messages", "output", "raw_bodies")
 """Options that go with --to, and those that do not."""
 
@@ -79,18 +79,6 @@ Examples:
     show_default=True,
     help="With --to: what becomes folders: store, topic, queue_id and date, the UTC day of storing.",
 )
-@click.option(
-    "--compression",
-    type=click.Choice(["zstd", "snappy", "gzip", "lz4", "brotli", "none"]),
-    default="zstd",
-    show_default=True,
-    help="With --to: of the Parquet files.",
-)
-@click.option(
-    "--txn",
-    metavar="NAME:NUMBER",
-    help="With --to: a name for what writes there, and the number of this run: one written before is skipped.",
-)
 @between_options
 @where_option
 @option_option
@@ -110,8 +98,6 @@ def export(
     raw_bodies: bool,
     to: str | None,
     partition_by: str,
-    compression: str,
-    txn: str | None,
     start: int | datetime | None,
     stop: int | datetime | None,
     where: str | None,
@@ -138,8 +124,8 @@ def export(
         if format_ == "jsonl" and ctx.get_parameter_source("format_") is not click.core.ParameterSource.DEFAULT:
             raise click.UsageError("--to writes Parquet: leave --format jsonl out")
         chosen = {"topics": topics or None, "start": start, "stop": stop, "where": where}
-        given = {"columns": names(columns), "partition_by": names(partition_by) or (), "compression": compression}
-        to_folder(stores, chosen, options, to, {**given, "jobs": jobs}, txn, json_output=json_output)
+        given = {"columns": names(columns), "partition_by": names(partition_by) or (), "jobs": jobs}
+        to_folder(stores, chosen, options, to, given, json_output=json_output)
         return
     if len(stores) > 1:
         raise click.UsageError("several stores go with --to")

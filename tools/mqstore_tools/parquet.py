@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import click
-
 from mqstore_tools.many import pairs, usable
 from mqstore_tools.render import console, note, print_json, progress, show_bytes, table
 
@@ -20,32 +18,21 @@ def to_folder(
     options: tuple[str, ...],
     to: str,
     given: dict[str, Any],
-    txn: str | None,
     *,
     json_output: bool,
 ) -> None:
     """Export the messages that `select(stores, **chosen)` chooses, with `export_parquet(..., **given)`."""
     with usable():
         from mqstore.jobs import export_parquet, select
-    transaction = None if txn is None else _transaction(txn)
     selection = select(stores, **chosen, options=pairs("--option", options))
     with progress("exporting", of_bytes=False) as report:
-        done = export_parquet(selection, to, **given, txn=transaction, progress=report)
+        done = export_parquet(selection, to, **given, progress=report)
     if json_output:
         print_json(done.to_dict())
-    elif done.skipped:
-        note(f"{txn} was written to {to} before; nothing to do")
     elif done.folder is None:
         note(f"nothing new for {to}")
     else:
         _show(done.to_dict())
-
-
-def _transaction(text: str) -> tuple[str, int]:
-    name, _, number = text.rpartition(":")
-    if not name or not number.isdecimal():
-        raise click.UsageError(f"--txn {text!r} is not NAME:NUMBER")
-    return name, int(number)
 
 
 def _show(row: dict[str, Any]) -> None:

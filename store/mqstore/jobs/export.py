@@ -17,10 +17,8 @@ files; after it they see all of them. Two exports into one folder that race for 
 read what the first has written.
 
 The manifest: {"version": 1, "number", "shape", "messages", "record_bytes", "files": [{"path", "rows", "bytes"}],
-"ends": {store: {topic: {queue id: offset}}}, "txns": {app: version}, "stores": {store: {"path", "store_id"}}}. `ends`,
-`txns` and `stores` are those of all runs so far: the newest manifest says where the next run begins, and which
-transactions have been written. Stores have ids there, mostly their paths; by `stores`, which manifests of earlier
-versions lack, one is known again that was moved, or is named by a link. `shape` is what has to be the same in all runs.
+"ends": {store: {topic: {queue id: offset}}}}. `ends` are those of all runs so far: the newest manifest says where the
+next run begins. Stores have ids there, mostly their paths. `shape` is what has to be the same in all runs.
 """
 
 from __future__ import annotations
@@ -42,12 +40,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from mqstore.errors import ConfigError, MQStoreError, NotAStoreError
+from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.filesystem import REAL
 from mqstore.jobs.runner import Progress, Runner
 from mqstore.spark.columns import check_columns, default_columns
 from mqstore.spark.options import QUEUE_ID, SourceOptions
-from mqstore.spark.plan import QueueSlice, StoreName, open_sliced
+from mqstore.spark.plan import QueueSlice
 from mqstore.spark.progress import look
 from mqstore.spark.selection import Selection, Shaped, Stores, local_path, select
 from mqstore.spark.tasks import policy_of, read_slices
@@ -58,7 +56,6 @@ _STAGING: Final = "_staging"
 _MANIFEST: Final = "_manifest.json"
 _FOLDER: Final = "export="
 _STAGING_TTL_S: Final = 7 * 86_400
-_COMPRESSIONS: Final = ("zstd", "snappy", "gzip", "lz4", "brotli", "none")
 _PARTS: Final = ("store", "topic", "queue_id", "date")
 _NULL: Final = "__HIVE_DEFAULT_PARTITION__"
 _DIFFERENT: Final = frozenset(
@@ -79,10 +76,7 @@ class ExportResult(Shaped):
 
     path: str
     folder: str | None
-    """The folder that it added to `path`; None if there was nothing to read, or it had been written before. One without
-    a file notes that queues end earlier than they did, or a transaction that had nothing to write."""
-    skipped: bool
-    """The transaction had been written before, so nothing was done."""
+    """The folder that it added to `path`; None if there was nothing to read."""
     messages: int
     record_bytes: int
     """Of the records of these messages in their stores."""
@@ -105,43 +99,36 @@ def export_parquet(
     topics: str | Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
     partition_by: Sequence[str] = ("topic", "date"),
-    compression: str = "zstd",
-    txn: tuple[str, int] | None = None,
 ) -> ExportResult:
     """Write the messages of `stores` that are not in `dest` yet to Parquet files there, one for each task and each
     value of `partition_by` (of `store`, `topic`, `queue_id` and `date`, the UTC day of storing).
 
     `jobs`, `spark` and `progress`: see `mqstore.jobs`. `columns`: those of the Spark source, all by default; those in
-    `partition_by` become folders. `txn`: a name and a number; a number that is not above the last one of that name is
-    skipped.
+    `partition_by` become folders.
 
     All of it becomes visible in one step, or none. Raises ConfigError for arguments that do not fit, or not what is in
-    `dest`; OffsetOutOfRangeError when retention has deleted what no run has exported; what reading raises.
+    `dest`, and for a queue that ends before what was exported; OffsetOutOfRangeError when retention has deleted what no
+    run has exported; what reading raises.
     """
     started = time.monotonic()
-    job = _Job.of(select(stores, topics=topics), dest, columns, partition_by, compression)
+    job = _Job.of(select(stores, topics=topics), dest, columns, partition_by)
     before = read_manifest(job.dest)
-    if txn is not None and _checked(txn)[1] <= before["txns"].get(txn[0], -(1 << 63)):
-        return ExportResult(job.dest, None, True, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
-    noted, before = before["ends"], job.cut_back(before)
     runner = Runner(jobs, spark, progress)
     tasks, passed = job.tasks(before, runner.slots), job.passed_over(before)
-    if not tasks and txn is None and noted == before["ends"]:
-        return ExportResult(job.dest, None, False, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
-    places = {name.id: place for name in job.selection.stores() if (place := _place(name)) is not None}
+    if not tasks:
+        return ExportResult(job.dest, None, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
     _clear_old_staging(job.dest)
     try:
         os.makedirs(job.staging)
         with runner:
             written = runner.run([*enumerate(tasks)], partial(_write, job), f"mqstore export to {job.dest}")
-        manifest = _manifest(job, before, [*tasks, *passed], places, written, txn)
+        manifest = _manifest(job, before, [*tasks, *passed], written)
         _publish(job, manifest, written)
     finally:
         shutil.rmtree(job.staging, ignore_errors=True)
     return ExportResult(
         job.dest,
         f"{_FOLDER}{manifest['number']:08d}",
-        False,
         manifest["messages"],
         manifest["record_bytes"],
         len(manifest["files"]),
@@ -167,7 +154,7 @@ def read_manifest(dest: str | os.PathLike[str]) -> dict[str, Any]:
             if value["version"] != 1:
                 raise ConfigError(f"{path} is of version {value['version']!r}; this mqstore knows 1")
             for member, right in _MEMBERS.items():
-                if not right(value[member] if member != "stores" else value.get(member, {})):
+                if not right(value[member]):
                     raise ValueError(f"{member} is not what it should be")
             return value
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -177,7 +164,7 @@ def read_manifest(dest: str | os.PathLike[str]) -> dict[str, Any]:
                 f"{path} is no manifest of an export, or damaged ({error!r}): bring it back as it was, or give another "
                 "folder, to which all is exported"
             ) from error
-    return {"version": 1, "number": 0, "shape": {}, "ends": {}, "txns": {}}
+    return {"version": 1, "number": 0, "shape": {}, "ends": {}}
 
 
 def _each(right: Callable[[Any], bool], name: Callable[[str], object] = lambda _: True) -> Callable[[Any], bool]:
@@ -185,25 +172,13 @@ def _each(right: Callable[[Any], bool], name: Callable[[str], object] = lambda _
     return lambda value: type(value) is dict and all(name(key) and right(each) for key, each in value.items())
 
 
-def _is_place(value: Any) -> bool:
-    return _each(lambda each: type(each) is str)(value) and value.keys() >= {"path", "store_id"}
-
-
 _MEMBERS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "number": lambda value: type(value) is int and value > 0,
     "shape": lambda value: type(value) is dict,
     # A queue id in another spelling, or an offset below 0, would pass over messages or export them again.
     "ends": _each(_each(_each(lambda end: type(end) is int and end >= 0, QUEUE_ID.fullmatch))),
-    "txns": _each(lambda version: type(version) is int),
-    "stores": _each(_is_place),
 }
-"""What runs go by in a manifest. `stores` may be absent."""
-
-
-def _checked(txn: Sequence[Any]) -> Sequence[Any]:
-    if len(txn) != 2 or not txn[0] or type(txn[0]) is not str or type(txn[1]) is not int:
-        raise ConfigError(f"txn={txn!r} is not a name and a number")
-    return txn
+"""What runs go by in a manifest."""
 
 
 # -- what is to be done ------------------------------------------------------------------------------------------------
@@ -219,7 +194,6 @@ class _Job:
     columns: tuple[str, ...]
     """Of the files."""
     partition_by: tuple[str, ...]
-    compression: str
 
     @classmethod
     def of(
@@ -228,20 +202,16 @@ class _Job:
         dest: str | os.PathLike[str],
         columns: Sequence[str] | None,
         partition_by: Sequence[str],
-        compression: str,
     ) -> _Job:
         options = selection.options
         _refuse(options)
-        if compression not in _COMPRESSIONS:
-            raise ConfigError(f"compression={compression!r}: there are {', '.join(_COMPRESSIONS)}")
         strange = [name for name in partition_by if name not in _PARTS]
         if strange or len(set(partition_by)) < len(partition_by):
             raise ConfigError(f"partition_by={tuple(partition_by)!r}: each of {', '.join(_PARTS)} may be there once")
         chosen = columns if columns is not None else options.columns
-        keep = options.on_corrupt == "keep"
         if chosen is None:
-            chosen = [name for name in default_columns(keep=keep) if options.include_properties or name != "properties"]
-        chosen = [name for name in check_columns(chosen, keep=keep) if name not in partition_by]
+            chosen = [name for name in default_columns() if options.include_properties or name != "properties"]
+        chosen = [name for name in check_columns(chosen) if name not in partition_by]
         if not chosen:
             raise ConfigError("no column is left for the files: name one that is not in partition_by")
         path = local_path(dest)
@@ -250,7 +220,7 @@ class _Job:
                 raise ConfigError(f"dest={path!r} lies in the store {store.path!r}")
         # A random name: two runs, or one and what a crash left of another, must not share a folder.
         staging = os.path.join(path, _STAGING, secrets.token_hex(8))
-        return cls(selection, path, staging, tuple(chosen), tuple(partition_by), compression)
+        return cls(selection, path, staging, tuple(chosen), tuple(partition_by))
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -268,46 +238,21 @@ class _Job:
         }
 
     def check(self, before: dict[str, Any]) -> None:
-        """ConfigError if what is there is of another shape, or has one of the stores under another id."""
+        """Raise ConfigError if what is there is of another shape, or has more of a queue than there is now."""
+        options = self.selection.options
         for name, value in self.shape.items() if before["number"] else ():
             there = before["shape"].get(name)
             if there != value:
                 raise ConfigError(f"{self.dest} was exported with {name}={there!r}, not {value!r}: give another folder")
-        self._refuse_renamed(before)
-
-    def _refuse_renamed(self, before: dict[str, Any]) -> None:
-        """ConfigError for a store that was exported under another id, as streams have it: under a new one it would be
-        exported from its beginning again. Of one that is named beside the other it is a copy."""
-        names = self.selection.stores()
-        noted = before.get("stores", {})
-        known = {
-            id_: noted.get(id_) or {"path": os.path.realpath(id_), "store_id": ""}
-            for id_ in before["ends"].keys() - {name.id for name in names}
-            if id_ in noted or os.path.isabs(id_)
-        }
-        for name in [name for name in names if known and name.id not in before["ends"]]:
-            place = _place(name)
-            id_ = next((id_ for id_, other in known.items() if place is not None and _is_same(place, other)), None)
-            if id_ is not None:
+        # A queue that lost its tail would be passed over until it is as long as before. Without data loss allowed, the
+        # plan refuses it, and says how many messages are missing.
+        for key, bounds in {} if options.fail_on_data_loss or not before["ends"] else look(options).bounds.items():
+            end = before["ends"].get(key.store, {}).get(key.topic, {}).get(str(key.queue_id), 0)
+            if end > bounds.top:
                 raise ConfigError(
-                    f"{name.path} was exported to {self.dest} as {id_!r}, and would be exported from its beginning "
-                    f"again: name it by that path, which may be a link to it; in Python by {{{id_!r}: path}}. If it is "
-                    "a copy, and both are wanted, name both, or give another folder"
+                    f"{key.topic}, queue {key.queue_id} of {key.store} ends at {bounds.top}, and was exported to "
+                    f"{self.dest} up to {end}: give another folder, or the store another name"
                 )
-
-    def cut_back(self, before: dict[str, Any]) -> dict[str, Any]:
-        """`before`, with the ends of queues that lost their tails since where these end now, if loss is allowed: an end
-        that stood above a queue would pass over all that is stored until it is reached, once more in every run. As
-        streams have it (`mqstore.spark.progress`), a queue that is not there keeps its end."""
-        options = self.selection.options
-        if options.fail_on_data_loss or not before["ends"]:
-            return before
-        ends: Ends = json.loads(json.dumps(before["ends"]))
-        for key, bounds in look(options).bounds.items():
-            queues = ends.get(key.store, {}).get(key.topic, {})
-            if queues.get(str(key.queue_id), 0) > bounds.top:
-                queues[str(key.queue_id)] = bounds.top
-        return {**before, "ends": ends}
 
     def tasks(self, before: dict[str, Any], slots: int = 1) -> list[list[QueueSlice]]:
         """What no run has exported yet. ConfigError, as `check`."""
@@ -320,18 +265,16 @@ class _Job:
         had been read, in every queue: else a later run without the bound would export the old messages of those queues
         alone that had nothing new this time."""
         chosen = self._resumed(before)
-        offset, time_ms = chosen.offsets[0], chosen.times_ms[0]
         plain = Selection(chosen.options)
-        if (offset, time_ms) == (plain.offsets[0], plain.times_ms[0]):
-            return []
-        # At most one of the two is a bound; the other one then lets everything pass.
+        (offset, _), (time_ms, _) = chosen.offsets, chosen.times_ms
         offsets, times_ms = plain.offsets, plain.times_ms
-        if offset != plain.offsets[0]:
-            offsets = (plain.offsets[0], offset)
+        if offset != offsets[0]:  # at most one of the two is a bound
+            offsets = (offsets[0], offset)
+        elif time_ms != times_ms[0]:
+            times_ms = (times_ms[0], time_ms)
         else:
-            times_ms = (plain.times_ms[0], time_ms)
-        older = replace(chosen.with_options(keys=None), offsets=offsets, times_ms=times_ms)
-        return older.queue_tasks(resumed=True)
+            return []
+        return replace(chosen.with_options(keys=None), offsets=offsets, times_ms=times_ms).queue_tasks(resumed=True)
 
     def _resumed(self, before: dict[str, Any]) -> Selection:
         """The selection, from where the last run ended."""
@@ -340,24 +283,8 @@ class _Job:
         return self.selection.with_options(read_by="queue", starting_offsets=ends) if ends else self.selection
 
 
-def _place(name: StoreName) -> dict[str, str] | None:
-    """What tells a store from others by whatever name, as manifests have it. None: it is none, of which planning judges
-    what that means."""
-    try:
-        with open_sliced(name) as store:
-            return {"path": os.path.realpath(name.path), "store_id": store.manifest.store_id}
-    except NotAStoreError:
-        return None
-
-
-def _is_same(place: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """A Java broker's directory has no id, nor has what an earlier version noted: then the path tells."""
-    by = "store_id" if place["store_id"] and other["store_id"] else "path"
-    return place[by] == other[by]
-
-
 def _refuse(options: SourceOptions) -> None:
-    """Options that say where to begin: that is what the manifest does."""
+    """Raise ConfigError for options that say where to begin, which the manifest does, and for some that do not fit."""
     plain = SourceOptions()
     for name, field in (
         ("startingOffsets", "starting_offsets"),
@@ -368,6 +295,8 @@ def _refuse(options: SourceOptions) -> None:
             raise ConfigError(f"option {name}: an export begins where the last one ended; `start` bounds the first")
     if options.read_by == "log":
         raise ConfigError("option readBy=log: an export notes where it ended in each queue: use readBy=queue")
+    if options.on_corrupt == "keep":
+        raise ConfigError("option onCorrupt=keep: use onCorrupt=skip, which counts the damaged messages")
 
 
 # -- in the tasks ------------------------------------------------------------------------------------------------------
@@ -472,7 +401,7 @@ class _Files:
             if "properties" in again:
                 again += ["properties.key_value.key", "properties.key_value.value"]
             schema = batches[0].schema
-            writer = pq.ParquetWriter(path, schema, compression=self._job.compression, use_dictionary=again)
+            writer = pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=again)
         table = pa.Table.from_batches(batches)
         writer.write_table(table, row_group_size=len(table))
         _sync(path, begin=True)
@@ -494,9 +423,7 @@ def _manifest(
     job: _Job,
     before: dict[str, Any],
     over: Sequence[Sequence[QueueSlice]],
-    places: Mapping[str, Mapping[str, str]],
     written: Sequence[_Written],
-    txn: tuple[str, int] | None,
 ) -> dict[str, Any]:
     ends: Ends = json.loads(json.dumps(before["ends"]))
     for piece in (piece for slices in over for piece in slices):
@@ -512,8 +439,6 @@ def _manifest(
             {"path": target, "rows": rows, "bytes": size} for each in written for _, target, rows, size in each.files
         ],
         "ends": ends,
-        "txns": {**before["txns"], **({} if txn is None else {txn[0]: txn[1]})},
-        "stores": {**before.get("stores", {}), **places},
     }
 
 

@@ -16,28 +16,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.lock import writer_alive
 from mqstore.jobs.runner import Progress, Runner
+from mqstore.log.recovery.known import load_known
 from mqstore.log.recovery.ranges import RANGE_BYTES, LogRange, RangeResult
 from mqstore.log.recovery.report import Finding, Kind
-from mqstore.log.recovery.verify import Gap
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.selection import Selection, Shaped, Stores, select
 
-__all__ = [
-    "LostOffsets",
-    "VerifiedStore",
-    "VerifyFinding",
-    "VerifyReport",
-    "verify",
-]
-
+__all__ = ["VerifiedStore", "VerifyFinding", "VerifyReport", "verify"]
 
 MAX_ERRORS = 100
 """Findings of a range that are listed; of more, only how many."""
@@ -45,8 +38,6 @@ TASK_BYTES = 1 << 30
 """Most that a task reads: so much is read anew when one is lost."""
 _STORE_BYTES = 1 << 20
 """What opening a store weighs."""
-_JOINED_FASTER = 16
-"""Times that a range in order is joined faster than it is read, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +51,8 @@ class VerifyFinding(Shaped):
     position: int
     length: int
     detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class LostOffsets(Shaped):
-    """Messages that damage has taken: queue offsets [first, stop)."""
-
-    store: str
-    topic: str
-    queue_id: int
-    first: int
-    stop: int
+    known: bool
+    """Damage in the log that a recovery has reported before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +73,10 @@ class VerifiedStore(Shaped):
     findings: int
     """Listed and unlisted."""
     unlisted: int
+    foreign: tuple[str, ...]
+    """What a Java broker keeps there that is not read (`MessageStore.foreign`)."""
+    front: tuple[int, int]
+    """Physical offsets where the log began at first and in the end: retention may move its front meanwhile."""
     error: str | None
     """Why the store could not be opened or read; None when it could."""
 
@@ -105,7 +91,7 @@ class VerifyReport(Shaped):
     bytes: int
     stores: tuple[VerifiedStore, ...]
     findings: tuple[VerifyFinding, ...]
-    lost: tuple[LostOffsets, ...]
+    """Known ones too."""
 
 
 def verify(
@@ -120,67 +106,61 @@ def verify(
 ) -> VerifyReport:
     """Check every record, unit, index entry and JSON file of `stores`, checksums included. Changes nothing.
 
-    A store that cannot be opened is named in its row, and the others are checked. `jobs`, `spark` and `progress`: see
-    `mqstore.jobs`. `config`: options of opening, for stores without a manifest. Raises ConfigError.
+    A store that cannot be opened is named in its row, and the others are checked; with a single store the error is
+    raised. `jobs`, `spark` and `progress`: see `mqstore.jobs`. `config`: options of opening, for stores without a
+    manifest. Raises ConfigError.
     """
-    chosen = _whole_stores(stores)
+    chosen = select(stores)
+    if chosen != select(chosen.options.paths):
+        raise ConfigError("verify reads whole logs: leave out topics, bounds, filters and options of the source")
     if max_errors < 1:
         raise ConfigError(f"max_errors={max_errors} would tell nothing of what is found; give at least 1")
     names = chosen.stores()
-    ranges, files, ends, errors = _cut(names, range_bytes, config)
+    pieces, joins = _cut(names, range_bytes, max_errors, config)
+    read = partial(_read, max_errors, config)
     with Runner(jobs, spark, progress) as runner:
-        tasks = [*bundles(ranges, runner.pieces, range_bytes), *bundles(files, runner.pieces)]
-        outcomes = runner.run(tasks, partial(_read, max_errors, config), "mqstore verify: ranges")
-        found: dict[StoreName, list[_Outcome]] = {name: [] for name in names if name not in errors}
-        for outcome in (each for task in outcomes for each in task):
-            if outcome.error is not None:
-                errors.setdefault(outcome.store, outcome.error)
-            else:
-                found[outcome.store].append(outcome)
-        joins = [
-            _Joining(name, max_errors, parts, ends.get(name), config)
-            for name, parts in found.items()
-            if name not in errors
-        ]
-        together = bundles(joins, runner.pieces)
+        tasks = [task for some in pieces for task in bundles(some, runner.pieces, range_bytes)]
+        for outcome in (each for task in runner.run(tasks, read, "mqstore verify: ranges") for each in task):
+            joins[outcome.store].parts.append(outcome)
+        together = [[*joins.values()][at :: runner.pieces] for at in range(min(runner.pieces, len(joins)))]
         if len(together) > 1:
             joined = runner.run(together, _join, "mqstore verify: stores")
         else:  # it is done sooner than it is sent
             joined = [_join(task) for task in together]
-    return _report(names, {each.name: each for task in joined for each in task}, errors)
+    checked = {each.name: each for task in joined for each in task}
+    rows = tuple(checked[name].row for name in names)
+    return VerifyReport(
+        ok=not any(row.findings or row.error for row in rows),
+        messages=sum(row.messages for row in rows),
+        bytes=sum(row.bytes for row in rows),
+        stores=rows,
+        findings=tuple(finding for name in names for finding in checked[name].findings),
+    )
 
 
 def _cut(
-    names: Sequence[StoreName], range_bytes: int, config: StoreConfig | None = None
-) -> tuple[list[_Piece], list[_Piece], dict[StoreName, int], dict[StoreName, str]]:
-    """What to read; where to end in stores that a writer is at; and why some stores have none."""
+    names: Sequence[StoreName], range_bytes: int, max_errors: int, config: StoreConfig | None
+) -> tuple[tuple[list[_Piece], list[_Piece]], dict[StoreName, _Joining]]:
+    """Return the ranges of the logs, the index files, and what puts the results of each store together."""
     ranges: list[_Piece] = []
     files: list[_Piece] = []
-    ends: dict[StoreName, int] = {}
-    errors = {}
+    joins: dict[StoreName, _Joining] = {}
     for name in names:
+        joins[name] = join = _Joining(name, max_errors, config)
         try:
             with open_store(name, config) as store:
                 verifier = store.verifier()
-                if verifier.until is not None:
-                    ends[name] = verifier.until
+                join.end, join.front = verifier.until, verifier.front
                 ranges += [_Piece(name, each) for each in verifier.ranges(range_bytes)]
                 size = store._index.file_bytes
                 files += [_Piece(name, file=(file.name, size)) for file in store._index.files]
         except ConfigError:
             raise
         except (MQStoreError, OSError) as error:
-            errors[name] = str(error)
-    return ranges, files, ends, errors
-
-
-def _whole_stores(stores: Stores | Selection) -> Selection:
-    """Return the selection of `stores`. Raises ConfigError if topics or bounds were asked for."""
-    chosen = select(stores)
-    every = select(chosen.options.paths)
-    if chosen != every:
-        raise ConfigError("verify reads whole logs: leave out topics, bounds, filters and options of the source")
-    return chosen
+            if len(names) == 1:
+                raise
+            join.error = str(error)
+    return (ranges, files), joins
 
 
 # -- tasks: pieces -----------------------------------------------------------------------------------------------------
@@ -200,31 +180,18 @@ class _Piece:
         return self.file[1] if self.range is None else self.range.weight
 
 
-class _Weighed(Protocol):
-    """Work on a store that may share a task with others."""
-
-    @property
-    def store(self) -> StoreName: ...
-
-    @property
-    def weight(self) -> int: ...
-
-
-P = TypeVar("P", bound=_Weighed)
-
-
-def bundles(pieces: Iterable[P], tasks: int, range_bytes: int = RANGE_BYTES) -> list[list[P]]:
-    """Pieces by tasks, in order: so many `tasks` of about equal weight, but none of less than RANGE_BYTES, as small
+def bundles(pieces: Iterable[_Piece], tasks: int, range_bytes: int = RANGE_BYTES) -> list[list[_Piece]]:
+    """Return the pieces by tasks, in order: about `tasks` of equal weight. None is of less than RANGE_BYTES, as small
     segments and small stores go together, and none of much more than TASK_BYTES. `range_bytes`: ranges that were cut
-    smaller than usual are to be tasks of their own."""
-    weighed: list[tuple[P, int]] = []
+    smaller than usual are tasks of their own."""
+    weighed: list[tuple[_Piece, int]] = []
     store = None
     for piece in pieces:
         weighed.append((piece, piece.weight + (_STORE_BYTES if piece.store != store else 0)))
         store = piece.store
     even = -(-sum(weight for _, weight in weighed) // tasks)
     size = range_bytes if range_bytes < RANGE_BYTES else min(max(RANGE_BYTES, even), TASK_BYTES)
-    found: list[list[P]] = []
+    found: list[list[_Piece]] = []
     room = 0
     for piece, weight in weighed:
         if not found or room < weight / 2:  # without it the task is nearer to its size
@@ -276,27 +243,25 @@ def _check_index_file(store: MessageStore, name: str) -> list[Finding]:
 # -- tasks: stores -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Joining:
+    """A store, and what is known of its pieces."""
+
     store: StoreName
     max_errors: int
-    parts: list[_Outcome]
+    config: StoreConfig | None
+    parts: list[_Outcome] = field(default_factory=list)
     end: int | None = None
-    """What lies there and behind, a writer has put since the ranges were cut: it is not judged."""
-    config: StoreConfig | None = None
-
-    @property
-    def weight(self) -> int:
-        """Of what is left to do: little, if all is well."""
-        return sum(result.range.weight for part in self.parts for result in part.results) // _JOINED_FASTER
+    """Where the part of the log ends that is judged: a writer has put the rest since the ranges were cut."""
+    front: int = 0
+    error: str | None = None
 
 
 @dataclass(slots=True)
 class _Checked:
     name: StoreName
     row: VerifiedStore
-    findings: list[Finding] = field(default_factory=list)
-    lost: list[Gap] = field(default_factory=list)
+    findings: list[VerifyFinding] = field(default_factory=list)
 
 
 def _join(jobs: Sequence[_Joining]) -> list[_Checked]:
@@ -305,50 +270,34 @@ def _join(jobs: Sequence[_Joining]) -> list[_Checked]:
 
 def _join_store(job: _Joining) -> _Checked:
     """Return the whole store, from what is known of its pieces."""
+    name = job.store
     results = [result for part in job.parts for result in part.results]
     of_index = [finding for part in job.parts for finding in part.findings]
-    try:
-        with open_store(job.store, job.config) as store:
-            verifier = store.verifier(CONFIG_CHECKS, until=job.end, max_errors=job.max_errors)
-            findings = [*verifier.findings(results, of_index)]
-            row = VerifiedStore(
-                store=job.store.id,
-                path=job.store.path,
-                messages=verifier.messages,
-                bytes=verifier.bytes,
-                body_checksum_only=verifier.body_checksum_only,
-                ranges=len(results),
-                read_again=verifier.read_again,
-                findings=len(findings) + verifier.unlisted,
-                unlisted=verifier.unlisted,
-                error=None,
-            )
-            return _Checked(job.store, row, findings, verifier.gaps)
-    except (MQStoreError, OSError) as error:
-        return _Checked(job.store, _unread(job.store, str(error)))
-
-
-# -- reports -----------------------------------------------------------------------------------------------------------
-
-
-def _unread(name: StoreName, error: str) -> VerifiedStore:
-    return VerifiedStore(name.id, name.path, 0, 0, 0, 0, 0, 0, 0, error)
-
-
-def _report(
-    names: Sequence[StoreName], checked: dict[StoreName, _Checked], errors: dict[StoreName, str]
-) -> VerifyReport:
-    rows = [checked[name].row if name in checked else _unread(name, errors[name]) for name in names]
-    found = [(name.id, checked[name]) for name in names if name in checked]
-    return VerifyReport(
-        ok=not any(row.findings or row.error for row in rows),
-        messages=sum(row.messages for row in rows),
-        bytes=sum(row.bytes for row in rows),
-        stores=tuple(rows),
-        findings=tuple(
-            VerifyFinding(store, each.kind, each.file, each.position, each.length, each.detail)
-            for store, one in found
-            for each in one.findings
-        ),
-        lost=tuple(LostOffsets(store, *gap) for store, one in found for gap in one.lost),
-    )
+    error = next((part.error for part in job.parts if part.error is not None), job.error)
+    if error is None:
+        try:
+            with open_store(name, job.config) as store:
+                verifier = store.verifier(CONFIG_CHECKS, until=job.end, max_errors=job.max_errors)
+                known = load_known(store.path, store.manifest.commitlog_segment_bytes, store.fs)
+                findings = [
+                    VerifyFinding(name.id, each.kind, each.file, each.position, each.length, each.detail, each in known)
+                    for each in verifier.findings(results, of_index)
+                ]
+                row = VerifiedStore(
+                    store=name.id,
+                    path=name.path,
+                    messages=verifier.messages,
+                    bytes=verifier.bytes,
+                    body_checksum_only=verifier.body_checksum_only,
+                    ranges=len(results),
+                    read_again=verifier.read_again,
+                    findings=len(findings) + verifier.unlisted,
+                    unlisted=verifier.unlisted,
+                    foreign=tuple(store.foreign()),
+                    front=(job.front, verifier.front),
+                    error=None,
+                )
+                return _Checked(name, row, findings)
+        except (MQStoreError, OSError) as failed:
+            error = str(failed)
+    return _Checked(name, VerifiedStore(name.id, name.path, 0, 0, 0, 0, 0, 0, 0, (), (0, 0), error))
