@@ -14,7 +14,8 @@ from mqstore.errors import StoreFullError
 from mqstore.layout.checkpoint import decode
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.recovery.report import Finding
-from mqstore.log.snapshot.take import moment, snapshot_store
+from mqstore.log.snapshot import moment
+from mqstore.log.snapshot.take import snapshot_store
 from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import SEGMENT, kill, open_store, reboot

@@ -17,8 +17,8 @@ import pytest
 from mqstore.clock import SimulatedClock
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.consumequeue import UNIT_BYTES
+from mqstore.log.recovery import recover as recovery
 from mqstore.log.recovery.recover import RecoverOptions
-from mqstore.log.recovery.recover import recover as recovery
 from mqstore.log.recovery.scanner import Good, scan_log, used_end
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig

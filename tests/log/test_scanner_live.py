@@ -9,7 +9,7 @@ import pytest
 
 import mqstore
 from mqstore import SimulatedClock, StoreConfig
-from mqstore.log.recovery.recover import scanner
+from mqstore.log.recovery import scanner
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, scan_segment
 
 

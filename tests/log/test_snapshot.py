@@ -45,10 +45,10 @@ from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnFile, TxnState
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.recovery.recover import RecoverOptions, _Recovery
 from mqstore.log.recovery.repair import recover_store
+from mqstore.log.snapshot import moment as looking
+from mqstore.log.snapshot import take as module
 from mqstore.log.snapshot.moment import Moment, Original
-from mqstore.log.snapshot.take import moment as looking
 from mqstore.log.snapshot.take import plan_snapshot, snapshot_store
-from mqstore.log.snapshot.take import take as module
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.crash.recording import RecordingFileSystem, build_image
 from tests.faults import CHANGES, STEP, Crash, FaultyFileSystem

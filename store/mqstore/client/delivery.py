@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_retry_topic
-from mqstore.broker.pop.service import service as pop
+from mqstore.broker.pop import service as pop
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.outcome import Reject, Retry, retry_delay, shortened

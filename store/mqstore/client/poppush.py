@@ -33,7 +33,7 @@ from typing import Literal, TypeVar
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
-from mqstore.broker.pop.service import service as pop
+from mqstore.broker.pop import service as pop
 from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.handling import Ended, Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled

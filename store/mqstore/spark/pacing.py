@@ -25,10 +25,6 @@ import numpy.typing as npt
 from mqstore.errors import TopicNotFoundError
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.consumequeue import ConsumeQueue
-<<<<<<< HEAD
-from mqstore.log.recovery.scanner import Good, scan_log
-=======
->>>>>>> work-thin2
 from mqstore.log.store import MessageStore
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import mean_size, open_store, stores_of

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Literal, NamedTuple
 
 from mqstore.broker.filters import Filter
-from mqstore.broker.pop.service import receipts
+from mqstore.broker.pop import receipts
 from mqstore.errors import ReceiptExpiredError
 from mqstore.log.message import Message
 

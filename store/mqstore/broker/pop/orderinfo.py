@@ -36,7 +36,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, NoReturn
 
-from mqstore.broker.pop.service import receipts
+from mqstore.broker.pop import receipts
 from mqstore.broker.pop.time import is_visible
 
 __all__ = [
