@@ -72,7 +72,7 @@ bench: $(VENV)/stamp-bench
 # Not with the others: pyspark alone is half a gigabyte.
 spark:
 	@$(MAKE) --no-print-directory VENV=$(SPARK_VENV) $(SPARK_VENV)/stamp-spark
-	MQSTORE_REQUIRE_SPARK=1 $(SPARK_VENV)/bin/python -m pytest --durations=5 -m "not spark_alone" tests/spark
+	MQSTORE_REQUIRE_SPARK=1 $(SPARK_VENV)/bin/python -m pytest --durations=5 -m "not spark_alone" tests/spark tests/jobs/test_spark.py
 
 spark-alone:
 	@$(MAKE) --no-print-directory VENV=$(SPARK_VENV) $(SPARK_VENV)/stamp-spark
@@ -90,7 +90,7 @@ var/delta/fetched: tests/spark/delta.xml
 
 spark-bench:
 	@$(MAKE) --no-print-directory VENV=$(SPARK_VENV) $(SPARK_VENV)/stamp-spark
-	@set -e; for name in spark_columns spark_source spark_stream "spark_sink --spark" splice spark_jobs spark_verify spark_plan; do \
+	@set -e; for name in spark_columns spark_source spark_stream "spark_sink --spark" splice spark_jobs verify_jobs spark_plan; do \
 		$(SPARK_VENV)/bin/python -m bench.$$name; \
 	done
 

@@ -56,12 +56,7 @@ def export_frame_by_topic(spark: Any, store: Path, out: Path) -> object:
 
 def traffic_task(spark: Any, store: Path, out: Path) -> object:
     del out
-    return traffic_report(select(store), spark=spark, by=("topic", "queue_id"), top=0)
-
-
-def traffic_keys(spark: Any, store: Path, out: Path) -> object:
-    del out
-    return traffic_report(select(store), spark=spark, by=("topic", "queue_id"), top=20)
+    return traffic_report(select(store), spark=spark, by=("topic", "queue_id"))
 
 
 def traffic_frame(spark: Any, store: Path, out: Path) -> object:
@@ -79,14 +74,12 @@ SIDES: dict[str, Side] = {
     "export by topic, in the task": export_task_by_topic,
     "export by topic, frame.write": export_frame_by_topic,
     "traffic, in the task": traffic_task,
-    "traffic with frequent keys": traffic_keys,
     "traffic, groupBy": traffic_frame,
 }
 RATIOS = (
     ("S5", "export, frame.write", "export, in the task", 3),
     ("S5", "export by topic, frame.write", "export by topic, in the task", 3),
     ("S14", "traffic, groupBy", "traffic, in the task", 3),
-    ("S14", "traffic, groupBy", "traffic with frequent keys", None),
 )
 
 

@@ -84,7 +84,7 @@ def small_batches(spark: Any, path: Path, folder: Path, batches: int, rounds: in
     spark.conf.set("spark.sql.streaming.numRecentProgressUpdates", str(2 * (_WARM + batches)))
     ours = (
         spark.readStream.format("mqstore")
-        .options(startingOffsets="earliest", maxMessagesPerTrigger=str(_BATCH), columns="topic,queue_id,body")
+        .options(startingOffsets="earliest", maxOffsetsPerTrigger=str(_BATCH), columns="topic,queue_id,body")
         .load(str(path))
     )
     rate = spark.readStream.format("rate-micro-batch").options(rowsPerBatch=str(_BATCH), numPartitions="1").load()

@@ -445,7 +445,7 @@ def test_options_that_say_where_to_begin_are_refused(store: Path, tmp_path: Path
         ("startingOffsets", "latest"),
         ("startingTimestamp", "5"),
         ("startingGroup", "g"),
-        ("scan", "log"),
+        ("readBy", "log"),
     ):
         with pytest.raises(ConfigError, match=name):
             export_parquet(select(store, options={name: value}), tmp_path / "out")

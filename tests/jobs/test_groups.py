@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 
 from mqstore import MessageStore, SimulatedClock
+from mqstore.broker.admin.offline import offline
 from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.offline import offline
 from mqstore.errors import ConfigError
 from mqstore.jobs import dlq_report, dlq_resend, lag_report, trace
 from mqstore.spark import select
@@ -73,8 +74,8 @@ def test_the_lag_of_a_group_is_that_of_all_its_queues_and_stores(tmp_path: Path)
 
 def test_two_looks_tell_which_way_it_goes(tmp_path: Path) -> None:
     path = fill(tmp_path / "s", {0: 10, 1: 10}, {("g", 0): 2, ("g", 1): 5, ("slow", 0): 10, ("slow", 1): 9})
-    first = lag_report({"s": path}).to_dict()
-    first["taken_ms"] -= 20_000  # as if it had been taken so long before
+    first = lag_report({"s": path})
+    first = replace(first, taken_ms=first.taken_ms - 20_000)  # as if it had been taken so long before
     with broker(path) as running:
         for _ in range(4):
             running.put("orders", b"x", queue_id=0)
@@ -82,10 +83,10 @@ def test_two_looks_tell_which_way_it_goes(tmp_path: Path) -> None:
 
     second = lag_report({"s": path}, previous=first)
 
-    passed_s = (second.taken_ms - first["taken_ms"]) / 1000
+    passed_s = (second.taken_ms - first.taken_ms) / 1000
     rows = {row.group: row for row in second.groups}
     g, slow = rows["g"], rows["slow"]
-    assert second.previous_ms == first["taken_ms"]
+    assert second.previous_ms == first.taken_ms
     assert (g.messages, g.stuck_queues) == (5, 1)  # queue 1: 5 left, as before
     assert g.consumed_per_second == pytest.approx(12 / passed_s, abs=1e-6)
     assert g.arriving_per_second == pytest.approx(4 / passed_s, abs=1e-6)
@@ -122,8 +123,6 @@ def test_groups_and_topics_can_be_chosen(tmp_path: Path) -> None:
         lag_report(path, groups=["a", "c"])
     with pytest.raises(ConfigError, match="no store knows the topic 'nope'; there are 'empty', 'orders'"):
         lag_report(path, topics="orders,nope")
-    with pytest.raises(ConfigError, match="is no report of lag"):
-        lag_report(path, previous={"queues": 3})
 
 
 def test_the_lag_of_a_java_store_is_what_its_listing_says(golden: Golden) -> None:
@@ -172,24 +171,32 @@ def test_letters_are_counted_by_group_and_origin(letters: Path) -> None:
 
     expected: Counter[tuple[str, str]] = Counter()
     times: dict[tuple[str, str], list[int]] = {}
-    reasons: dict[tuple[str, str], Counter[str | None]] = {}
+    reasons: dict[tuple[str, str], Counter[str]] = {}
     for i in range(9):
         key = ("billing", "audit")[i % 3 == 2], ("orders", "payments")[i % 2]
         expected[key] += 1
         times.setdefault(key, []).append(T0 + i * DAY_MS)
-        reasons.setdefault(key, Counter())["no stock" if i % 3 else None] += 1
+        reasons.setdefault(key, Counter())["no stock" if i % 3 else ""] += 1
     rows = {(row.group, row.origin_topic): row for row in report.rows}
     assert {key: row.count for key, row in rows.items()} == dict(expected)
     assert report.total == 9
     for key, row in rows.items():
         assert (row.oldest_ms, row.newest_ms) == (min(times[key]), max(times[key]))
-        assert {each.reason: each.at_least for each in row.reasons} == dict(reasons[key])
-        assert all(each.at_least == each.at_most for each in row.reasons)
-        assert [each.store_ms for each in row.samples] == sorted(times[key], reverse=True)[:3]
-        newest = (row.samples[0].store_ms - T0) // DAY_MS
-        assert row.samples[0].keys == (f"k-{newest}",)
-        assert row.samples[0].body == f"\\x1b[2J café \\xff\\\\ {newest}"
-        assert row.samples[0].store == "a"
+        assert row.max_attempts == 1
+        assert row.reasons == dict(reasons[key])
+
+
+def test_of_very_many_reasons_the_later_ones_are_counted_together(
+    letters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mqstore.jobs.dlq._DISTINCT", 1)
+
+    reasons: Counter[str] = Counter()
+    for row in dlq_report(letters).rows:
+        assert len(row.reasons) <= 2
+        assert sum(row.reasons.values()) == row.count
+        reasons.update(row.reasons)
+    assert reasons["other reasons"] > 0
 
 
 def test_letters_can_be_chosen(letters: Path) -> None:
@@ -201,11 +208,6 @@ def test_letters_can_be_chosen(letters: Path) -> None:
         dlq_report(letters, groups=["audit", "nosuch"])
     assert dlq_report(select(letters, topics="payments")).total == 4
     assert dlq_report(select(letters, start=day(2), stop=day(6))).total == 4
-    bare = dlq_report(letters, samples=0, reasons=0)
-    assert all(row.samples == row.reasons == () for row in bare.rows)
-    assert dlq_report([letters], samples=1).rows[0].samples[0].attempts == 1
-    with pytest.raises(ConfigError, match="samples=-1"):
-        dlq_report(letters, samples=-1)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from mqstore import MessageStore
 from mqstore.errors import ConfigError, NotAStoreError
 from mqstore.jobs import export_parquet, lag_report, traffic_report, verify
 from mqstore.spark.plan import LogSlice, QueueSlice
-from mqstore.spark.queries import columns_of, create_views, sql
-from mqstore.spark.selection import Plan, Shaped, select
+from mqstore.spark.queries import columns_of
+from mqstore.spark.selection import Shaped, select
 from mqstore.spark.shipping import pack
 from tests.spark.support import many, write_store
 
@@ -90,7 +90,7 @@ def test_a_selection_passes_through_and_then_says_it_all(store: Path) -> None:
         ({"topics": "t", "options": {"Subscribe": "t"}}, "option 'subscribe' is given twice"),
         ({"options": {"view": "queues"}}, "option view='queues': a job reads messages"),
         ({"options": {"nonsense": "1"}}, "no option 'nonsense'"),
-        ({"options": {"maxMessagesPerTrigger": "1"}}, "maxMessagesPerTrigger is for spark.readStream"),
+        ({"options": {"maxOffsetsPerTrigger": "1"}}, "maxOffsetsPerTrigger is for spark.readStream"),
         ({"start": -1}, "start=-1 is neither a queue offset nor a time"),
         ({"stop": True}, "stop=True is neither a queue offset nor a time"),
         ({"where": "level = "}, "option filter='level = '"),
@@ -102,11 +102,11 @@ def test_wrong_arguments_are_refused_before_a_store_is_opened(arguments: dict[st
 
 
 def test_a_scan_of_the_log_has_no_bounds_of_queues(store: Path) -> None:
-    whole = select(store, options={"scan": "log"}).tasks()
+    whole = select(store, options={"readBy": "log"}).tasks()
 
     assert [type(piece) for task in whole for piece in task] == [LogSlice]
-    with pytest.raises(ConfigError, match="scan=log reads whole logs"):
-        select(store, start=5, options={"scan": "log"}).tasks()
+    with pytest.raises(ConfigError, match="readBy=log reads whole logs"):
+        select(store, start=5, options={"readBy": "log"}).tasks()
 
 
 def test_a_store_that_lost_its_queues_is_told_and_not_taken_for_empty(store: Path, tmp_path: Path) -> None:
@@ -118,37 +118,6 @@ def test_a_store_that_lost_its_queues_is_told_and_not_taken_for_empty(store: Pat
         with pytest.raises(ConfigError, match="has records, and no consume queues to read them by: `mqstore recover`"):
             job()
     assert not (tmp_path / "out").exists()
-
-
-# -- plans -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_counts_what_would_be_read(store: Path) -> None:
-    chosen = select([store], topics="t,orders", start=5, options={"minPartitions": "3"})
-    tasks = chosen.tasks()
-    with MessageStore(store, "r") as opened:
-        refs = [ref for topic in ("t", "orders") for ref in opened.queues(topic)]
-        size = sum(int(opened.units(*ref, 5, 15)["size"].sum()) for ref in refs)
-
-    assert Plan.of_slices(tasks).to_dict() == {"stores": 1, "queues": 4, "messages": 60, "bytes": size, "tasks": 3}
-
-
-def test_bytes_of_a_large_queue_are_about_right(tmp_path: Path) -> None:
-    with MessageStore(tmp_path / "s") as opened:
-        opened.put_many("t", [b"x" * (100 + i % 50) for i in range(9000)], queue_id=0)
-        size = int(opened.units("t", 0, 0, 9000)["size"].sum())
-
-    assert Plan.of_slices(select(tmp_path / "s").tasks()).bytes == pytest.approx(size, rel=0.02)
-
-
-def test_a_plan_of_stores_counts_queues(store: Path) -> None:
-    assert Plan.of_stores(select(store)).to_dict() == {
-        "stores": 1,
-        "queues": 5,
-        "messages": 81,
-        "bytes": 0,
-        "tasks": 1,
-    }
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -203,16 +172,6 @@ def test_a_result_is_plain_values() -> None:
 )
 def test_columns_that_a_query_does_not_name_are_left_out(query: str, expected: tuple[str, ...] | None) -> None:
     assert columns_of(query) == expected
-
-
-def test_views_hand_no_filters_down(store: Path) -> None:
-    """A query that read a view by two filters, as a union does, got no row of one of them; `test_source` pins why."""
-    chosen = select(store, options={"pushDown": "true"})
-
-    with pytest.raises(ConfigError, match="pushDown=true: a view may be read more than once"):
-        sql(None, chosen, "select topic from messages")
-    with pytest.raises(ConfigError, match="pushDown"):
-        create_views(None, chosen)
 
 
 # -- the package -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from mqstore import Message, MessageStore
 from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.jobs import traffic_report
 from mqstore.jobs.traffic import TrafficReport
-from mqstore.layout.properties import encode_properties
 from mqstore.spark import select
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName
@@ -157,42 +156,6 @@ def test_without_topics_retries_count_and_dead_letters_do_not(tmp_path: Path) ->
     assert everything.total.messages == 6
 
 
-def test_frequent_keys_are_found_word_by_word_and_by_topic(tmp_path: Path) -> None:
-    def message(i: int, keys: str) -> Odd:
-        return Odd(topic=("t", "u")[i % 2], properties=encode_properties({"KEYS": keys, "n": str(i)}))
-
-    records = [message(i, f"hot only-{i}" if i % 4 == 0 else "warm" if i % 4 == 1 else f"rare-{i}") for i in range(200)]
-    path = write_store(tmp_path / "s", [*records, Odd(topic="t")])
-
-    keys = traffic_report(path, top=5).hot_keys
-
-    # Keys that come once are all there too, as these are so few, but no frequent ones.
-    assert [(each.topic, each.key, each.at_least, each.at_most) for each in keys] == [
-        ("t", "hot", 50, 50),
-        ("u", "warm", 50, 50),
-    ]
-    assert traffic_report(path, top=0).hot_keys == ()
-    assert len(traffic_report(path, top=1).hot_keys) == 1
-
-
-def test_skew_counts_queues_without_messages(tmp_path: Path) -> None:
-    with MessageStore(tmp_path / "s") as store:
-        for queue_id, count in ((0, 6), (1, 2), (2, 0), (3, 1)):
-            store.put_many("t", [b"x"] * count, queue_id=queue_id)
-        store.put_many("even", [b"x"] * 4, queue_id=0)
-        store.put_many("even", [b"x"] * 4, queue_id=1)
-        store.put("single", b"x")
-    # Offsets 1 and on: queue 3 is there, and has nothing to read.
-    report = traffic_report(select({"a": tmp_path / "s"}, start=1))
-
-    assert [(each.topic, each.queues, each.hottest_store, each.hottest_queue_id) for each in report.skew] == [
-        ("t", 3, "a", 0),
-        ("even", 2, "a", 1),
-    ]
-    assert (report.skew[0].share, report.skew[0].ratio) == (round(5 / 6, 4), 2.5)
-    assert report.skew[1].ratio == 1
-
-
 def test_filters_and_bounds_count(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(80))
 
@@ -232,7 +195,6 @@ def test_damaged_messages_stop_it_or_are_counted_apart(tmp_path: Path, on_corrup
         ({"interval": 0.5}, "interval=0.5: too short"),
         ({"by": "topic"}, "by='topic': each of store, topic, queue_id"),
         ({"by": ["tag"]}, "by="),
-        ({"top": -1}, "top=-1 is no number from 0 on"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], text: str) -> None:

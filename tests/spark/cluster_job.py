@@ -50,7 +50,8 @@ def main(master: str, store: str, folder: str, *settings: str) -> None:
     from pyspark.sql import SparkSession
 
     import mqstore
-    from mqstore.spark import register, verify
+    from mqstore.jobs import verify
+    from mqstore.spark import register
 
     builder = SparkSession.builder.master(master).appName("mqstore cluster test")
     for setting in settings:

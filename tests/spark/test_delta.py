@@ -79,7 +79,7 @@ def test_rows_that_a_table_has_now_are_written_once_and_no_others(spark: Any, tm
 def follow(spark: Any, store: Path, table: Path, checkpoint: Path) -> None:
     stream = spark.readStream.format("mqstore").option("startingOffsets", "earliest").option("columns", "body")
     query = (
-        stream.option("maxMessagesPerTrigger", "40")
+        stream.option("maxOffsetsPerTrigger", "40")
         .load(str(store))
         .selectExpr("cast(body as string) as body")
         .writeStream.format("delta")
@@ -125,7 +125,7 @@ def test_a_batch_to_a_table_and_to_a_store_is_in_both_once(spark: Any, tmp_path:
         frame.unpersist()
 
     stream = spark.readStream.format("mqstore").option("startingOffsets", "earliest").option("columns", "body")
-    stream = stream.option("maxMessagesPerTrigger", "25").load(str(tmp_path / "mq"))
+    stream = stream.option("maxOffsetsPerTrigger", "25").load(str(tmp_path / "mq"))
     writer = stream.writeStream.foreachBatch(save).option("checkpointLocation", str(tmp_path / "checkpoint"))
     with pytest.raises(Exception, match="between the two"):
         writer.trigger(availableNow=True).start().awaitTermination()

@@ -278,13 +278,13 @@ def test_a_query_of_a_damaged_store_fails_or_has_all_that_was_not_hit(
     left = [row for row in listed if not (applies and damage.damaged(row))]
 
     if left == listed:
-        assert messages(damaged, scan=scan) == left
+        assert messages(damaged, readBy=scan) == left
     else:
         with pytest.raises(CorruptStoreError, match=re.escape(str(damaged)) + SAYS):
-            messages(damaged, scan=scan)
+            messages(damaged, readBy=scan)
     for loss in ("true", "false"):
-        assert messages(damaged, scan=scan, onCorrupt="skip", failOnDataLoss=loss) == left
-    kept = messages(damaged, scan=scan, onCorrupt="keep")
+        assert messages(damaged, readBy=scan, onCorrupt="skip", failOnDataLoss=loss) == left
+    kept = messages(damaged, readBy=scan, onCorrupt="keep")
     assert [{name: row[name] for name in PLACES} for row in kept if row["error"] is None] == left
     told = [row for row in kept if row["error"] is not None]
     assert {row["body"] for row in told} <= {None}
@@ -413,7 +413,7 @@ def test_damage_is_told_with_the_store_that_it_is_in(tmp_path: Path) -> None:
     log.write_bytes(data)
     says = rf"^{re.escape(str(tmp_path / 'b'))}: bad_record: commitlog/0+ at byte \d+: .*onCorrupt 'skip'"
     fleet = f"{tmp_path}/[abc]"
-    for options in ({"scan": "queue"}, {"scan": "log"}):
+    for options in ({"readBy": "queue"}, {"readBy": "log"}):
         with pytest.raises(CorruptStoreError, match=says):
             query(Path(fleet), **options)
     given = SourceOptions.parse({"path": fleet, "view": "traffic"})

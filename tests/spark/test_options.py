@@ -19,15 +19,15 @@ def parse(**given: str) -> SourceOptions:
 
 
 def test_names_are_taken_in_any_case() -> None:
-    options = SourceOptions.parse({"PATH": "/p", "SubScribe": "a, b", "SCAN": "Queue"})
-    assert (options.paths, options.topics, options.scan) == (["/p"], ("a", "b"), "queue")
+    options = SourceOptions.parse({"PATH": "/p", "SubScribe": "a, b", "READBY": "Queue"})
+    assert (options.paths, options.topics, options.read_by) == (["/p"], ("a", "b"), "queue")
 
 
 @pytest.mark.parametrize(
     ("name", "text", "field", "value"),
     [
-        ("topic", "a", "topics", ("a",)),
-        ("subExpression", "A || B", "tags", "A || B"),
+        ("subscribe", "a", "topics", ("a",)),
+        ("tags", "A || B", "tags", "A || B"),
         ("assign", '{"a":[0,1]}', "assign", {"a": [0, 1]}),
         ("startingOffsets", "LATEST", "starting_offsets", "latest"),
         ("startingOffsets", '{"a":{"0":23,"1":-2}}', "starting_offsets", {"a": {"0": 23, "1": -2}}),
@@ -52,7 +52,7 @@ def test_values_become_what_they_mean(name: str, text: str, field: str, value: A
     [
         ({"colums": "x"}, r"no option 'colums'; did you mean 'columns'\?$"),
         ({"qwertz": "x"}, r"no option 'qwertz'; there are path, paths, .*, commitGroup$"),
-        ({"scan": "fast"}, r"option scan='fast': .*; auto, queue or log"),
+        ({"readBy": "fast"}, r"option readBy='fast': .*; auto, queue or log"),
         ({"minPartitions": "0"}, r"option minPartitions='0': .*; a number from 1"),
         ({"minPartitions": "many"}, r"option minPartitions='many'"),
         ({"verify": "yes"}, "true or false"),
@@ -72,12 +72,14 @@ def test_values_become_what_they_mean(name: str, text: str, field: str, value: A
         ({"startingOffsets": '{"a":{"0":1,"0":2}}'}, r"option startingOffsets=.*: '0' is there twice"),
         ({"assign": "{}"}, r'option assign=.*it names nothing; JSON \{"topic": \[queue id, ...\]\}'),
         ({"tags": "a|b"}, r"option tags='a\|b': .*no tag has a single bar; `A \|\| B`, or `\*`"),
-        ({"subExpression": "a || *"}, r"option subExpression='a \|\| \*': .*'\*' stands for every tag"),
+        ({"tags": "a || *"}, r"option tags='a \|\| \*': .*'\*' stands for every tag"),
         ({"tags": " || "}, r"option tags=' \|\| ': .*no tag between the bars"),
         ({"startingTimestamp": "yesterday"}, "ISO 8601"),
         ({"filter": "a >"}, "option filter='a >': "),
         ({"paths": '["a"]'}, "path and paths both say"),
-        ({"subscribe": "a", "topic": "b"}, "'subscribe' and 'topic' are the same"),
+        ({"subscribe": "a", "SUBSCRIBE": "b"}, "'subscribe' and 'SUBSCRIBE' are the same"),
+        ({"topic": "a"}, r"no option 'topic'"),
+        ({"scan": "log"}, r"no option 'scan'"),
         ({"subscribe": "a", "assign": '{"a":[0]}'}, "subscribe and assign exclude each other"),
         ({"startingGroup": "g", "startingTimestamp": "1"}, "exclude each other"),
         ({"commitGroup": "a@b"}, "option commitGroup='a@b': .*a group is 1 to 120 letters"),
@@ -126,7 +128,6 @@ def test_a_batch_is_not_larger_than_arrow_can_address(name: str) -> None:
     "given",
     [
         {"tags": "A"},
-        {"subExpression": "A"},
         {"filter": "n = '1'"},
         {"keys": "k"},
         {"startingOffsets": "latest"},
@@ -134,7 +135,7 @@ def test_a_batch_is_not_larger_than_arrow_can_address(name: str) -> None:
         {"startingTimestamp": "1"},
         {"endingTimestamp": "1"},
         {"startingGroup": "g"},
-        {"readUpTo": "flushed"},
+        {"isolation": "flushed"},
     ],
 )
 def test_a_small_table_refuses_what_chooses_messages(given: dict[str, str]) -> None:
@@ -149,12 +150,11 @@ def test_a_small_table_refuses_what_chooses_messages(given: dict[str, str]) -> N
 @pytest.mark.parametrize(
     "given",
     [
-        {"scan": "log"},
+        {"readBy": "log"},
         {"includeProperties": "false"},
         {"bodyAs": "string"},
         {"decompress": "false"},
         {"minPartitions": "8"},
-        {"pushDown": "true"},
     ],
 )
 def test_a_small_table_refuses_what_says_how_messages_are_read(given: dict[str, str]) -> None:
@@ -189,7 +189,7 @@ def test_a_table_of_whole_stores_refuses_topics(name: str, value: str) -> None:
             parse(view=view, **{name: value}).for_batch()
 
 
-@pytest.mark.parametrize("given", [{"pushDown": "true"}, {"interval": "5m"}])
+@pytest.mark.parametrize("given", [{"view": "queues"}, {"interval": "5m"}])
 def test_a_stream_refuses_what_it_cannot_go_by(given: dict[str, str]) -> None:
     """It was accepted, and did nothing."""
     parse(**given).for_batch()

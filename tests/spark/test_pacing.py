@@ -187,7 +187,7 @@ def test_a_fleet_is_not_open_all_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("most", "unit"), [(7, "messages"), (1, "messages"), (1_000, "bytes"), (1, "bytes")])
 def test_a_log_is_cut_between_records(store: Path, most: int, unit: str) -> None:
-    options = SourceOptions.parse({"path": str(store), "scan": "log"})
+    options = SourceOptions.parse({"path": str(store), "readBy": "log"})
     key = Key(str(store))
     with MessageStore(store, "r") as opened:
         end = {key: log_end(opened)}

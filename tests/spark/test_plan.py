@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,7 @@ from mqstore import (
     StoreConfig,
     TopicNotFoundError,
 )
-from mqstore.broker.offline import offline
-from mqstore.log.commitlog import QueueRef
+from mqstore.broker.admin.offline import offline
 from mqstore.spark import plan as module
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import (
@@ -114,7 +111,7 @@ def test_a_group_says_where_to_begin(tmp_path: Path) -> None:
 def test_messages_that_a_crash_left_in_no_queue_are_told_of(
     tmp_path: Path, scan: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = SourceOptions.parse({"path": str(crashed_store(tmp_path / "s", 10, 6)), "scan": scan})
+    options = SourceOptions.parse({"path": str(crashed_store(tmp_path / "s", 10, 6)), "readBy": scan})
     plan(options)
     plan(options)
     [warning] = caplog.messages
@@ -142,7 +139,7 @@ def test_a_scan_of_the_log_ends_where_recovery_will_end_it(tmp_path: Path) -> No
     data[places[4] : places[6]] = bytes(places[6] - places[4])
     log.write_bytes(data)
 
-    [[piece]] = plan(SourceOptions.parse({"path": str(tmp_path / "torn"), "scan": "log"}))
+    [[piece]] = plan(SourceOptions.parse({"path": str(tmp_path / "torn"), "readBy": "log"}))
 
     assert isinstance(piece, LogSlice)
     assert (piece.start, piece.stop) == (0, places[4])
@@ -222,8 +219,8 @@ def test_only_what_is_on_disk_can_be_asked_for(tmp_path: Path) -> None:
             store.put("t", b"%d" % i)
         store.dispatch()
         assert planned(tmp_path / "s") == {("t", 0): (0, 15)}
-        assert planned(tmp_path / "s", readUpTo="flushed") == {("t", 0): (0, 10)}
-    assert planned(tmp_path / "s", readUpTo="flushed") == {("t", 0): (0, 15)}  # closed cleanly
+        assert planned(tmp_path / "s", isolation="flushed") == {("t", 0): (0, 10)}
+    assert planned(tmp_path / "s", isolation="flushed") == {("t", 0): (0, 15)}  # closed cleanly
 
 
 # -- stores ------------------------------------------------------------------------------------------------------------
@@ -337,17 +334,17 @@ def test_offsets_of_several_stores_have_the_store_on_top(tmp_path: Path) -> None
         starts('{"t":{"0":3}}')
 
 
-# -- scan=log ----------------------------------------------------------------------------------------------------------
+# -- readBy=log -------------------------------------------------------------------------------------------------------
 
 
 def test_a_log_scan_goes_to_the_end_of_what_is_dispatched(store: Path) -> None:
     with MessageStore(store, "r") as opened:
         end = log_end(opened)
-    [[piece]] = plan(SourceOptions.parse({"path": str(store), "scan": "log"}))
+    [[piece]] = plan(SourceOptions.parse({"path": str(store), "readBy": "log"}))
     assert isinstance(piece, LogSlice)
     assert (piece.start, piece.stop) == (0, end)
     with pytest.raises(ConfigError, match=r"knows no bounds of queues: leave startingTimestamp=5 out, or give"):
-        plan(SourceOptions.parse({"path": str(store), "scan": "log", "startingTimestamp": "5"}))
+        plan(SourceOptions.parse({"path": str(store), "readBy": "log", "startingTimestamp": "5"}))
 
 
 def test_a_store_without_queues_is_read_by_its_log(tmp_path: Path) -> None:
@@ -362,115 +359,6 @@ def test_a_store_without_queues_is_read_by_its_log(tmp_path: Path) -> None:
 
 
 # -- filters -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("column", "kind", "value", "taken"),
-    [
-        ("topic", "EqualTo", "t", True),
-        ("topic", "In", ["t", "x"], True),
-        ("topic", "In", ["t", None], False),
-        ("topic", "NotEqualTo", "t", True),
-        ("topic", "StringStartsWith", "or", True),
-        ("topic", "StringEndsWith", "s", True),
-        ("topic", "StringContains", "de", True),
-        ("topic", "IsNotNull", None, True),
-        ("topic", "IsNull", None, False),
-        ("topic", "EqualNullSafe", None, False),
-        ("topic", "Not", None, False),
-        ("queue_id", "GreaterThanOrEqual", 1, True),
-        ("queue_id", "LessThan", 1, True),
-        ("queue_offset", "GreaterThan", 5, True),
-        ("queue_offset", "LessThanOrEqual", 5, True),
-        ("queue_offset", "EqualTo", 5, True),
-        ("queue_offset", "In", [3, 9], False),
-        ("queue_offset", "NotEqualTo", 5, False),
-        ("physical_offset", "GreaterThan", 500, False),
-        ("physical_offset", "LessThan", 500, False),
-        ("store_timestamp", "GreaterThan", datetime.fromtimestamp(T0 / 1000, UTC), False),
-        ("tags", "EqualTo", "a", False),
-        ("tags", "EqualTo", "a || b", False),
-        ("body", "EqualTo", b"", False),
-    ],
-)
-def test_what_a_filter_leaves_out_it_may_leave_out(
-    store: Path, column: str, kind: str, value: Any, taken: bool
-) -> None:
-    """Nothing that passes the filter is left out; and if Spark is told not to test it again, nothing else is read."""
-    narrowing = Narrowing()
-    assert narrowing.take(column, kind, value) == taken
-    slices = planned(store, narrowing)
-    for (topic, queue_id), (low, high) in ALL.items():
-        for offset in range(low, high):
-            with MessageStore(store, "r") as opened:
-                [message] = opened.read(topic, queue_id, offset, 1)
-            values: dict[str, Any] = {
-                "topic": topic,
-                "queue_id": queue_id,
-                "queue_offset": offset,
-                "physical_offset": message.physical_offset,
-                "store_timestamp": message.stored_at,
-                "tags": message.tag,
-                "body": message.body,
-            }
-            start, stop = slices.get((topic, queue_id), (0, 0))
-            read = start <= offset < stop
-            assert read or not passes(kind, values[column], value)
-            if taken:
-                assert read == passes(kind, values[column], value)
-
-
-def passes(kind: str, found: Any, value: Any) -> bool:
-    """SQL's answer, of a model of its own."""
-    if kind in ("IsNull", "IsNotNull"):
-        return (found is None) == (kind == "IsNull")
-    if found is None or value is None:
-        return kind == "EqualNullSafe" and found is value
-    return bool(
-        {
-            "EqualTo": lambda: found == value,
-            "EqualNullSafe": lambda: found == value,
-            "NotEqualTo": lambda: found != value,
-            "In": lambda: found in value,
-            "GreaterThan": lambda: found > value,
-            "GreaterThanOrEqual": lambda: not found < value,
-            "LessThan": lambda: found < value,
-            "LessThanOrEqual": lambda: not found > value,
-            "StringStartsWith": lambda: found[: len(value)] == value,
-            "StringEndsWith": lambda: found[-len(value) :] == value,
-            "StringContains": lambda: found.find(value) >= 0,
-        }[kind]()
-    )
-
-
-def test_times_narrow_with_a_minute_to_spare(tmp_path: Path) -> None:
-    records = [Odd(store_ms=T0 + i * 60_000) for i in range(100)]
-    path = write_store(tmp_path / "s", records)
-    narrowing = Narrowing()
-    moment = datetime.fromtimestamp(T0 / 1000, UTC)
-    assert not narrowing.take("store_timestamp", "GreaterThanOrEqual", moment + timedelta(minutes=50))
-    assert not narrowing.take("store_timestamp", "LessThan", moment + timedelta(minutes=60))
-    assert planned(path, narrowing, subscribe="t") == {("t", 0): (49, 62)}
-
-
-def test_physical_offsets_narrow_exactly(store: Path) -> None:
-    with MessageStore(store, "r") as opened:
-        places = opened.units("t", 0, 0, 20)["physical_offset"].tolist()
-    narrowing = Narrowing()
-    narrowing.take("physical_offset", "GreaterThanOrEqual", places[4])
-    narrowing.take("physical_offset", "LessThan", places[9])
-    assert planned(store, narrowing, assign='{"t":[0]}') == {("t", 0): (4, 9)}
-
-
-@pytest.mark.parametrize("tag", ["a", "a b"])
-def test_tags_are_handed_to_the_reader(tag: str) -> None:
-    narrowing = Narrowing()
-    assert not narrowing.take("tags", "In", [tag, "c"])
-    assert narrowing.tags == f"{tag} || c"
-    for wrong in ("*", "", " a", "a|b"):
-        other = Narrowing()
-        other.take("tags", "EqualTo", wrong)
-        assert other.tags is None
 
 
 # -- partitions --------------------------------------------------------------------------------------------------------
@@ -533,8 +421,8 @@ def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REGION_MESSAGES", 1)
 
 
-def by_region(path: Path, narrowing: Narrowing | None = None, **options: str) -> list[list[Slice]]:
-    return plan(SourceOptions.parse({"path": str(path), **options}), narrowing, by_region=True)
+def by_region(path: Path, **options: str) -> list[list[Slice]]:
+    return plan(SourceOptions.parse({"path": str(path), **options}), by_region=True)
 
 
 def whole(groups: list[list[Slice]]) -> dict[tuple[str, int], tuple[int, int]]:
@@ -578,10 +466,8 @@ def test_a_region_has_no_fewer_messages_than_a_slice_is_worth(tmp_path: Path, mo
 
 def test_who_does_not_read_every_record_reads_queue_by_queue(tmp_path: Path, small_regions: None) -> None:
     path = write_store(tmp_path / "s", many(4000), segment_bytes=1 << 16)
-    narrowing = Narrowing()
-    narrowing.take("tags", "EqualTo", "a")
     assert len(by_region(path)[0]) > 100
-    for groups in (by_region(path, tags="a"), by_region(path, keys="k1,k2"), by_region(path, narrowing)):
+    for groups in (by_region(path, tags="a"), by_region(path, keys="k1,k2")):
         assert sum(map(len, groups)) <= 10
 
 
@@ -616,14 +502,6 @@ def test_a_queue_may_be_chosen_at_random_and_planned_the_same_twice(store: Path)
     assert len(plan(options)) >= 3
 
 
-def test_narrowing_asks_each_test_of_its_own_column() -> None:
-    narrowing = Narrowing()
-    narrowing.take("store", "EqualTo", "a")
-    narrowing.take("queue_id", "EqualTo", 1)
-    found: Iterator[bool] = (narrowing.admits(s, QueueRef("t", q)) for s in "ab" for q in (0, 1))
-    assert [*found] == [False, True, False, False]
-
-
 @pytest.mark.parametrize("heavy", ["none", "first", "last"])
 def test_messages_that_weigh_more_than_a_partition_leave_the_others_theirs(heavy: str) -> None:
     """What they weigh too much was once taken off all partitions behind them, which then had a message each."""
@@ -642,7 +520,5 @@ def test_what_a_tag_is_asked_of_takes_fewer_partitions(tmp_path: Path, monkeypat
     """Each task costs as much as reading the units of a hundred thousand messages."""
     monkeypatch.setattr(module, "_PARTITION_MESSAGES", 250)
     path = write_store(tmp_path / "s", many(4000), segment_bytes=1 << 16)
-    narrowing = Narrowing()
-    narrowing.take("tags", "EqualTo", "a")
-    assert [len(by_region(path)), len(by_region(path, tags="a")), len(by_region(path, narrowing))] == [17, 5, 5]
+    assert [len(by_region(path)), len(by_region(path, tags="a"))] == [17, 5]
     assert whole(by_region(path, tags="a")) == whole(by_region(path))

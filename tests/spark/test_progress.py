@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mqstore import ConfigError, MessageStore, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
-from mqstore.broker.offline import offline
+from mqstore.broker.admin.offline import offline
 from mqstore.broker.parts import open_parts
 from mqstore.spark import telling
 from mqstore.spark.options import SourceOptions
@@ -171,7 +171,7 @@ def test_each_message_comes_once_and_in_order_whatever_happens(
             path=f"{world.folder}/*",
             startingOffsets=start,
             failOnDataLoss="false",
-            scan=scan,
+            readBy=scan,
             columns=",".join(COLUMNS),
         )
         removed: set[Row] = set()
@@ -210,7 +210,7 @@ def test_a_java_store_streams_as_it_exports(
     engine = Engine(
         path=str(path),
         startingOffsets="earliest",
-        scan=scan,
+        readBy=scan,
         includeSystemTopics="true",
         onCorrupt="fail" if scan == "queue" else "skip",
     )
@@ -264,15 +264,15 @@ def test_a_group_says_where_to_begin(tmp_path: Path) -> None:
 
 
 def test_the_log_of_a_store_begins_at_its_end_or_its_oldest_record(store: Path) -> None:
-    latest = StreamProgress(options(store, scan="log")).initial()
-    assert StreamProgress(options(store, scan="log", startingOffsets="earliest")).initial() == {
+    latest = StreamProgress(options(store, readBy="log")).initial()
+    assert StreamProgress(options(store, readBy="log", startingOffsets="earliest")).initial() == {
         "v": 1,
         "p": {str(store): 0},
     }
     assert latest["p"][str(store)] > 80 * 91
     for name, value in (("startingTimestamp", "5"), ("startingOffsets", '{"t":{"0":5}}'), ("assign", '{"t":[0]}')):
-        with pytest.raises(ConfigError, match=f"knows no bounds of queues: leave {name}=.* out, or give scan=queue"):
-            StreamProgress(options(store, scan="log", **{name: value})).initial()
+        with pytest.raises(ConfigError, match=f"knows no bounds of queues: leave {name}=.* out, or give readBy=queue"):
+            StreamProgress(options(store, readBy="log", **{name: value})).initial()
 
 
 def test_a_start_that_is_gone_fails_unless_told_otherwise(world: World) -> None:
@@ -401,10 +401,10 @@ def test_a_store_is_the_same_one_however_its_path_is_spelled(
     monkeypatch.chdir(world.folder)
     world.append(0, "t", 0, 10)
     store = str(world.folder / "s0")
-    engine = Engine(path="s0", startingOffsets="earliest", scan=scan)
+    engine = Engine(path="s0", startingOffsets="earliest", readBy=scan)
     for spelled in ("s0/", "./s0", store, f"{store}/", f"file:{store}", "*"):
         engine.run()
-        engine.options = Engine(path=spelled, scan=scan).options
+        engine.options = Engine(path=spelled, readBy=scan).options
         world.append(0, "t", 0, 1)
     engine.run()
     assert engine.rows == [(store, "t", 0, offset) for offset in range(16)]
@@ -461,8 +461,8 @@ def test_an_offset_has_one_spelling() -> None:
 @pytest.mark.parametrize(
     ("value", "by_log", "says"),
     [
-        ({"v": 1, "p": {"s": 5}}, False, "scan=log, this one has scan=queue.*new checkpoint"),
-        ({"v": 1, "s": {}}, True, "scan=queue, this one has scan=log"),
+        ({"v": 1, "p": {"s": 5}}, False, "readBy=log, this one has readBy=queue.*new checkpoint"),
+        ({"v": 1, "s": {}}, True, "readBy=queue, this one has readBy=log"),
         ({"v": 2, "s": {}}, False, "version 2; this mqstore knows 1"),
         ({"index": 4}, False, "no offset of this source"),
         ([5], False, "no offset of this source"),
@@ -474,7 +474,7 @@ def test_an_offset_has_one_spelling() -> None:
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(store: Path, value: Any, by_log: bool, says: str) -> None:
-    progress = StreamProgress(options(store, scan="log" if by_log else "queue"))
+    progress = StreamProgress(options(store, readBy="log" if by_log else "queue"))
     with pytest.raises(ConfigError, match=says):
         progress.latest(value)
     with pytest.raises(ConfigError, match=says):
@@ -560,8 +560,8 @@ def test_only_what_no_power_cut_takes_back_is_read_if_so_wished(tmp_path: Path) 
         opened.dispatch()
         key = Key(str(tmp_path / "s"), "t", 0)
 
-        def end(read_up_to: str, start: int) -> int:
-            progress = StreamProgress(options(tmp_path / "s", readUpTo=read_up_to))
+        def end(isolation: str, start: int) -> int:
+            progress = StreamProgress(options(tmp_path / "s", isolation=isolation))
             return decode_offset(progress.latest(encode_offset({key: start}, by_log=False)), by_log=False)[key]
 
         assert (end("dispatched", 0), end("flushed", 0)) == (15, 10)
@@ -641,7 +641,7 @@ def test_a_queue_that_went_back_fails_the_stream_or_is_read_from_its_end(world: 
     world.append(0, "t", 0, 10)
     path = world.folder / "s0"
     ahead = at(path, "t", 0, 15)
-    with pytest.raises(OffsetOutOfRangeError, match=r"come to offset 15, but there are 0 to 10: 5 messages.*readUpTo"):
+    with pytest.raises(OffsetOutOfRangeError, match=r"come to offset 15, but there are 0 to 10: 5 messages.*isolation"):
         StreamProgress(options(path)).latest(ahead)
     lenient = StreamProgress(options(path, failOnDataLoss="false"))
     assert lenient.latest(ahead) == at(path, "t", 0, 10)
@@ -730,9 +730,9 @@ def test_a_topic_that_is_deleted_takes_nothing_from_a_stream_of_the_log(tmp_path
     with open_store(path) as opened:
         for topic in ("t", "u"):
             opened.put(topic, b"x", 0)
-    start = StreamProgress(options(path, scan="log")).initial()
+    start = StreamProgress(options(path, readBy="log")).initial()
     shutil.rmtree(path / "consumequeue" / "u")
-    progress = StreamProgress(options(path, scan="log"))
+    progress = StreamProgress(options(path, readBy="log"))
     assert progress.latest(start) == start
     beyond = {"v": 1, "p": {str(path): start["p"][str(path)] + 50}}
     with pytest.raises(OffsetOutOfRangeError, match=r"the log: .*50 bytes are not there any more"):
@@ -862,8 +862,8 @@ def test_progress_that_cannot_be_written_says_so(world: World) -> None:
         ({"endingOffsets": "latest"}, "option endingOffsets is for spark.read, not for spark.readStream"),
         ({"endingTimestamp": "5"}, "option endingTimestamp is for spark.read,"),
         ({"view": "queues"}, "option view is for spark.read,"),
-        ({"maxMessagesPerTrigger": "5", "maxBytesPerTrigger": "5"}, "exclude each other"),
-        ({"commitGroup": "g", "scan": "log"}, "commitGroup needs progress by queues"),
+        ({"maxOffsetsPerTrigger": "5", "maxBytesPerTrigger": "5"}, "exclude each other"),
+        ({"commitGroup": "g", "readBy": "log"}, "commitGroup needs progress by queues"),
     ],
 )
 def test_options_of_a_batch_are_refused_for_a_stream(given: dict[str, str], says: str) -> None:

@@ -79,9 +79,7 @@ def test_bounds_and_options_narrow_what_a_query_reads(spark: Any, stores: dict[s
 
 
 def test_options_that_choose_messages_narrow_messages_alone(spark: Any, stores: dict[str, Path]) -> None:
-    chosen = select(
-        stores["a"], topics="orders", where="n = '2'", options={"subExpression": "a", "STARTINGOFFSETS": "latest"}
-    )
+    chosen = select(stores["a"], topics="orders", where="n = '2'", options={"tags": "a", "STARTINGOFFSETS": "latest"})
 
     query = "select (select count(*) from messages) as few, (select sum(messages) from queues) as all"
     assert [*sql(spark, chosen, query).collect()[0]] == [0, 30]

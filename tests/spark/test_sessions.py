@@ -37,7 +37,7 @@ assert spark.conf.get("spark.sql.session.timeZone") == "UTC"
 assert spark.sparkContext.uiWebUrl is None
 assert spark.sparkContext.getConf().get("spark.python.unix.domain.socket.enabled") is None
 shipped = ship(spark.sparkContext)
-total = traffic_report({store!r}, spark=spark, topics="orders", top=0).total.messages
+total = traffic_report({store!r}, spark=spark, topics="orders").total.messages
 print("found", shipped, total)
 spark.stop()
 """

@@ -69,7 +69,7 @@ def test_a_java_store_reads_as_it_exports(
     spark: Any, golden: Callable[[str], GoldenStore], name: str, scan: str
 ) -> None:
     path = golden(name).path
-    options = {"scan": scan, "includeSystemTopics": "true", "onCorrupt": "fail" if scan == "queue" else "skip"}
+    options = {"readBy": scan, "includeSystemTopics": "true", "onCorrupt": "fail" if scan == "queue" else "skip"}
     found = sorted_rows(rows(load(spark, path, **options)))
     expected = [as_row(line) for line in exported(path)]
     # A DataFrame's times are Python's datetimes: strange ones have been nulled by the source as by the model.
@@ -164,7 +164,7 @@ def test_a_schema_that_rows_cannot_have_is_refused(spark: Any, store: Path) -> N
     ("options", "says"),
     [
         ({"colums": "body"}, r"no option 'colums'; did you mean 'columns'\?\s+SQLSTATE"),
-        ({"scan": "fast"}, "option scan='fast'"),
+        ({"readBy": "fast"}, "option readBy='fast'"),
         ({"columns": "bodies"}, "no column 'bodies'"),
         ({"view": "queues", "columns": "body"}, "the view queues has no 'body'; there are store, topic"),
         ({"view": "queues", "columns": "topic,topic"}, "a column is named twice in topic, topic"),
@@ -208,7 +208,10 @@ def test_our_message_stands_at_the_top_of_what_spark_shows(spark: Any, store: Pa
     log.write_bytes(data)
     wrong = spark.read.format("mqstore").schema("bodies binary")
     for ask, begins in (
-        (lambda: load(spark, store, scan="fast"), "ConfigError: option scan='fast': no such word; auto, queue or log"),
+        (
+            lambda: load(spark, store, readBy="fast"),
+            "ConfigError: option readBy='fast': no such word; auto, queue or log",
+        ),
         (lambda: wrong.load(str(store)).collect(), "ConfigError: schema: no column 'bodies'; there are store, topic"),
         (lambda: load(spark, tmp_path / "x").collect(), f"NotAStoreError: {tmp_path / 'x'} holds no store"),
         (lambda: load(spark, store, subscribe="u").collect(), "TopicNotFoundError: no store has the topic 'u', which"),
@@ -224,79 +227,6 @@ def test_our_message_stands_at_the_top_of_what_spark_shows(spark: Any, store: Pa
 
 # -- filters -----------------------------------------------------------------------------------------------------------
 
-PREDICATES = [
-    "store like '%'",
-    "store like 'no such store%'",
-    "topic = 't'",
-    "topic in ('t', 'seed', 'u')",
-    "topic <=> 't'",
-    "topic not in ('t')",
-    "topic like 'or%'",
-    "topic like '%s'",
-    "topic like '%de%'",
-    "topic is null",
-    "queue_id = 1",
-    "queue_id = '1'",
-    "queue_id = cast(1 as long)",
-    "queue_id between 1 and 2",
-    "queue_offset >= 3 and queue_offset < 7",
-    "queue_offset in (1, 3, 19, 50)",
-    "topic = 't' and queue_id = 1 and queue_offset = 4",
-    "topic = 't' or queue_id = 1",
-    "physical_offset > 3000 and physical_offset <= 6000",
-    "store_timestamp >= timestamp'2023-11-14 22:13:20.030'",
-    "store_timestamp < timestamp'2023-11-14 22:13:20.030' and topic = 't'",
-    "tags = 'a'",
-    "tags in ('a', 'c') and queue_id = 0",
-    "tags <=> 'b'",
-    "tags is null",
-    "properties['n'] = '7'",
-    "body = cast('000007000007' as binary)",
-    "store like '%s'",
-    f"topic in ({', '.join(repr(f't{i}') for i in range(300))}, 'orders')",
-    "store_timestamp >= '2023-11-14 22:13:20.030' and topic = 'orders'",
-    "store_timestamp = timestamp'2023-11-14 22:13:20.030'",
-    "store_timestamp in (timestamp'2023-11-14 22:13:20.030', timestamp'2023-11-14 22:13:20.041')",
-    "queue_offset > 3 and not (queue_id = 1)",
-    "queue_offset <=> 7",
-    "queue_offset < 0 or queue_offset > 18",
-    "length(body) > 20 and topic = 't'",
-    "tags not in ('a')",
-    "topic = 't' and tags = 'a' and tags = 'b'",
-]
-
-
-def test_every_filter_gives_what_it_gives_without_push_down(pushing: Any, store: Path) -> None:
-    """The setting of the session is on; the reference takes no filter, and is one frame for all."""
-    columns = "store, topic, queue_id, queue_offset, physical_offset, store_timestamp, tags, properties, body"
-    plain = load(pushing, store, columns=columns)
-    assert plain.count() == 81
-    verdicts = plain.selectExpr(
-        "physical_offset", *(f"({text}) as p{i}" for i, text in enumerate(PREDICATES))
-    ).collect()
-    for number, text in enumerate(PREDICATES):
-        expected = sorted(row.physical_offset for row in verdicts if row[f"p{number}"])
-        for scan in ("queue", "log") if number % 4 == 0 else ("queue",):
-            for push_down in ("true", "false") if number % 6 == 0 else ("true",):
-                frame = load(pushing, store, columns=columns, scan=scan, pushDown=push_down).where(text)
-                assert sorted(row.physical_offset for row in frame.collect()) == expected, (scan, push_down, text)
-
-
-def test_limits_joins_and_values_of_python_give_what_they_give_without_push_down(pushing: Any, store: Path) -> None:
-    """None of these is handed down, but for what a comparison with a Python value becomes."""
-    from pyspark.sql import functions
-
-    moment = datetime.fromtimestamp(T0 / 1000, UTC) + timedelta(milliseconds=60)
-    offsets = pushing.createDataFrame([(2,), (5,)], "queue_offset bigint")
-    for push_down in ("true", "false"):
-
-        def frame(push_down: str = push_down) -> Any:
-            return load(pushing, store, scan="queue", pushDown=push_down)
-
-        assert frame().where("topic = 't'").limit(7).count() == 7
-        assert frame().join(offsets, "queue_offset").where("topic = 't'").count() == 4
-        assert frame().where(functions.col("store_timestamp") >= moment).where("topic <> 'seed'").count() == 20
-
 
 def test_one_frame_serves_many_queries_whatever_the_session_has_set(pushing: Any, store: Path) -> None:
     frame = load(pushing, store, columns="topic,queue_id")
@@ -304,34 +234,6 @@ def test_one_frame_serves_many_queries_whatever_the_session_has_set(pushing: Any
     assert frame.where("topic = 't' or queue_id = 1").count() == 60
     assert frame.where("topic = 't'").union(frame.where("topic = 'seed'")).count() == 41
     assert frame.count() == 81
-
-
-def test_spark_gives_the_plan_of_one_filter_to_another(pushing: Any, store: Path) -> None:
-    """Why `pushDown` is off by default: pins an error of Spark. When this fails, Spark has mended it, and the default,
-    the module's words and the documentation can change."""
-    frame = load(pushing, store, columns="topic", scan="queue", pushDown="true")
-    both = frame.where("topic = 't'").union(frame.where("topic = 'seed'"))
-    assert [row.topic for row in both.collect()] == ["seed", "seed"]  # right were 40 times t and once seed
-
-
-def filters_left(frame: Any) -> str:
-    plan = frame._jdf.queryExecution().executedPlan().toString()
-    return "\n".join(line for line in plan.splitlines() if "Filter " in line)
-
-
-def test_a_plan_decides_only_while_the_setting_is_on(pushing: Any, store: Path) -> None:
-    """Pins an unwritten rule of Spark: an instance attribute whose `__func__` is the base method's is no push-down
-    while the setting is off, when it would refuse the query, and is called while it is on."""
-
-    def query() -> Any:
-        frame = load(pushing, store, columns="topic,queue_id,queue_offset", scan="queue", pushDown="true")
-        return frame.where("topic = 't' and queue_offset < 5")
-
-    assert filters_left(query()) == ""
-    assert query().count() == 10
-    pushing.conf.set(PUSH_DOWN, "false")
-    assert "topic" in filters_left(query())
-    assert query().count() == 10
 
 
 # -- many stores, views, damage ----------------------------------------------------------------------------------------
@@ -500,10 +402,10 @@ def test_a_store_without_messages_reads_as_no_rows(spark: Any, tmp_path: Path, s
     from mqstore.spark.source import MQStoreDataSource
 
     MessageStore(tmp_path / "s").close()
-    source = MQStoreDataSource({"path": str(tmp_path / "s"), "scan": scan})
+    source = MQStoreDataSource({"path": str(tmp_path / "s"), "readBy": scan})
     assert source.reader(source.schema()).partitions() == []
 
-    frame = load(spark, tmp_path / "s", scan=scan)
+    frame = load(spark, tmp_path / "s", readBy=scan)
 
     assert frame.columns == load(spark, tmp_path / "s").columns != []
     assert (frame.collect(), frame.where("topic = 't'").count()) == ([], 0)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mqstore import ConfigError, MessageStore
-from mqstore.broker.inspect import PopView, lag_of
+from mqstore.broker.admin.inspect import PopView, lag_of
 from mqstore.broker.parts import open_parts
 from mqstore.files.quiet import QUIET
 from tests.log.support import open_store
@@ -133,7 +133,7 @@ def test_a_kill_between_log_and_commit_replays_the_batch_at_every_point(query: Q
     """The pin, batches within a run, the last of a run. A batch that is done again has the same messages, although
     more have come; nothing is left out behind it."""
     query.append(5)
-    query.run(maxMessagesPerTrigger="4")
+    query.run(maxOffsetsPerTrigger="4")
     replayed = []
     for _ in range(3):
         last = query.batches() - 1
@@ -141,7 +141,7 @@ def test_a_kill_between_log_and_commit_replays_the_batch_at_every_point(query: Q
         done = {batch: sorted(rows) for batch, rows in query.sink.items()}
         query.uncommit()
         query.append(3, 3)
-        query.run(maxMessagesPerTrigger="4")
+        query.run(maxOffsetsPerTrigger="4")
         assert query.offset(last) == end
         assert sorted(query.sink[last]) == sorted(rows)  # nothing is there that did not come again
         assert {batch: sorted(query.sink[batch]) for batch in done} == done
@@ -183,11 +183,11 @@ def test_bytes_keep_to_the_limit(query: Query) -> None:
 @pytest.mark.usefixtures("limits")
 def test_a_stream_of_the_log_reads_the_same(query: Query) -> None:
     query.append(20, 20)
-    query.run(startingOffsets="earliest", scan="log", maxMessagesPerTrigger="15")
+    query.run(startingOffsets="earliest", readBy="log", maxOffsetsPerTrigger="15")
     assert [len(query.sink[batch]) for batch in sorted(query.sink)] == [15, 15, 10]
     assert query.read() == {("t", 0): [*range(20)], ("t", 1): [*range(20)]}
-    says = query.fails(scan="queue")
-    assert "the checkpoint is of a stream with scan=log, this one has scan=queue" in says
+    says = query.fails(readBy="queue")
+    assert "the checkpoint is of a stream with readBy=log, this one has readBy=queue" in says
 
 
 def test_rows_are_those_of_a_batch(query: Query) -> None:
@@ -212,7 +212,7 @@ def test_rows_are_those_of_a_batch(query: Query) -> None:
 def test_lost_messages_fail_the_stream_and_are_passed_over_if_so_told(query: Query) -> None:
     """Also in a batch that was logged before they were lost: it keeps its end, and has what is left."""
     query.append(80, size=300)
-    query.run(startingOffsets="earliest", maxMessagesPerTrigger="40")
+    query.run(startingOffsets="earliest", maxOffsetsPerTrigger="40")
     query.uncommit()
     low = query.retain()
     assert 40 < low < 80
@@ -256,7 +256,7 @@ def test_a_stream_that_has_read_all_shows_no_lag(query: Query) -> None:
     assert lags() == [0, 0]
     query.append(4)
     assert lags() == [4, 0]
-    query.run(startingOffsets="earliest", maxMessagesPerTrigger="2", commitGroup="reports")
+    query.run(startingOffsets="earliest", maxOffsetsPerTrigger="2", commitGroup="reports")
     assert lags() == [0, 0]
     open_parts(query.store).offsets.close()  # as the owner does now and then
     assert not [*(query.path / "config/spark/groups").iterdir()]
@@ -279,7 +279,7 @@ def calls(limits: None, spark: Any, tmp_path_factory: pytest.TempPathFactory) ->
     for number in range(3):
         if number == 2:
             query.uncommit()
-        query.run(startingOffsets=("latest", "earliest", "earliest")[number], maxMessagesPerTrigger="3")
+        query.run(startingOffsets=("latest", "earliest", "earliest")[number], maxOffsetsPerTrigger="3")
         query.append(3)
         runs.append([tuple(json.loads(line)) for line in (folder / "calls").read_text().splitlines()])
         (folder / "calls").unlink()
@@ -477,7 +477,7 @@ def test_a_limit_is_what_spark_says_and_not_what_the_option_says(query: Query) -
     from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
     query.append(30, size=100)
-    made = reader(query.path, startingOffsets="earliest", maxMessagesPerTrigger="7")
+    made = reader(query.path, startingOffsets="earliest", maxOffsetsPerTrigger="7")
     assert made.getDefaultReadLimit() == ReadMaxRows(7)
     assert reader(query.path, maxBytesPerTrigger="99").getDefaultReadLimit() == ReadMaxBytes(99)
     assert reader(query.path).getDefaultReadLimit() == ReadAllAvailable()
@@ -494,7 +494,7 @@ def test_where_pyspark_has_no_limits_a_stream_does_without(query: Query, monkeyp
     """pyspark 4.1: no such module, and `latestOffset` is called with nothing."""
     from mqstore.spark import stream
 
-    limited = reader(query.path, maxMessagesPerTrigger="7")._options
+    limited = reader(query.path, maxOffsetsPerTrigger="7")._options
     monkeypatch.setitem(sys.modules, "pyspark.sql.streaming.datasource", None)
     monkeypatch.delattr("pyspark.sql.streaming.datasource")
     assert stream.__file__ is not None

@@ -15,7 +15,7 @@ from mqstore import MessageStore
 from mqstore.errors import ConfigError
 from mqstore.spark import tally as module
 from mqstore.spark.columns import ColumnReader
-from mqstore.spark.tally import Bins, HeavyHitters, Sums, Tally
+from mqstore.spark.tally import Bins, Sums, Tally
 from tests.spark.support import many, write_store
 
 VALUES = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 1 << 40), st.just((1 << 52) - 1)), min_size=1)
@@ -74,36 +74,6 @@ def test_sums_are_made_smaller_on_the_way(monkeypatch: pytest.MonkeyPatch) -> No
 
     assert keys.tolist() == [*range(50)]
     assert values.tolist() == [53, 103, *[3] * 48]
-
-
-@given(
-    parts=st.lists(st.lists(st.integers(0, 30), max_size=60), max_size=6),
-    capacity=st.integers(1, 8),
-)
-def test_frequent_values_are_there_and_their_counts_lie_in_the_bounds(parts: list[list[int]], capacity: int) -> None:
-    whole, model = HeavyHitters(capacity), Counter[int]()
-    for part in parts:
-        one = HeavyHitters(capacity)
-        for half in (part[::2], part[1::2]):
-            counts = Counter(half)
-            one.add([*counts], ints([*counts.values()]))
-        whole.merge(pickle.loads(pickle.dumps(one)))
-        model.update(part)
-    found = {value: (least, most) for value, least, most in whole.top(100)}
-
-    assert whole.total == model.total()
-    assert len(found) <= capacity
-    assert whole.error <= model.total() / (capacity + 1)
-    assert all(least <= model[value] <= most for value, (least, most) in found.items())
-    assert all(value in found for value, count in model.items() if count > model.total() / capacity)
-
-
-def test_below_its_capacity_a_summary_is_exact_and_the_most_frequent_come_first() -> None:
-    found = HeavyHitters(4)
-    found.add(["a", "b", "c"], ints([1, 5, 3]))
-    found.add(["a"], ints([9]))
-
-    assert [*found.top(2)] == [("a", 10, 10), ("b", 5, 5)]
 
 
 def test_a_tally_in_parts_is_the_tally_of_all(tmp_path_factory: pytest.TempPathFactory) -> None:

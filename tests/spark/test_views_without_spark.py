@@ -107,10 +107,10 @@ class Session:
     "given",
     [
         {"subscribe": "t"},
-        {"TOPIC": "t"},
+        {"SUBSCRIBE": "t"},
         {"assign": '{"t": [0]}'},
         {"subscribePattern": "t", "includeSystemTopics": "true"},
-        {"tags": "a", "scan": "queue", "bodyAs": "string", "minPartitions": "8"},
+        {"tags": "a", "readBy": "queue", "bodyAs": "string", "minPartitions": "8"},
         {"includeProperties": "false", "decompress": "false", "startingOffsets": "latest"},
         {"interval": "5m", "onCorrupt": "keep", "failOnDataLoss": "false"},
     ],

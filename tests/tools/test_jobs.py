@@ -70,7 +70,7 @@ def test_many_stores_in_many_processes_are_reported_as_in_one(name: str, store: 
                 row.pop("oldest_age_ms")
 
     assert found[0] == found[1]
-    assert str(fleet / "b") in json.dumps(found[0]) or name == "traffic"
+    assert str(fleet / "b") in json.dumps(found[0]) or name in ("traffic", "dlq")
 
 
 _BARE = """
@@ -138,52 +138,32 @@ def test_names_and_times_that_are_none_are_wrong_usage(store: Path, call: tuple[
     assert shown.stdout == ""
 
 
-def test_an_earlier_look_can_be_compared_with(store: Path, tmp_path: Path) -> None:
-    call = ("lag", store)
-    earlier = mqstore_json(*call)
-    earlier["taken_ms"] -= 10_000
-    (tmp_path / "then.json").write_text(json.dumps(earlier))
-    (tmp_path / "wrong.json").write_text("[1]")
-    (tmp_path / "worse.json").write_text("{")
-    (tmp_path / "null.json").write_text("null")
-    (tmp_path / "endless.json").write_text('{"groups": [], "taken_ms": 1e999}')
-
-    found = mqstore_json(*call, "--previous", tmp_path / "then.json")
-    shown = mqstore(*call, "--previous", tmp_path / "then.json").stdout
-
-    billing = next(row for row in found["groups"] if row["group"] == "billing")
-    assert (billing["stuck_queues"], billing["consumed_per_second"]) == (2, 0)
-    assert "consumed/s" in shown
-    assert "stays at" in shown
-    for name in ("wrong", "worse", "null", "endless"):
-        result = mqstore(*call, "--previous", tmp_path / f"{name}.json")
-        assert (result.exit_code, "report of lag" in result.stderr or "--previous" in result.stderr) == (2, True)
-    assert mqstore(*call, "--previous", tmp_path / "then.json", "--wait", "1s").exit_code == 2
-    assert mqstore(*call, "--group", "nobody").exit_code == 2
-
-
 def test_looking_twice_waits_in_between(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr("mqstore_tools.lag.time.sleep", waited.append)
 
     found = mqstore_json("lag", store, "--wait", "30s")
+    shown = mqstore("lag", store, "--wait", "30s").stdout
 
-    assert waited == [30.0]
+    assert waited == [30.0, 30.0]
+    billing = next(row for row in found["groups"] if row["group"] == "billing")
+    assert (billing["stuck_queues"], billing["consumed_per_second"]) == (2, 0)
     assert found["previous_ms"] is not None
     assert all(row["stuck"] is not None for group in found["groups"] for row in group["queues"])
+    assert "consumed/s" in shown
+    assert "stays at" in shown
 
 
 def test_traffic_prints_what_the_library_reports(store: Path) -> None:
     call = ("traffic", store)
 
-    assert mqstore_json(*call, "--interval", "5m", "--by", "topic,queue_id", "--top", 3) == json.loads(
-        json.dumps(traffic_report(store, interval="5m", by=("topic", "queue_id"), top=3).to_dict())
+    assert mqstore_json(*call, "--interval", "5m", "--by", "topic,queue_id") == json.loads(
+        json.dumps(traffic_report(store, interval="5m", by=("topic", "queue_id")).to_dict())
     )
     shown = mqstore(*call).stdout
     lines = [line.split() for line in shown.splitlines()]
     assert any(line[:2] == ["orders", "20"] for line in lines)
     assert any(line[:2] == ["all", "21"] for line in lines)
-    assert ["orders", "all", "20"] in lines
     assert mqstore(*call, "--topic", "orders", "--from", "10m").stderr == "no messages\n"
     for more, text in ((("--interval", "fast"), "interval='fast'"), (("--by", "tag"), "by=")):
         result = mqstore(*call, *more)

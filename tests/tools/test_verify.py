@@ -13,7 +13,7 @@ import pytest
 
 import mqstore as library
 from mqstore import Finding, OutgoingMessage, Profile, SendReceipt, StoreConfig
-from mqstore.log.verify import Verifier
+from mqstore.log.recovery.verify import Verifier
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.tools.support import mqstore, mqstore_json, process
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 import click
 
 from mqstore import Message
+from mqstore.broker.admin.inspect import group_names
+from mqstore.broker.admin.offline import offline
 from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.inspect import group_names
-from mqstore.broker.offline import offline
 from mqstore.broker.parts import Parts
 from mqstore.errors import GroupNotFoundError
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC
@@ -25,9 +24,6 @@ from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, jso
 from mqstore_tools.shown import body_bytes_option, print_message
 
 __all__ = ["dlq"]
-
-_REASONS = 5
-"""Reasons of each group and origin that people are shown; programs get more of them."""
 
 _before_option = click.option(
     "--before",
@@ -145,16 +141,11 @@ def _show_report(found: dict[str, Any]) -> None:
     columns = ("group", "from", "letters>", "oldest filed", "newest filed", "attempts>")
     console().print(table(f"{found['total']} dead letters", columns, cells))
     why = [
-        (row["group"], row["origin_topic"] or "-", each["reason"] or "it does not say", _between(each))
+        (row["group"], row["origin_topic"] or "-", reason or "it does not say", count)
         for row in found["rows"]
-        for each in row["reasons"][:_REASONS]
+        for reason, count in row["reasons"].items()
     ]
     console().print(table("why", ("group", "from", "reason", "letters>"), why))
-
-
-def _between(each: dict[str, Any]) -> str:
-    least, most = each["at_least"], each["at_most"]
-    return str(least) if least == most else f"{least} to {most}"
 
 
 def _row(letter: Message) -> dict[str, Any]:
@@ -216,7 +207,7 @@ def show(
     printed: set[int] = set()
     fine = True
     with looking(directory) as parts:
-        for letter in _chosen(_letters(parts, group), chosen, before):
+        for letter in _letters(parts, group).select(offsets=chosen or None, stop_ms=_ms(before)):
             fine &= print_message(letter, json_output=json_output, body_bytes=body_bytes)
             printed.add(letter.offset)
     missing = ", ".join(map(str, sorted(set(chosen) - printed)))
@@ -226,10 +217,6 @@ def show(
         note(f"no dead letter at offset {missing}")
     if missing or not fine:
         ctx.exit(FINDINGS)
-
-
-def _chosen(letters: DeadLetters, chosen: tuple[int, ...], before: datetime | None) -> Iterator[Message]:
-    return letters.select(offsets=chosen or None, stop_ms=_ms(before))
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mqstore import ConfigError, QueueRef
+from mqstore import QueueRef
 from mqstore_tools.many import duration, jobs_option, stores_argument, topic_option
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, note, print_json, progress, table, when
@@ -17,8 +17,6 @@ from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incom
 from mqstore_tools.suspended import show_suspended
 
 __all__ = ["lag"]
-
-_STUCK = 50
 
 
 @click.command(
@@ -30,7 +28,6 @@ Examples:
   mqstore lag var/mq --group billing          # queue by queue
   mqstore lag fleet/* --max-lag 10000 --max-age 15m || page-somebody
   mqstore lag var/mq --wait 30s               # two looks: rates, and queues that are stuck
-  mqstore lag var/mq --json > now.json; mqstore lag var/mq --previous now.json
   mqstore lag var/mq --json | jq '.groups[] | select(.messages > 1000) | .group'""",
 )
 @stores_argument
@@ -38,12 +35,6 @@ Examples:
 @topic_option
 @click.option("--max-lag", type=click.IntRange(0), help="Exit code 1 if a group has more messages left.")
 @click.option("--max-age", type=duration, metavar="TIME", help="Exit code 1 if one of them is older than this (15m).")
-@click.option(
-    "--previous",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Compare with an earlier look: the output of this command with --json.",
-)
 @click.option("--wait", type=duration, metavar="TIME", help="Look twice, so long apart (30s), and compare.")
 @jobs_option
 @json_option
@@ -55,7 +46,6 @@ def lag(
     topics: tuple[str, ...],
     max_lag: int | None,
     max_age: float | None,
-    previous: Path | None,
     wait: float | None,
     jobs: int,
     json_output: bool,
@@ -80,9 +70,7 @@ def lag(
     """
     from mqstore.jobs import lag_report
 
-    if previous is not None and wait is not None:
-        raise click.UsageError("--previous and --wait both say what to compare with; give one of them")
-    before = None if previous is None else _read(previous)
+    before = None
     with progress("looking", of_bytes=False) as report:
         chosen: dict[str, Any] = {"topics": topics or None, "groups": groups or None, "jobs": jobs, "progress": report}
         if wait is not None:
@@ -111,27 +99,22 @@ def _is_over(group: dict[str, Any], max_lag: int | None, max_age_s: float | None
     return (max_lag is not None and messages > max_lag) or (max_age_s is not None and age_ms > max_age_s * 1000)
 
 
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) or {}  # `null` is no report, and not that there is none
-    except ValueError as error:
-        raise ConfigError(f"--previous {str(path)!r} is no output of `mqstore lag --json`: {error}") from error
-
-
 def _show(found: dict[str, Any], *, by_queue: bool) -> None:
     groups = found["groups"]
-    several = len({row["store"] for group in groups for row in group["queues"]}) > 1
-    store = ("store",) if several else ()
+    queues = [(group["group"], row) for group in groups for row in group["queues"]]
     if by_queue:
-        names = (*store, *(("group",) if len(groups) > 1 else ()), "topic", "queue>", "goes on at>")
-        cells = []
-        for group in groups:
-            for row in group["queues"]:
-                keys = [row["store"]] if several else []
-                keys += [group["group"]] if len(groups) > 1 else []
-                goes_on = "-" if row["committed"] is None else row["committed"]
-                cells.append((*keys, row["topic"], row["queue_id"], goes_on, *_cells(row)))
-        console().print(table("", (*names, *_COUNTS), cells))
+        # Whatever is the same in all rows is left out.
+        keys = [len({row["store"] for _, row in queues}) > 1, len(groups) > 1]
+        names = (*compress(("store", "group"), keys), "topic", "queue>", "goes on at>", *_COUNTS)
+        cells = [
+            (
+                *compress((row["store"], group), keys),
+                *(row["topic"], row["queue_id"], "-" if row["committed"] is None else row["committed"]),
+                *_cells(row),
+            )
+            for group, row in queues
+        ]
+        console().print(table("", names, cells))
     columns: tuple[str, ...] = ("group", *_COUNTS)
     title = ""
     compared = found["previous_ms"] is not None
@@ -140,20 +123,17 @@ def _show(found: dict[str, Any], *, by_queue: bool) -> None:
         title = f"compared with {when(found['previous_ms'])}"
     rows = [(each["group"], *_cells(each), *(_rates(each) if compared else ())) for each in groups]
     console().print(table(title, columns, rows))
-    queues = [(group["group"], row) for group in groups for row in group["queues"]]
     show_suspended(
         [(group, row["topic"], row["queue_id"], row["suspended"]) for group, row in queues if row["suspended"]],
         found["taken_ms"],
     )
     stuck = [(row["store"], group, *(row[name] for name in _STUCK_FIELDS)) for group, row in queues if row["stuck"]]
     if stuck:
-        names = ("store", "group", "topic", "queue>", "stays at>", "messages>")
-        console().print(table("stuck", names, stuck[:_STUCK]))
-        if len(stuck) > _STUCK:
-            note(f"and {len(stuck) - _STUCK} queues more; --json has all")
+        console().print(table("stuck", ("store", "group", "topic", "queue>", "stays at>", "messages>"), stuck))
 
 
 _COUNTS = ("messages>", "in flight>", "lost>", "oldest is>")
+_RATES = ("consumed_per_second", "arriving_per_second")
 _STUCK_FIELDS = ("topic", "queue_id", "committed", "messages")
 
 
@@ -163,8 +143,6 @@ def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _rates(row: dict[str, Any]) -> tuple[Any, ...]:
-    rates = (
-        "-" if row[name] is None else f"{row[name]:.1f}" for name in ("consumed_per_second", "arriving_per_second")
-    )
+    rates = ("-" if row[name] is None else f"{row[name]:.1f}" for name in _RATES)
     left_s = row["seconds_left"]
     return (*rates, show_ms(None if left_s is None else round(left_s * 1000)), row["stuck_queues"])

@@ -1,4 +1,4 @@
-"""`mqstore traffic`: how many messages, how large, when, under which keys."""
+"""`mqstore traffic`: how many messages, how large, when."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from mqstore_tools.shared import StoreCommand, json_option
 
 __all__ = ["traffic"]
 
+_SHOWN = 50
+
 
 @click.command(
     cls=StoreCommand,
-    short_help="How many messages, how large, when, under which keys.",
+    short_help="How many messages, how large, when.",
     epilog="""\b
 Examples:
   mqstore traffic fleet/* --from 24h
@@ -41,13 +43,6 @@ Examples:
 @option_option
 @click.option("--interval", default="1m", show_default=True, metavar="TIME", help="Add up by so long (30s, 5m, 1h).")
 @click.option("--by", default="topic", show_default=True, metavar="NAMES", help="And by these: store, topic, queue_id.")
-@click.option(
-    "--top",
-    type=click.IntRange(0),
-    default=20,
-    show_default=True,
-    help="Show so many rows and frequent keys. 0: all rows, and no keys, which is faster.",
-)
 @jobs_option
 @json_option
 def traffic(
@@ -59,12 +54,11 @@ def traffic(
     options: tuple[str, ...],
     interval: str,
     by: str,
-    top: int,
     jobs: int,
     json_output: bool,
 ) -> None:
-    """Count the messages of the stores in DIR by time of storing: how many, how large, how evenly over queues, which
-    keys are frequent, how long from producer to store, how many were delivered before.
+    """Count the messages of the stores in DIR by time of storing: how many, how large, how long from producer to
+    store, how many were delivered before. `--by topic,queue_id` shows how evenly they lie in queues.
 
     Without --topic those of users are read, and retry topics. Percentiles are off by 3 % at most; all else is exact.
     Needs pyarrow.
@@ -80,14 +74,14 @@ def traffic(
         options=pairs("--option", options),
     )
     with progress("counting", of_bytes=False) as report:
-        found = traffic_report(chosen, interval=interval, by=names(by) or (), top=top, jobs=jobs, progress=report)
+        found = traffic_report(chosen, interval=interval, by=names(by) or (), jobs=jobs, progress=report)
     if json_output:
         print_json(found.to_dict())
     else:
-        _show(found.to_dict(), top)
+        _show(found.to_dict())
 
 
-def _show(found: dict[str, Any], top: int) -> None:
+def _show(found: dict[str, Any]) -> None:
     if not found["total"]["messages"]:
         note("no messages")
         return
@@ -95,28 +89,13 @@ def _show(found: dict[str, Any], top: int) -> None:
     columns = [name.replace("queue_id", "queue>") for name in by]
     columns += ["messages>", "bytes>", "per s>", "peak per s>", "size p50>", "p95>", "max>", "delay p50>", "p95>"]
     columns += ["retries>"]
-    shown = found["rows"][: top or None]
-    rows = [[*(row[name] for name in by), *_cells(row)] for row in shown]
+    rows = [[*(row[name] for name in by), *_cells(row)] for row in found["rows"][:_SHOWN]]
     if by and len(found["rows"]) > 1:
         rows.append(["all", *[""] * (len(by) - 1), *_cells(found["total"])])
     total = found["total"]
     console().print(table(f"{when(total['first_ms'])} to {when(total['last_ms'])}", columns, rows))
-    if len(found["rows"]) > len(shown):
-        note(f"and {len(found['rows']) - len(shown)} more; --top shows them")
-    uneven = [each for each in found["skew"] if each["ratio"] > 1]
-    if uneven:
-        cells = [
-            (
-                *(each["topic"], each["queues"], f"{each['hottest_store']} {each['hottest_queue_id']}"),
-                *(f"{each['share']:.1%}", f"{each['ratio']:.2f}"),
-            )
-            for each in uneven[: top or None]
-        ]
-        names_ = ("topic", "queues>", "hottest queue", "has>", "times the average>")
-        console().print(table("over queues", names_, cells))
-    if found["hot_keys"]:
-        cells_ = [(each["topic"], each["key"], _between(each)) for each in found["hot_keys"]]
-        console().print(table("frequent keys", ("topic", "key", "messages>"), cells_))
+    if len(found["rows"]) > _SHOWN:
+        note(f"and {len(found['rows']) - _SHOWN} more; --json has all")
     if found["damaged"]:
         note(f"{found['damaged']} damaged messages were left out")
 
@@ -127,8 +106,3 @@ def _cells(row: dict[str, Any]) -> list[Any]:
     rates = [f"{row['rate']:.1f}", f"{row['peak_rate']:.1f}"]
     retries = f"{row['retries']} ({row['retries'] / row['messages']:.1%})"
     return [row["messages"], show_bytes(row["bytes"]), *rates, *sizes, *delays, retries]
-
-
-def _between(each: dict[str, Any]) -> str:
-    least, most = each["at_least"], each["at_most"]
-    return str(least) if least == most else f"{least} to {most}"

@@ -1,4 +1,4 @@
-"""`mqstore verify`: is everything in one store or many as it should be? Prints what `mqstore.log.verify` finds."""
+"""`mqstore verify`: is everything in one store or many as it should be? Prints what `log/recovery` finds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.files.quiet import QUIET
 from mqstore.jobs.verifying import VerifiedStore, VerifyFinding
 from mqstore.jobs.verifying import verify as run
-from mqstore.log.known import load_known
+from mqstore.log.recovery.known import load_known
 from mqstore.spark.selection import select
 from mqstore_tools.many import jobs_option, stores_argument
 from mqstore_tools.render import VERSION, as_json, console, note, print_finding, progress, show_bytes

@@ -23,11 +23,10 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from mqstore.jobs.dlq import dlq_report
+    from mqstore.jobs.dlq import dlq_report, dlq_resend
     from mqstore.jobs.export import export_parquet
     from mqstore.jobs.lag import lag_report
     from mqstore.jobs.recovering import recover
-    from mqstore.jobs.resend import dlq_resend
     from mqstore.jobs.tracing import trace
     from mqstore.jobs.traffic import traffic_report
     from mqstore.jobs.verifying import verify
@@ -47,7 +46,7 @@ __all__ = [
 
 _MODULES: Final = {
     "dlq_report": "mqstore.jobs.dlq",
-    "dlq_resend": "mqstore.jobs.resend",
+    "dlq_resend": "mqstore.jobs.dlq",
     "export_parquet": "mqstore.jobs.export",
     "lag_report": "mqstore.jobs.lag",
     "recover": "mqstore.jobs.recovering",

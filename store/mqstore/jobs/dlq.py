@@ -1,62 +1,40 @@
-"""What groups gave up, and why: dead letters of one store or many.
+"""Dead letters of one store or many: how many each group has and why, and sending them again.
 
-A task goes through the dead letters of one store, from where each group's begin (what was purged or sent again is not
-counted), and gives back a row for each group and topic that they came from. Reasons may be texts of exceptions, all
-different, so of these only the frequent ones are kept (`mqstore.spark.tally`).
+A task works on one store. A report goes through the dead letters from where each group's begin, so what was purged or
+sent again is not counted. A resend looks at all stores before it writes in one of them (`DeadLetters.replay`). A second
+resend sends nothing again; a crash in the middle of one can send up to a page of letters twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from mqstore.broker import sql92
+from mqstore.broker.admin.inspect import group_names
+from mqstore.broker.admin.offline import offline
 from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.inspect import group_names
 from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic
 from mqstore.broker.parts import Parts, open_parts
-from mqstore.errors import ConfigError, FormatError
+from mqstore.errors import ConfigError
+from mqstore.files.lock import refuse_beside_writer
+from mqstore.files.quiet import QUIET
 from mqstore.jobs.runner import Progress, Runner
-from mqstore.layout.compression import MissingPackageError
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC
 from mqstore.log.message import Message
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, check_known, select
-from mqstore.spark.tally import HeavyHitters
 
-__all__ = ["DeadLetterReport", "DeadLetterRow", "Reason", "Sample", "dlq_report", "groups_of"]
+__all__ = ["DeadLetterReport", "DeadLetterRow", "ResendReport", "Resent", "dlq_report", "dlq_resend"]
 
-_REASONS: Final = 256
-_SAMPLE_BYTES: Final = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Reason(Shaped):
-    """Why letters were given up; None for those that do not say."""
-
-    reason: str | None
-    at_least: int
-    at_most: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sample(Shaped):
-    """One dead letter."""
-
-    store: str
-    queue_offset: int
-    store_ms: int
-    message_id: str
-    keys: tuple[str, ...]
-    attempts: int
-    reason: str | None
-    body: str
-    """Its first bytes as text; what does not print is escaped, as in a Python string."""
-    body_bytes: int
+_SHOWN: Final = 10
+_DISTINCT: Final = 1000
+"""Reasons of a group and origin in a store that are told apart: texts of exceptions may all be different."""
+_OTHER: Final = "other reasons"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +48,69 @@ class DeadLetterRow(Shaped):
     oldest_ms: int
     newest_ms: int
     max_attempts: int
-    reasons: tuple[Reason, ...]
-    """Most frequent first."""
-    samples: tuple[Sample, ...]
-    """The newest."""
+    reasons: Mapping[str, int]
+    """Number of letters by reason, the ten most frequent first; `""` for letters that do not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterReport(Shaped):
-    """What `dlq_report` found."""
+    """Result of `dlq_report`."""
 
     total: int
     rows: tuple[DeadLetterRow, ...]
     """Most letters first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resent(Shaped):
+    """Letters of a group that were sent again, or would be."""
+
+    store: str
+    group: str
+    count: int
+    topics: Mapping[str, int]
+    """Number of letters by the topic they came from, or by `to_topic`."""
+    min_offset: int
+    """Offset where the dead letters of the group begin afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResendReport(Shaped):
+    """What `dlq_resend` did, or with `dry_run` would do."""
+
+    dry_run: bool
+    count: int
+    letters: tuple[Resent, ...]
+    """Each group of each store that has letters to send."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Letters to look at, and where to send them."""
+
+    selection: Selection
+    groups: frozenset[str] | None
+    offsets: tuple[int, ...] | None = None
+    all_groups: bool = False
+    to_topic: str | None = None
+
+    @classmethod
+    def of(cls, stores: Stores | Selection, groups: Iterable[str] | None, **how: Any) -> _Job:
+        chosen = select(stores)
+        check_followed(chosen, "topics", "filter", bounds=True)
+        return cls(chosen, None if groups is None else frozenset(groups), **how)
+
+    def letters(self, parts: Parts) -> Iterator[DeadLetters]:
+        """Return the dead letters of each group that was asked for and has some."""
+        groups = (topic.removeprefix(DLQ_PREFIX) for topic in sorted(filter(is_dlq_topic, parts.store.topics())))
+        return (DeadLetters(parts, group) for group in groups if self.groups is None or group in self.groups)
+
+    def choice(self) -> dict[str, Any]:
+        """Return the arguments of `DeadLetters.select` and `replay`."""
+        chosen, plain = self.selection, Selection(self.selection.options)
+        start_ms, stop_ms = chosen.times_ms if chosen.times_ms != plain.times_ms else (None, None)
+        narrowed = chosen.offsets != plain.offsets or chosen.options.topics or chosen.options.filter
+        return {"start_ms": start_ms, "stop_ms": stop_ms, "where": _passes(chosen) if narrowed else None}
 
 
 def dlq_report(
@@ -92,31 +120,69 @@ def dlq_report(
     spark: Any = None,
     progress: Progress | None = None,
     groups: Iterable[str] | None = None,
-    samples: int = 3,
-    reasons: int = 10,
 ) -> DeadLetterReport:
-    """Count the dead letters of `groups` (all), with the newest `samples` and most frequent `reasons` by origin.
+    """Count the dead letters of `groups` (all) by origin, with the most frequent reasons.
 
     A selection says which, as for `dlq_resend`: bounds are of when letters were filed, or of their offsets, topics name
     where they came from, and a filter tests their properties. `jobs`, `spark` and `progress`: see `mqstore.jobs`.
     Raises ConfigError, also for a group that no store knows, and what opening a store raises.
     """
-    for name, value in (("samples", samples), ("reasons", reasons)):
-        if type(value) is not int or value < 0:
-            raise ConfigError(f"{name}={value!r} is no number from 0 on")
-    chosen = select(stores)
-    check_followed(chosen, "topics", "filter", bounds=True)
-    wanted = None if groups is None else frozenset(groups)
+    job = _Job.of(stores, groups)
     found: dict[tuple[str, str | None], _Heap] = {}
     with Runner(jobs, spark, progress) as runner:
-        parts = runner.run(chosen.stores(), partial(_look, chosen, wanted, samples), "mqstore dlq")
-    check_known("group", wanted or (), (name for groups_there, _ in parts for name in groups_there))
+        parts = runner.run(job.selection.stores(), partial(_count, job), "mqstore dlq")
+    check_known("group", job.groups or (), (name for groups_there, _ in parts for name in groups_there))
     for _, part in parts:
         for key, heap in part.items():
-            found.setdefault(key, _Heap()).merge(heap, samples)
-    rows = [heap.row(*key, reasons) for key, heap in found.items()]
+            found.setdefault(key, _Heap()).merge(heap)
+    rows = [
+        DeadLetterRow(*key, heap.count, heap.oldest_ms, heap.newest_ms, heap.max_attempts, heap.frequent())
+        for key, heap in found.items()
+    ]
     rows.sort(key=lambda row: (-row.count, row.group, row.origin_topic or ""))
     return DeadLetterReport(sum(row.count for row in rows), tuple(rows))
+
+
+def dlq_resend(
+    stores: Stores | Selection,
+    *,
+    jobs: int = 1,
+    spark: Any = None,
+    progress: Progress | None = None,
+    groups: Iterable[str] | None = None,
+    offsets: Iterable[int] | None = None,
+    all_groups: bool = False,
+    to_topic: str | None = None,
+    dry_run: bool = False,
+) -> ResendReport:
+    """Send the dead letters of `groups` (all) again as new messages, each to the group that gave it up.
+
+    With `all_groups` each goes to the topic it came from, with `to_topic` all go to that topic, for every group that
+    reads it. A selection chooses letters: topics name where they came from, bounds are of when they were filed or of
+    their offsets, and a filter tests their properties. `offsets` chooses letters of one store and one group. `dry_run`
+    changes nothing. `jobs`, `spark` and `progress`: see `mqstore.jobs`.
+
+    Raises ConfigError for a group that no store knows and for an offset without a letter; StoreLockedError for a store
+    that is open for writing; NotPermittedError, TopicNotFoundError or InvalidMessageError for a letter that cannot be
+    sent. Then nothing was sent in any store.
+    """
+    picked = None if offsets is None else tuple(sorted(set(offsets)))
+    job = _Job.of(stores, groups, offsets=picked, all_groups=all_groups, to_topic=to_topic)
+    names = job.selection.stores()
+    if picked is not None and (len(names) > 1 or job.groups is None or len(job.groups) > 1):
+        raise ConfigError("offsets are those of one group in one store: name one store and one group")
+    with Runner(jobs, spark, progress) as runner:
+        planned = runner.run(names, partial(_plan, job), "mqstore dlq replay: plan")
+        check_known("group", job.groups or (), (group for known, _ in planned for group in known))
+        done = [rows for _, rows in planned]
+        if not dry_run:
+            with_letters = [name for name, rows in zip(names, done, strict=True) if rows]
+            done = runner.run(with_letters, partial(_send, job), "mqstore dlq replay")
+    letters = tuple(row for rows in done for row in rows)
+    return ResendReport(dry_run, sum(row.count for row in letters), letters)
+
+
+# -- in the tasks ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -127,94 +193,88 @@ class _Heap:
     oldest_ms: int = (1 << 63) - 1
     newest_ms: int = -(1 << 63)
     max_attempts: int = 0
-    reasons: HeavyHitters = field(default_factory=lambda: HeavyHitters(_REASONS))
-    samples: list[Sample] = field(default_factory=list)
-    """Newest first."""
+    reasons: Counter[str] = field(default_factory=Counter)
 
-    def merge(self, other: _Heap, samples: int) -> None:
+    def add(self, letter: Message, reason: str) -> None:
+        known = reason in self.reasons or len(self.reasons) < _DISTINCT
+        stored_ms = letter.store_timestamp_ms
+        self.merge(_Heap(1, stored_ms, stored_ms, letter.reconsume_times, Counter([reason if known else _OTHER])))
+
+    def merge(self, other: _Heap) -> None:
         self.count += other.count
         self.oldest_ms = min(self.oldest_ms, other.oldest_ms)
         self.newest_ms = max(self.newest_ms, other.newest_ms)
         self.max_attempts = max(self.max_attempts, other.max_attempts)
-        self.reasons.merge(other.reasons)
-        self.samples = sorted(
-            [*self.samples, *other.samples], key=lambda each: (-each.store_ms, each.store, -each.queue_offset)
-        )[:samples]
+        self.reasons.update(other.reasons)
 
-    def row(self, group: str, origin: str | None, reasons: int) -> DeadLetterRow:
-        frequent = tuple(Reason(text or None, least, most) for text, least, most in self.reasons.top(reasons))
-        bounds = (self.count, self.oldest_ms, self.newest_ms, self.max_attempts)
-        return DeadLetterRow(group, origin, *bounds, frequent, tuple(self.samples))
+    def frequent(self) -> dict[str, int]:
+        return dict(sorted(self.reasons.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN])
 
 
-def _look(
-    selection: Selection, groups: frozenset[str] | None, samples: int, name: StoreName
-) -> tuple[set[str], Mapping[tuple[str, str | None], _Heap]]:
-    """All groups of one store, and the letters of those that were asked for."""
+def _count(job: _Job, name: StoreName) -> tuple[set[str], Mapping[tuple[str, str | None], _Heap]]:
+    """Return all groups of one store, and the letters of those that were asked for."""
     found: dict[tuple[str, str | None], _Heap] = {}
-    latest: dict[tuple[str, str | None], list[Message]] = {}
-    start_ms, stop_ms = selection.times_ms
-    first, behind = selection.offsets
-    origins, where = selection.options.topics, selection.options.filter
-    matches = None if where is None else sql92.compile(where).matches
-    one = np.ones(1, np.int64)
     with open_store(name) as store:
         parts = open_parts(store)
-        known = groups_of(parts)
-        for topic in store.topics():
-            group = topic.removeprefix(DLQ_PREFIX)
-            if not is_dlq_topic(topic) or (groups is not None and group not in groups):
-                continue
-            for letter in DeadLetters(parts, group).select(start_ms=start_ms, stop_ms=stop_ms):
-                properties = letter.stored_properties()
-                origin = properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC)
-                if origins is not None and origin not in origins:
-                    continue
-                if not first <= letter.offset < behind or (matches is not None and not matches(properties)):
-                    continue
-                heap = found.setdefault((group, origin), _Heap())
-                heap.count += 1
-                heap.oldest_ms = min(heap.oldest_ms, letter.store_timestamp_ms)
-                heap.newest_ms = max(heap.newest_ms, letter.store_timestamp_ms)
-                heap.max_attempts = max(heap.max_attempts, letter.reconsume_times)
-                heap.reasons.add([properties.get(DLQ_REASON, "")], one)
-                newest = latest.setdefault((group, origin), [])
-                newest.append(letter)
-                del newest[: -samples or None]
-        for key, letters in latest.items():
-            found[key].samples = [_sample(name, letter) for letter in reversed(letters)]
+        known = _groups_of(parts)
+        for letters in job.letters(parts):
+            for letter in letters.select(**job.choice()):
+                key = letters.group, _origin_of(letter)
+                found.setdefault(key, _Heap()).add(letter, letter.stored_properties().get(DLQ_REASON, ""))
     return known, found
 
 
-def groups_of(parts: Parts) -> set[str]:
-    """The groups of a store: those with progress or settings, and those that have only dead letters left."""
+def _plan(job: _Job, name: StoreName) -> tuple[set[str], list[Resent]]:
+    """Return all groups of a store, and what would be sent."""
+    with open_store(name) as store:
+        refuse_beside_writer(name.path, QUIET)
+        parts = open_parts(store)
+        known = _groups_of(parts)
+        if job.offsets is not None and job.groups and job.groups <= known:
+            [group] = job.groups
+            there = {letter.offset for letter in DeadLetters(parts, group).select(offsets=job.offsets)}
+            if missing := sorted({*job.offsets} - there):
+                numbers = ", ".join(map(str, missing))
+                raise ConfigError(f"no dead letter of {group!r} at offset {numbers}; nothing is sent")
+        return known, _replay(job, name, parts, dry_run=True)
+
+
+def _send(job: _Job, name: StoreName) -> list[Resent]:
+    with offline(Path(name.path)) as desk:
+        return _replay(job, name, desk.parts, dry_run=False)
+
+
+def _replay(job: _Job, name: StoreName, parts: Parts, *, dry_run: bool) -> list[Resent]:
+    found = []
+    for letters in job.letters(parts):
+        done = letters.replay(
+            job.offsets, all_groups=job.all_groups, to_topic=job.to_topic, dry_run=dry_run, **job.choice()
+        )
+        if done.count:
+            found.append(Resent(name.id, letters.group, done.count, done.topics, done.start))
+    return found
+
+
+def _groups_of(parts: Parts) -> set[str]:
+    """Return the groups of a store: those with progress or settings, and those that have only dead letters left."""
     letters = (topic.removeprefix(DLQ_PREFIX) for topic in parts.store.topics() if is_dlq_topic(topic))
     return {*group_names(parts), *letters}
 
 
-def _sample(name: StoreName, letter: Message) -> Sample:
-    try:
-        body = bytes(letter.body)
-    except (FormatError, MissingPackageError):
-        body = bytes(letter.body_view)  # as it is stored: better than nothing
-    return Sample(
-        name.id,
-        letter.offset,
-        letter.store_timestamp_ms,
-        letter.message_id,
-        tuple(letter.keys),
-        letter.reconsume_times,
-        letter.stored_properties().get(DLQ_REASON),
-        _shown(body[:_SAMPLE_BYTES]),
-        len(body),
-    )
+def _origin_of(letter: Message) -> str | None:
+    properties = letter.stored_properties()
+    return properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC)
 
 
-def _shown(body: bytes) -> str:
-    text = body.decode("utf-8", "surrogateescape")
-    return "".join(char if char.isprintable() and char != "\\" else _escaped(char) for char in text)
+def _passes(chosen: Selection) -> Callable[[Message], bool]:
+    """Return the test of a letter's offset, origin and properties."""
+    first, behind = chosen.offsets
+    topics, where = chosen.options.topics, chosen.options.filter
+    matches = None if where is None else sql92.compile(where).matches
 
+    def passes(letter: Message) -> bool:
+        if topics is not None and _origin_of(letter) not in topics:
+            return False
+        return first <= letter.offset < behind and (matches is None or matches(letter.stored_properties()))
 
-def _escaped(char: str) -> str:
-    byte = ord(char) - 0xDC00  # of what is no UTF-8, as PEP 383 carries it
-    return f"\\x{byte:02x}" if 0x80 <= byte <= 0xFF else char.encode("unicode_escape").decode("ascii")
+    return passes

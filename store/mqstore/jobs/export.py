@@ -312,7 +312,7 @@ class _Job:
     def tasks(self, before: dict[str, Any], slots: int = 1) -> list[list[QueueSlice]]:
         """What no run has exported yet. ConfigError, as `check`."""
         self.check(before)
-        self.selection.check_queues()  # a run that goes on says scan=queue
+        self.selection.check_queues()  # a run that goes on says readBy=queue
         return self._resumed(before).queue_tasks(resumed=True, slots=slots)
 
     def passed_over(self, before: dict[str, Any]) -> list[list[QueueSlice]]:
@@ -337,7 +337,7 @@ class _Job:
         """The selection, from where the last run ended."""
         ids = {store.id for store in self.selection.stores()}
         ends = {store: topics for store, topics in before["ends"].items() if store in ids}
-        return self.selection.with_options(scan="queue", starting_offsets=ends) if ends else self.selection
+        return self.selection.with_options(read_by="queue", starting_offsets=ends) if ends else self.selection
 
 
 def _place(name: StoreName) -> dict[str, str] | None:
@@ -366,8 +366,8 @@ def _refuse(options: SourceOptions) -> None:
     ):
         if getattr(options, field) != getattr(plain, field):
             raise ConfigError(f"option {name}: an export begins where the last one ended; `start` bounds the first")
-    if options.scan == "log":
-        raise ConfigError("option scan=log: an export notes where it ended in each queue: use scan=queue")
+    if options.read_by == "log":
+        raise ConfigError("option readBy=log: an export notes where it ended in each queue: use readBy=queue")
 
 
 # -- in the tasks ------------------------------------------------------------------------------------------------------

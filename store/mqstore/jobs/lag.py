@@ -1,8 +1,8 @@
 """How far consumer groups are behind, in one store or many, and whether they catch up.
 
-A task looks at one store: its groups' offsets beside the ends of queues (`mqstore.broker.inspect`), and no message but
-the oldest that each group has not consumed. One look says how far; two say which way it goes. A later look compares
-with the report of an earlier one, or with its `to_dict()`, which is what `mqstore lag --json` prints.
+A task looks at one store: its groups' offsets beside the ends of queues (`broker/admin/inspect.py`), and no message but
+the oldest that each group has not consumed. One look says how far; two say which way it goes: a later look compares
+with the report of an earlier one.
 
     consumed a second    messages consumed between the looks, by the time between them. The end of a queue and the lag
                          tell it: the committed offset of a group that pops may stay while much behind it is done
@@ -17,10 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from mqstore.broker.inspect import group_names, lag_of, pop_view
+from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
 from mqstore.broker.parts import open_parts
-from mqstore.broker.popstate import QueueKey
-from mqstore.errors import ConfigError
+from mqstore.broker.pop.state import QueueKey
 from mqstore.jobs.runner import Progress, Runner
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, is_wanted, open_store
@@ -108,13 +107,13 @@ def lag_report(
     progress: Progress | None = None,
     topics: str | Sequence[str] | None = None,
     groups: Iterable[str] | None = None,
-    previous: LagReport | Mapping[str, Any] | None = None,
+    previous: LagReport | None = None,
 ) -> LagReport:
     """Return the lag of `groups` (all) on `topics` (all, those of retries as well) in `stores`, compared with the
     `previous` report. `jobs`, `spark` and `progress`: see `mqstore.jobs`.
 
     By what is on disk: a running broker writes its groups' progress within a few seconds. Raises ConfigError for a
-    group or topic that no store knows, for `previous` that is no report, and what opening a store raises.
+    group or topic that no store knows, and what opening a store raises.
     """
     chosen = select(stores, topics=topics)
     check_followed(chosen, "topics", "topic_pattern", "assign", "include_system_topics")
@@ -200,23 +199,13 @@ _Earlier = tuple[int, dict[_Key, tuple[int, int]]]
 """When it was taken; messages consumed and end of each queue with progress."""
 
 
-def _earlier(previous: LagReport | Mapping[str, Any]) -> _Earlier:
-    value = previous.to_dict() if isinstance(previous, LagReport) else previous
-    try:
-        queues = {
-            (group["group"], row["store"], row["topic"], row["queue_id"]): (
-                int(row["end"]) - int(row["messages"]),
-                int(row["end"]),
-            )
-            for group in value["groups"]
-            for row in group["queues"]
-            if row["messages"] is not None
-        }
-        return int(value["taken_ms"]), queues
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"what to compare with is no report of lag: {error!r}; give what `mqstore lag --json` printed"
-        ) from error
+def _earlier(previous: LagReport) -> _Earlier:
+    return previous.taken_ms, {
+        _key(group.group, row): (row.end - row.messages, row.end)
+        for group in previous.groups
+        for row in group.queues
+        if row.messages is not None
+    }
 
 
 def _sum(group: str, rows: list[QueueRow], before: _Earlier | None, now_ms: int) -> GroupLag:

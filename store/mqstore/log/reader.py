@@ -60,7 +60,7 @@ from mqstore.log.index import Index
 from mqstore.log.manifest import Manifest
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.names import is_path_safe
-from mqstore.log.report import Finding
+from mqstore.log.recovery.report import Finding
 from mqstore.log.stretch import FEW, Few, Stretch
 from mqstore.log.tagfilter import UnitFilter, parse_tags
 from mqstore.log.tip import QueueRef

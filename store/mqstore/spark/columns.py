@@ -34,7 +34,7 @@ from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties, is_reserved
 from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.report import Finding, Kind
+from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.store import MessageStore
 from mqstore.log.stretch import Stretch
 from mqstore.log.tagfilter import TagFilter, parse_tags

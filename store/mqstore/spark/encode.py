@@ -38,7 +38,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("writing columns needs pyarrow: pip install 'mqstore[spark]', or pyarrow alone") from error
 
-from mqstore.broker.delayroute import delay_route
+from mqstore.broker.delay.route import delay_route
 from mqstore.broker.names import check_user_topic, is_system_topic
 from mqstore.broker.routing import MAX_MESSAGE_GROUP
 from mqstore.broker.selection import GroupHash, group_queue, jump_hash_many

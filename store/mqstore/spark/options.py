@@ -72,13 +72,13 @@ class SourceOptions:
     starting_timestamp_ms: int | None = None
     ending_timestamp_ms: int | None = None
     starting_group: str | None = None
-    scan: Literal["auto", "queue", "log"] = "auto"
+    read_by: Literal["auto", "queue", "log"] = "auto"
     columns: tuple[str, ...] | None = None
     include_properties: bool = True
     body_as: Literal["binary", "string"] = "binary"
     decompress: bool = True
     verify: bool = True
-    read_up_to: Literal["dispatched", "flushed"] = "dispatched"
+    isolation: Literal["dispatched", "flushed"] = "dispatched"
     on_corrupt: OnCorrupt = "fail"
     fail_on_data_loss: bool = True
     min_partitions: int = 1
@@ -86,8 +86,7 @@ class SourceOptions:
     max_bytes_per_batch: int = 8 << 20
     view: View = "messages"
     interval_ms: int = 60_000
-    push_down: bool = False
-    max_messages_per_trigger: int | None = None
+    max_offsets_per_trigger: int | None = None
     max_bytes_per_trigger: int | None = None
     commit_group: str | None = None
 
@@ -146,14 +145,14 @@ class SourceOptions:
 
     def for_stream(self) -> SourceOptions:
         """These, for `spark.readStream`. ConfigError for what only a batch can do, or only a stream of queues."""
-        if self.max_messages_per_trigger is not None and self.max_bytes_per_trigger is not None:
+        if self.max_offsets_per_trigger is not None and self.max_bytes_per_trigger is not None:
             raise ConfigError(
-                "options maxMessagesPerTrigger and maxBytesPerTrigger exclude each other: Spark knows one limit a "
+                "options maxOffsetsPerTrigger and maxBytesPerTrigger exclude each other: Spark knows one limit a "
                 "source; give one of them"
             )
-        if self.commit_group is not None and self.scan == "log":
+        if self.commit_group is not None and self.read_by == "log":
             raise ConfigError(
-                "option commitGroup needs progress by queues, and scan=log has one position a store: use scan=queue"
+                "option commitGroup needs progress by queues, and readBy=log has one position a store: use readBy=queue"
             )
         return self._only_for("stream", "spark.readStream", "spark.read")
 
@@ -314,7 +313,6 @@ _TABLE: Final = (
         "names, separated by commas",
         "which topics",
         names,
-        ("topic",),
     ),
     Option(
         "subscribePattern", "topic_pattern", "", "a regular expression", "which topics; the whole name fits", _pattern
@@ -335,7 +333,6 @@ _TABLE: Final = (
         "`A || B`, or `*`",
         "only messages with these tags, by hash before a record is looked at, then exactly",
         _tags,
-        ("subExpression",),
     ),
     Option("filter", "filter", "", "an SQL92 expression", "over properties, evaluated in the task", _sql),
     Option("keys", "keys", "", "keys, separated by commas", "only messages that bear one of these keys", names),
@@ -373,8 +370,8 @@ _TABLE: Final = (
         text,
     ),
     Option(
-        "scan",
-        "scan",
+        "readBy",
+        "read_by",
         "auto",
         "auto, queue or log",
         "by consume queues, or by ranges of the commitlog, which needs none; auto: by queues if there are any, "
@@ -408,8 +405,8 @@ _TABLE: Final = (
         boolean,
     ),
     Option(
-        "readUpTo",
-        "read_up_to",
+        "isolation",
+        "isolation",
         "dispatched",
         "dispatched or flushed",
         "flushed: only what no power cut can take back, by the store's checkpoint",
@@ -472,22 +469,12 @@ _TABLE: Final = (
         interval_ms,
     ),
     Option(
-        "pushDown",
-        "push_down",
-        "false",
-        YES_NO,
-        "take over filters from Spark, for a frame that is used once, in one query, and where no clock was set back by "
-        "more than a minute (see `spark-source.md`)",
-        boolean,
-    ),
-    Option(
-        "maxMessagesPerTrigger",
-        "max_messages_per_trigger",
+        "maxOffsetsPerTrigger",
+        "max_offsets_per_trigger",
         "",
         "a number from 1",
         "stream: at most so many messages a batch, shared among queues by what waits in each (pyspark 4.2)",
         count(1),
-        ("maxOffsetsPerTrigger",),
     ),
     Option(
         "maxBytesPerTrigger",
@@ -510,7 +497,7 @@ _TABLE: Final = (
 SOURCE_OPTIONS: Final = OptionTable(_TABLE)
 OPTIONS: Final[Mapping[str, Option]] = SOURCE_OPTIONS.options
 """Every option by its name."""
-_HOW_READ: Final = ("scan", "includeProperties", "bodyAs", "decompress", "minPartitions", "pushDown")
+_HOW_READ: Final = ("readBy", "includeProperties", "bodyAs", "decompress", "minPartitions")
 CHOOSING: Final = (
     "tags",
     "filter",
@@ -520,7 +507,7 @@ CHOOSING: Final = (
     "startingTimestamp",
     "endingTimestamp",
     "startingGroup",
-    "readUpTo",
+    "isolation",
     *_HOW_READ,
 )
 """Options that choose messages of queues, and that say how they are read: the small tables do not go by them. What one
@@ -532,8 +519,7 @@ _ONLY: Final = {
     "endingTimestamp": "batch",
     "view": "batch",
     "interval": "batch",
-    "pushDown": "batch",
-    "maxMessagesPerTrigger": "stream",
+    "maxOffsetsPerTrigger": "stream",
     "maxBytesPerTrigger": "stream",
     "commitGroup": "stream",
 }

@@ -48,7 +48,6 @@ class Option:
     meaning: str
     parse: Callable[[str], Any]
     """Raises ValueError for a value that does not fit, RecursionError for one that is nested too deeply."""
-    aliases: tuple[str, ...] = ()
 
 
 def _shown(value: str) -> str:
@@ -63,7 +62,7 @@ class OptionTable:
         """`passed_over`: names, in small letters, of what Spark gives to everybody."""
         self.options: Mapping[str, Option] = {option.name: option for option in options}
         self.passed_over = passed_over
-        self._by_name = {name.lower(): option for option in options for name in (option.name, *option.aliases)}
+        self._by_name = {option.name.lower(): option for option in options}
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and name.lower() in self._by_name
@@ -85,10 +84,9 @@ class OptionTable:
             try:
                 values[option.field] = option.parse(value)
             except (ValueError, RecursionError) as error:
-                called = option.name if name.lower() == option.name.lower() else name
                 deep = isinstance(error, RecursionError)  # of json or re; its traceback is as long as that
                 why = "it is nested too deeply" if deep else str(error)
-                raise ConfigError(f"option {called}={_shown(value)}: {why}; {option.accepts}") from (
+                raise ConfigError(f"option {option.name}={_shown(value)}: {why}; {option.accepts}") from (
                     None if deep else error
                 )
         return values
@@ -102,8 +100,7 @@ class OptionTable:
         """The table of the documentation."""
         lines = ["| Option | Default | Accepts | Meaning |", "|---|---|---|---|"]
         for option in self.options.values():
-            called = ", ".join(f"`{name}`" for name in (option.name, *option.aliases))
-            cells = [called, option.default or "-", option.accepts, option.meaning]
+            cells = [f"`{option.name}`", option.default or "-", option.accepts, option.meaning]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         return "\n".join(lines) + "\n"
 

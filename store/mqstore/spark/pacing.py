@@ -24,7 +24,7 @@ import numpy.typing as npt
 from mqstore.errors import TopicNotFoundError
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.scanner import Good, scan_log
+from mqstore.log.recovery.scanner import Good, scan_log
 from mqstore.log.store import MessageStore
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import mean_size, open_store, stores_of
@@ -210,7 +210,7 @@ class _LogRecords(_Looked):
 @contextmanager
 def costs_of(options: SourceOptions, limit: Limit) -> Iterator[Costs]:
     """What counts against `limit`. Stores that have to be looked at are open as long as this is."""
-    if options.scan == "log":
+    if options.read_by == "log":
         with _LogRecords(options, limit.unit) as records:
             yield records
     elif limit.unit == "bytes":

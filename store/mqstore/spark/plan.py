@@ -2,19 +2,13 @@
 
     stores      a path, a glob, a store set, many of these with ids
     snapshot    the bounds of every queue, once for a query: what a writer adds meanwhile is not read
-    narrowing   options, then what Spark hands down of its filters
     regions     queues that share a log are read side by side, a stretch of it at a time, by who reads them all
     partitions  lists of slices: small queues together, large ones cut, about 128 MiB or 500 000 messages each,
                 four times that where a tag is asked for
 
 A slice names a store by its path, so every task opens what it needs; nothing but plain values travels.
 
-Filters: a test of store, topic or queue id decides which queues are read, and a range of queue offsets where in them;
-Spark need not repeat these. Times and physical offsets are bisected in each queue and tags compared by hash, and Spark
-tests them again. Store times may step back where a clock did: bounds are widened by a minute. Where it was set back by
-more, bisecting may miss messages; that is said where `pushDown` is, since no few samples of a queue could tell.
-
-`scan=auto` reads by queues wherever there are any. Reading the log in its order touches each page once, but every
+`readBy=auto` reads by queues wherever there are any. Reading the log in its order touches each page once, but every
 record has to be found by walking: measured from the page cache, it reaches 0.5 to 1.0 of the rate of the queues.
 """
 
@@ -23,8 +17,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,8 +73,6 @@ _PARTITION_BYTES = 128 << 20
 _PARTITION_MESSAGES = 500_000
 _LEAST_PARTITION = 0.5
 """Of the usual one: what is still worth a task."""
-_MARGIN_MS = 60_000
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST = (1 << 63) - 1
 _FEW_UNITS = 4096
 _FEW_MAPPINGS = StoreConfig(max_mappings=4)
@@ -261,112 +252,14 @@ def queues_of(store: MessageStore) -> list[ConsumeQueue]:
     return sorted((queue for queue in store._queues if queue.next_offset), key=lambda queue: queue.ref)
 
 
-# -- what Spark hands down ---------------------------------------------------------------------------------------------
-
-
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Narrowing:
-    """What filters leave to be read. `take` is given them one by one; all must hold."""
+    """Bounds of what is read, besides those of the options. Both ends are included."""
 
-    queue_tests: list[tuple[str, Callable[[Any], bool]]] = field(default_factory=list)
     offsets: tuple[int, int] = (0, _LAST)
     """First and last queue offset."""
     times_ms: tuple[int, int] = (-_LAST, _LAST)
-    physical: tuple[int, int] = (0, _LAST)
-    tags: str | None = None
-
-    def take(self, column: str, kind: str, value: Any) -> bool:
-        """Whether Spark need not test this filter again. `kind`: the name of the filter's class."""
-        if value is None and kind != "IsNotNull":
-            return False
-        if column in ("store", "topic", "queue_id"):
-            test = _test(kind, value)
-            if test is not None:
-                self.queue_tests.append((column, test))
-            return test is not None
-        if column == "queue_offset":
-            bounds = _range(kind, value)
-            if bounds is not None:
-                self.offsets = _cut(self.offsets, bounds)
-            return bounds is not None and kind != "In"
-        if column == "physical_offset" and (bounds := _range(kind, value)) is not None:
-            self.physical = _cut(self.physical, bounds)
-        elif column == "store_timestamp" and (moments := _moments(kind, value)) is not None:
-            self.times_ms = _cut(self.times_ms, moments)
-        elif column == "tags" and kind in ("EqualTo", "EqualNullSafe", "In") and self.tags is None:
-            tags = list(value) if kind == "In" else [value]
-            # What the filter's language cannot spell is left to Spark.
-            if tags and all(
-                isinstance(t, str) and t == t.strip() and t not in ("", "*") and "|" not in t for t in tags
-            ):
-                self.tags = " || ".join(tags)
-        return False
-
-    def admits(self, store_id: str, ref: QueueRef) -> bool:
-        """Whether messages of that queue can pass."""
-        values = {"store": store_id, "topic": ref.topic, "queue_id": ref.queue_id}
-        return all(test(values[column]) for column, test in self.queue_tests)
-
-
-def _cut(bounds: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return max(bounds[0], other[0]), min(bounds[1], other[1])
-
-
-_TESTS: dict[str, Callable[[Any, Any], bool]] = {
-    "EqualTo": lambda a, b: a == b,
-    "EqualNullSafe": lambda a, b: a == b,
-    "GreaterThan": lambda a, b: a > b,
-    "GreaterThanOrEqual": lambda a, b: a >= b,
-    "LessThan": lambda a, b: a < b,
-    "LessThanOrEqual": lambda a, b: a <= b,
-    "In": lambda a, b: a in b,
-    "StringStartsWith": lambda a, b: a.startswith(b),
-    "StringEndsWith": lambda a, b: a.endswith(b),
-    "StringContains": lambda a, b: b in a,
-    "NotEqualTo": lambda a, b: a != b,
-}
-
-
-def _test(kind: str, value: Any) -> Callable[[Any], bool] | None:
-    if kind == "IsNotNull":
-        return lambda _: True
-    # Spark orders strings by their UTF-8 bytes, Python by code points: the same order.
-    test = _TESTS.get(kind)
-    if test is None or (kind == "In" and None in value):
-        return None
-    return lambda found: test(found, value)
-
-
-def _range(kind: str, value: Any) -> tuple[int, int] | None:
-    """First and last number that can pass."""
-    if kind == "IsNotNull":
-        return 0, _LAST
-    if kind == "In":
-        numbers = [number for number in value if number is not None]
-        return (min(numbers), max(numbers)) if numbers else (1, 0)
-    ranges = {
-        "EqualTo": (value, value),
-        "EqualNullSafe": (value, value),
-        "GreaterThanOrEqual": (value, _LAST),
-        "LessThanOrEqual": (0, value),
-    }
-    if kind in ranges:
-        return ranges[kind]
-    return (value + 1, _LAST) if kind == "GreaterThan" else (0, value - 1) if kind == "LessThan" else None
-
-
-def _moments(kind: str, value: Any) -> tuple[int, int] | None:
-    """First and last store time in ms that can pass, a little wider than it need be."""
-    values = [each for each in (value if kind == "In" else [value]) if each is not None]
-    if kind == "IsNotNull" or not values or not all(isinstance(v, datetime) and v.tzinfo for v in values):
-        return None
-    stamps = [(each - _EPOCH) // timedelta(milliseconds=1) for each in values]
-    low, high = min(stamps) - _MARGIN_MS, max(stamps) + 1 + _MARGIN_MS
-    if kind in ("EqualTo", "EqualNullSafe", "In"):
-        return low, high
-    if kind in ("GreaterThan", "GreaterThanOrEqual"):
-        return low, _LAST
-    return (-_LAST, high) if kind in ("LessThan", "LessThanOrEqual") else None
+    """First and last store time."""
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------
@@ -401,7 +294,7 @@ def chosen(queues: Iterable[ConsumeQueue], options: SourceOptions) -> Iterator[C
 def bounds_of(store: MessageStore, queue: ConsumeQueue, options: SourceOptions) -> Bounds:
     """Of a queue that was found a moment ago."""
     low, top = queue.min_offset, queue.max_offset
-    return Bounds(low, min(top, _flushed(store, queue.ref, low, top)) if options.read_up_to == "flushed" else top, top)
+    return Bounds(low, min(top, _flushed(store, queue.ref, low, top)) if options.isolation == "flushed" else top, top)
 
 
 def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
@@ -412,12 +305,13 @@ def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
     if refused:
         given = ", ".join(f"{option}={value}" for option, value in refused.items())
         raise ConfigError(
-            f"option scan='log' reads whole logs and knows no bounds of queues: leave {given} out, or give scan=queue"
+            f"option readBy='log' reads whole logs and knows no bounds of queues: leave {given} out, or give "
+            "readBy=queue"
         )
     low, listed = store.min_offset, store.listed_end()
     # Queues may have listed more once: a topic that is deleted leaves its records in the log.
     top = max(listed, store.readable_end(max(low, listed)))
-    if options.read_up_to == "flushed" and not store.clean_shutdown:
+    if options.isolation == "flushed" and not store.clean_shutdown:
         return Bounds(low, min(listed, store._checkpoint.current.flushed or 0), top)
     return Bounds(low, listed, top)
 
@@ -483,11 +377,11 @@ def survey(
             continue
         with store:
             queues = queues_of(store)
-            if (queues or options.scan == "queue") and store.has_unlisted():
+            if (queues or options.read_by == "queue") and store.has_unlisted():
                 warn_once(f"mqstore: {left_by_crash(name)}; a query does not see them")
-            if options.scan == "log" or (options.scan == "auto" and not queues):
+            if options.read_by == "log" or (options.read_by == "auto" and not queues):
                 counted.found_all(name)
-                found += _log_slices(store, name, options, narrowing)
+                found += _log_slices(store, name, options)
                 continue
             counted.find(name, store, queues)
             starts.open(name, store)
@@ -495,12 +389,11 @@ def survey(
             by_key = KeyIndex(store, options.keys) if options.keys and options.on_corrupt != "keep" else None
             mine: list[Weighed] = []
             for queue in chosen(queues, options):
-                if narrowing.admits(name.id, queue.ref):
-                    start, stop = _wanted_part(store, name, queue, options, narrowing, starts)
-                    if start < stop:
-                        parts = [(start, stop)] if by_key is None else _by_key(by_key, store, queue, start, stop)
-                        mine += [weigh(name, queue, *part) for part in parts]
-            if options.tags or narrowing.tags:
+                start, stop = _wanted_part(store, name, queue, options, narrowing, starts)
+                if start < stop:
+                    parts = [(start, stop)] if by_key is None else _by_key(by_key, store, queue, start, stop)
+                    mine += [weigh(name, queue, *part) for part in parts]
+            if options.tags:
                 mine = [_tagged(each) for each in mine]
             elif by_region and not options.keys:
                 mine = _by_region(store, mine)
@@ -704,10 +597,6 @@ def _wanted_part(
         start = max(start, store.offset_at(*ref, narrowing.times_ms[0]))
     if narrowing.times_ms[1] < _LAST:
         stop = min(stop, store.offset_at(*ref, narrowing.times_ms[1] + 1))
-    if narrowing.physical[0] > 0:
-        start = max(start, _slot_at(store, ref, low, high, narrowing.physical[0]))
-    if narrowing.physical[1] < _LAST:
-        stop = min(stop, _slot_at(store, ref, low, high, narrowing.physical[1] + 1))
     return start, stop
 
 
@@ -755,9 +644,8 @@ def _by_region(store: MessageStore, found: list[Weighed]) -> list[Weighed]:
 
 
 def _span(store: MessageStore, piece: Slice) -> tuple[int, int] | None:
-    """Where in the log the first and the last message of a slice lie. None: there is no unit that says so; or it is
-    read in another way than others (`tasks.read_slices`)."""
-    if isinstance(piece, LogSlice) or piece.topic == SCHEDULE_TOPIC:
+    """Where in the log the first and the last message of a slice lie. None: there is no unit that says so."""
+    if isinstance(piece, LogSlice):
         return None
     places = [_place(store, piece, slot) for slot in (piece.start, piece.stop - 1)]
     return None if min(places) < 0 else (places[0], places[1])
@@ -832,13 +720,10 @@ def _flushed(store: MessageStore, ref: QueueRef, low: int, high: int) -> int:
     return store.offset_at(*ref, checkpoint.physic_msg_timestamp_ms)
 
 
-def _log_slices(
-    store: MessageStore, name: StoreName, options: SourceOptions, narrowing: Narrowing
-) -> Iterator[Weighed]:
+def _log_slices(store: MessageStore, name: StoreName, options: SourceOptions) -> Iterator[Weighed]:
     bounds = bounds_of_log(store, options)
     start, stop = (bounds.high if options.starting_offsets == "latest" else bounds.low), bounds.high
-    start, stop = max(start, narrowing.physical[0]), min(stop, narrowing.physical[1] + 1)
-    if start < stop and all(test(name.id) for column, test in narrowing.queue_tests if column == "store"):
+    if start < stop:
         yield weigh_log(name, start, stop)
 
 

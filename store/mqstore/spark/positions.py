@@ -1,7 +1,7 @@
 """How far a stream has come, and how Spark keeps that in its checkpoint (spec/spark.md B5). Knows no Spark.
 
-`{"v":1,"s":{store:{topic:{queue:n}}}}`, n the queue offset of the next message; with scan=log, which has one position a
-store, `{"v":1,"p":{store:physical offset}}`. Spark compares offsets as text, so each has one spelling: sorted.
+`{"v":1,"s":{store:{topic:{queue:n}}}}`, n the queue offset of the next message; with readBy=log, which has one position
+a store, `{"v":1,"p":{store:physical offset}}`. Spark compares offsets as text, so each has one spelling: sorted.
 
 A store without a name of its own goes by its absolute path. Checkpoints of old have that path as the query spelled it,
 `var/mq` or `./var/mq/`; `renamed` makes these the same store.
@@ -50,7 +50,7 @@ def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]
 
 
 def decode_offset(value: Any, *, by_log: bool) -> Offsets:
-    """The other way round. ConfigError for an offset of another version or of another `scan`, and for what is none."""
+    """The other way round. ConfigError for an offset of another version or another `readBy`, and for what is none."""
     if not isinstance(value, dict) or "v" not in value:
         raise ConfigError(f"the checkpoint has no offset of this source: {value!r:.200}")
     if value["v"] != _VERSION:
@@ -62,8 +62,8 @@ def decode_offset(value: Any, *, by_log: bool) -> Offsets:
     if was_log != by_log:
         was, now = ("log", "queue") if was_log else ("queue", "log")
         raise ConfigError(
-            f"the checkpoint is of a stream with scan={was}, this one has scan={now}: positions of one mean nothing to "
-            f"the other. Say scan={was}, or take a new checkpoint"
+            f"the checkpoint is of a stream with readBy={was}, this one has readBy={now}: positions of one mean "
+            f"nothing to the other. Say readBy={was}, or take a new checkpoint"
         )
     try:
         if by_log:

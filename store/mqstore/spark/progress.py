@@ -90,7 +90,7 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
     allowed: later what is absent is for `advance` to judge.
     """
     names = stores_of(options)
-    by_log = options.scan == "log"
+    by_log = options.read_by == "log"
     if first:
         check_ids(options, names)
     begin = Starts(options, "latest", several=len(names) > 1)
@@ -159,7 +159,7 @@ class _Losses:
         text = f"{key}: the stream has come to offset {wanted}, but there are {low} to {top}"
         self._out_of_range(
             f"{text}: {_count(key, wanted - top)} are not there any more, and what is stored next bears their "
-            "numbers. Was the store restored, or its tail lost in a power cut (readUpTo=flushed never reads such)?",
+            "numbers. Was the store restored, or its tail lost in a power cut (isolation=flushed never reads such)?",
             low,
             top,
         )
@@ -262,7 +262,7 @@ class StreamProgress:
         costs: Callable[[SourceOptions, Limit], AbstractContextManager[Costs]] = costs_of,
     ) -> None:
         self._options = options
-        self._by_log = options.scan == "log"
+        self._by_log = options.read_by == "log"
         self._look = look
         self._costs = costs
         self._initial: Offsets | None = None

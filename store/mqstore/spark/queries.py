@@ -12,9 +12,8 @@ from __future__ import annotations
 import re
 from typing import Any, Final, cast
 
-from mqstore.errors import ConfigError
 from mqstore.spark.columns import default_columns
-from mqstore.spark.options import OPTIONS, View, not_for
+from mqstore.spark.options import View, not_for
 from mqstore.spark.selection import Selection, Stores, select
 from mqstore.spark.views import VIEWS
 
@@ -72,11 +71,6 @@ def sql(spark: Any, stores: Stores | Selection, query: str) -> Any:
 def _create(
     spark: Any, selection: Selection, wanted: tuple[str, ...], columns: tuple[str, ...] | None
 ) -> tuple[str, ...]:
-    if selection.options.push_down:  # how often a query reads a view does not show in its text
-        raise ConfigError(
-            "option pushDown=true: a view may be read more than once, and Spark gives the filter of one to all; "
-            "leave it out, and narrow what is read by topics and bounds"
-        )
     given = {name: value for name, value in selection.given.items() if name.lower() not in ("columns", "view")}
     for name in wanted:
         source = spark.read.format("mqstore")
@@ -92,7 +86,7 @@ def _create(
 
 def _unfit(view: str) -> frozenset[str]:
     """Names, in small letters, of options that a view refuses."""
-    return frozenset(alias.lower() for name in not_for(cast(View, view)) for alias in (name, *OPTIONS[name].aliases))
+    return frozenset(name.lower() for name in not_for(cast(View, view)))
 
 
 def _messages(source: Any, selection: Selection, columns: tuple[str, ...] | None) -> Any:

@@ -32,8 +32,8 @@ from mqstore.layout.scan import Headers, gather, ordinary_bodies, topic_is, veri
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.reader import sound_records
-from mqstore.log.report import Finding
-from mqstore.log.scanner import Bad, Good, first_good_in, scan_segment
+from mqstore.log.recovery.report import Finding
+from mqstore.log.recovery.scanner import Bad, Good, first_good_in, scan_segment
 from mqstore.log.store import MessageStore
 from mqstore.log.stretch import Stretch
 from mqstore.log.tagfilter import TagFilter

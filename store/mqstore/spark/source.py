@@ -1,6 +1,6 @@
 """The data source for PySpark: `spark.read.format("mqstore").load(path)`. Thin: the rest is made elsewhere.
 
-    driver's planner process    __init__, schema, reader, pushFilters, partitions
+    driver's planner process    __init__, schema, reader, partitions
     executors' workers          read: opens the store that a slice names, yields Arrow batches
 
 Spark copies readers by pickling and starts workers by forking, so nothing here is opened before `read`, nothing is kept
@@ -9,12 +9,9 @@ after it, and no state is shared between the two.
 Spark plans a frame once, when it is first used: all its queries read the messages that were there then. While
 `spark.sql.python.filterPushdown.enabled` is on, it plans it anew for each query that has a filter.
 
-Filters are taken over only with `pushDown=true`, and there is a reason to leave it. Spark keeps what `partitions` gave
-for one query in the frame that was loaded, and gives it to every other query of that frame, whose filters are others: a
-union of two filters of one frame reads one of them twice (pyspark 4.1 to 4.3; a test pins it). A frame that is used
-once, in one query, is safe. And that setting has to be on, for which Spark has a second trap: while it is off, every
-query of a reader class that overrides `pushFilters` fails. So the class does not; an instance has a `_PushDown` in its
-place, which Spark takes for the base method while the setting is off and calls while it is on.
+Filters are not taken over. Spark (4.1 to 4.3) keeps what `partitions` gave for one query in the frame that was loaded,
+and gives it to every other query of that frame, whose filters are others: a union of two filters of one frame would
+read one of them twice.
 """
 
 from __future__ import annotations
@@ -29,9 +26,7 @@ try:
         DataSourceReader,
         DataSourceStreamReader,
         DataSourceWriter,
-        Filter,
         InputPartition,
-        Not,
     )
     from pyspark.sql.types import (
         ArrayType,
@@ -52,7 +47,7 @@ from mqstore.errors import ConfigError
 from mqstore.spark.columns import COLUMNS, check_columns, check_once, default_columns
 from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
 from mqstore.spark.optiontable import refuse_table
-from mqstore.spark.plan import Narrowing, Slice, StoreName, partitions, survey
+from mqstore.spark.plan import Slice, StoreName, partitions, survey
 from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.telling import plain_errors, warn_once
@@ -99,6 +94,9 @@ class MQStoreDataSource(DataSource):
             if not unknown:
                 raise
             name = unknown[0]  # Spark does not say whether it is to read or to write
+            if name in SINK_OPTIONS:
+                read = ", ".join(SOURCE_OPTIONS.options)
+                raise ConfigError(f"option {name!r} is for writing; to read there are {read}") from error
             near = SINK_OPTIONS.nearest(name) or SOURCE_OPTIONS.nearest(name)
             write, read = (", ".join(table.options) for table in (SINK_OPTIONS, SOURCE_OPTIONS))
             there = near or f"; to write there are {write}; to read, {read}"
@@ -219,17 +217,6 @@ class _Partition(InputPartition):
         super().__init__(value)
 
 
-class _PushDown:
-    """`pushFilters` of a reader, for as long as Spark asks only `__func__` whether there is one. See the module."""
-
-    def __init__(self, reader: MQStoreReader) -> None:
-        self._reader = reader
-        self.__func__ = DataSourceReader.pushFilters
-
-    def __call__(self, filters: list[Filter]) -> Iterable[Filter]:
-        return self._reader.take(filters)
-
-
 class MQStoreReader(DataSourceReader):
     """A query: plans on the driver, reads in tasks."""
 
@@ -237,30 +224,13 @@ class MQStoreReader(DataSourceReader):
         self._options = options
         self._columns = columns
         self._body_as = body_as
-        self._narrowing = Narrowing()
-        if options.push_down and options.view == "messages":
-            self.pushFilters = _PushDown(self)
-
-    def take(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Note the filters; those that Spark has to test again."""
-        by_log = self._options.scan != "queue"
-        for each in filters:
-            kind, test = type(each).__name__, each
-            if isinstance(each, Not):
-                test = each.child
-                kind = "NotEqualTo" if type(test).__name__ == "EqualTo" else "Not"
-            attribute: tuple[str, ...] = getattr(test, "attribute", ())
-            # A scan of the log looks at whole logs: only of the store, and of physical offsets, it needs no test.
-            taken = len(attribute) == 1 and self._narrowing.take(attribute[0], kind, getattr(test, "value", None))
-            if not taken or (by_log and attribute[0] != "store"):
-                yield each
 
     @plain_errors()
     def partitions(self) -> list[InputPartition]:
         if self._options.view != "messages":
             # By name, not by number: a plan is used again, and of a glob or a set there may be others by then.
             return [_Partition(name) for name in view_stores(self._options)]
-        found = survey(self._options, self._narrowing, by_region=True)
+        found = survey(self._options, by_region=True)
         if {*default_columns()} <= {*self._columns} and sum(each.weight for each in found) > _MUCH:
             warn_once(_ALL_COLUMNS)
         return [_Partition(slices) for slices in partitions(found, self._options.min_partitions)]
@@ -273,6 +243,4 @@ class MQStoreReader(DataSourceReader):
             if self._options.view != "messages":
                 yield view_batch(self._options.view, partition.value, self._options).select(self._columns)
                 return
-            yield from read_slices(
-                self._options, self._columns, self._body_as, partition.value, tags=self._narrowing.tags
-            )
+            yield from read_slices(self._options, self._columns, self._body_as, partition.value)

@@ -119,8 +119,8 @@ if limits is not None:
         """The same with limits, and with a trigger that ends."""
 
         def getDefaultReadLimit(self) -> Any:
-            if self._options.max_messages_per_trigger is not None:
-                return limits.ReadMaxRows(self._options.max_messages_per_trigger)
+            if self._options.max_offsets_per_trigger is not None:
+                return limits.ReadMaxRows(self._options.max_offsets_per_trigger)
             if self._options.max_bytes_per_trigger is not None:
                 return limits.ReadMaxBytes(self._options.max_bytes_per_trigger)
             return limits.ReadAllAvailable()
@@ -137,8 +137,8 @@ def stream_reader(options: SourceOptions, columns: list[str], body_as: Any) -> D
     """The reader that this pyspark can use. ConfigError for a limit where it knows none."""
     if limits is not None:
         return LimitedStreamReader(options, columns, body_as)
-    if options.max_messages_per_trigger is not None or options.max_bytes_per_trigger is not None:
+    if options.max_offsets_per_trigger is not None or options.max_bytes_per_trigger is not None:
         raise ConfigError(
-            "options maxMessagesPerTrigger and maxBytesPerTrigger need pyspark 4.2 or later: leave them out"
+            "options maxOffsetsPerTrigger and maxBytesPerTrigger need pyspark 4.2 or later: leave them out"
         )
     return MQStoreStreamReader(options, columns, body_as)

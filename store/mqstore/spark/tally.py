@@ -1,16 +1,15 @@
 """Counting messages inside a task so that what leaves it is small, whatever it read. numpy; knows no Spark.
 
-    Bins           how often which value: 16 steps to each doubling, so a percentile is off by 3 % at most
-    HeavyHitters   which values are frequent: Misra and Gries's summary, of bounded size
-    Tally          of one queue: messages and bytes by interval, sizes, delays, retries
+    Bins    how often which value: 16 steps to each doubling, so a percentile is off by 3 % at most
+    Tally   of one queue: messages and bytes by interval, sizes, delays, retries
 
 All of them can be added up: parts of a queue, queues of a topic, tasks of a job. Counts, sums, minima and maxima are
-exact; percentiles are as near as a bin is narrow; a frequent value's count has bounds that hold.
+exact; percentiles are as near as a bin is narrow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +21,7 @@ from mqstore.errors import ConfigError
 if TYPE_CHECKING:  # it would need pyarrow, which counting names does not
     from mqstore.spark.rows import Piece
 
-__all__ = ["MAX_INTERVALS", "Bins", "HeavyHitters", "Sums", "Tally"]
+__all__ = ["MAX_INTERVALS", "Bins", "Sums", "Tally"]
 
 _Int64s = npt.NDArray[np.int64]
 
@@ -119,59 +118,6 @@ def _sums(which: npt.NDArray[np.intp], values: _Int64s, count: int) -> _Int64s:
     found = np.zeros(count, np.int64)
     np.add.at(found, which, values)
     return found
-
-
-# -- frequent values ---------------------------------------------------------------------------------------------------
-
-
-class HeavyHitters:
-    """The frequent ones among very many values, in the memory of `capacity` of them.
-
-    A value that occurred more than total / capacity times is here; one that is here occurred at least as often as is
-    counted, and at most `error` times more.
-    """
-
-    def __init__(self, capacity: int = 1024) -> None:
-        self.capacity = capacity
-        self.total = 0
-        self.error = 0
-        self._counts: dict[Any, int] = {}
-
-    def add(self, values: Sequence[Any], counts: _Int64s) -> None:
-        """`counts[i]` more of `values[i]`, each value once. A long sequence is looked at by index, for few of them."""
-        self.total += int(counts.sum())
-        self._take(values, counts)
-
-    def merge(self, other: HeavyHitters) -> None:
-        """Add what another has seen."""
-        self.total += other.total
-        self.error += other.error
-        self._take([*other._counts], np.array([*other._counts.values()], np.int64))
-
-    def top(self, count: int) -> Iterator[tuple[Any, int, int]]:
-        """The most frequent: (value, how often at least, how often at most)."""
-        for value, least in sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))[:count]:
-            yield value, least, least + self.error
-
-    def _take(self, values: Sequence[Any], counts: _Int64s) -> None:
-        # First among themselves: of a million values that occur once, none becomes a Python object.
-        counts, kept = self._reduced(counts)
-        found = self._counts
-        for index in kept.tolist():
-            value = values[index]
-            found[value] = found.get(value, 0) + int(counts[index])
-        if len(found) > self.capacity:
-            names = [*found]
-            counts, kept = self._reduced(np.array([*found.values()], np.int64))
-            self._counts = {names[i]: int(counts[i]) for i in kept.tolist()}
-
-    def _reduced(self, counts: _Int64s) -> tuple[_Int64s, npt.NDArray[np.intp]]:
-        """Counts less that of the first that does not fit, and which of them are left."""
-        if len(counts) > self.capacity:
-            first_out = int(np.partition(counts, -self.capacity - 1)[-self.capacity - 1])
-            self.error += first_out
-            counts = counts - first_out
-        return counts, np.flatnonzero(counts > 0)
 
 
 # -- a queue -----------------------------------------------------------------------------------------------------------

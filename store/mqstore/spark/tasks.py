@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, Literal, TypeGuard
 
-from mqstore.broker.names import SCHEDULE_TOPIC
 from mqstore.errors import OffsetOutOfRangeError
 from mqstore.spark.columns import ColumnReader
 from mqstore.spark.options import SourceOptions
@@ -45,25 +44,23 @@ def read_slices(
     body_as: Literal["binary", "string"],
     slices: Iterable[Slice],
     *,
-    tags: str | None = None,
     policy: Policy | None = None,
 ) -> Iterator[Any]:
-    """Record batches of the slices, one behind the other. `tags`: what the query's own filter lets pass, by hash.
-    `policy`: that of the options, for who wants to know what it has counted.
+    """Record batches of the slices, one behind the other. `policy`: that of the options, for who wants to know what it
+    has counted.
 
     OffsetOutOfRangeError for messages that are gone, with `fail_on_data_loss`; CorruptRecordError and others as
     `ColumnReader` has it.
     """
     counted_elsewhere = policy is not None
     policy = policy or policy_of(options)
-    for (name, by_time), pieces in groupby(slices, key=lambda piece: (piece.store, _is_by_time(piece))):
+    for name, pieces in groupby(slices, key=lambda piece: piece.store):
         before = policy.corrupt, policy.removed
-        narrowed = options.tags is None and not by_time
         with of_store(name.path), open_sliced(name) as store:
             reader = ColumnReader(
                 store,
                 columns,
-                tags=tags if narrowed else options.tags,
+                tags=options.tags,
                 where=options.filter,
                 keys=options.keys,
                 decompress=options.decompress,
@@ -91,15 +88,10 @@ def _tell_left_out(options: SourceOptions, policy: Policy, name: StoreName, befo
     if corrupt and options.on_corrupt == "skip":
         _log.warning("mqstore: %s: %d damaged messages were left out (onCorrupt=skip)", name.id, corrupt)
     if removed:
-        what = "segments of messages" if options.scan == "log" else "messages"
+        what = "segments of messages" if options.read_by == "log" else "messages"
         _log.warning(
             "mqstore: %s: %d %s that retention has deleted were left out (failOnDataLoss=false)", name.id, removed, what
         )
-
-
-def _is_by_time(piece: Slice) -> bool:
-    """Whether its units bear times in place of hashes of tags, as those of delayed messages do."""
-    return isinstance(piece, QueueSlice) and piece.topic == SCHEDULE_TOPIC
 
 
 def _is_small(piece: Slice) -> TypeGuard[QueueSlice]:
