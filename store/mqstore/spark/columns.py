@@ -15,6 +15,7 @@ years 1 to 9999, which only a damaged or foreign record has, is null.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -260,11 +261,16 @@ def _host(*, store: bool) -> Callable[[Piece], Any]:
     def column(piece: Piece) -> Any:
         headers = piece.headers
         assert headers is not None
-        at = headers.positions + ((STORE_HOST_AT_V4 - IPV4_BYTES) + headers.born_host_size if store else BORN_HOST_AT)
-        sizes = headers.store_host_size if store else headers.born_host_size
-        coded = cut(piece.buffer, at, at + sizes).dictionary_encode()
-        hosts = [decode_host(host) for host in coded.dictionary.to_pylist()]
-        return pa.array(hosts, _STRING).take(coded.indices)
+        if (headers.sys_flag & (BORN_HOST_V6 | STORE_HOST_V6)).any():
+            at = BORN_HOST_AT if not store else STORE_HOST_AT_V4 - IPV4_BYTES + headers.born_host_size
+            sizes = headers.store_host_size if store else headers.born_host_size
+            coded = cut(piece.buffer, headers.positions + at, headers.positions + at + sizes).dictionary_encode()
+            raw = coded.dictionary.to_pylist()
+        else:
+            words = headers.head_words(STORE_HOST_AT_V4 if store else BORN_HOST_AT)
+            coded = pa.array(words.copy()).dictionary_encode()
+            raw = [value.to_bytes(IPV4_BYTES, sys.byteorder) for value in coded.dictionary.to_pylist()]
+        return pa.array([decode_host(host) for host in raw], _STRING).take(coded.indices)
 
     return column
 

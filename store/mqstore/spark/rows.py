@@ -46,6 +46,8 @@ _Int64s = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 _Buffer = mmap.mmap | bytes
 _CHUNK_UNITS = 1 << 16
+_ENOUGH_ROWS = 4096
+"""A batch of so many rows costs little more a row than a larger one."""
 
 
 @dataclass(slots=True)
@@ -198,7 +200,7 @@ class QueueScan:
         if queue is None:
             return iter(())
         pieces = self._pieces(queue, start, stop, records, tags)
-        return _joined(pieces, self._policy.max_rows, self._policy.max_bytes if records else 1 << 62)
+        return _joined(pieces, self._policy.max_rows, self._policy.max_bytes if records else 1 << 62, _ENOUGH_ROWS)
 
     def _pieces(
         self, queue: ConsumeQueue, start: int, stop: int, records: bool, tags: TagFilter | None
@@ -207,24 +209,25 @@ class QueueScan:
         while start < stop:
             count = min(_CHUNK_UNITS, stop - start)
             units = queue.units(start, count)
-            live = (units["size"] > 0) & (units["physical_offset"] >= 0)
-            slots = np.arange(start, start + count, dtype=np.int64)
+            whole = _of_units(*queue.ref, np.arange(start, start + count, dtype=np.int64), units)
+            live = (whole.sizes > 0) & (whole.physical >= 0)
             if not live.all():
                 store._find_news()
                 queue.correct_min(store.min_offset)  # retention may have taken the file they were in
-                gone = ~live & (slots < queue.min_offset)
+                gone = ~live & (whole.slots < queue.min_offset)
                 if live[0] or gone[0]:
                     # Up to the first hole; what comes behind is looked at next, so that rows stay in order.
                     count = int(np.argmax(~live & ~gone)) or count
                 else:
                     count = int(np.argmax(live)) or count
-                    yield from self._holes(queue, slots[:count])
+                    yield from self._holes(queue, whole.slots[:count])
                 policy.removed += int(gone[:count].sum())
-                units, slots, live = units[:count], slots[:count], live[:count]
+                units, whole, live = units[:count], whole.take(slice(count)), live[:count]
             live &= ~is_void(units)
             if tags is not None:
                 live &= tags.units(units["tags_code"].astype(np.int64))
-            whole = _of_units(*queue.ref, slots[live], units[live])
+            if not live.all():
+                whole = whole.take(live)
             if records:
                 yield from self._looked_up(queue, whole)
             else:
@@ -350,7 +353,7 @@ def at_once(store: MessageStore, parts: Sequence[tuple[str, int, int, int]], pol
 def stretch_batches(stretches: Iterable[Stretch], policy: Policy) -> Iterator[list[Piece]]:
     """Messages that were found and checked before, such as those of `log.walk.walk_log`."""
     pieces = (each for stretch in stretches for each in _pieces(stretch, policy))
-    return _joined(pieces, policy.max_rows, policy.max_bytes)
+    return _joined(pieces, policy.max_rows, policy.max_bytes, policy.max_rows)
 
 
 def _pieces(stretch: Stretch, policy: Policy) -> Iterator[Piece]:
@@ -360,13 +363,13 @@ def _pieces(stretch: Stretch, policy: Policy) -> Iterator[Piece]:
         yield Piece(*stretch.queue, *found, stretch.buffer, known_headers=headers)
 
 
-def _joined(pieces: Iterator[Piece], max_rows: int, max_bytes: int) -> Iterator[list[Piece]]:
-    """Pieces by batches: small ones together. Joining costs a copy."""
+def _joined(pieces: Iterator[Piece], max_rows: int, max_bytes: int, enough: int) -> Iterator[list[Piece]]:
+    """Pieces by batches: small ones together, each as it comes once there are `enough` rows. Joining costs a copy."""
     group: list[Piece] = []
     rows = size = 0
     for piece in pieces:
         more = int(piece.sizes.sum())
-        if group and (rows + len(piece) > max_rows or size + more > max_bytes):
+        if group and (rows >= enough or rows + len(piece) > max_rows or size + more > max_bytes):
             yield group
             group, rows, size = [], 0, 0
         group.append(piece)
