@@ -150,11 +150,11 @@ class SourceOptions:
                 "options maxOffsetsPerTrigger and maxBytesPerTrigger exclude each other: Spark knows one limit a "
                 "source; give one of them"
             )
-        by_queue = self.set_among(("commitGroup", "maxOffsetsPerTrigger"))
+        by_queue = self.set_among(("commitGroup", "maxOffsetsPerTrigger", "maxBytesPerTrigger"))
         if by_queue and self.read_by == "log":
             raise ConfigError(
-                f"option {next(iter(by_queue))} goes by queues, and readBy=log has one position in bytes for a store: "
-                "use readBy=queue; a limit by bytes, maxBytesPerTrigger, goes with readBy=log"
+                f"option {next(iter(by_queue))} goes by queues, and readBy=log has one position for a store: use "
+                "readBy=queue"
             )
         return self._only_for("stream", "spark.readStream", "spark.read")
 

@@ -124,8 +124,6 @@ class Commit:
     remembered: bool = True
     """Whether (app, version) may come again: a stream's batch, a `txnVersion`."""
     overwrite: bool = False
-    writer: str = ""
-    """Whose folder the shards lie in (`transaction_folder`)."""
     query: bool = False
     """A batch of a streaming query. Such a batch comes again until the next one has come, and never after."""
 
@@ -309,12 +307,12 @@ def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock
     return published
 
 
-def abort(options: SinkOptions, app: str, version: int, *, writer: str = "", fs: FileSystem = REAL) -> None:
-    """Delete what (app, version) has staged, if `writer` is given what this one has. What it has published stays. What
-    cannot be deleted is only logged: somebody is being told of the error that led here."""
+def abort(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL) -> None:
+    """Delete what (app, version) has staged; what it has published stays. A file that cannot be deleted is only logged,
+    since the user is told the error that led here."""
     root = Path(options.path)
     with _left_to_clean(root):
-        discard(root, app, version, fs, writer=writer)
+        discard(root, app, version, fs)
 
 
 def clean_target(
@@ -387,7 +385,7 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
                 _check_put(root, topic, chosen, config.write_queues, config.writable)
             if wanted.overwrite:
                 _note_overwrite(parts, root, wanted, fs)
-            shards = [_staged(root, wanted) / each.name for each in wanted.shards]
+            shards = [transaction_folder(root, wanted.app, wanted.version) / each.name for each in wanted.shards]
             # What an overwrite has still to do is done if its version is in, also by a later job.
             remembered = wanted.remembered or wanted.overwrite
             try:
@@ -422,11 +420,6 @@ def _already(root: Path, wanted: Commit, last: int) -> Published:
         last,
     )
     return Published(True, 0)
-
-
-def _staged(root: Path, wanted: Commit) -> Path:
-    """The folder with the shards of a commit."""
-    return transaction_folder(root, wanted.app, wanted.version, wanted.writer)
 
 
 def _gone(path: Path) -> FormatError:
@@ -586,7 +579,7 @@ def _named(manifest: Mapping[str, Any]) -> frozenset[str]:
 def _move_in(root: Path, wanted: Commit, fs: FileSystem) -> list[str]:
     """Rename the staged stores to where the manifest will find them. Names keep the random part of the shard's, so
     those of a commit that crashed are never taken for those of the next."""
-    folder = _staged(root, wanted)
+    folder = transaction_folder(root, wanted.app, wanted.version)
     make_folders(root / MEMBERS, fs)
     names = []
     for shard in wanted.shards:
@@ -619,8 +612,8 @@ def _delete_members(root: Path, before: Mapping[str, Any], fs: FileSystem) -> No
 
 def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
     """Hand the shards over: durable when this returns, spliced when the owner comes to it, or the next one opens."""
-    folder = _staged(root, wanted)
-    target = root / _INBOX / transaction_folder(root, wanted.app, wanted.version).name
+    folder = transaction_folder(root, wanted.app, wanted.version)
+    target = root / _INBOX / folder.name
     waiting = _waiting_in(root, wanted.app, fs)  # before the record: what is taken in meanwhile is in one of them
     last = read_txn(root, fs).version_of(wanted.app)
     newest = max(last, *waiting, -1)
@@ -659,13 +652,6 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
             fs.sync_directory(folder.parent)
     except OSError as error:
         raise _unknown(target, error) from error
-    try:  # once more: whoever was deleting `folder` may have been at it until it had another name
-        _check_staged(target, wanted.shards, fs)
-    except FormatError:
-        if read_txn(root, fs).version_of(wanted.app) < wanted.version:  # else it is gone because its owner took it in
-            raise
-    except OSError as error:
-        _log.warning("%s: it is handed over, but could not be looked at once more: %s", target, error)
     return Published(False, wanted.records)
 
 

@@ -1,6 +1,6 @@
 """Shards: what a task of a write leaves for the commit, and how what was never committed goes (spark.md B6, step 1).
 
-    <root>/_staging/<app>-<version>/[<writer>/]<partition>-<attempt>-<random>/
+    <root>/_staging/<app>-<version>/<partition>-<attempt>-<random>/
         records.bin    adjacent records, places not known
         records.idx    size and checksum of each, which the commit else would have to find out one by one
         shard.json     what they are; written last, then the folder is synced
@@ -12,8 +12,8 @@
 Attempts of a task number from 0 again in each Spark application; the random part tells those of a restarted job from
 the ones before. Of two attempts only one is named by a commit; the others go with the folder of their transaction.
 
-Two drivers may be at one (app, version), as when a scheduler starts a job again beside one that it takes for dead. Each
-stages in a folder of its own, `writer`, so that one that fails and is aborted takes nothing from the other.
+Two drivers may be at one (app, version), as when a scheduler starts a job again beside one that it takes for dead. If
+one of them is aborted, the commit of the other finds that its shards are gone, and says so.
 
 A shard that has no shard.json was not finished. Knows records only by their bytes; knows no Spark.
 """
@@ -74,10 +74,9 @@ class ShardInfo:
     """Topics that rows were put to as a producer does, with of how many queues a key chose one (`Encoded.put`)."""
 
 
-def transaction_folder(root: Path, app: str, version: int, writer: str = "") -> Path:
-    """Where the tasks of (app, version) stage, those of one driver if `writer` says which. All were checked to be good
-    names (`sinkoptions.APP_NAME`)."""
-    return root / STAGING / f"{app}-{version}" / writer
+def transaction_folder(root: Path, app: str, version: int) -> Path:
+    """Return the folder in which the tasks of (app, version) stage. `app` is a good name (`sinkoptions.APP_NAME`)."""
+    return root / STAGING / f"{app}-{version}"
 
 
 def make_folders(path: Path, fs: FileSystem = REAL) -> None:
@@ -233,12 +232,10 @@ def write_shards(
 # -- taking away -------------------------------------------------------------------------------------------------------
 
 
-def discard(root: Path, app: str, version: int, fs: FileSystem = REAL, *, writer: str = "") -> None:
-    """Delete what (app, version) has staged, of all its attempts and writers, or of one writer."""
-    fs.remove_tree(transaction_folder(root, app, version, writer))
+def discard(root: Path, app: str, version: int, fs: FileSystem = REAL) -> None:
+    """Delete everything that (app, version) has staged, of all its attempts."""
+    fs.remove_tree(transaction_folder(root, app, version))
     with suppress(OSError):  # it is not empty, or never was
-        fs.rmdir(transaction_folder(root, app, version))
-    with suppress(OSError):
         fs.rmdir(root / STAGING)
 
 

@@ -93,17 +93,7 @@ class RefusedStream(DataSourceStreamReader):
     def _refuse(self, *_: Any) -> Any:
         raise self._error
 
-    def initialOffset(self) -> Any:
-        return self._refuse()
-
-    def latestOffset(self, start: Any = None, limit: Any = None) -> Any:
-        return self._refuse()
-
-    def partitions(self, start: Any, end: Any) -> Any:
-        return self._refuse()
-
-    def read(self, partition: Any) -> Any:
-        return self._refuse()
+    initialOffset = latestOffset = partitions = read = _refuse  # noqa: N815  (names of Spark)
 
 
 def _limit_of(limit: Any) -> Limit | None:
