@@ -35,7 +35,7 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import stores_of
 from mqstore.spark.publish import Commit, Published, abort, clean_target, commit, plan_target
 from mqstore.spark.sinkoptions import SinkOptions
-from mqstore.spark.staging import STAGING, clean, leftovers, transaction_folder, write_shards
+from mqstore.spark.staging import STAGING, clean, transaction_folder, write_shards
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.spark.staged import batch_of, bodies, manifest, options_of, set_bodies, stage, write
@@ -166,7 +166,7 @@ def test_what_is_old_enough_goes_and_nothing_else(root: Path) -> None:
 
     [found] = clean_target(root, 3600, dry_run=True)
     assert (Path(found.path), found.age_s > 1e9, found.bytes > 0, old.exists()) == (old, True, True, True)
-    assert {Path(each.path).name for each in leftovers(root)} == {"old-0", "new-3"}
+    assert {Path(each.path).name for each in clean(root, 0, dry_run=True)} == {"old-0", "new-3"}
 
     assert [Path(each.path) for each in clean_target(root, 3600)] == [old]
     assert staged(root) == ["link", "new-3"]

@@ -32,7 +32,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -329,10 +329,9 @@ def clean_target(
     root = Path(resolved(root))
     if not (root / SET_FILE).exists():
         return clean(root, ttl_s, dry_run=dry_run, clock=clock, fs=fs)
-    if dry_run:
-        return clean(root, ttl_s, dry_run=True, clock=clock, fs=fs, named=_named(_manifest(root)), members=MEMBERS)
-    with _locked_set(root, lock_timeout_s, fs):
-        return clean(root, ttl_s, clock=clock, fs=fs, named=_named(_manifest(root)), members=MEMBERS)
+    with nullcontext() if dry_run else _locked_set(root, lock_timeout_s, fs):
+        named = _named(_manifest(root))
+        return clean(root, ttl_s, dry_run=dry_run, clock=clock, fs=fs, named=named, members=MEMBERS)
 
 
 def _tidy(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> None:
@@ -457,7 +456,7 @@ def _admit(
     """Enter the topics that are missing. ConfigError if one has changed since the rows were given queues."""
     for name in topics:
         if is_system_topic(name):
-            parts.topics.ensure(name, _engine_queues(name, len(parts.store.delay_table_ms)))
+            parts.topics.ensure(name, len(parts.store.delay_table_ms) if name == SCHEDULE_TOPIC else 1)
         elif parts.topics.get(name) is None:
             parts.topics.create(name, queues=options.queues)
     for topic, queue_id in queues:
@@ -480,17 +479,13 @@ def _check_put(root: Path, topic: str, chosen: int, queues: int, writable: bool)
         )
 
 
-def _engine_queues(topic: str, levels: int) -> int:
-    return levels if topic == SCHEDULE_TOPIC else 1
-
-
 def _note_overwrite(parts: Parts, root: Path, wanted: Commit, fs: FileSystem) -> None:
     """Note, durably, where the topics end before the splice. What they hold is taken from their consumers only when
     the new messages are in: who is killed in between leaves old and new, and a commit that is done again goes on."""
     ends = {
-        name: {str(ref.queue_id): parts.store.offsets(*ref)[1] for ref in _queues_of(parts.store, name)}
+        name: {str(ref.queue_id): parts.store.offsets(*ref)[1] for ref in parts.store.queues(name)}
         for name in wanted.topics
-        if not is_system_topic(name)
+        if not is_system_topic(name) and name in parts.store.topics()
     }
     path = root / OVERWRITE_FILE
     make_folders(path.parent, fs)
@@ -510,10 +505,6 @@ def _finish_overwrite(parts: Parts, root: Path, fs: FileSystem) -> None:
     save_json(path, {"version": 1}, fs, check=check_overwrite)
 
 
-def _queues_of(store: MessageStore, topic: str) -> Sequence[Any]:
-    return store.queues(topic) if topic in store.topics() else ()
-
-
 # -- target=set --------------------------------------------------------------------------------------------------------
 
 
@@ -523,7 +514,7 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
         manifest = _manifest(root)
         if not fs.exists(root / SET_FILE):  # before there are stores: from then on one that is missing was lost
             save_json(root / SET_FILE, manifest, fs)
-        if wanted.remembered and (last := _version_in(manifest, wanted.app)) >= wanted.version:
+        if wanted.remembered and (last := manifest.get(RECORDED, {}).get(wanted.app, -1)) >= wanted.version:
             return _already(root, wanted, last)
         names = _move_in(root, wanted, fs)
         before = manifest["stores"]
@@ -564,10 +555,6 @@ def _manifest(root: Path) -> dict[str, Any]:
             "Where an earlier mqstore was killed in its first write to the set, there was none: delete that folder"
         )
     return found or {"version": 1, "stores": {}}
-
-
-def _version_in(manifest: Mapping[str, Any], app: str) -> int:
-    return manifest.get(RECORDED, {}).get(app, -1)  # type: ignore[no-any-return]  # `read_set` looked at it
 
 
 def _named(manifest: Mapping[str, Any]) -> frozenset[str]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +45,6 @@ __all__ = [
     "ShardWriter",
     "clean",
     "discard",
-    "leftovers",
     "make_folders",
     "transaction_folder",
     "write_file",
@@ -249,22 +248,6 @@ class Leftover:
     """Since anything in it was changed last."""
 
 
-def leftovers(
-    root: Path, *, clock: Clock = SYSTEM_CLOCK, named: Iterable[str] = (), members: str = ""
-) -> list[Leftover]:
-    """All that is staged under `root`, of running jobs as well; with `members`, also the stores in that folder that are
-    not `named`. Newest last."""
-    found = [*_folders(root / STAGING)]
-    if members:
-        kept = frozenset(named)
-        found += [path for path in _folders(root / members) if path.name not in kept]
-    measured = []
-    for path in found:
-        size, changed_s = _measure(path)
-        measured.append(Leftover(str(path), size, max(0.0, clock.now_ms() / 1000 - changed_s)))
-    return sorted(measured, key=lambda each: -each.age_s)
-
-
 def clean(
     root: Path,
     ttl_s: float,
@@ -272,18 +255,29 @@ def clean(
     dry_run: bool = False,
     clock: Clock = SYSTEM_CLOCK,
     fs: FileSystem = REAL,
-    named: Iterable[str] = (),
+    named: Collection[str] = (),
     members: str = "",
 ) -> list[Leftover]:
-    """Delete the leftovers that nobody has touched for `ttl_s` seconds; those that were, or with `dry_run` would be.
-    Arguments as of `leftovers`. For a store set use `publish.clean_target`, which knows what is named."""
-    old = [each for each in leftovers(root, clock=clock, named=named, members=members) if each.age_s >= ttl_s]
+    """Delete everything staged under `root` that nobody has touched for `ttl_s` seconds, of running jobs as well.
+
+    With `members`, also the stores in that folder that are not `named`. Returns what was deleted, or would be with
+    `dry_run`, newest last. For a store set use `publish.clean_target`, which knows what is named.
+    """
+    paths = _folders(root / STAGING)
+    if members:
+        paths += [path for path in _folders(root / members) if path.name not in named]
+    old = []
+    for path in paths:
+        size, changed_s = _measure(path)
+        age_s = max(0.0, clock.now_ms() / 1000 - changed_s)
+        if age_s >= ttl_s:
+            old.append(Leftover(str(path), size, age_s))
     if not dry_run:
         for each in old:
             fs.remove_tree(each.path)
         with suppress(OSError):
             fs.rmdir(root / STAGING)
-    return old
+    return sorted(old, key=lambda each: -each.age_s)
 
 
 def _folders(path: Path) -> list[Path]:
