@@ -36,13 +36,12 @@ def stage(
     partitions: Sequence[pa.RecordBatch],
     *,
     attempt: int = 0,
-    writer: str = "",
     fs: FileSystem = REAL,
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[ShardInfo]:
     """What the tasks of a job do, one after the other."""
     plan = plan_target(options)
-    folder = transaction_folder(Path(options.path), app, version) / writer
+    folder = transaction_folder(Path(options.path), app, version)
     shards: list[ShardInfo] = []
     for partition, batch in enumerate(partitions):
         encoder = Encoder(

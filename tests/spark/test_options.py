@@ -143,7 +143,7 @@ def test_a_small_table_refuses_what_chooses_messages(given: dict[str, str]) -> N
     parse(**given).for_batch()
     parse(view="traffic", subscribe="a", onCorrupt="skip").for_batch()
 
-    with pytest.raises(ConfigError, match=r"chooses messages, and the view traffic is of all .* by where\(\)"):
+    with pytest.raises(ConfigError, match=r"is for messages, and the view traffic has a row for all .* by where\(\)"):
         parse(view="traffic", **given).for_batch()
 
 
@@ -162,9 +162,7 @@ def test_a_small_table_refuses_what_says_how_messages_are_read(given: dict[str, 
     parse(**given).for_batch()
 
     for view in VIEWS:
-        with pytest.raises(
-            ConfigError, match=rf"says how messages are read, and the view {view} has none: leave it out"
-        ):
+        with pytest.raises(ConfigError, match=rf"is for messages, and the view {view} has a row for all"):
             parse(view=view, **given).for_batch()
 
 
@@ -184,7 +182,7 @@ def test_a_table_of_whole_stores_refuses_topics(name: str, value: str) -> None:
     for view in ("queues", "groups", "traffic"):
         parse(view=view, **{name: value}).for_batch()
     for view in ("segments", "delay", "verify"):
-        says = rf"option {name}=.* names topics, and the view {view} is of whole stores: leave it out"
+        says = rf"option {name} is for messages, and the view {view} has a row for all of a queue or a store: leave it"
         with pytest.raises(ConfigError, match=says):
             parse(view=view, **{name: value}).for_batch()
 

@@ -28,7 +28,6 @@ from mqstore.spark import plan as module
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import (
     LogSlice,
-    Narrowing,
     QueueSlice,
     Slice,
     StoreName,
@@ -47,10 +46,10 @@ from tests.spark.support import Odd, crashed_store, log_end, many, odd_records, 
 T0 = 1_700_000_000_000
 
 
-def planned(path: Any, narrowing: Narrowing | None = None, **options: Any) -> dict[tuple[str, int], tuple[int, int]]:
+def planned(path: Any, **options: Any) -> dict[tuple[str, int], tuple[int, int]]:
     """Topic and queue -> what is read of it, of a plan that cuts nothing."""
     given = {"path": str(path), **options}
-    slices = [piece for group in plan(SourceOptions.parse(given), narrowing) for piece in group]
+    slices = [piece for group in plan(SourceOptions.parse(given)) for piece in group]
     found = {(piece.topic, piece.queue_id): (piece.start, piece.stop) for piece in slices}
     assert len(found) == len(slices)
     return found
@@ -170,10 +169,10 @@ def test_what_is_gone_fails_unless_told_otherwise(tmp_path: Path) -> None:
     ("given", "says"),
     [
         ({"assign": '{"t":[0,9]}'}, "the topic 't', queue 9, which option assign names"),
-        ({"assign": '{"no":[0]}'}, "the topic 'no', which option assign names"),
+        ({"assign": '{"no":[0]}'}, "the topic 'no', queue 0, which option assign names"),
         ({"startingOffsets": '{"t":{"0":5,"9":-2}}'}, "the topic 't', queue 9, which option startingOffsets names"),
-        ({"startingOffsets": '{"no":{"0":5}}'}, "the topic 'no', which option startingOffsets names"),
-        ({"startingOffsets": '{"PATH":{"no":{"0":5}}}'}, "the topic 'no', which option startingOffsets names"),
+        ({"startingOffsets": '{"no":{"0":5}}'}, "the topic 'no', queue 0, which option startingOffsets names"),
+        ({"startingOffsets": '{"PATH":{"no":{"0":5}}}'}, "the topic 'no', queue 0, which option startingOffsets names"),
         ({"subscribe": "t", "endingOffsets": '{"t":{"2":-1}}'}, "'t', queue 2, which option endingOffsets names"),
         ({"subscribe": "t,no"}, "the topic 'no', which option subscribe names"),
     ],
@@ -186,15 +185,6 @@ def test_a_queue_that_an_option_names_has_to_be_there(store: Path, given: dict[s
     planned(store, **given, failOnDataLoss="false")
     if "startingOffsets" in given:  # a start by time wins, and counts on nothing
         planned(store, **given, startingTimestamp="0")
-
-
-def test_offsets_by_store_name_queues_of_that_store(tmp_path: Path) -> None:
-    for name, queue_id in (("a", 0), ("b", 1)):
-        write_store(tmp_path / name, [Odd(queue_id=queue_id)] * 10)
-    given = {"paths": json.dumps({name: str(tmp_path / name) for name in "ab"})}
-    plan(SourceOptions.parse({**given, "startingOffsets": '{"b":{"t":{"1":3}}}', "assign": '{"t":[0,1]}'}))
-    with pytest.raises(TopicNotFoundError, match="store 'a' has not the topic 't', queue 1, which option starting"):
-        plan(SourceOptions.parse({**given, "startingOffsets": '{"a":{"t":{"1":3}}}'}))
 
 
 def test_a_topic_without_a_message_is_there(tmp_path: Path) -> None:
@@ -356,9 +346,6 @@ def test_a_store_without_queues_is_read_by_its_log(tmp_path: Path) -> None:
         [[piece]] = plan(SourceOptions.parse({"path": str(path), **wanted}))
         assert isinstance(piece, LogSlice)
         assert piece.stop == end
-
-
-# -- filters -----------------------------------------------------------------------------------------------------------
 
 
 # -- partitions --------------------------------------------------------------------------------------------------------

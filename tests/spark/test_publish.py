@@ -35,7 +35,7 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import stores_of
 from mqstore.spark.publish import Commit, Published, abort, clean_target, commit, plan_target
 from mqstore.spark.sinkoptions import SinkOptions
-from mqstore.spark.staging import STAGING, clean, leftovers, transaction_folder, write_shards
+from mqstore.spark.staging import STAGING, clean, transaction_folder, write_shards
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.spark.staged import batch_of, bodies, manifest, options_of, set_bodies, stage, write
@@ -166,7 +166,7 @@ def test_what_is_old_enough_goes_and_nothing_else(root: Path) -> None:
 
     [found] = clean_target(root, 3600, dry_run=True)
     assert (Path(found.path), found.age_s > 1e9, found.bytes > 0, old.exists()) == (old, True, True, True)
-    assert {Path(each.path).name for each in leftovers(root)} == {"old-0", "new-3"}
+    assert {Path(each.path).name for each in clean(root, 0, dry_run=True)} == {"old-0", "new-3"}
 
     assert [Path(each.path) for each in clean_target(root, 3600)] == [old]
     assert staged(root) == ["link", "new-3"]
@@ -981,25 +981,6 @@ def test_an_abort_takes_what_is_staged_and_never_what_counts(target: str, root: 
         assert sorted(bodies(where) if target == "store" else set_bodies(where)) == ONE
 
 
-@pytest.mark.parametrize("target", ["store", "set", "inbox"])
-def test_a_driver_that_is_aborted_takes_nothing_from_another_one_of_the_same_version(
-    target: str, root: Path, tmp_path: Path
-) -> None:
-    """A scheduler ran a job again beside one that it took for dead. That one failed, and its abort deleted the finished
-    shards of the other, whose hand-over to an inbox said done: its owner could only refuse the bundle."""
-    where = root if target != "set" else tmp_path / "set"
-    options = options_of(where, target=target)
-    shards = stage(options, "a", 7, [batch_of(ONE)], writer="new")
-    stage(options, "a", 7, [batch_of(ONE)], writer="old")
-
-    abort(options, "a", 7, writer="old")
-    commit(options, Commit("a", 7, shards, writer="new"))
-
-    if target == "inbox":
-        MessageStore(where).close()
-    assert (sorted(bodies(where) if target != "set" else set_bodies(where)), staged(where)) == (ONE, [])
-
-
 @pytest.mark.parametrize(
     ("target", "name"),
     [("store", "."), ("set", "."), *(("inbox", name) for name in (".", "shard.json", "records.bin", "records.idx"))],
@@ -1021,30 +1002,6 @@ def test_a_commit_never_says_done_of_shards_that_somebody_deleted(
     if target == "inbox":
         MessageStore(where).close()
     assert sorted(bodies(where) if target != "set" else set_bodies(where)) == TWO
-
-
-def test_shards_that_go_while_they_are_handed_over_fail_the_job_unless_their_owner_took_them(root: Path) -> None:
-    class Meanwhile(FaultyFileSystem):
-        """Something happens right behind the rename that hands a bundle over."""
-
-        def replace(self, source: Any, target: Any) -> None:
-            super().replace(source, target)
-            then(Path(target))
-
-    options = options_of(root, target="inbox")
-    then: Any = shutil.rmtree
-    with pytest.raises(FormatError, match="run it again"):
-        write(options, "a", 0, ONE, fs=Meanwhile())
-
-    with MessageStore(root, config=StoreConfig(clock=SimulatedClock(1))) as owner:
-
-        def taken(_: object) -> None:
-            owner.take_inbox()
-            (root / STAGING).rmdir()  # another job does
-
-        then = taken
-        assert write(options, "a", 0, ONE, fs=Meanwhile()).records == len(ONE)
-    assert sorted(bodies(root)) == ONE
 
 
 def test_an_abort_that_fails_does_not_hide_why_there_was_one(root: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -48,7 +48,7 @@ def rows(view: str, *stores: Path, **given: str) -> list[dict[str, Any]]:
     [
         ({"subscribe": "t,nosuch"}, "no store has the topic 'nosuch', which option subscribe names"),
         ({"assign": '{"t": [0, 9]}'}, "no store has the topic 't', queue 9, which option assign names"),
-        ({"assign": '{"nosuch": [0]}'}, "no store has the topic 'nosuch', which option assign names"),
+        ({"assign": '{"nosuch": [0]}'}, "no store has the topic 'nosuch', queue 0, which option assign names"),
     ],
 )
 def test_a_topic_that_no_store_has_is_no_empty_one(fleet: Path, view: str, given: dict[str, str], says: str) -> None:

@@ -22,6 +22,8 @@ from mqstore.spark.optiontable import (
     duration_s,
     local_path,
     names,
+    option,
+    options_of,
     text,
     word,
 )
@@ -51,117 +53,6 @@ QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
 _BATCH_MAX: Final = 1 << 30
 """Arrow counts the bytes of a column of a batch in 32 bits (`arrow.laid`). Half of them: a batch may have as much again
 in bodies that were stored compressed."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceOptions:
-    """The options of a query, checked. Fields as in `OPTIONS`."""
-
-    paths: dict[str, str] | list[str] = field(default_factory=list)
-    topics: tuple[str, ...] | None = None
-    topic_pattern: re.Pattern[str] | None = None
-    assign: dict[str, list[int]] | None = None
-    include_system_topics: bool = False
-    tags: str | None = None
-    filter: str | None = None
-    keys: tuple[str, ...] | None = None
-    starting_offsets: Offsets | None = None
-    """None: not said; a batch then begins at the earliest, a stream at the latest."""
-    ending_offsets: Offsets | None = None
-    """None: not said; a batch then ends at the latest."""
-    starting_timestamp_ms: int | None = None
-    ending_timestamp_ms: int | None = None
-    starting_group: str | None = None
-    read_by: Literal["auto", "queue", "log"] = "auto"
-    columns: tuple[str, ...] | None = None
-    include_properties: bool = True
-    body_as: Literal["binary", "string"] = "binary"
-    decompress: bool = True
-    verify: bool = True
-    isolation: Literal["dispatched", "flushed"] = "dispatched"
-    on_corrupt: OnCorrupt = "fail"
-    fail_on_data_loss: bool = True
-    min_partitions: int = 1
-    max_rows_per_batch: int = 20_000
-    max_bytes_per_batch: int = 8 << 20
-    view: View = "messages"
-    interval_ms: int = 60_000
-    max_offsets_per_trigger: int | None = None
-    max_bytes_per_trigger: int | None = None
-    commit_group: str | None = None
-
-    @classmethod
-    def parse(cls, given: Mapping[str, str]) -> SourceOptions:
-        """The options as Spark gives them. ConfigError names option, value and what is accepted."""
-        paths = [name for name in ("path", "paths", "pathsfile") if name in {key.lower() for key in given}]
-        if len(paths) > 1:
-            raise ConfigError(f"options {' and '.join(paths)} both say where the stores are; give one of them")
-        options = cls(**SOURCE_OPTIONS.parse(given))
-        options._check()
-        return options
-
-    def _check(self) -> None:
-        if not self.paths:
-            raise ConfigError(
-                "no store: give .load(PATH), or one of the options path, paths, pathsFile; to write, .save(PATH). A "
-                "table by name (CREATE TABLE) has no options in a query: use CREATE TEMPORARY VIEW"
-            )
-        wanted = {"subscribe": self.topics, "subscribePattern": self.topic_pattern, "assign": self.assign}
-        given = [name for name, value in wanted.items() if value is not None]
-        if len(given) > 1:
-            raise ConfigError(f"options {' and '.join(given)} exclude each other; give one of them")
-        if self.starting_group is not None and self.starting_timestamp_ms is not None:
-            raise ConfigError("options startingGroup and startingTimestamp exclude each other; give one of them")
-        if not self.include_properties and "properties" in (self.columns or ()):
-            raise ConfigError(
-                "options columns and includeProperties=false contradict each other: columns names properties, leave "
-                "one out"
-            )
-
-    def set_among(self, names: Iterable[str]) -> dict[str, Any]:
-        """Those of these options that are other than by default, with their values."""
-        plain = SourceOptions()
-        values = ((name, getattr(self, OPTIONS[name].field), getattr(plain, OPTIONS[name].field)) for name in names)
-        return {name: value for name, value, default in values if value != default}
-
-    def for_batch(self) -> SourceOptions:
-        """These, for `spark.read`. ConfigError for what only a stream can do, and a view cannot."""
-        if self.view != "messages":
-            for name in self.set_among(not_for(self.view)):
-                if name in _TOPICS:
-                    raise ConfigError(
-                        f"option {name}={self.set_among([name])[name]!r} names topics, and the view {self.view} is of "
-                        "whole stores: leave it out"
-                    )
-                if name in _HOW_READ:
-                    raise ConfigError(
-                        f"option {name} says how messages are read, and the view {self.view} has none: leave it out"
-                    )
-                raise ConfigError(
-                    f"option {name} chooses messages, and the view {self.view} is of all that a queue or a store "
-                    "has: leave it out, and choose rows by where()"
-                )
-        return self._only_for("batch", "spark.read", "spark.readStream")
-
-    def for_stream(self) -> SourceOptions:
-        """These, for `spark.readStream`. ConfigError for what only a batch can do, or only a stream of queues."""
-        if self.max_offsets_per_trigger is not None and self.max_bytes_per_trigger is not None:
-            raise ConfigError(
-                "options maxOffsetsPerTrigger and maxBytesPerTrigger exclude each other: Spark knows one limit a "
-                "source; give one of them"
-            )
-        by_queue = self.set_among(("commitGroup", "maxOffsetsPerTrigger"))
-        if by_queue and self.read_by == "log":
-            raise ConfigError(
-                f"option {next(iter(by_queue))} goes by queues, and readBy=log has one position in bytes for a store: "
-                "use readBy=queue; a limit by bytes, maxBytesPerTrigger, goes with readBy=log"
-            )
-        return self._only_for("stream", "spark.readStream", "spark.read")
-
-    def _only_for(self, kind: str, here: str, there: str) -> SourceOptions:
-        for name in self.set_among(name for name, only in _ONLY.items() if only != kind):
-            raise ConfigError(f"option {name} is for {there}, not for {here}: leave it out")
-        return self
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -286,14 +177,14 @@ def _paths_file(text: str) -> dict[str, str] | list[str]:
         raise ValueError(f"it cannot be read: {error}") from error
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- the options -----------------------------------------------------------------------------------------------------
 
 
 _WHERE = "earliest, latest, or JSON {topic: {queue id: offset}} with -2 for earliest and -1 for latest"
 _WHEN = "milliseconds since 1970, or ISO 8601, UTC unless it says otherwise"
 _PATHS = 'a JSON array of paths, or {"id": "path"}'
 
-_TABLE: Final = (
+_PLACES: Final = (
     Option(
         "path", "paths", "", "a path", "a store, a store set, or a glob of stores (as does `.load(path)`)", _one_path
     ),
@@ -308,223 +199,226 @@ _TABLE: Final = (
         "the same from a file: a fleet's catalogue",
         _paths_file,
     ),
-    Option(
-        "subscribe",
-        "topics",
-        "all topics of users",
-        "names, separated by commas",
-        "which topics",
-        names,
-    ),
-    Option(
-        "subscribePattern", "topic_pattern", "", "a regular expression", "which topics; the whole name fits", _pattern
-    ),
-    Option("assign", "assign", "", 'JSON {"topic": [queue id, ...]}', "which queues", _assign),
-    Option(
-        "includeSystemTopics",
-        "include_system_topics",
-        "false",
-        YES_NO,
-        "the engine's own topics, retries and dead letters as well",
-        boolean,
-    ),
-    Option(
-        "tags",
-        "tags",
-        "*",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """The options of a query, checked. Each field is the option of the same name, unless it says another."""
+
+    paths: dict[str, str] | list[str] = field(default_factory=list)
+    """From option `path`, `paths` or `pathsFile`."""
+    topics: tuple[str, ...] | None = option(
+        None, "names, separated by commas", "which topics", names, name="subscribe", shown="all topics of users"
+    )
+    topic_pattern: re.Pattern[str] | None = option(
+        None, "a regular expression", "which topics; the whole name fits", _pattern, name="subscribePattern"
+    )
+    assign: dict[str, list[int]] | None = option(None, 'JSON {"topic": [queue id, ...]}', "which queues", _assign)
+    include_system_topics: bool = option(
+        False, YES_NO, "the engine's own topics, retries and dead letters as well", boolean
+    )
+    tags: str | None = option(
+        None,
         "`A || B`, or `*`",
         "only messages with these tags, by hash before a record is looked at, then exactly",
         _tags,
-    ),
-    Option("filter", "filter", "", "an SQL92 expression", "over properties, evaluated in the task", _sql),
-    Option("keys", "keys", "", "keys, separated by commas", "only messages that bear one of these keys", names),
-    Option(
-        "startingOffsets",
-        "starting_offsets",
-        "earliest; of a stream: latest",
-        _WHERE,
-        "where to begin; several stores: their id on top",
-        _offsets,
-    ),
-    Option("endingOffsets", "ending_offsets", "latest", _WHERE, "where to end, exclusive; likewise", _offsets),
-    Option(
-        "startingTimestamp",
-        "starting_timestamp_ms",
-        "",
+        shown="*",
+    )
+    filter: str | None = option(None, "an SQL92 expression", "over properties, evaluated in the task", _sql)
+    keys: tuple[str, ...] | None = option(
+        None, "keys, separated by commas", "only messages that bear one of these keys", names
+    )
+    starting_offsets: Offsets | None = option(
+        None, _WHERE, "where to begin; several stores: their id on top", _offsets, shown="earliest; of a stream: latest"
+    )
+    """None: not said; a batch then begins at the earliest, a stream at the latest."""
+    ending_offsets: Offsets | None = option(None, _WHERE, "where to end, exclusive; likewise", _offsets, shown="latest")
+    """None: not said; a batch then ends at the latest."""
+    starting_timestamp_ms: int | None = option(
+        None,
         _WHEN,
         "from the first message stored at or after it; wins over startingOffsets",
         _instant,
-    ),
-    Option(
-        "endingTimestamp",
-        "ending_timestamp_ms",
-        "",
+        name="startingTimestamp",
+    )
+    ending_timestamp_ms: int | None = option(
+        None,
         _WHEN,
         "up to the first message stored at or after it; wins over endingOffsets",
         _instant,
-    ),
-    Option(
-        "startingGroup",
-        "starting_group",
-        "",
-        "a consumer group",
-        "begin at its committed offsets, where it has none at the oldest message",
-        text,
-    ),
-    Option(
-        "readBy",
-        "read_by",
+        name="endingTimestamp",
+    )
+    starting_group: str | None = option(
+        None, "a consumer group", "begin at its committed offsets, where it has none at the oldest message", text
+    )
+    read_by: Literal["auto", "queue", "log"] = option(
         "auto",
         "auto, queue or log",
         "by consume queues, or by ranges of the commitlog, which needs none; auto: by queues if there are any, "
         "and for a stream always",
         word("auto", "queue", "log"),
-    ),
-    Option(
-        "columns",
-        "columns",
-        "all",
+    )
+    columns: tuple[str, ...] | None = option(
+        None,
         "names, separated by commas, or kafka",
         "which columns; the others cost nothing; kafka: those of Spark's Kafka source",
         names,
-    ),
-    Option("includeProperties", "include_properties", "true", YES_NO, "column `properties`", boolean),
-    Option(
-        "bodyAs",
-        "body_as",
+        shown="all",
+    )
+    include_properties: bool = option(True, YES_NO, "column `properties`", boolean)
+    body_as: Literal["binary", "string"] = option(
         "binary",
         "binary or string",
         "type of `body`; string puts U+FFFD for what is not UTF-8",
         word("binary", "string"),
-    ),
-    Option("decompress", "decompress", "true", YES_NO, "inflate bodies that are stored compressed", boolean),
-    Option(
-        "verify",
-        "verify",
-        "true",
-        YES_NO,
-        "compare each record's checksum; magic, offsets and lengths are compared always",
-        boolean,
-    ),
-    Option(
-        "isolation",
-        "isolation",
+    )
+    decompress: bool = option(True, YES_NO, "inflate bodies that are stored compressed", boolean)
+    verify: bool = option(
+        True, YES_NO, "compare each record's checksum; magic, offsets and lengths are compared always", boolean
+    )
+    isolation: Literal["dispatched", "flushed"] = option(
         "dispatched",
         "dispatched or flushed",
         "flushed: only what no power cut can take back, by the store's checkpoint",
         word("dispatched", "flushed"),
-    ),
-    Option(
-        "onCorrupt",
-        "on_corrupt",
+    )
+    on_corrupt: OnCorrupt = option(
         "fail",
         "fail, skip or keep",
         "what becomes of a damaged message; keep: a row with nulls, and why in column `error`",
         word("fail", "skip", "keep"),
-    ),
-    Option(
-        "failOnDataLoss",
-        "fail_on_data_loss",
-        "true",
-        YES_NO,
-        "fail if wanted messages, or a wanted queue, are gone; else read what is left",
-        boolean,
-    ),
-    Option(
-        "minPartitions",
-        "min_partitions",
-        "one per 128 MiB or 500 000 messages",
+    )
+    fail_on_data_loss: bool = option(
+        True, YES_NO, "fail if wanted messages, or a wanted queue, are gone; else read what is left", boolean
+    )
+    min_partitions: int = option(
+        1,
         "a number from 1",
         "at least so many tasks, if there are as many messages; large queues are cut, small ones put together",
         count(1),
-    ),
-    Option(
-        "maxRowsPerBatch",
-        "max_rows_per_batch",
-        "20000",
-        f"a number from 1 to {_BATCH_MAX}",
-        "rows of an Arrow batch",
-        count(1, _BATCH_MAX),
-    ),
-    Option(
-        "maxBytesPerBatch",
-        "max_bytes_per_batch",
-        "8388608",
+        shown="one per 128 MiB or 500 000 messages",
+    )
+    max_rows_per_batch: int = option(
+        20_000, f"a number from 1 to {_BATCH_MAX}", "rows of an Arrow batch", count(1, _BATCH_MAX)
+    )
+    max_bytes_per_batch: int = option(
+        8 << 20,
         f"a number from 1 to {_BATCH_MAX}",
         "bytes of an Arrow batch; it has one message at least",
         count(1, _BATCH_MAX),
-    ),
-    Option(
-        "view",
-        "view",
+    )
+    view: View = option(
         "messages",
         "messages, queues, segments, groups, delay, traffic or verify",
         "which table",
         word("messages", "queues", "segments", "groups", "delay", "traffic", "verify"),
-    ),
-    Option(
-        "interval",
-        "interval_ms",
-        "1m",
+    )
+    interval_ms: int = option(
+        60_000,
         "a length of time from 1s (30s, 5m, 1h)",
         "of what a row of the view `traffic` adds up",
         interval_ms,
-    ),
-    Option(
-        "maxOffsetsPerTrigger",
-        "max_offsets_per_trigger",
-        "",
+        name="interval",
+        shown="1m",
+    )
+    max_offsets_per_trigger: int | None = option(
+        None,
         "a number from 1",
         "stream: at most so many messages a batch, shared among queues by what waits in each (pyspark 4.2)",
         count(1),
-    ),
-    Option(
-        "maxBytesPerTrigger",
-        "max_bytes_per_trigger",
-        "",
+    )
+    max_bytes_per_trigger: int | None = option(
+        None,
         "a number from 1",
         "stream: at most so many bytes of records a batch, or a single message that is larger (pyspark 4.2)",
         count(1),
-    ),
-    Option(
-        "commitGroup",
-        "commit_group",
-        "",
+    )
+    commit_group: str | None = option(
+        None,
         "a consumer group",
         "stream: show its progress as that group's, in the lag of each store; the only thing that is ever written",
         _group,
-    ),
-)
+    )
 
-SOURCE_OPTIONS: Final = OptionTable(_TABLE)
+    @classmethod
+    def parse(cls, given: Mapping[str, str]) -> SourceOptions:
+        """The options as Spark gives them. ConfigError names option, value and what is accepted."""
+        paths = [name for name in ("path", "paths", "pathsfile") if name in {key.lower() for key in given}]
+        if len(paths) > 1:
+            raise ConfigError(f"options {' and '.join(paths)} both say where the stores are; give one of them")
+        options = cls(**SOURCE_OPTIONS.parse(given))
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        if not self.paths:
+            raise ConfigError(
+                "no store: give .load(PATH), or one of the options path, paths, pathsFile; to write, .save(PATH). A "
+                "table by name (CREATE TABLE) has no options in a query: use CREATE TEMPORARY VIEW"
+            )
+        wanted = {"subscribe": self.topics, "subscribePattern": self.topic_pattern, "assign": self.assign}
+        given = [name for name, value in wanted.items() if value is not None]
+        if len(given) > 1:
+            raise ConfigError(f"options {' and '.join(given)} exclude each other; give one of them")
+        if self.starting_group is not None and self.starting_timestamp_ms is not None:
+            raise ConfigError("options startingGroup and startingTimestamp exclude each other; give one of them")
+        if not self.include_properties and "properties" in (self.columns or ()):
+            raise ConfigError(
+                "options columns and includeProperties=false contradict each other: columns names properties, leave "
+                "one out"
+            )
+
+    def set_among(self, names: Iterable[str]) -> dict[str, Any]:
+        """Those of these options that are other than by default, with their values."""
+        plain = SourceOptions()
+        values = ((name, getattr(self, OPTIONS[name].field), getattr(plain, OPTIONS[name].field)) for name in names)
+        return {name: value for name, value, default in values if value != default}
+
+    def for_batch(self) -> SourceOptions:
+        """These, for `spark.read`. ConfigError for what only a stream can do, and a view cannot."""
+        if self.view != "messages":
+            for name in self.set_among(not_for(self.view)):
+                raise ConfigError(
+                    f"option {name} is for messages, and the view {self.view} has a row for all of a queue or a store: "
+                    "leave it out, and choose rows by where()"
+                )
+        return self._without(_ONLY_STREAM, "spark.read", "spark.readStream")
+
+    def for_stream(self) -> SourceOptions:
+        """These, for `spark.readStream`. ConfigError for what only a batch can do, or only a stream of queues."""
+        if self.max_offsets_per_trigger is not None and self.max_bytes_per_trigger is not None:
+            raise ConfigError(
+                "options maxOffsetsPerTrigger and maxBytesPerTrigger exclude each other: Spark knows one limit a "
+                "source; give one of them"
+            )
+        by_queue = self.set_among(_ONLY_STREAM)
+        if by_queue and self.read_by == "log":
+            raise ConfigError(
+                f"option {next(iter(by_queue))} goes by queues, and readBy=log has one position for a store: use "
+                "readBy=queue"
+            )
+        return self._without(_ONLY_BATCH, "spark.readStream", "spark.read")
+
+    def _without(self, others: Iterable[str], here: str, there: str) -> SourceOptions:
+        for name in self.set_among(others):
+            raise ConfigError(f"option {name} is for {there}, not for {here}: leave it out")
+        return self
+
+
+SOURCE_OPTIONS: Final = OptionTable((*_PLACES, *options_of(SourceOptions)))
 OPTIONS: Final[Mapping[str, Option]] = SOURCE_OPTIONS.options
 """Every option by its name."""
-_HOW_READ: Final = ("readBy", "includeProperties", "bodyAs", "decompress", "minPartitions")
 CHOOSING: Final = (
-    "tags",
-    "filter",
-    "keys",
-    "startingOffsets",
-    "endingOffsets",
-    "startingTimestamp",
-    "endingTimestamp",
-    "startingGroup",
-    "isolation",
-    *_HOW_READ,
+    *("tags", "filter", "keys", "isolation", "startingGroup", "startingOffsets", "endingOffsets"),
+    *("startingTimestamp", "endingTimestamp", "readBy", "includeProperties", "bodyAs", "decompress", "minPartitions"),
 )
-"""Options that choose messages of queues, and that say how they are read: the small tables do not go by them. What one
-of these tables goes by (`interval`, `onCorrupt`) all take: a session has all of them with the same options."""
+"""Options that choose messages of queues, or say how they are read. The small tables refuse them. All tables accept
+`interval` and `onCorrupt`, which only some use, so that a session can give the same options to all of them."""
 _TOPICS: Final = ("subscribe", "subscribePattern", "assign", "includeSystemTopics")
 _OF_STORES: Final = ("segments", "delay", "verify")
-_ONLY: Final = {
-    "endingOffsets": "batch",
-    "endingTimestamp": "batch",
-    "view": "batch",
-    "interval": "batch",
-    "maxOffsetsPerTrigger": "stream",
-    "maxBytesPerTrigger": "stream",
-    "commitGroup": "stream",
-}
+_ONLY_BATCH: Final = ("endingOffsets", "endingTimestamp", "view", "interval")
+_ONLY_STREAM: Final = ("maxOffsetsPerTrigger", "maxBytesPerTrigger", "commitGroup")
 
 
 def not_for(view: View) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from mqstore.errors import ConfigError
@@ -24,6 +24,8 @@ __all__ = [
     "duration_s",
     "local_path",
     "names",
+    "option",
+    "options_of",
     "refuse_table",
     "text",
     "word",
@@ -48,6 +50,29 @@ class Option:
     meaning: str
     parse: Callable[[str], Any]
     """Raises ValueError for a value that does not fit, RecursionError for one that is nested too deeply."""
+
+
+def option(
+    default: Any, accepts: str, meaning: str, parse: Callable[[str], Any], *, name: str = "", shown: str | None = None
+) -> Any:
+    """Return a field of a dataclass that is an option.
+
+    The option has the field's name, in camel case, unless `name` says another. `shown` is the default as people are
+    told it; without it, its value.
+    """
+    return field(default=default, metadata={"option": (name, shown, accepts, meaning, parse)})
+
+
+def options_of(table: type) -> Iterator[Option]:
+    """Return the options among the fields of a dataclass, in their order."""
+    for each in fields(table):
+        if "option" in each.metadata:
+            name, shown, accepts, meaning, parse = each.metadata["option"]
+            if shown is None:
+                shown = "" if each.default is None else str(each.default)
+                shown = shown.lower() if isinstance(each.default, bool) else shown
+            name = name or re.sub("_(.)", lambda found: found[1].upper(), each.name)
+            yield Option(name, each.name, shown, accepts, meaning, parse)
 
 
 def _shown(value: str) -> str:

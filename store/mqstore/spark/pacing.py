@@ -6,8 +6,7 @@ use it. Who is first changes from batch to batch, so nobody starves behind the l
 limit only if it is a single message, and it is never empty while something waits.
 
 Bytes are those of records. The size of a backlog is estimated from samples; what is taken of a queue is counted by the
-sizes in its units. A log is cut at any byte: the record that begins before the cut belongs to the batch. So a batch of
-a log may exceed its limit by a part of one record, and it may be empty if a record is larger than the limit.
+sizes in its units. A stream that reads whole logs (readBy=log) has no limit: the options refuse one.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import mean_size, open_store, stores_of
 from mqstore.spark.positions import Key, Offsets
 
-__all__ = ["Costs", "Limit", "Positions", "admit", "costs_of"]
+__all__ = ["Costs", "Limit", "Messages", "admit", "costs_of"]
 
 _CHUNK_UNITS = 8192
 _STORES_OPEN = 8
@@ -81,10 +80,10 @@ def admit(begin: Mapping[Key, int], end: Mapping[Key, int], most: int, costs: Co
     small = [key for key in waiting if costs.reach(key, at[key], end[key], share(key, most))[0] == at[key]]
     for number, key in enumerate(small):
         position, cost = costs.step(key, at[key], end[key])
-        if number == 0 or cost <= left - most // 2:
+        if number == 0 or cost <= left - (most + 1) // 2:
             at[key], left = position, left - cost
-    rest = left
-    few = frozenset(small)
+    rest, few = left, frozenset(small)
+    total = sum(weights[key] for key in waiting if key not in few)
     for key in waiting:
         if left > 0 and key not in few:
             take(key, min(left, share(key, rest)))
@@ -94,8 +93,8 @@ def admit(begin: Mapping[Key, int], end: Mapping[Key, int], most: int, costs: Co
     return at
 
 
-class Positions:
-    """Each position costs 1: a message of a queue, or a byte of a log."""
+class Messages:
+    """Each message of a queue costs 1."""
 
     def weight(self, key: Key, start: int, stop: int) -> float:
         return stop - start
@@ -163,8 +162,8 @@ class _QueueBytes:
 @contextmanager
 def costs_of(options: SourceOptions, limit: Limit) -> Iterator[Costs]:
     """Return the costs that count against `limit`. Stores that have to be looked at stay open until the exit."""
-    if limit.unit == "bytes" and options.read_by != "log":
+    if limit.unit == "bytes":
         with _QueueBytes(options) as sizes:
             yield sizes
     else:
-        yield Positions()
+        yield Messages()

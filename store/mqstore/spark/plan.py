@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -40,9 +40,8 @@ from mqstore.spark.telling import readable, warn_once
 
 __all__ = [
     "Bounds",
-    "Counted",
+    "Expected",
     "LogSlice",
-    "Narrowing",
     "QueueSlice",
     "SlicedStore",
     "Starts",
@@ -51,11 +50,11 @@ __all__ = [
     "bounds_of",
     "bounds_of_log",
     "check_ids",
-    "chosen",
     "has_all",
     "have_queues_lost",
     "is_wanted",
     "mean_size",
+    "names_queue",
     "open_sliced",
     "open_store",
     "partitions",
@@ -252,16 +251,6 @@ def queues_of(store: MessageStore) -> list[ConsumeQueue]:
     return sorted((queue for queue in store._queues if queue.next_offset), key=lambda queue: queue.ref)
 
 
-@dataclass(frozen=True, slots=True)
-class Narrowing:
-    """Bounds of what is read, besides those of the options. Both ends are included."""
-
-    offsets: tuple[int, int] = (0, _LAST)
-    """First and last queue offset."""
-    times_ms: tuple[int, int] = (-_LAST, _LAST)
-    """First and last store time."""
-
-
 # -- planning ----------------------------------------------------------------------------------------------------------
 
 
@@ -283,12 +272,10 @@ def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
     return wanted
 
 
-def chosen(queues: Iterable[ConsumeQueue], options: SourceOptions) -> Iterator[ConsumeQueue]:
-    """Those of a store's queues that the options name."""
-    wanted = is_wanted(options)
-    for queue in queues:
-        if wanted(queue.topic) and (options.assign is None or queue.queue_id in options.assign[queue.topic]):
-            yield queue
+def names_queue(options: SourceOptions) -> Callable[[str, int], bool]:
+    """Return a function that says whether the options name a queue, by its topic and id."""
+    wanted, assign = is_wanted(options), options.assign
+    return lambda topic, queue_id: wanted(topic) and (assign is None or queue_id in assign[topic])
 
 
 def bounds_of(store: MessageStore, queue: ConsumeQueue, options: SourceOptions) -> Bounds:
@@ -342,32 +329,39 @@ def weigh_log(name: StoreName, start: int, stop: int) -> Weighed:
 
 def plan(
     options: SourceOptions,
-    narrowing: Narrowing | None = None,
     *,
+    offsets: tuple[int, int] = (0, _LAST),
+    times_ms: tuple[int, int] = (-_LAST, _LAST),
     by_region: bool = False,
     resumed: bool = False,
     slots: int = 1,
 ) -> list[list[Slice]]:
     """The partitions of a query, for who runs so many of them at once. [] if there is nothing to read. As `survey`."""
-    found = survey(options, narrowing, by_region=by_region, resumed=resumed)
+    found = survey(options, offsets=offsets, times_ms=times_ms, by_region=by_region, resumed=resumed)
     return [*partitions(found, options.min_partitions, slots)]
 
 
 def survey(
-    options: SourceOptions, narrowing: Narrowing | None = None, *, by_region: bool = False, resumed: bool = False
+    options: SourceOptions,
+    *,
+    offsets: tuple[int, int] = (0, _LAST),
+    times_ms: tuple[int, int] = (-_LAST, _LAST),
+    by_region: bool = False,
+    resumed: bool = False,
 ) -> list[Weighed]:
     """What a query reads, weighed. `by_region`: queues that share a log in alternation, for who reads every record; of
-    each queue in order, as ever. `resumed`: it begins where an earlier run ended, in queues that may be gone by now.
+    each queue in order, as ever. `offsets`, `times_ms`: queue offsets and store times [from, to) besides those of the
+    options. `resumed`: it begins where an earlier run ended, in queues that may be gone by now.
 
     Raises TopicNotFoundError for a topic or queue that is named and that no store has, OffsetOutOfRangeError for
     messages that are gone (both only with `fail_on_data_loss`), ConfigError, and what opening a store raises.
     """
-    narrowing = narrowing or Narrowing()
     stores = stores_of(options)
     check_ids(options, stores)
     starts = Starts(options, "earliest", several=len(stores) > 1)
     found: list[Weighed] = []
-    counted = Counted(options, offsets=not resumed)
+    wanted = names_queue(options)
+    expected = Expected(options, offsets=not resumed)
     for name in stores:
         try:
             store = open_store(name)
@@ -380,16 +374,21 @@ def survey(
             if (queues or options.read_by == "queue") and store.has_unlisted():
                 warn_once(f"mqstore: {left_by_crash(name)}; a query does not see them")
             if options.read_by == "log" or (options.read_by == "auto" and not queues):
-                counted.found_all(name)
+                expected.missing = {}  # nobody knows the topics of a log before it is read
                 found += _log_slices(store, name, options)
                 continue
-            counted.find(name, store, queues)
+            expected.find(store, queues)
             starts.open(name, store)
             # What is damaged keeps its row with `keep`, whatever its keys were.
             by_key = KeyIndex(store, options.keys) if options.keys and options.on_corrupt != "keep" else None
             mine: list[Weighed] = []
-            for queue in chosen(queues, options):
-                start, stop = _wanted_part(store, name, queue, options, narrowing, starts)
+            for queue in (each for each in queues if wanted(*each.ref)):
+                start, stop = _wanted_part(store, name, queue, options, starts)
+                start, stop = max(start, offsets[0]), min(stop, offsets[1])
+                if times_ms[0] > -_LAST:
+                    start = max(start, store.offset_at(*queue.ref, times_ms[0]))
+                if times_ms[1] < _LAST:
+                    stop = min(stop, store.offset_at(*queue.ref, times_ms[1]))
                 if start < stop:
                     parts = [(start, stop)] if by_key is None else _by_key(by_key, store, queue, start, stop)
                     mine += [weigh(name, queue, *part) for part in parts]
@@ -399,96 +398,64 @@ def survey(
                 mine = _by_region(store, mine)
             found += mine
     if options.fail_on_data_loss:
-        counted.check("failOnDataLoss=false reads what there is")
+        expected.check("failOnDataLoss=false reads what there is")
     starts.check()
     return found
 
 
-class _Named(NamedTuple):
-    """A topic, or a queue of it, that an option names; in one store, or in any."""
+class Expected:
+    """Topics and queues that the options of a query name, and that no store has been found to have.
 
-    option: str
-    store: str | None
-    topic: str
-    queue_id: int | None
-
-
-class Counted:
-    """The topics and queues that a query counts on, since its options name them: to read nothing of one that is
-    misspelt, or to read it from its oldest message where an offset was given, looks as if all were well.
-
-    A queue is there once it has had a message, or if the topic is entered with that many queues.
+    To read nothing of a misspelt topic, or to read a queue from its oldest message where an offset was given for a
+    misspelt one, would look as if all were well. A queue exists once it has had a message, or if the topic is entered
+    with that many queues.
     """
 
     def __init__(self, options: SourceOptions, *, offsets: bool = True) -> None:
-        """`offsets`: those that the options have are of queues which have to be there."""
-        self.missing = [_Named("subscribe", None, topic, None) for topic in options.topics or ()]
-        """What no store has that was looked at by now."""
-        for topic, ids in (options.assign or {}).items():
-            self.missing += [_Named("assign", None, topic, queue_id) for queue_id in ids]
+        """Without `offsets`, the queues in startingOffsets and endingOffsets need not exist."""
+        self.missing: dict[tuple[str, int | None], str] = {}
+        """(topic, queue id, or None for any) -> the option that names it."""
         by_time = options.starting_timestamp_ms is not None or options.starting_group is not None
-        if offsets and not by_time:
-            self.missing += _named_by("startingOffsets", options.starting_offsets)
         if offsets and options.ending_timestamp_ms is None:
-            self.missing += _named_by("endingOffsets", options.ending_offsets)
-        self._topics: set[tuple[str | None, str]] = set()
-        """(store or None, topic) that are there."""
+            self.missing |= dict.fromkeys(_queues_in(options.ending_offsets), "endingOffsets")
+        if offsets and not by_time:
+            self.missing |= dict.fromkeys(_queues_in(options.starting_offsets), "startingOffsets")
+        self.missing |= {(topic, i): "assign" for topic, ids in (options.assign or {}).items() for i in ids}
+        self.missing |= {(topic, None): "subscribe" for topic in options.topics or ()}
 
-    def find(self, name: StoreName, store: MessageStore, queues: Iterable[ConsumeQueue]) -> None:
-        """Strike off what this store has, of whose queues these had a message."""
+    def find(self, store: MessageStore, queues: Iterable[ConsumeQueue]) -> None:
+        """Strike off everything that this store has. `queues` are those of its queues that have had a message."""
         if not self.missing:
             return
         refs = {queue.ref for queue in queues}
-        self._topics |= {(each, ref.topic) for ref in refs for each in (None, name.id)}
-        left = [each for each in self.missing if not (_is_in(each, name) and _among(each, refs))]
-        if any(_is_in(each, name) for each in left):
+        there: set[tuple[str, int | None]] = {*refs, *((ref.topic, None) for ref in refs)}
+        if left := self.missing.keys() - there:
             table = open_parts(store).topics
-            configs = {topic: config for topic in {each.topic for each in left} if (config := table.get(topic))}
-            self._topics |= {(each, topic) for topic in configs for each in (None, name.id)}
-            sizes = {topic: max(config.read_queues, config.write_queues) for topic, config in configs.items()}
-            left = [e for e in left if not (_is_in(e, name) and (e.queue_id or 0) < sizes.get(e.topic, 0))]
-        self.missing = left
-
-    def found_all(self, name: StoreName) -> None:
-        """Of a store that is read by its log nobody knows the topics before they are read."""
-        self.missing = [each for each in self.missing if not _is_in(each, name)]
+            for topic, queue_id in left:
+                config = table.get(topic)
+                if config is not None and (queue_id or 0) < max(config.read_queues, config.write_queues):
+                    there.add((topic, queue_id))
+        self.missing = {key: option for key, option in self.missing.items() if key not in there}
 
     def check(self, remedy: str) -> None:
         """TopicNotFoundError for what is `missing`."""
         if self.missing:
-            option, store = self.missing[0].option, self.missing[0].store
-            same = [self._said(each) for each in self.missing if (each.option, each.store) == (option, store)]
-            who = "no store has" if store is None else f"store {store!r} has not"
+            option = next(iter(self.missing.values()))
+            names = [
+                repr(topic) if queue_id is None else f"{topic!r}, queue {queue_id}"
+                for (topic, queue_id), each in self.missing.items()
+                if each == option
+            ]
             raise TopicNotFoundError(
-                f"{who} the topic {'; '.join(dict.fromkeys(same))}, which option {option} names ({remedy})"
+                f"no store has the topic {'; '.join(names)}, which option {option} names ({remedy})"
             )
 
-    def _said(self, each: _Named) -> str:
-        known = each.queue_id is not None and (each.store, each.topic) in self._topics
-        return f"{each.topic!r}, queue {each.queue_id}" if known else repr(each.topic)
 
-
-def _is_in(named: _Named, name: StoreName) -> bool:
-    return named.store is None or named.store == name.id
-
-
-def _among(named: _Named, refs: Collection[QueueRef]) -> bool:
-    if named.queue_id is None:
-        return any(ref.topic == named.topic for ref in refs)
-    return QueueRef(named.topic, named.queue_id) in refs
-
-
-def _named_by(option: str, offsets: str | dict[str, Any] | None) -> list[_Named]:
-    """The queues that offsets in JSON name."""
-    if not isinstance(offsets, dict):
-        return []
-    by_store = offsets.items() if _has_stores(offsets) else [(None, offsets)]
-    return [
-        _Named(option, store, topic, int(queue_id))
-        for store, topics in by_store
-        for topic, queues in topics.items()
-        for queue_id in queues
-    ]
+def _queues_in(offsets: str | dict[str, Any] | None) -> Iterator[tuple[str, int]]:
+    """Return the queues that offsets in JSON name, in whichever store."""
+    if isinstance(offsets, dict):
+        for topics in offsets.values() if _has_stores(offsets) else (offsets,):
+            yield from ((topic, int(queue_id)) for topic, queues in topics.items() for queue_id in queues)
 
 
 def check_ids(options: SourceOptions, stores: Sequence[StoreName]) -> None:
@@ -580,7 +547,6 @@ def _wanted_part(
     name: StoreName,
     queue: ConsumeQueue,
     options: SourceOptions,
-    narrowing: Narrowing,
     starts: Starts,
 ) -> tuple[int, int]:
     """Where reading a queue starts and stops: not below, for nothing."""
@@ -592,12 +558,7 @@ def _wanted_part(
         stop = store.offset_at(*ref, options.ending_timestamp_ms)
     stop = {-2: low, -1: high}.get(stop, stop)
     _check_there(name, ref, stop, bounds, options)
-    start, stop = max(start, low, narrowing.offsets[0]), min(stop, high, narrowing.offsets[1] + 1)
-    if narrowing.times_ms[0] > -_LAST:
-        start = max(start, store.offset_at(*ref, narrowing.times_ms[0]))
-    if narrowing.times_ms[1] < _LAST:
-        stop = min(stop, store.offset_at(*ref, narrowing.times_ms[1] + 1))
-    return start, stop
+    return max(start, low), min(stop, high)
 
 
 def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: int, stop: int) -> list[tuple[int, int]]:

@@ -38,7 +38,7 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.pacing import Costs, Limit, admit, costs_of
 from mqstore.spark.plan import (
     Bounds,
-    Counted,
+    Expected,
     Slice,
     SlicedStore,
     Starts,
@@ -47,9 +47,8 @@ from mqstore.spark.plan import (
     bounds_of,
     bounds_of_log,
     check_ids,
-    chosen,
     has_all,
-    is_wanted,
+    names_queue,
     open_sliced,
     open_store,
     partitions,
@@ -96,7 +95,8 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
     bounds: dict[Key, Bounds] = {}
     starts: Offsets = {}
     absent = []
-    counted = Counted(options)
+    expected = Expected(options)
+    wanted = names_queue(options)
     for name in names:
         try:
             store = open_store(name)
@@ -114,8 +114,8 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
             queues = queues_of(store)
             if first:
                 begin.open(name, store)
-                counted.find(name, store, queues)
-            for queue in chosen(queues, options):
+                expected.find(store, queues)
+            for queue in (each for each in queues if wanted(*each.ref)):
                 key = Key(name.id, *queue.ref)
                 bounds[key] = bounds_of(store, queue, options)
                 if first:
@@ -123,16 +123,16 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
     if first:
         begin.check()
         if not by_log:
-            _tell_missing(options, counted)
+            _tell_missing(options, expected)
     return Snapshot(bounds, starts, frozenset(absent))
 
 
-def _tell_missing(options: SourceOptions, counted: Counted) -> None:
+def _tell_missing(options: SourceOptions, expected: Expected) -> None:
     """TopicNotFoundError for topics and queues that the options name and no store has. If data loss is allowed, a
     warning: they may come yet."""
     if options.fail_on_data_loss:
-        counted.check("failOnDataLoss=false waits for it, and so does subscribePattern")
-    if missing := sorted({each.topic for each in counted.missing}):
+        expected.check("failOnDataLoss=false waits for it, and so does subscribePattern")
+    if missing := sorted({topic for topic, _ in expected.missing}):
         names = ", ".join(map(repr, missing))
         warn_once(f"no store has the topic {names}: the stream waits for it; see that it is spelled right")
 
@@ -203,14 +203,9 @@ def _count(key: Key, number: int) -> str:
 
 
 def _admits(options: SourceOptions) -> Callable[[Key], bool]:
-    """Which queues and logs the options name; as `chosen`, of keys."""
-    wanted, assign = is_wanted(options), options.assign
-
-    def admits(key: Key) -> bool:
-        assigned = assign is None or key.queue_id in assign.get(key.topic, ())
-        return not key.topic or (wanted(key.topic) and assigned)
-
-    return admits
+    """Return a function that says whether the options name a queue, or a log."""
+    wanted = names_queue(options)
+    return lambda key: not key.topic or wanted(key.topic, key.queue_id)
 
 
 def advance(

@@ -32,7 +32,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -124,8 +124,6 @@ class Commit:
     remembered: bool = True
     """Whether (app, version) may come again: a stream's batch, a `txnVersion`."""
     overwrite: bool = False
-    writer: str = ""
-    """Whose folder the shards lie in (`transaction_folder`)."""
     query: bool = False
     """A batch of a streaming query. Such a batch comes again until the next one has come, and never after."""
 
@@ -309,12 +307,12 @@ def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock
     return published
 
 
-def abort(options: SinkOptions, app: str, version: int, *, writer: str = "", fs: FileSystem = REAL) -> None:
-    """Delete what (app, version) has staged, if `writer` is given what this one has. What it has published stays. What
-    cannot be deleted is only logged: somebody is being told of the error that led here."""
+def abort(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL) -> None:
+    """Delete what (app, version) has staged; what it has published stays. A file that cannot be deleted is only logged,
+    since the user is told the error that led here."""
     root = Path(options.path)
     with _left_to_clean(root):
-        discard(root, app, version, fs, writer=writer)
+        discard(root, app, version, fs)
 
 
 def clean_target(
@@ -331,10 +329,9 @@ def clean_target(
     root = Path(resolved(root))
     if not (root / SET_FILE).exists():
         return clean(root, ttl_s, dry_run=dry_run, clock=clock, fs=fs)
-    if dry_run:
-        return clean(root, ttl_s, dry_run=True, clock=clock, fs=fs, named=_named(_manifest(root)), members=MEMBERS)
-    with _locked_set(root, lock_timeout_s, fs):
-        return clean(root, ttl_s, clock=clock, fs=fs, named=_named(_manifest(root)), members=MEMBERS)
+    with nullcontext() if dry_run else _locked_set(root, lock_timeout_s, fs):
+        named = _named(_manifest(root))
+        return clean(root, ttl_s, dry_run=dry_run, clock=clock, fs=fs, named=named, members=MEMBERS)
 
 
 def _tidy(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> None:
@@ -387,7 +384,7 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
                 _check_put(root, topic, chosen, config.write_queues, config.writable)
             if wanted.overwrite:
                 _note_overwrite(parts, root, wanted, fs)
-            shards = [_staged(root, wanted) / each.name for each in wanted.shards]
+            shards = [transaction_folder(root, wanted.app, wanted.version) / each.name for each in wanted.shards]
             # What an overwrite has still to do is done if its version is in, also by a later job.
             remembered = wanted.remembered or wanted.overwrite
             try:
@@ -422,11 +419,6 @@ def _already(root: Path, wanted: Commit, last: int) -> Published:
         last,
     )
     return Published(True, 0)
-
-
-def _staged(root: Path, wanted: Commit) -> Path:
-    """The folder with the shards of a commit."""
-    return transaction_folder(root, wanted.app, wanted.version, wanted.writer)
 
 
 def _gone(path: Path) -> FormatError:
@@ -464,7 +456,7 @@ def _admit(
     """Enter the topics that are missing. ConfigError if one has changed since the rows were given queues."""
     for name in topics:
         if is_system_topic(name):
-            parts.topics.ensure(name, _engine_queues(name, len(parts.store.delay_table_ms)))
+            parts.topics.ensure(name, len(parts.store.delay_table_ms) if name == SCHEDULE_TOPIC else 1)
         elif parts.topics.get(name) is None:
             parts.topics.create(name, queues=options.queues)
     for topic, queue_id in queues:
@@ -487,17 +479,13 @@ def _check_put(root: Path, topic: str, chosen: int, queues: int, writable: bool)
         )
 
 
-def _engine_queues(topic: str, levels: int) -> int:
-    return levels if topic == SCHEDULE_TOPIC else 1
-
-
 def _note_overwrite(parts: Parts, root: Path, wanted: Commit, fs: FileSystem) -> None:
     """Note, durably, where the topics end before the splice. What they hold is taken from their consumers only when
     the new messages are in: who is killed in between leaves old and new, and a commit that is done again goes on."""
     ends = {
-        name: {str(ref.queue_id): parts.store.offsets(*ref)[1] for ref in _queues_of(parts.store, name)}
+        name: {str(ref.queue_id): parts.store.offsets(*ref)[1] for ref in parts.store.queues(name)}
         for name in wanted.topics
-        if not is_system_topic(name)
+        if not is_system_topic(name) and name in parts.store.topics()
     }
     path = root / OVERWRITE_FILE
     make_folders(path.parent, fs)
@@ -517,10 +505,6 @@ def _finish_overwrite(parts: Parts, root: Path, fs: FileSystem) -> None:
     save_json(path, {"version": 1}, fs, check=check_overwrite)
 
 
-def _queues_of(store: MessageStore, topic: str) -> Sequence[Any]:
-    return store.queues(topic) if topic in store.topics() else ()
-
-
 # -- target=set --------------------------------------------------------------------------------------------------------
 
 
@@ -530,7 +514,7 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
         manifest = _manifest(root)
         if not fs.exists(root / SET_FILE):  # before there are stores: from then on one that is missing was lost
             save_json(root / SET_FILE, manifest, fs)
-        if wanted.remembered and (last := _version_in(manifest, wanted.app)) >= wanted.version:
+        if wanted.remembered and (last := manifest.get(RECORDED, {}).get(wanted.app, -1)) >= wanted.version:
             return _already(root, wanted, last)
         names = _move_in(root, wanted, fs)
         before = manifest["stores"]
@@ -573,10 +557,6 @@ def _manifest(root: Path) -> dict[str, Any]:
     return found or {"version": 1, "stores": {}}
 
 
-def _version_in(manifest: Mapping[str, Any], app: str) -> int:
-    return manifest.get(RECORDED, {}).get(app, -1)  # type: ignore[no-any-return]  # `read_set` looked at it
-
-
 def _named(manifest: Mapping[str, Any]) -> frozenset[str]:
     """Folders in `MEMBERS` in which the stores lie that a manifest names."""
     places = (Path(where).parts for where in manifest["stores"].values())
@@ -586,7 +566,7 @@ def _named(manifest: Mapping[str, Any]) -> frozenset[str]:
 def _move_in(root: Path, wanted: Commit, fs: FileSystem) -> list[str]:
     """Rename the staged stores to where the manifest will find them. Names keep the random part of the shard's, so
     those of a commit that crashed are never taken for those of the next."""
-    folder = _staged(root, wanted)
+    folder = transaction_folder(root, wanted.app, wanted.version)
     make_folders(root / MEMBERS, fs)
     names = []
     for shard in wanted.shards:
@@ -619,8 +599,8 @@ def _delete_members(root: Path, before: Mapping[str, Any], fs: FileSystem) -> No
 
 def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
     """Hand the shards over: durable when this returns, spliced when the owner comes to it, or the next one opens."""
-    folder = _staged(root, wanted)
-    target = root / _INBOX / transaction_folder(root, wanted.app, wanted.version).name
+    folder = transaction_folder(root, wanted.app, wanted.version)
+    target = root / _INBOX / folder.name
     waiting = _waiting_in(root, wanted.app, fs)  # before the record: what is taken in meanwhile is in one of them
     last = read_txn(root, fs).version_of(wanted.app)
     newest = max(last, *waiting, -1)
@@ -659,13 +639,6 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
             fs.sync_directory(folder.parent)
     except OSError as error:
         raise _unknown(target, error) from error
-    try:  # once more: whoever was deleting `folder` may have been at it until it had another name
-        _check_staged(target, wanted.shards, fs)
-    except FormatError:
-        if read_txn(root, fs).version_of(wanted.app) < wanted.version:  # else it is gone because its owner took it in
-            raise
-    except OSError as error:
-        _log.warning("%s: it is handed over, but could not be looked at once more: %s", target, error)
     return Published(False, wanted.records)
 
 

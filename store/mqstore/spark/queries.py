@@ -77,16 +77,11 @@ def _create(
         if name == _MESSAGES:
             frame = _messages(source.options(**given), selection, columns)
         else:
-            unfit = _unfit(name)
+            unfit = {option.lower() for option in not_for(cast(View, name))}
             whole = {option: value for option, value in given.items() if option.lower() not in unfit}
             frame = source.options(**whole).option("view", name).load()
         frame.createOrReplaceTempView(name)
     return wanted
-
-
-def _unfit(view: str) -> frozenset[str]:
-    """Names, in small letters, of options that a view refuses."""
-    return frozenset(name.lower() for name in not_for(cast(View, view)))
 
 
 def _messages(source: Any, selection: Selection, columns: tuple[str, ...] | None) -> Any:

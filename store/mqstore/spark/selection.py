@@ -19,7 +19,6 @@ from mqstore.log.reader import to_ms
 from mqstore.spark.options import OPTIONS, SourceOptions
 from mqstore.spark.plan import (
     LogSlice,
-    Narrowing,
     QueueSlice,
     Slice,
     StoreName,
@@ -106,10 +105,14 @@ class Selection:
         """The messages cut into tasks, as `plan.plan` does."""
         if self.options.read_by == "log" and (self.offsets, self.times_ms) != ((0, _LAST), (-_LAST, _LAST)):
             raise ConfigError("readBy=log reads whole logs and knows no offsets and times of queues: use readBy=queue")
-        offsets = self.offsets[0], self.offsets[1] - 1
-        times_ms = self.times_ms[0], self.times_ms[1] if self.times_ms[1] == _LAST else self.times_ms[1] - 1
-        narrowing = Narrowing(offsets=offsets, times_ms=times_ms)
-        return plan(self.options, narrowing, by_region=by_region, resumed=resumed, slots=slots)
+        return plan(
+            self.options,
+            offsets=self.offsets,
+            times_ms=self.times_ms,
+            by_region=by_region,
+            resumed=resumed,
+            slots=slots,
+        )
 
     def queue_tasks(self, *, by_region: bool = False, resumed: bool = False, slots: int = 1) -> list[list[QueueSlice]]:
         """As `tasks`, for a job that goes by queues. ConfigError for a store that has records and no queues."""

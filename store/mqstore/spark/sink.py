@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -52,7 +52,6 @@ class Staged(WriterCommitMessage):
 
     app: str
     version: int
-    writer: str
     partition: int
     shards: tuple[ShardInfo, ...]
 
@@ -107,9 +106,6 @@ class _Write:
     overwrite: bool
     job: str | None
     """None: of a stream; who writes is known in the tasks only."""
-    writer: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Where its tasks stage, apart from those of another driver that is at the same batch. Of a stream only the tasks
-    know it, by the object that the batch was planned with."""
 
     # -- in a task ---------------------------------------------------------------------------------------------------
 
@@ -127,7 +123,7 @@ class _Write:
             topic=options.topic,
             max_rows=options.max_rows_per_shard,
         )
-        folder = transaction_folder(Path(options.path), app, version, self.writer)
+        folder = transaction_folder(Path(options.path), app, version)
         shards = []
         for shard in write_shards(
             (piece for batch in batches for piece in encoder.encode(batch)),
@@ -141,7 +137,7 @@ class _Write:
             if options.target == "set":
                 make_member(folder, shard, options)
             shards.append(shard)
-        return Staged(app, version, self.writer, partition, tuple(shards))
+        return Staged(app, version, partition, tuple(shards))
 
     def _identity(self, local_property: Any) -> tuple[str, int]:
         if self.job is not None:
@@ -172,12 +168,12 @@ class _Write:
             )
         staged = sorted((each for each in messages if each is not None), key=lambda each: each.partition)
         if self.job is not None:
-            app, version, writer = *self._batch_identity(), self.writer
+            app, version = self._batch_identity()
         elif staged:
-            app, version, writer = staged[0].app, staged[0].version, staged[0].writer
+            app, version = staged[0].app, staged[0].version
         else:
             return  # a batch without tasks: nothing was written, and nobody says by whom
-        if any((each.app, each.version, each.writer) != (app, version, writer) for each in staged):
+        if any((each.app, each.version) != (app, version) for each in staged):
             raise ConfigError(f"tasks of different batches are to be committed as {app!r}, {version}; nothing was")
         commit(
             self.options,
@@ -187,17 +183,14 @@ class _Write:
                 [shard for each in staged for shard in each.shards],
                 remembered=self.job is None or self.options.txn_app_id is not None,
                 overwrite=self.overwrite,
-                writer=writer,
                 query=self.job is None,
             ),
         )
 
     def abort(self, messages: Sequence[Staged | None]) -> None:
-        who = {(each.app, each.version, each.writer) for each in messages if each is not None}
-        if self.job is not None:
-            who = {(*self._batch_identity(), self.writer)}
-        for app, version, writer in who:
-            abort(self.options, app, version, writer=writer)
+        who = {(each.app, each.version) for each in messages if each is not None}
+        for app, version in who if self.job is None else {self._batch_identity()}:
+            abort(self.options, app, version)
 
 
 # -- what Spark calls --------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from mqstore.errors import ConfigError
 from mqstore.spark.columns import COLUMNS, check_columns, check_once, default_columns
 from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
 from mqstore.spark.optiontable import refuse_table
-from mqstore.spark.plan import Slice, StoreName, partitions, survey
+from mqstore.spark.plan import partitions, survey
 from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.telling import plain_errors, warn_once
@@ -210,13 +210,6 @@ def _check_schema(options: SourceOptions, schema: StructType) -> Any:
     return body_as
 
 
-class _Partition(InputPartition):
-    """Slices of stores, or for views a store."""
-
-    def __init__(self, value: list[Slice] | StoreName) -> None:
-        super().__init__(value)
-
-
 class MQStoreReader(DataSourceReader):
     """A query: plans on the driver, reads in tasks."""
 
@@ -229,11 +222,11 @@ class MQStoreReader(DataSourceReader):
     def partitions(self) -> list[InputPartition]:
         if self._options.view != "messages":
             # By name, not by number: a plan is used again, and of a glob or a set there may be others by then.
-            return [_Partition(name) for name in view_stores(self._options)]
+            return [InputPartition(name) for name in view_stores(self._options)]
         found = survey(self._options, by_region=True)
         if {*default_columns()} <= {*self._columns} and sum(each.weight for each in found) > _MUCH:
             warn_once(_ALL_COLUMNS)
-        return [_Partition(slices) for slices in partitions(found, self._options.min_partitions)]
+        return [InputPartition(slices) for slices in partitions(found, self._options.min_partitions)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         settle()

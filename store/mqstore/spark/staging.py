@@ -1,6 +1,6 @@
 """Shards: what a task of a write leaves for the commit, and how what was never committed goes (spark.md B6, step 1).
 
-    <root>/_staging/<app>-<version>/[<writer>/]<partition>-<attempt>-<random>/
+    <root>/_staging/<app>-<version>/<partition>-<attempt>-<random>/
         records.bin    adjacent records, places not known
         records.idx    size and checksum of each, which the commit else would have to find out one by one
         shard.json     what they are; written last, then the folder is synced
@@ -12,8 +12,8 @@
 Attempts of a task number from 0 again in each Spark application; the random part tells those of a restarted job from
 the ones before. Of two attempts only one is named by a commit; the others go with the folder of their transaction.
 
-Two drivers may be at one (app, version), as when a scheduler starts a job again beside one that it takes for dead. Each
-stages in a folder of its own, `writer`, so that one that fails and is aborted takes nothing from the other.
+Two drivers may be at one (app, version), as when a scheduler starts a job again beside one that it takes for dead. If
+one of them is aborted, the commit of the other finds that its shards are gone, and says so.
 
 A shard that has no shard.json was not finished. Knows records only by their bytes; knows no Spark.
 """
@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +45,6 @@ __all__ = [
     "ShardWriter",
     "clean",
     "discard",
-    "leftovers",
     "make_folders",
     "transaction_folder",
     "write_file",
@@ -74,10 +73,9 @@ class ShardInfo:
     """Topics that rows were put to as a producer does, with of how many queues a key chose one (`Encoded.put`)."""
 
 
-def transaction_folder(root: Path, app: str, version: int, writer: str = "") -> Path:
-    """Where the tasks of (app, version) stage, those of one driver if `writer` says which. All were checked to be good
-    names (`sinkoptions.APP_NAME`)."""
-    return root / STAGING / f"{app}-{version}" / writer
+def transaction_folder(root: Path, app: str, version: int) -> Path:
+    """Return the folder in which the tasks of (app, version) stage. `app` is a good name (`sinkoptions.APP_NAME`)."""
+    return root / STAGING / f"{app}-{version}"
 
 
 def make_folders(path: Path, fs: FileSystem = REAL) -> None:
@@ -233,12 +231,10 @@ def write_shards(
 # -- taking away -------------------------------------------------------------------------------------------------------
 
 
-def discard(root: Path, app: str, version: int, fs: FileSystem = REAL, *, writer: str = "") -> None:
-    """Delete what (app, version) has staged, of all its attempts and writers, or of one writer."""
-    fs.remove_tree(transaction_folder(root, app, version, writer))
+def discard(root: Path, app: str, version: int, fs: FileSystem = REAL) -> None:
+    """Delete everything that (app, version) has staged, of all its attempts."""
+    fs.remove_tree(transaction_folder(root, app, version))
     with suppress(OSError):  # it is not empty, or never was
-        fs.rmdir(transaction_folder(root, app, version))
-    with suppress(OSError):
         fs.rmdir(root / STAGING)
 
 
@@ -252,22 +248,6 @@ class Leftover:
     """Since anything in it was changed last."""
 
 
-def leftovers(
-    root: Path, *, clock: Clock = SYSTEM_CLOCK, named: Iterable[str] = (), members: str = ""
-) -> list[Leftover]:
-    """All that is staged under `root`, of running jobs as well; with `members`, also the stores in that folder that are
-    not `named`. Newest last."""
-    found = [*_folders(root / STAGING)]
-    if members:
-        kept = frozenset(named)
-        found += [path for path in _folders(root / members) if path.name not in kept]
-    measured = []
-    for path in found:
-        size, changed_s = _measure(path)
-        measured.append(Leftover(str(path), size, max(0.0, clock.now_ms() / 1000 - changed_s)))
-    return sorted(measured, key=lambda each: -each.age_s)
-
-
 def clean(
     root: Path,
     ttl_s: float,
@@ -275,18 +255,29 @@ def clean(
     dry_run: bool = False,
     clock: Clock = SYSTEM_CLOCK,
     fs: FileSystem = REAL,
-    named: Iterable[str] = (),
+    named: Collection[str] = (),
     members: str = "",
 ) -> list[Leftover]:
-    """Delete the leftovers that nobody has touched for `ttl_s` seconds; those that were, or with `dry_run` would be.
-    Arguments as of `leftovers`. For a store set use `publish.clean_target`, which knows what is named."""
-    old = [each for each in leftovers(root, clock=clock, named=named, members=members) if each.age_s >= ttl_s]
+    """Delete everything staged under `root` that nobody has touched for `ttl_s` seconds, of running jobs as well.
+
+    With `members`, also the stores in that folder that are not `named`. Returns what was deleted, or would be with
+    `dry_run`, newest last. For a store set use `publish.clean_target`, which knows what is named.
+    """
+    paths = _folders(root / STAGING)
+    if members:
+        paths += [path for path in _folders(root / members) if path.name not in named]
+    old = []
+    for path in paths:
+        size, changed_s = _measure(path)
+        age_s = max(0.0, clock.now_ms() / 1000 - changed_s)
+        if age_s >= ttl_s:
+            old.append(Leftover(str(path), size, age_s))
     if not dry_run:
         for each in old:
             fs.remove_tree(each.path)
         with suppress(OSError):
             fs.rmdir(root / STAGING)
-    return old
+    return sorted(old, key=lambda each: -each.age_s)
 
 
 def _folders(path: Path) -> list[Path]:

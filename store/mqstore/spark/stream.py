@@ -34,20 +34,12 @@ except ImportError:  # pyspark 4.1
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.pacing import Limit
-from mqstore.spark.plan import Slice
 from mqstore.spark.progress import StreamProgress
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.telling import plain_errors
 from mqstore.spark.workers import settle
 
 __all__ = ["MQStoreStreamReader", "RefusedStream", "stream_reader"]
-
-
-class _StreamPartition(InputPartition):
-    """Slices of stores."""
-
-    def __init__(self, slices: list[Slice]) -> None:
-        super().__init__(slices)
 
 
 class MQStoreStreamReader(DataSourceStreamReader):
@@ -69,7 +61,7 @@ class MQStoreStreamReader(DataSourceStreamReader):
 
     @plain_errors()
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        return [_StreamPartition(slices) for slices in self._progress.partitions(start, end)]
+        return [InputPartition(slices) for slices in self._progress.partitions(start, end)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         settle()
@@ -93,17 +85,7 @@ class RefusedStream(DataSourceStreamReader):
     def _refuse(self, *_: Any) -> Any:
         raise self._error
 
-    def initialOffset(self) -> Any:
-        return self._refuse()
-
-    def latestOffset(self, start: Any = None, limit: Any = None) -> Any:
-        return self._refuse()
-
-    def partitions(self, start: Any, end: Any) -> Any:
-        return self._refuse()
-
-    def read(self, partition: Any) -> Any:
-        return self._refuse()
+    initialOffset = latestOffset = partitions = read = _refuse  # noqa: N815  (names of Spark)
 
 
 def _limit_of(limit: Any) -> Limit | None:

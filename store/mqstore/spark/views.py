@@ -21,7 +21,7 @@ from mqstore.log.recovery.verify import verified_ranges
 from mqstore.log.store import MessageStore
 from mqstore.spark.columns import ColumnReader
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import Counted, StoreName, is_wanted, open_store, queues_of, stores_of
+from mqstore.spark.plan import Expected, StoreName, names_queue, open_store, queues_of, stores_of
 from mqstore.spark.tally import Tally
 from mqstore.spark.tasks import policy_of
 from mqstore.spark.telling import of_store, warn_once
@@ -61,12 +61,12 @@ def view_stores(options: SourceOptions) -> list[StoreName]:
     query of messages has it; of `groups` it may have been deleted, and a group's progress be there still."""
     names = stores_of(options)
     if options.view in _BY_QUEUE and options.fail_on_data_loss:
-        counted = Counted(options)
+        expected = Expected(options)
         for name in names:
-            if counted.missing:  # opening them all is work
+            if expected.missing:  # opening them all is work
                 with open_store(name) as store:
-                    counted.find(name, store, queues_of(store))
-        counted.check("failOnDataLoss=false reads what there is")
+                    expected.find(store, queues_of(store))
+        expected.check("failOnDataLoss=false reads what there is")
     return names
 
 
@@ -98,9 +98,8 @@ def _instant(ms: int | None) -> datetime | None:
 
 
 def _refs(store: MessageStore, options: SourceOptions) -> list[QueueRef]:
-    wanted = is_wanted(options)
-    refs = [ref for topic in store.topics() if wanted(topic) for ref in store.queues(topic)]
-    return refs if options.assign is None else [ref for ref in refs if ref.queue_id in options.assign[ref.topic]]
+    wanted = names_queue(options)
+    return [ref for topic in store.topics() for ref in store.queues(topic) if wanted(*ref)]
 
 
 def _queues(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
@@ -149,13 +148,13 @@ def _segments(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any
 
 
 def _groups(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
-    wanted = is_wanted(options)
+    wanted = names_queue(options)
     parts = open_parts(store)
     now_ms = parts.clock.now_ms()
     pops = pop_view(parts, now_ms)
     for group in group_names(parts):
         for lag in lag_of(parts, group, pops):
-            if not wanted(lag.topic) or (options.assign is not None and lag.queue_id not in options.assign[lag.topic]):
+            if not wanted(lag.topic, lag.queue_id):
                 continue
             behind = None if lag.oldest_ms is None else max(0, now_ms - lag.oldest_ms) // 1000
             yield (
