@@ -230,12 +230,12 @@ def test_a_later_export_refuses_another_shape(store: Path, tmp_path: Path) -> No
     [
         (("--to", "out", "--queue-id", 1), "--queue-id goes with a file, not with --to"),
         (("--to", "out", "--output", "x"), "--output goes with a file, not with --to"),
-        (("--to", "out", "--format", "jsonl"), "--to writes Parquet"),
         (("--to", "out", "--option", "nonsense=1"), "no option 'nonsense'"),
         (("--to", "out", "--option", "nonsense"), "--option 'nonsense' is not NAME=VALUE"),
         (("--to", "out", "--from", "yesterday"), "'yesterday' is neither a time"),
         (("--to", "out", "--where", "a = "), "option filter='a = '"),
         (("--jobs", 2), "--jobs goes with --to"),
+        (("--columns", "body"), "--columns goes with --to"),
         (("--where", "a = 1"), "--where goes with --to"),
         (("other",), "several stores go with --to"),
     ],
