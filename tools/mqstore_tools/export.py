@@ -1,5 +1,5 @@
 """`mqstore export`: every whole message of the log, a JSON object a line. What is missing is named on stderr, counted,
-and told by the exit code. With --to, `mqstore_tools.parquet` writes a folder of Parquet files."""
+and told by the exit code. With --to, `mqstore.jobs.export_parquet` writes a folder of Parquet files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -22,17 +22,19 @@ from mqstore.layout.compression import MissingPackageError
 from mqstore.log.stretch import Stretch
 from mqstore.log.verify import Verifier
 from mqstore.log.walk import in_log_order, walk_log
+from mqstore.spark.selection import Selection, select
 from mqstore_tools.many import (
     between_options,
     jobs_option,
     names,
     option_option,
+    pairs,
     stores_argument,
     topic_option,
+    usable,
     where_option,
 )
-from mqstore_tools.parquet import to_folder
-from mqstore_tools.render import as_json, note, print_finding, print_json, progress
+from mqstore_tools.render import as_json, console, note, print_finding, print_json, progress, show_bytes, table
 from mqstore_tools.shared import FINDINGS, StoreCommand, findings_told, note_front, within
 from mqstore_tools.shown import export_row, raw_bodies_option
 
@@ -115,9 +117,16 @@ def export(
     """
     _check_together(ctx, _OF_A_FOLDER if to is None else _OF_A_FILE, "--to" if to is None else "a file, not with --to")
     if to is not None:
-        chosen = {"topics": topics or None, "start": start, "stop": stop, "where": where}
+        selection = select(
+            stores,
+            topics=topics or None,
+            start=start,
+            stop=stop,
+            where=where,
+            options=pairs("--option", options),
+        )
         given = {"columns": names(columns), "partition_by": names(partition_by) or (), "jobs": jobs}
-        to_folder(stores, chosen, options, to, given, json_output=json_output)
+        _to_folder(selection, to, given, json_output=json_output)
         return
     if len(stores) > 1:
         raise click.UsageError("several stores go with --to")
@@ -159,6 +168,31 @@ def export(
         note(f"exported {count} messages of {len(found.queues)} queues{missing}{findings}")
     if not summary["ok"]:
         ctx.exit(FINDINGS)
+
+
+def _to_folder(selection: Selection, to: str, given: dict[str, Any], *, json_output: bool) -> None:
+    """Export the selection with `export_parquet(..., **given)`, and say what was written."""
+    with usable():
+        from mqstore.jobs import export_parquet
+    with progress("exporting", of_bytes=False) as report:
+        done = export_parquet(selection, to, **given, progress=report)
+    if json_output:
+        print_json(done.to_dict())
+        return
+    if done.folder is None:
+        note(f"nothing new for {to}")
+        return
+    rate = done.record_bytes / max(done.seconds, 1e-9)
+    facts = [
+        ("folder", f"{done.path}/{done.folder}"),
+        ("messages", done.messages),
+        ("of records", show_bytes(done.record_bytes)),
+        ("files", f"{done.files}, {show_bytes(done.file_bytes)}"),
+        ("took", f"{done.seconds:.1f} s, {show_bytes(round(rate))}/s"),
+    ]
+    if done.damaged:
+        facts.append(("damaged, left out", done.damaged))
+    console().print(table("", ("", ""), facts))
 
 
 def _check_together(ctx: click.Context, names: tuple[str, ...], other: str) -> None:
