@@ -45,7 +45,7 @@ COMMAND_LINES = {
     "verify": ["verify", "STORE"],
     "recover": ["recover", "STORE", "--dry-run"],
     "snapshot": ["snapshot", "STORE", "COPY"],
-    "export": ["export", "STORE", "--format", "jsonl"],
+    "export": ["export", "STORE"],
     "get": ["get", "STORE", "--topic", "t3", "--queue-id", "1"],
     "get the newest": ["get", "STORE", "--topic", "t3", "--last", "10"],
     "topics": ["topics", "list", "STORE"],

@@ -262,7 +262,6 @@ LOOKS = [
     Look("verify", ("verify", "DIR", "--json")),
     Look("export", ("export", "DIR", "--topic", "orders"), complete=True),
     Look("export everything", ("export", "DIR", "--output", "OUT")),
-    Look("export parquet", ("export", "DIR", "--format", "parquet", "--output", "OUT")),
     Look("get", ("get", "DIR", "--topic", "orders", "--json", "--max-messages", "500")),
     Look("get by tag", ("get", "DIR", "--topic", "orders", "--json", "--max-messages", "500", "--tag", "even")),
     Look("get by key", ("get", "DIR", "--topic", "orders", "--key", "k1500"), codes=(0, 1)),  # it may be gone

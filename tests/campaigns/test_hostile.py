@@ -159,7 +159,7 @@ READERS: dict[str, Command] = {
     "read": _read,
     "inspect": _cli("inspect", "DIR", "--json"),
     "verify": _cli("verify", "DIR"),
-    "export": _cli("export", "DIR", "--format", "jsonl"),
+    "export": _cli("export", "DIR"),
     "get": _cli("get", "DIR", "--topic", "orders", "--key", "k1"),
     "lag": _cli("lag", "DIR"),
     "topics": _cli("topics", "DIR"),

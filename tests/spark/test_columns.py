@@ -15,7 +15,6 @@ import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pyarrow import parquet
 
 import mqstore
 from mqstore import ConfigError, CorruptStoreError, Finding, MessageStore, StoreConfig, TopicNotFoundError
@@ -35,12 +34,10 @@ from tests.spark.support import (
     log_end,
     many,
     odd_records,
-    queue_order,
     read_all,
     rows_of,
     write_store,
 )
-from tests.tools.support import mqstore as mqstore_command
 
 Golden = Callable[[str], GoldenStore]
 SMALL = settings(
@@ -500,7 +497,7 @@ def test_an_empty_queue_gives_no_batch(tmp_path: Path) -> None:
         assert [*reader.queue("seed", 0, 1, 1)] == [*reader.queue("nobody", 0, 0, 9)] == [*reader.log(0, 0)] == []
 
 
-# -- Store.to_arrow and `mqstore export --format parquet` --------------------------------------------------------------
+# -- Store.to_arrow ----------------------------------------------------------------------------------------------------
 
 
 def test_a_store_gives_a_table_of_a_topic_while_it_is_open_for_writing(tmp_path: Path) -> None:
@@ -534,56 +531,6 @@ def test_importing_mqstore_imports_neither_arrow_nor_spark() -> None:
     code = "import sys, mqstore; print([m for m in sys.modules if 'arrow' in m or 'spark' in m])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-@pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_an_export_to_parquet_has_the_messages_of_one_to_json(golden: Golden, tmp_path: Path, name: str) -> None:
-    path = golden(name).path
-    result = mqstore_command("export", path, "--format", "parquet", "--output", tmp_path / "all.parquet")
-    assert result.exit_code == 0
-    rows = sorted(rows_of(parquet.read_table(tmp_path / "all.parquet").to_batches()), key=queue_order)
-    assert [as_exported(row) for row in rows] == [as_row(line) for line in exported(path)]
-    assert f"exported {len(rows)} messages" in result.stderr
-
-
-def test_an_export_to_parquet_tells_of_damage_as_one_to_json_does(
-    damaged: tuple[Path, list[int]], tmp_path: Path
-) -> None:
-    path, bad = damaged
-    output = tmp_path / "all.parquet"
-    lines = mqstore_command("export", path, "--topic", "t")
-    rows = mqstore_command("export", path, "--topic", "t", "--format", "parquet", "--output", output)
-    assert (lines.exit_code, rows.exit_code) == (1, 1)
-    assert rows.stderr == lines.stderr
-    assert parquet.read_table(output)["queue_offset"].to_pylist() == [i for i in range(40) if i not in bad]
-
-
-def test_an_export_to_parquet_can_be_cut_and_be_of_few_columns(tmp_path: Path) -> None:
-    path = write_store(tmp_path / "s", many(100))
-    output = tmp_path / "some.parquet"
-    options = ("--topic", "t", "--queue-id", 1, "--from-offset", 5, "--max-messages", 7, "--columns", "body,tags")
-    assert mqstore_command("export", path, "--format", "parquet", "--output", output, *options).exit_code == 0
-    found = parquet.read_table(output)
-    assert (found.column_names, found.num_rows) == (["body", "tags"], 7)
-    assert found["body"][0].as_py().startswith(b"000022")
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--format", "parquet"], "--output"),
-        (["--columns", "body"], "--format parquet"),
-        (["--format", "parquet", "--output", "OUT", "--columns", "bodies"], "no column 'bodies'; there are store,"),
-    ],
-)
-def test_an_export_to_parquet_says_what_it_lacks(tmp_path: Path, options: list[str], says: str) -> None:
-    path = write_store(tmp_path / "s", [])
-    output = tmp_path / "out.parquet"
-    result = mqstore_command("export", path, *(str(output) if option == "OUT" else option for option in options))
-    assert result.exit_code == 2
-    assert says in result.stderr
-    assert not output.exists()
-    assert [file.name for file in tmp_path.iterdir()] == ["s"]
 
 
 # -- records of queues that share the log ------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import lz4.frame
-import pyarrow.parquet
 import pytest
 import zstandard
 from click.testing import Result
@@ -57,7 +56,7 @@ def test_a_java_store_is_exported_as_the_java_engine_reads_it(golden: Golden, na
     store = golden(name)
     expected = {(m["topic"], m["queue_id"], m["queue_offset"]): m for m in store.of("message")}
 
-    result = mqstore("export", store.path, "--format", "jsonl")
+    result = mqstore("export", store.path)
 
     assert result.exit_code == 0, result.stderr
     found = lines(result.stdout)
@@ -203,24 +202,6 @@ def test_what_recover_does_not_list_is_not_exported(
     assert lines(mqstore("export", tmp_path / "s").stdout) == found
 
 
-@pytest.mark.parametrize("name", ["none", "neighbours", "last messages", "segment gone", "queues gone", "all messages"])
-def test_parquet_has_the_messages_and_the_losses_of_json(tmp_path: Path, name: str) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    puts = filled(tmp_path / "s", "mqstore", killed=False)
-    DAMAGES[name](tmp_path / "s", puts)
-    output = tmp_path / "all.parquet"
-
-    as_lines = mqstore("export", tmp_path / "s", "--json")
-    as_rows = mqstore("export", tmp_path / "s", "--format", "parquet", "--output", output, "--json")
-
-    rows = parquet.read_table(output, columns=["physical_offset"])["physical_offset"].to_pylist()
-    assert sorted(rows) == [m["physical_offset"] for m in lines(as_lines.stdout)]
-    *told, summary = lines(as_lines.stderr)
-    assert as_rows.exit_code == as_lines.exit_code
-    assert lines(as_rows.stderr) == told
-    assert json.loads(as_rows.stdout)["missing"] == summary["missing"]
-
-
 @pytest.mark.parametrize("damage", ["none", "queues gone", "neighbours"])
 def test_only_the_chosen_messages_and_their_losses_are_told(tmp_path: Path, damage: str) -> None:
     puts = filled(tmp_path / "s", "mqstore", killed=False)
@@ -361,19 +342,6 @@ def test_raw_bodies_are_written_as_they_are_stored(compressed: Path) -> None:
     assert exported_bodies(result)[1] == lz4.frame.compress(b"lz4 0")
 
 
-@pytest.mark.usefixtures("without_packages")
-def test_parquet_leaves_out_or_keeps_compressed_bodies_likewise(compressed: Path, tmp_path: Path) -> None:
-    target = ("--format", "parquet", "--output", tmp_path / "all.parquet")
-
-    left_out, kept = (mqstore("export", compressed, "--json", *target, *raw) for raw in ([], ["--raw-bodies"]))
-
-    assert (left_out.exit_code, kept.exit_code) == (1, 0)
-    assert [finding["kind"] for finding in lines(left_out.stderr)] == ["not_inflated"] * 2
-    table = pyarrow.parquet.read_table(tmp_path / "all.parquet")
-    assert table.num_rows == 7
-    assert table["body"][1].as_py() == lz4.frame.compress(b"lz4 0")
-
-
 def test_a_file_appears_only_when_it_is_complete(ten: Path, tmp_path: Path) -> None:
     target = tmp_path / "all.jsonl"
 
@@ -468,11 +436,8 @@ def test_an_output_that_is_no_file_is_written_and_not_replaced(ten: Path, tmp_pa
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-@pytest.mark.parametrize("options", [[], ["--format", "parquet"]], ids=["jsonl", "parquet"])
-def test_an_output_for_which_there_is_no_room_is_named(ten: Path, options: list[str]) -> None:
-    if options:
-        pytest.importorskip("pyarrow")
-    result = mqstore("export", ten, "--output", "/dev/full", *options)
+def test_an_output_for_which_there_is_no_room_is_named(ten: Path) -> None:
+    result = mqstore("export", ten, "--output", "/dev/full")
 
     assert result.exit_code == 3
     assert "'/dev/full'" in result.stderr

@@ -178,9 +178,6 @@ def test_a_trace_is_in_order_and_none_is_a_finding(store: Path) -> None:
     nothing = mqstore(*call, "nobody")
 
     assert [hop["kind"] for hop in found["hops"]] == ["sent", "dead letter"]
-    assert [hop["message_id"] for hop in mqstore_json(*call, "poison", "--scan-log")["hops"]] == [
-        hop["message_id"] for hop in found["hops"]
-    ]
     assert "because no such thing" in shown
     assert (nothing.exit_code, "no message has the key nobody" in nothing.stderr) == (1, True)
     assert mqstore(*call, "two words").exit_code == 2
@@ -210,7 +207,6 @@ def test_an_export_to_a_folder_writes_and_goes_on(store: Path, tmp_path: Path) -
     )
     assert second.exit_code == 0
     assert "export=00000002" in second.stdout
-    assert ["orders", "0", "10"] in [line.split()[1:] for line in second.stdout.splitlines()]
     assert (third.exit_code, third.stdout) == (0, "")
     assert "nothing new" in third.stderr
 
@@ -233,12 +229,12 @@ def test_a_later_export_refuses_another_shape(store: Path, tmp_path: Path) -> No
     [
         (("--to", "out", "--queue-id", 1), "--queue-id goes with a file, not with --to"),
         (("--to", "out", "--output", "x"), "--output goes with a file, not with --to"),
-        (("--to", "out", "--format", "jsonl"), "--to writes Parquet"),
         (("--to", "out", "--option", "nonsense=1"), "no option 'nonsense'"),
         (("--to", "out", "--option", "nonsense"), "--option 'nonsense' is not NAME=VALUE"),
         (("--to", "out", "--from", "yesterday"), "'yesterday' is neither a time"),
         (("--to", "out", "--where", "a = "), "option filter='a = '"),
         (("--jobs", 2), "--jobs goes with --to"),
+        (("--columns", "body"), "--columns goes with --to"),
         (("--where", "a = 1"), "--where goes with --to"),
         (("other",), "several stores go with --to"),
     ],

@@ -1,5 +1,5 @@
-"""`mqstore export`: every whole message of the log, a JSON object a line or a row of Parquet. What is missing is named
-on stderr, counted, and told by the exit code. With --to, `mqstore_tools.parquet` writes a folder of Parquet files."""
+"""`mqstore export`: every whole message of the log, a JSON object a line. What is missing is named on stderr, counted,
+and told by the exit code. With --to, `mqstore.jobs.export_parquet` writes a folder of Parquet files."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,24 +22,26 @@ from mqstore.layout.compression import MissingPackageError
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.stretch import Stretch
 from mqstore.log.walk import in_log_order, walk_log
+from mqstore.spark.selection import Selection, select
 from mqstore_tools.many import (
     between_options,
     jobs_option,
     names,
     option_option,
+    pairs,
     stores_argument,
     topic_option,
+    usable,
     where_option,
 )
-from mqstore_tools.parquet import to_folder
-from mqstore_tools.render import as_json, note, print_finding, print_json, progress
+from mqstore_tools.render import as_json, console, note, print_finding, print_json, progress, show_bytes, table
 from mqstore_tools.shared import FINDINGS, StoreCommand, findings_told, note_front, within
 from mqstore_tools.shown import export_row, raw_bodies_option
 
 __all__ = ["export", "lines"]
 
 
-_OF_A_FOLDER = ("partition_by", "start", "stop", "where", "options", "jobs")
+_OF_A_FOLDER = ("columns", "partition_by", "start", "stop", "where", "options", "jobs")
 _OF_A_FILE = ("queue_id", "from_offset", "max_messages", "output", "raw_bodies")
 """Options that go with --to, and those that do not."""
 
@@ -53,7 +54,6 @@ Examples:
   mqstore export var/mq --output all.jsonl
   mqstore export var/mq --topic orders --queue-id 0 --from-offset 100 --max-messages 10
   mqstore export var/mq | jq -r '.body | @base64d'
-  mqstore export var/mq --format parquet --output all.parquet
   mqstore export fleet/* --to lake/mq --jobs 4          # run again, it writes what came since
   mqstore export var/mq --to lake/errors --where "level = 'ERROR'" --from 7d""",
 )
@@ -62,8 +62,6 @@ Examples:
 @click.option("--queue-id", type=click.IntRange(0), help="Only this queue.")
 @click.option("--from-offset", type=click.IntRange(0), help="Begin each queue at this queue offset.")
 @click.option("--max-messages", type=click.IntRange(0), help="Stop after so many in all.")
-@click.option("--format", "format_", type=click.Choice(["jsonl", "parquet"]), default="jsonl", show_default=True)
-@click.option("--columns", metavar="NAMES", help="Parquet: only these columns, separated by commas.")
 @click.option(
     "--output",
     metavar="FILE",
@@ -72,6 +70,7 @@ Examples:
 )
 @raw_bodies_option
 @click.option("--to", metavar="FOLDER", type=click.Path(file_okay=False), help="Write Parquet files, as told above.")
+@click.option("--columns", metavar="NAMES", help="With --to: only these columns, separated by commas.")
 @click.option(
     "--partition-by",
     metavar="NAMES",
@@ -92,11 +91,10 @@ def export(
     queue_id: int | None,
     from_offset: int | None,
     max_messages: int | None,
-    format_: str,
-    columns: str | None,
     output: Path | None,
     raw_bodies: bool,
     to: str | None,
+    columns: str | None,
     partition_by: str,
     start: int | datetime | None,
     stop: int | datetime | None,
@@ -105,37 +103,36 @@ def export(
     jobs: int,
     json_output: bool,
 ) -> None:
-    """Write the messages of the store in DIR, one JSON object a line or one row of a Parquet file.
-
-    JSON has the order of the log. Its `body` is base64, inflated if it was stored compressed; names and units are the
-    stored ones. Parquet, which needs pyarrow and --output or --to, has the columns of the Spark source, times as
-    timestamps and bodies as bytes; its rows are in order within a queue.
+    """Write the messages of the store in DIR, one JSON object a line, in the order of the log. `body` is base64,
+    inflated if it was stored compressed; names and units are the stored ones.
 
     Every whole message of the log is written, on both sides of damage, also if no queue lists it: what `mqstore
     recover` would keep. Damage and missing offsets are named on stderr and counted, and the exit code is then 1. With
     --topic all damage counts, because nobody knows whose messages it held. Reads only, also beside a writer.
 
-    With --to, write the messages of one store or many, by their queues, to Parquet files in FOLDER. Each run adds a
-    folder `export=N` as a whole, and notes where it ended in each queue; the next run begins there. Without --topic the
-    topics of users are written. --from, --until, --where, --option and --jobs go with --to.
+    With --to, write the messages of one store or many, by their queues, to Parquet files in FOLDER, with the columns of
+    the Spark source (needs pyarrow). Each run adds a folder `export=N` as a whole, and notes where it ended in each
+    queue; the next run begins there. Without --topic the topics of users are written. --from, --until, --where,
+    --option and --jobs go with --to.
     """
     _check_together(ctx, _OF_A_FOLDER if to is None else _OF_A_FILE, "--to" if to is None else "a file, not with --to")
     if to is not None:
-        if format_ == "jsonl" and ctx.get_parameter_source("format_") is not click.core.ParameterSource.DEFAULT:
-            raise click.UsageError("--to writes Parquet: leave --format jsonl out")
-        chosen = {"topics": topics or None, "start": start, "stop": stop, "where": where}
+        selection = select(
+            stores,
+            topics=topics or None,
+            start=start,
+            stop=stop,
+            where=where,
+            options=pairs("--option", options),
+        )
         given = {"columns": names(columns), "partition_by": names(partition_by) or (), "jobs": jobs}
-        to_folder(stores, chosen, options, to, given, json_output=json_output)
+        _to_folder(selection, to, given, json_output=json_output)
         return
     if len(stores) > 1:
         raise click.UsageError("several stores go with --to")
     directory = Path(stores[0])
     if queue_id is not None and len(topics) != 1:
         raise click.UsageError("--queue-id goes with one --topic")
-    if format_ == "parquet" and output is None:
-        raise click.UsageError("--format parquet goes with --output")
-    if columns is not None and format_ != "parquet":
-        raise click.UsageError("--columns goes with --format parquet")
     with findings_told():  # the warning that queues are lost: here they are not needed
         store = MessageStore(directory, "r", fs=QUIET)
     with store:
@@ -147,18 +144,16 @@ def export(
         found = _Found(
             store, verifier, topics, queue_id, from_offset or 0, raw_bodies=raw_bodies, json_output=json_output
         )
-        with progress("exporting", lambda: (verifier.done_bytes, verifier.total_bytes)):
-            if format_ == "parquet":
-                assert output is not None
-                count = _write_parquet(found, output, directory, names(columns), max_messages)
-            else:
-                with lines(output, directory) as file:
-                    count = 0
-                    for line in found.lines() if max_messages != 0 else ():
-                        file.write(line + "\n")
-                        count += 1
-                        if count == max_messages:
-                            break
+        count = 0
+        with (
+            progress("exporting", lambda: (verifier.done_bytes, verifier.total_bytes)),
+            lines(output, directory) as file,
+        ):
+            for line in found.lines() if max_messages != 0 else ():
+                file.write(line + "\n")
+                count += 1
+                if count == max_messages:
+                    break
         found.tell_not_inflated()
     note_front(began, verifier.front)
     summary = {"ok": not found.findings and not found.missing, "messages": count, "queues": len(found.queues)}
@@ -173,6 +168,31 @@ def export(
         note(f"exported {count} messages of {len(found.queues)} queues{missing}{findings}")
     if not summary["ok"]:
         ctx.exit(FINDINGS)
+
+
+def _to_folder(selection: Selection, to: str, given: dict[str, Any], *, json_output: bool) -> None:
+    """Export the selection with `export_parquet(..., **given)`, and say what was written."""
+    with usable():
+        from mqstore.jobs import export_parquet
+    with progress("exporting", of_bytes=False) as report:
+        done = export_parquet(selection, to, **given, progress=report)
+    if json_output:
+        print_json(done.to_dict())
+        return
+    if done.folder is None:
+        note(f"nothing new for {to}")
+        return
+    rate = done.record_bytes / max(done.seconds, 1e-9)
+    facts = [
+        ("folder", f"{done.path}/{done.folder}"),
+        ("messages", done.messages),
+        ("of records", show_bytes(done.record_bytes)),
+        ("files", f"{done.files}, {show_bytes(done.file_bytes)}"),
+        ("took", f"{done.seconds:.1f} s, {show_bytes(round(rate))}/s"),
+    ]
+    if done.damaged:
+        facts.append(("damaged, left out", done.damaged))
+    console().print(table("", ("", ""), facts))
 
 
 def _check_together(ctx: click.Context, names: tuple[str, ...], other: str) -> None:
@@ -291,41 +311,6 @@ def _not_inflated(store: MessageStore, message: Message, error: Exception) -> Fi
         return Finding("not_inflated", file, at, message.size, str(error))
     where = f"{message.topic}, queue {message.queue_id}, offset {message.offset}"
     return Finding("bad_record", file, at, message.size, f"{where}: left out, its body does not inflate: {error}")
-
-
-def _write_parquet(
-    found: _Found, output: Path, directory: Path, columns: Sequence[str] | None, max_messages: int | None
-) -> int:
-    """Write record batches of all messages; how many messages."""
-    try:
-        from mqstore.spark.columns import ColumnReader
-        from mqstore.spark.rows import Policy
-    except ImportError as error:
-        raise click.UsageError(f"--format parquet: {error}") from error
-    policy = Policy(max_rows=50_000, on_corrupt="skip", tell=found.tell)
-    count = 0
-    reader = ColumnReader(found.store, columns, policy=policy, decompress=not found.raw_bodies)
-    with (
-        _named(output),
-        _target(output, directory) as path,
-        _parquet(path, reader.schema) as write,
-    ):
-        stretches = chain.from_iterable(found.stretches())
-        for batch in reader.stretches(stretches) if max_messages != 0 else ():
-            batch = batch[: None if max_messages is None else max_messages - count]
-            write(batch)
-            count += batch.num_rows
-            if count == max_messages:
-                break
-    return count
-
-
-@contextmanager
-def _parquet(path: str, schema: Any) -> Iterator[Callable[[Any], None]]:
-    from pyarrow import parquet
-
-    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        yield writer.write_batch
 
 
 @contextmanager

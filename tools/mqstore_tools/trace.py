@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from mqstore_tools.many import jobs_option, stores_argument, usable
-from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
+from mqstore_tools.render import console, note, print_json, progress, table, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
 
 __all__ = ["trace"]
@@ -19,15 +19,13 @@ __all__ = ["trace"]
     epilog="""\b
 Examples:
   mqstore trace fleet/* order-4711
-  mqstore trace var/mq 7F000001000000000000000000012F3A --json
-  mqstore trace var/mq order-4711 --scan-log          # index files are not to be trusted""",
+  mqstore trace var/mq 7F000001000000000000000000012F3A --json""",
 )
 @stores_argument
 @click.argument("key")
-@click.option("--scan-log", is_flag=True, help="Search all of each log, and do not believe index files.")
 @jobs_option
 @json_option
-def trace(stores: tuple[str, ...], key: str, scan_log: bool, jobs: int, json_output: bool) -> None:
+def trace(stores: tuple[str, ...], key: str, jobs: int, json_output: bool) -> None:
     """Find every copy of the messages with this KEY, or with this unique key or message id, in the stores in DIR: in
     topics, delays, retries and dead letters, in the order in which they were stored.
 
@@ -36,7 +34,7 @@ def trace(stores: tuple[str, ...], key: str, scan_log: bool, jobs: int, json_out
     with usable():
         from mqstore.jobs import trace as follow
     with progress("looking", of_bytes=False) as report:
-        found = follow(stores, key, scan=scan_log, jobs=jobs, progress=report).to_dict()
+        found = follow(stores, key, jobs=jobs, progress=report).to_dict()
     if json_output:
         print_json(found)
     else:
@@ -46,8 +44,6 @@ def trace(stores: tuple[str, ...], key: str, scan_log: bool, jobs: int, json_out
 
 
 def _show(found: dict[str, Any]) -> None:
-    if found["scanned_bytes"]:
-        note(f"searched {show_bytes(found['scanned_bytes'])} of logs that no index file tells about")
     if not found["hops"]:
         note(f"no message has the key {found['key']}")
         return

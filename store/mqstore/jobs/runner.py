@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from logging.handlers import QueueHandler, QueueListener
@@ -36,12 +34,11 @@ from mqstore.spark.workers import settle
 __all__ = ["Progress", "Runner"]
 
 Progress = Callable[[int, int], None]
-"""Called from time to time with the number of tasks that are done and of all; maybe from another thread."""
+"""Called with the number of tasks that are done and of all: after each task; with Spark at the beginning and the end,
+as Spark shows how far it is by itself."""
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-_LOOK_S = 0.2
 
 
 class Runner:
@@ -137,11 +134,14 @@ class Runner:
     def _in_spark(self, tasks: Sequence[T], function: Callable[[T], R], title: str) -> list[Any]:
         context: Any = self._context
         ship(context)
-        done = context.accumulator(0)
-        with _described(context, title):
-            rdd = context.parallelize([*tasks], len(tasks)).map(partial(_counted, function, done))
-            with _watched(lambda: done.value, len(tasks), self._progress):
-                return list(rdd.collect())
+        described = context.getLocalProperty("spark.job.description")
+        context.setJobDescription(title)
+        try:
+            found = list(context.parallelize([*tasks], len(tasks)).map(partial(_settled, function)).collect())
+        finally:
+            context.setLocalProperty("spark.job.description", described)
+        self._progress(len(tasks), len(tasks))
+        return found
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -181,11 +181,9 @@ def _attempt(function: Callable[[T], R], task: T) -> R | _Failure:
         raise
 
 
-def _counted(function: Callable[[T], R], done: Any, task: T) -> R | _Failure:
+def _settled(function: Callable[[T], R], task: T) -> R | _Failure:
     settle()
-    outcome = _attempt(function, task)
-    done.add(1)
-    return outcome
+    return _attempt(function, task)
 
 
 def _name_store(error: Exception, task: object) -> None:
@@ -267,33 +265,3 @@ def _context_of(spark: Any) -> Any:
         raise ConfigError(
             "jobs need a session with a SparkContext, not one of Spark Connect: run them where the driver is"
         ) from error
-
-
-@contextmanager
-def _described(context: Any, title: str) -> Iterator[None]:
-    """Set what Spark's UI calls the jobs that a SparkContext runs meanwhile."""
-    before = context.getLocalProperty("spark.job.description")
-    context.setJobDescription(title)
-    try:
-        yield
-    finally:
-        context.setLocalProperty("spark.job.description", before)
-
-
-@contextmanager
-def _watched(look: Callable[[], int], total: int, report: Progress) -> Iterator[None]:
-    """Report from a thread what `look` returns: Spark counts tasks behind our back."""
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(_LOOK_S):
-            report(min(look(), total), total)
-
-    thread = threading.Thread(target=watch, name="mqstore-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-    report(total, total)

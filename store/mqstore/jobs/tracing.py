@@ -1,26 +1,21 @@
 """One key or message id on its way through topics, retries, delays and dead letters of all stores, in time
 order.
 
-A task looks into one store. Index files say where a key is, in every topic, those of the engine too. What they do not
-answer for (`keyindex.answered`: before the first, behind the last, where one is lost; all, if one is no such file) is
-searched in the log: properties are compared as bytes, and only what may bear the key is decoded. `scan=True` does so
-with all of the log.
+A task looks into one store, and reads every queue, those of the engine too, with the Spark source's option `keys`:
+index files say where to look, and what they do not answer for is searched (`mqstore.spark.keyindex`). What a
+crash left in no queue is not found; a warning says so.
 
-A message id is an address in one store. What lies there tells its unique key, which every copy of a message bears, and
-that is what is looked for then, everywhere. A message without one leaves no trace but itself.
+A message id is an address in one store. The message there tells its unique key, which every copy of a message has, and
+that is looked for then, in all stores. A message without one leaves no trace but itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
-
-import numpy as np
-import pyarrow.compute as pc
 
 from mqstore.broker.names import (
     DLQ_PREFIX,
@@ -38,12 +33,9 @@ from mqstore.jobs.runner import Progress, Runner
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, REAL_TOPIC, RETRY_TOPIC, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
-from mqstore.spark.arrow import cut
-from mqstore.spark.keyindex import answered, bears
-from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import StoreName, bounds_of_log, open_store
-from mqstore.spark.rows import Policy, log_batches
+from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, select
+from mqstore.spark.tasks import read_slices
 
 __all__ = ["Hop", "Trace", "trace"]
 
@@ -95,8 +87,6 @@ class Trace(Shaped):
     """The key itself, and unique keys that it led to."""
     hops: tuple[Hop, ...]
     """By time of storing."""
-    scanned_bytes: int
-    """Of logs, where index files did not tell."""
 
 
 def trace(
@@ -106,13 +96,11 @@ def trace(
     jobs: int = 1,
     spark: Any = None,
     progress: Progress | None = None,
-    scan: bool = False,
 ) -> Trace:
     """Find every copy of the messages with this `key` (one of their keys, or their unique key), or with this id.
 
-    A trace goes everywhere. `scan` searches all of each log, and does not believe index files. `jobs`, `spark` and
-    `progress`: see `mqstore.jobs`. Raises ConfigError for a key that cannot be one, for one that very many messages
-    have, and for a selection that names more than stores.
+    `jobs`, `spark` and `progress`: see `mqstore.jobs`. A trace goes everywhere. Raises ConfigError for a key that
+    cannot be one, for one that very many messages have, and for a selection that names more than stores.
     """
     _check(key)
     chosen = select(stores)
@@ -123,12 +111,11 @@ def trace(
         if _ID.fullmatch(key):
             seeds = runner.run(names, partial(_seed, key), "mqstore trace")
             terms += [seed for seed in dict.fromkeys(seeds) if seed is not None and seed != key]
-        found = runner.run(names, partial(_look, tuple(terms), scan), "mqstore trace")
+        found = runner.run(names, partial(_look, chosen, tuple(terms)), "mqstore trace")
     hops = sorted(
-        (hop for hops, _ in found for hop in hops),
-        key=lambda hop: (hop.store_ms, hop.store, hop.physical_offset),
+        (hop for part in found for hop in part), key=lambda hop: (hop.store_ms, hop.store, hop.physical_offset)
     )
-    return Trace(key, tuple(terms), tuple(hops), sum(scanned for _, scanned in found))
+    return Trace(key, tuple(terms), tuple(hops))
 
 
 def _check(key: str) -> None:
@@ -140,78 +127,40 @@ def _check(key: str) -> None:
 
 
 def _seed(message_id: str, name: StoreName) -> str | None:
-    """The unique key of the message with this id in a store; None if there is no such message, or it has none."""
+    """Return the unique key of the message with this id in a store; None without such a message, or if it has none."""
     with open_store(name) as store:
-        try:
-            found = store.get_by_id(message_id)
-        except (LookupError, ValueError):
-            return None
-        # Ids tell stores apart by their host, which embedded ones may share.
-        return found.stored_properties().get(UNIQ_KEY) if found.message_id == message_id.upper() else None
+        found = _by_id(store, message_id)
+        return None if found is None else found.stored_properties().get(UNIQ_KEY)
 
 
-def _look(terms: tuple[str, ...], scan: bool, name: StoreName) -> tuple[list[Hop], int]:
+def _by_id(store: MessageStore, message_id: str) -> Message | None:
+    try:
+        found = store.get_by_id(message_id)
+    except (LookupError, ValueError):
+        return None
+    # Ids tell stores apart by their host, which embedded ones may share.
+    return found if found.message_id == message_id.upper() else None
+
+
+def _look(stores: Selection, terms: tuple[str, ...], name: StoreName) -> list[Hop]:
+    chosen = stores.with_options(
+        paths={name.id: name.path}, keys=terms, include_system_topics=True, on_corrupt="skip", fail_on_data_loss=False
+    )
+    places: set[int] = set()
+    for task in chosen.tasks():
+        for batch in read_slices(chosen.options, ["physical_offset"], "binary", task):
+            places.update(batch.column(0).to_pylist())
     with open_store(name) as store:
-        places = set() if scan else set(_by_index(store, terms))
-        ranges = _not_indexed(store, scan)
-        for low, high in ranges:
-            places.update(_by_log(store, low, high, terms))
-        message_id = terms[0].upper()
-        if _ID.fullmatch(message_id):
-            places.update(_by_id(store, message_id))
+        if _ID.fullmatch(terms[0]) and (found := _by_id(store, terms[0])) is not None:
+            places.add(found.physical_offset)
         if len(places) > _MOST:
-            raise ConfigError(f"key={terms[0]!r}: {len(places)} messages of {name.id} bear it; no trace is that long")
+            raise ConfigError(f"key={terms[0]!r}: {len(places)} messages of {name.id} have it; no trace is that long")
         parts = open_parts(store)
         hops = []
         for place in sorted(places):
             with suppress(LookupError):  # retention was quicker
                 hops.append(_hop(parts, name, store.at(place)))
-    return hops, sum(high - low for low, high in ranges)
-
-
-def _by_index(store: MessageStore, terms: tuple[str, ...]) -> Iterator[int]:
-    for topic in store.topics():
-        for term in terms:
-            for found in (
-                store.find(topic, key=term, limit=_MOST + 1),
-                store.find(topic, unique_key=term, limit=_MOST + 1),
-            ):
-                yield from (message.physical_offset for message in found)
-
-
-def _by_id(store: MessageStore, message_id: str) -> Iterator[int]:
-    try:
-        found = store.get_by_id(message_id)
-    except (LookupError, ValueError):
-        return
-    if found.message_id == message_id:
-        yield found.physical_offset
-
-
-def _not_indexed(store: MessageStore, scan: bool) -> list[tuple[int, int]]:
-    """Ranges of the log that index files say nothing about."""
-    low, high, _ = bounds_of_log(store, SourceOptions())
-    gaps: list[tuple[int, int]] = []
-    for begin, end in () if scan else answered(store):
-        gaps.append((low, min(high, begin)))
-        low = max(low, end)
-    return [(a, b) for a, b in (*gaps, (low, high)) if a < b]
-
-
-def _by_log(store: MessageStore, low: int, high: int, terms: tuple[str, ...]) -> Iterator[int]:
-    """Physical offsets of records in [low, high) that bear one of the terms."""
-    for pieces in log_batches(store, low, high, Policy(on_corrupt="skip"), lambda topic: True, at_record=True):
-        for piece in pieces:
-            headers = piece.headers
-            if headers is None or not piece.records:
-                continue
-            starts = headers.properties_position
-            blobs = cut(piece.buffer, starts, starts + headers.properties_size)
-            for term in terms:
-                for row in np.flatnonzero(pc.match_substring(blobs, term).to_numpy(zero_copy_only=False)).tolist():
-                    place = int(piece.physical[row])
-                    if bears(store.at(place), terms):
-                        yield place
+    return hops
 
 
 def _hop(parts: Parts, name: StoreName, message: Message) -> Hop:

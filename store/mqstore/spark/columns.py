@@ -1,6 +1,6 @@
 """Messages as Arrow record batches, straight from the mapped log: numpy and pyarrow, no Spark.
 
-The rows of `spark.read.format("mqstore")`, of `Store.to_arrow` and of `mqstore export --format parquet`. A column costs
+The rows of `spark.read.format("mqstore")`, of `Store.to_arrow` and of `mqstore export --to`. A column costs
 what it needs, and only if it is asked for:
 
     unit         20 bytes of the consume queue a message; no record is looked at, so none is found damaged
@@ -16,7 +16,7 @@ years 1 to 9999, which only a damaged or foreign record has, is null.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Literal
@@ -36,10 +36,9 @@ from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.store import MessageStore
-from mqstore.log.stretch import Stretch
 from mqstore.log.tagfilter import TagFilter, parse_tags
 from mqstore.spark.arrow import cut, laid, spread, text
-from mqstore.spark.rows import OnCorrupt, Piece, Policy, QueueScan, at_once, log_batches, stretch_batches
+from mqstore.spark.rows import OnCorrupt, Piece, Policy, QueueScan, at_once, log_batches
 
 __all__ = [
     "COLUMNS",
@@ -398,11 +397,6 @@ class ColumnReader:
         chosen = None if self._tags is None else parse_tags(self._tags, "")
         for pieces in log_batches(self.store, start, stop, self.policy, wanted):
             yield from self._batches(pieces, chosen)
-
-    def stretches(self, stretches: Iterable[Stretch]) -> Iterator[Any]:
-        """Record batches of messages that were found and checked before."""
-        for pieces in stretch_batches(stretches, self.policy):
-            yield from self._batches(pieces, None)
 
     # -- batches ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ names its own position (store-format 2.1), so ranges that follow each other shar
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -35,11 +35,10 @@ from mqstore.log.reader import sound_records
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import Bad, Good, first_good_in, scan_segment
 from mqstore.log.store import MessageStore
-from mqstore.log.stretch import Stretch
 from mqstore.log.tagfilter import TagFilter
 from mqstore.spark.arrow import cut
 
-__all__ = ["OnCorrupt", "Piece", "Policy", "QueueScan", "at_once", "log_batches", "stretch_batches"]
+__all__ = ["OnCorrupt", "Piece", "Policy", "QueueScan", "at_once", "log_batches"]
 
 OnCorrupt = Literal["fail", "skip", "keep"]
 _Int64s = npt.NDArray[np.int64]
@@ -348,19 +347,6 @@ def at_once(store: MessageStore, parts: Sequence[tuple[str, int, int, int]], pol
     if not fine.all() or (policy.verify and not verify(buffer, headers, store._checksum).all()):
         return None
     return piece
-
-
-def stretch_batches(stretches: Iterable[Stretch], policy: Policy) -> Iterator[list[Piece]]:
-    """Messages that were found and checked before, such as those of `log.walk.walk_log`."""
-    pieces = (each for stretch in stretches for each in _pieces(stretch, policy))
-    return _joined(pieces, policy.max_rows, policy.max_bytes, policy.max_rows)
-
-
-def _pieces(stretch: Stretch, policy: Policy) -> Iterator[Piece]:
-    for rows in _spans(stretch.sizes, policy.max_rows, policy.max_bytes):
-        headers = gather(stretch.buffer, stretch.starts[rows])
-        found = stretch.slots[rows], headers.physical_offset, stretch.sizes[rows], stretch.tags_codes[rows]
-        yield Piece(*stretch.queue, *found, stretch.buffer, known_headers=headers)
 
 
 def _joined(pieces: Iterator[Piece], max_rows: int, max_bytes: int, enough: int) -> Iterator[list[Piece]]:
