@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,33 @@ def bench_encode(rows: int, rounds: int) -> None:
 
 
 def bench_write(rows: int, rounds: int) -> None:
+    from pyspark.sql.datasource import DataSourceWriter
+
     from mqstore.spark import session
-    from mqstore.spark.sink import batch_writer
     from mqstore.spark.source import MQStoreDataSource
+
+    class RowWriter(DataSourceWriter):
+        """Takes rows one by one, and puts as many together as Spark does."""
+
+        def __init__(self, writer: Any) -> None:
+            self._writer = writer
+
+        def write(self, iterator: Any) -> Any:
+            return self._writer.write(self._batches(iterator))
+
+        def _batches(self, rows: Any) -> Any:
+            kinds = {name: pa.string() for name in ("body", "tags", "keys", "properties")}
+            kinds |= {"body": pa.binary(), "properties": pa.map_(pa.string(), pa.string())}
+            while chunk := list(islice(rows, _BATCH)):
+                columns = {name: [row[name] for row in chunk] for name in kinds}
+                columns["properties"] = [list(each.items()) for each in columns["properties"]]
+                yield pa.RecordBatch.from_pydict(columns, pa.schema(kinds))
+
+        def commit(self, messages: Any) -> None:
+            self._writer.commit(messages)
+
+        def abort(self, messages: Any) -> None:
+            self._writer.abort(messages)
 
     class ByRows(MQStoreDataSource):
         @classmethod
@@ -118,7 +143,7 @@ def bench_write(rows: int, rounds: int) -> None:
             return "mqstore_rows"
 
         def writer(self, schema: Any, overwrite: bool) -> Any:
-            return batch_writer(self._raw, schema, overwrite, arrow=False)
+            return RowWriter(super().writer(schema, overwrite))
 
     spark = session("bench", {"spark.master": "local[2]", "spark.driver.memory": "2g"})
     spark.dataSource.register(ByRows)

@@ -3,13 +3,8 @@
     python -m bench.verify_jobs [--messages N] [--rounds N]
 
 One store on a warm page cache: four topics of four queues, interleaved, bodies of 100 to 300 bytes, three properties.
-<<<<<<< HEAD
-Seconds, the best of some rounds in which every side has its turn, after two that do not count. Every side does all of
-it: `MessageStore.verify`; `mqstore.jobs.verify` with one job, and with two.
-=======
 Seconds, the best of some rounds in which every side has its turn, after two that do not count. Every side does the
 whole of it: `MessageStore.verify`; `mqstore.jobs.verify` with one job, and with two.
->>>>>>> work-jobs
 
 Goal: two processes at least 1.6 times as fast as one. One process reads ahead on a second processor if it has one,
 which a worker does not; `one processor` is the same held to one, where the system knows how.

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import mqstore
+from mqstore.log.recovery.report import Kind
 from tests.tools.support import mqstore as command
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OF_ROOT = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = [*(ROOT / name for name in OF_ROOT), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def _examples(page: Path) -> list[str]:
@@ -69,6 +72,13 @@ MECHANISMS = (
 def test_the_page_of_a_mechanism_says_what_is_guaranteed(name: str) -> None:
     text = (ROOT / "docs" / f"{name}.md").read_text()
     assert re.search(r"^## Guarantees( and limits)?\n\n- ", text, re.M)
+
+
+def test_each_kind_of_finding_is_explained_once() -> None:
+    text = (ROOT / "docs" / "recovery.md").read_text()
+    table = text.partition("\n## Findings\n")[2].partition("\n## ")[0]
+
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.M)) == sorted(get_args(Kind))
 
 
 def test_a_clock_that_is_moved_never_gets_the_directory_of_the_other_examples() -> None:

@@ -27,9 +27,9 @@ from mqstore.layout import record as record_module
 from mqstore.layout.record import check_record, encode_record
 from mqstore.layout.scan import gather
 from mqstore.log import commitlog as commitlog_module
+from mqstore.log.bulk.shard import Window
+from mqstore.log.bulk.splice import _patch
 from mqstore.log.commitlog import SendReceipt
-from mqstore.log.shard import Window
-from mqstore.log.splice import _patch
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig
 from tests.faults import FaultyFileSystem
@@ -584,3 +584,14 @@ def test_a_message_without_anything_behind_it_is_an_error_and_no_crash() -> None
         _ = outside.body
     bare_tip, bare_queue = kernel.Tip(), kernel.Numbered()
     assert bare_tip._put(bare_queue, b"", b"", None) is None
+
+
+@compiled
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 100])
+def test_lay_copies_all_bytes_to_their_place(size: int) -> None:
+    out, data = bytearray(b"." * 120), bytes(range(size))
+    kernel.lay(out, 11, data)
+    assert out == b"." * 11 + data + b"." * (109 - size)
+    for position in (-1, 121 - size):
+        with pytest.raises(ValueError, match="not within 120"):
+            kernel.lay(out, position, data)

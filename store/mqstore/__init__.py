@@ -29,7 +29,7 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.filters import Filter
 from mqstore.broker.groups import GroupConfig, RetryPolicy, backoff, exponential
-from mqstore.broker.orderinfo import Suspended
+from mqstore.broker.pop.orderinfo import Suspended
 from mqstore.broker.road import SendOptions
 from mqstore.broker.topics import TopicConfig
 from mqstore.client.allocation import fixed_queues
@@ -81,8 +81,8 @@ from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.reader import GetResult
-from mqstore.log.report import Cut, Finding, RecoveryReport
-from mqstore.log.snapshot import SnapshotPlan, SnapshotReport
+from mqstore.log.recovery.report import Cut, Finding, RecoveryReport
+from mqstore.log.snapshot.take import SnapshotPlan, SnapshotReport
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig

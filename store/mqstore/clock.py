@@ -1,4 +1,4 @@
-"""Time as a parameter: what a store knows about clocks (design.md, "Time is a parameter").
+"""Time as a parameter: what a store knows about clocks.
 
 Everything that reads a clock takes a `Clock`. Production uses `SystemClock`; a test moves a `SimulatedClock` by
 hand and calls the `run_once(now_ms)` functions that a background thread would call.

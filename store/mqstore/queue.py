@@ -30,7 +30,7 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import retry_topic
-from mqstore.broker.pop import MAX_BATCH, Delivery
+from mqstore.broker.pop.service import MAX_BATCH, Delivery
 from mqstore.client.codecs import BYTES, Codec
 from mqstore.client.delivery import Lender, Loan, as_delivered, loan_seconds
 from mqstore.client.groupsettings import enter_group

@@ -38,8 +38,8 @@ from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.reader import to_ms
-from mqstore.log.report import Finding, RecoveryReport
-from mqstore.log.snapshot import SnapshotReport, snapshot_store
+from mqstore.log.recovery.report import Finding, RecoveryReport
+from mqstore.log.snapshot.take import SnapshotReport, snapshot_store
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Duration, Profile, StoreConfig, seconds

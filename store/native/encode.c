@@ -2,6 +2,8 @@
 
 #include "native.h"
 
+#include <stdatomic.h>
+
 /* assemble(headers, bodies, tails, out, checksums): header, body and tail of each record, one after the other in `out`.
 
    `headers` are all of one width, `bodies` a list of bytes, `tails` a list of as many or one for all. With `checksums`
@@ -59,6 +61,41 @@ PyObject *native_assemble(PyObject *module, PyObject *const *args, Py_ssize_t na
         PyErr_Format(PyExc_ValueError, "assemble: out has %zd bytes too many", room);
     else
         result = Py_NewRef(Py_None);
+done:
+    let_go(&held);
+    return result;
+}
+
+/* lay(out, position, data): copy `data` into `out` from front to back. If the process is killed meanwhile, the front of it is
+   there, where memcpy may store the first bytes last. The fence keeps the compiler from making a memcpy of the loop. */
+PyObject *native_lay(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("lay", nargs, 3))
+        return NULL;
+    int64_t position = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    PyObject *result = NULL;
+    Buffers held = {0};
+    Py_buffer *out, *data;
+    if (!(out = hold(&held, args[0], 1, -1, true, "out")) || !(data = hold(&held, args[2], 1, -1, false, "data")))
+        goto done;
+    if (position < 0 || position > out->len || data->len > out->len - position) {
+        PyErr_Format(PyExc_ValueError, "lay: %zd bytes at %lld are not within %zd", data->len, (long long)position, out->len);
+        goto done;
+    }
+    uint8_t *to = (uint8_t *)out->buf + position;
+    const uint8_t *from = data->buf;
+    Py_ssize_t i = 0;
+    for (; i + 8 <= data->len; i += 8) {
+        memcpy(to + i, from + i, 8);
+        atomic_signal_fence(memory_order_seq_cst);
+    }
+    for (; i < data->len; i++) {
+        to[i] = from[i];
+        atomic_signal_fence(memory_order_seq_cst);
+    }
+    result = Py_NewRef(Py_None);
 done:
     let_go(&held);
     return result;

@@ -32,6 +32,7 @@ static PyMethodDef functions[] = {
     FUNCTION(lengths, "lengths(bodies) -> (greatest, sum), or None"),
     FUNCTION(encode, "encode(header, bodies, tails, flags, queue_offset, physical_offset) -> (records, sizes)"),
     FUNCTION(assemble, "assemble(headers, bodies, tails, out, checksums)"),
+    FUNCTION(lay, "lay(out, position, data)"),
     FUNCTION(restore, "restore(messages, first, mark, ways, names, copies) -> count"),
     FUNCTION(identify, "identify(copies, names, origin) -> copies"),
     FUNCTION(copy_parts, "copy_parts(copies, first, putters, overhead, room, queues, heads, bodies, tails) -> (count, room)"),

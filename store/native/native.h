@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 9
+#define NATIVE_VERSION 10
 
 #if !defined(__x86_64__) || !defined(__GNUC__)
 #error "built for x86-64 by GCC or Clang only; elsewhere mqstore runs on Python and numpy"
@@ -147,6 +147,7 @@ static inline void fetch_at(const uint8_t *data, int64_t length, int64_t at, int
 
 PyObject *native_sweep(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_content_end(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_lay(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_meet(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_data_end(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_list(PyObject *, PyObject *const *, Py_ssize_t);

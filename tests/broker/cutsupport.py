@@ -12,9 +12,9 @@ from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
-from mqstore.log.report import RecoveryReport
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
+from mqstore.log.recovery.report import RecoveryReport
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.log.support import SEGMENT, flip, open_store

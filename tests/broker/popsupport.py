@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mqstore.broker.parts import Mechanism, Parts
-from mqstore.broker.pop import Delivery, PopService
+from mqstore.broker.pop.service import Delivery, PopService
 from mqstore.broker.reading import Reads
 from mqstore.broker.retry import Retries
 from mqstore.broker.waiting import Waiters

@@ -19,7 +19,7 @@ from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_record
 from mqstore.log.message import Message
-from mqstore.log.report import Finding
+from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
 from tests.broker.cutsupport import SENT, Sent, all_of, copied, copy_of_log, cut_from, make, open_again, sent_as
 from tests.faults import Crash, FaultyFileSystem

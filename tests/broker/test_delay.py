@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import mqstore
 from mqstore import StoreConfig
-from mqstore.broker.delay import DelayService, _parted, deliver_time_ms, restored
+from mqstore.broker.delay.levels import DelayService, _parted, deliver_time_ms, restored
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, dlq_topic
 from mqstore.broker.parts import Parts
 from mqstore.broker.retry import Retries
@@ -720,7 +720,7 @@ def test_a_crash_loop_repeats_no_message_more_than_once(delays: Delays, lives_ms
 
 
 def test_each_step_of_catching_up_is_done_once(delays: Delays, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mqstore.broker.delay._STEP_UNITS", 20)
+    monkeypatch.setattr("mqstore.broker.delay.levels._STEP_UNITS", 20)
     for n in range(100):
         delays.put(1, b"%d" % n)
     delays.clock.advance(1_000)

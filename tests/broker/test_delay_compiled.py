@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker import delay, road
+from mqstore.broker import road
+from mqstore.broker.delay import levels as delay
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_TOPIC
 from mqstore.layout.properties import decode_properties
 from mqstore.log import writer

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker import metrics as metrics_module
+from mqstore.broker.admin import metrics as metrics_module
+from mqstore.broker.admin.statistics import StatisticsSnapshot
 from mqstore.broker.broker import Broker
-from mqstore.broker.statistics import StatisticsSnapshot
 from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreClosedError
 from mqstore.log.commitlog import QueueRef

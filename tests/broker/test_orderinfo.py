@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mqstore.broker.orderinfo import ILLEGAL, NO_COMMIT, OrderInfo, OrderInfoTable, Suspended, check_order_info
-from mqstore.broker.receipts import parse_counts, topic_mark
+from mqstore.broker.pop.orderinfo import ILLEGAL, NO_COMMIT, OrderInfo, OrderInfoTable, Suspended, check_order_info
+from mqstore.broker.pop.receipts import parse_counts, topic_mark
 from mqstore.files.jsonfile import decode_json, encode_json
 
 T0 = 1_000_000

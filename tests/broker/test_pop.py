@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, dlq_topic, pop_retry_topic
-from mqstore.broker.pop import Delivery
-from mqstore.broker.popstate import Batch, QueueKey, QueueState
+from mqstore.broker.pop.service import Delivery
+from mqstore.broker.pop.state import Batch, QueueKey, QueueState
 from mqstore.errors import (
     ConfigError,
     GroupNotFoundError,

@@ -11,7 +11,7 @@ import pytest
 
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, dlq_topic, pop_retry_topic
-from mqstore.broker.pop import Delivery
+from mqstore.broker.pop.service import Delivery
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError, StoreFullError
 from tests.broker.popsupport import PopBench
 

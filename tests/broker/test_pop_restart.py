@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker import popkeep, poplog
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, dlq_topic, pop_retry_topic
-from mqstore.broker.poplog import ACK, PopLog
-from mqstore.broker.popstate import QueueState
+from mqstore.broker.pop import keep as popkeep
+from mqstore.broker.pop import log as poplog
+from mqstore.broker.pop.log import ACK, PopLog
+from mqstore.broker.pop.state import QueueState
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 from tests.broker.popsupport import PopBench
 from tests.log.support import open_store

@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker import popjava
-from mqstore.broker.inspect import inspect_broker
+from mqstore.broker.admin.inspect import inspect_broker
+from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.names import POP_LOG_TOPIC, TIMER_TOPIC, pop_retry_topic
 from mqstore.broker.offsets import OffsetTable
-from mqstore.broker.pop import PopService
-from mqstore.broker.poplog import PopLog
+from mqstore.broker.pop import java as popjava
+from mqstore.broker.pop.log import PopLog
+from mqstore.broker.pop.service import PopService
 from mqstore.broker.reading import Reads
 from mqstore.broker.retry import Retries
 from mqstore.broker.road import Road
-from mqstore.broker.timer import TimerService
 from mqstore.broker.waiting import Waiters
 from mqstore.clock import SimulatedClock
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, pop_retry_topic
-from mqstore.broker.pop import Delivery
-from mqstore.broker.popask import claim_of
-from mqstore.broker.popquick import Lending
-from mqstore.broker.popstandard import StandardQueues
-from mqstore.broker.popstate import Batch, QueueKey, QueueState
+from mqstore.broker.pop.ask import claim_of
+from mqstore.broker.pop.quick import Lending
+from mqstore.broker.pop.service import Delivery
+from mqstore.broker.pop.standard import StandardQueues
+from mqstore.broker.pop.state import Batch, QueueKey, QueueState
 from mqstore.errors import MQStoreError
 from mqstore.native import kernel
 from tests.broker.popsupport import PopBench

@@ -146,7 +146,7 @@ def test_of_very_many_topics_only_those_that_are_consumed_are_told_as_0(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scrape is not to grow by three lines for each of a hundred thousand idle topics."""
-    monkeypatch.setattr("mqstore.broker.metrics._ALL_TOPICS", 2)
+    monkeypatch.setattr("mqstore.broker.admin.metrics._ALL_TOPICS", 2)
     for name in ("idle", "consumed"):
         broker.topics.create(name, queues=1)
     broker.start_of("g", "consumed", 0)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mqstore.broker.admin.contents import inspect_store
-from mqstore.broker.inspect import PopView, group_names, lag_of
+from mqstore.broker.admin.inspect import PopView, group_names, lag_of
+from mqstore.broker.admin.offline import offline
 from mqstore.broker.names import START_GROUP
-from mqstore.broker.offline import offline
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.parts import delete_group, open_parts
 from mqstore.broker.published import publish

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.broker import receipts
 from mqstore.broker.names import pop_retry_topic, retry_topic
-from mqstore.broker.popask import claim_of, claims_of
-from mqstore.broker.receipts import Receipt, parse_recall_handle, recall_handle, topic_mark
+from mqstore.broker.pop import receipts
+from mqstore.broker.pop.ask import claim_of, claims_of
+from mqstore.broker.pop.receipts import Receipt, parse_recall_handle, recall_handle, topic_mark
 from mqstore.errors import InvalidReceiptError, ResultCode
 
 I64 = 2**63 - 1

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.delay import DelayService
+from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.parts import Parts
 from mqstore.broker.retry import Retries

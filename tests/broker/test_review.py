@@ -18,8 +18,8 @@ import pytest
 import mqstore
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
-from mqstore.broker.pop import Delivery
-from mqstore.broker.popstate import QueueKey, Timeline
+from mqstore.broker.pop.service import Delivery
+from mqstore.broker.pop.state import QueueKey, Timeline
 from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     ConfigError,

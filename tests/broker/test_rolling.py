@@ -20,14 +20,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.broker import inspect, retention
+from mqstore.broker import retention
+from mqstore.broker.admin import inspect
 from mqstore.broker.broker import Broker
-from mqstore.broker.delayroute import level_properties
+from mqstore.broker.delay.route import level_properties
+from mqstore.broker.delay.timerfiles import Slot, TimerWheel
 from mqstore.broker.names import SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, dlq_topic
 from mqstore.broker.parts import open_parts
-from mqstore.broker.receipts import recall_handle
+from mqstore.broker.pop.receipts import recall_handle
 from mqstore.broker.retention import worth_rolling
-from mqstore.broker.timerfiles import Slot, TimerWheel
 from mqstore.broker.transactions import Transactions
 from mqstore.clock import SimulatedClock
 from mqstore.errors import InvalidMessageError, StoreFullError

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mqstore.broker.statistics import (
+from mqstore.broker.admin.statistics import (
     BROKER_PUT_NUMS,
     COMMIT_NUMS,
     DELAY_LATENCY,

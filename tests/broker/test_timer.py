@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.broker.delayroute import WINDOW_MS, placement, slot_of, timer_route
+from mqstore.broker.delay.route import WINDOW_MS, placement, slot_of, timer_route
+from mqstore.broker.delay.timer import TimerService
+from mqstore.broker.delay.timerfiles import Progress, decode_unit, encode_unit
 from mqstore.broker.names import TIMER_TOPIC, dlq_topic
 from mqstore.broker.parts import Parts
-from mqstore.broker.receipts import recall_handle
-from mqstore.broker.timer import TimerService
-from mqstore.broker.timerfiles import Progress, decode_unit, encode_unit
+from mqstore.broker.pop.receipts import recall_handle
 from mqstore.broker.uniquekey import UniqueKeys, new_unique_key
 from mqstore.clock import SimulatedClock
 from mqstore.errors import InvalidMessageError, InvalidReceiptError, StoreFullError, StoreIOError
@@ -203,8 +203,8 @@ def few_units_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few messages take several of them."""
-    monkeypatch.setattr("mqstore.broker.timer._STEP", 2)
-    monkeypatch.setattr("mqstore.broker.timer._LOOKS", 3)
+    monkeypatch.setattr("mqstore.broker.delay.timer._STEP", 2)
+    monkeypatch.setattr("mqstore.broker.delay.timer._LOOKS", 3)
 
 
 class Timers:
@@ -715,7 +715,7 @@ def test_a_crash_while_catching_up_repeats_at_most_one_step(
     timers: Timers, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """A backlog of many steps, and processes that die at any step, or at any write of one."""
-    monkeypatch.setattr("mqstore.broker.timer._STEP", 3)
+    monkeypatch.setattr("mqstore.broker.delay.timer._STEP", 3)
     rng = random.Random(seed)
     for n in range(30):
         timers.put(str(n), 900 + n // 10 * S)

@@ -13,7 +13,7 @@ import crc32c
 import numpy as np
 import pytest
 
-from mqstore.broker.timerfiles import (
+from mqstore.broker.delay.timerfiles import (
     CANCELS,
     NOWHERE,
     ROLLS,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore.broker.pop import Delivery
+from mqstore.broker.pop.service import Delivery
 from mqstore.client.renewal import Renewer
 from tests.client.popsupport import Bench
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.delay import DelayService
+from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.names import SCHEDULE_TOPIC
 from mqstore.broker.parts import open_parts
 from mqstore.clock import SimulatedClock

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from mqstore.broker.names import dlq_topic
-from mqstore.broker.pop import Delivery
+from mqstore.broker.pop.service import Delivery
 from mqstore.clock import SimulatedClock
 from mqstore.errors import ReceiptExpiredError
 from tests.broker.popsupport import PopBench

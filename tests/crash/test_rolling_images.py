@@ -22,11 +22,11 @@ from typing import Any
 import pytest
 
 from mqstore.broker import retention
-from mqstore.broker.delay import DelayService
+from mqstore.broker.delay.levels import DelayService
+from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.parts import Parts, Roller, open_parts
 from mqstore.broker.retention import RetentionService
 from mqstore.broker.retry import Retries
-from mqstore.broker.timer import TimerService
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.log import manifest

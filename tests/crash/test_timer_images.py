@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from mqstore.broker.delay.timer import TimerService
+from mqstore.broker.delay.timerfiles import Progress
 from mqstore.broker.names import TIMER_TOPIC
 from mqstore.broker.parts import Parts, open_parts
-from mqstore.broker.timer import TimerService
-from mqstore.broker.timerfiles import Progress
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.log import manifest
@@ -179,6 +179,6 @@ def test_what_a_power_cut_leaves_of_the_timer_loses_nothing_and_comes_neither_ea
     sizes = manifest._SIZES["mqstore"]
     monkeypatch.setitem(manifest._SIZES, "mqstore", (*sizes[:4], TIMERLOG_SEGMENT))
     if first // 10 % 2:  # every other script, so that two messages of one second take several steps
-        monkeypatch.setattr("mqstore.broker.timer._STEP", 1)
-        monkeypatch.setattr("mqstore.broker.timer._LOOKS", 1)
+        monkeypatch.setattr("mqstore.broker.delay.timer._STEP", 1)
+        monkeypatch.setattr("mqstore.broker.delay.timer._LOOKS", 1)
     CAMPAIGN.run(first, check_seed, tmp_path)

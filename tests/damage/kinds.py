@@ -91,7 +91,7 @@ class Target:
 
 
 def _shorten(file: Path, size: int) -> None:
-    os.truncate(file, max(0, file.stat().st_size - size))
+    os.truncate(file, max(1, file.stat().st_size - size))  # an empty file is a kind of its own
 
 
 def _zero_file(file: Path) -> None:

@@ -28,8 +28,8 @@ import pytest
 from mqstore.clock import SimulatedClock
 from mqstore.errors import MQStoreError
 from mqstore.layout.batch import encode_batch
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig
 

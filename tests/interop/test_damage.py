@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
 from tests.interop.comparing import Rows, assert_same, new_store, seen_by_java, seen_by_us
 from tests.interop.javaengine import SIZES, JavaEngine
 

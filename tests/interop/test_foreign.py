@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mqstore import MessageStore, StoreConfig
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
-from mqstore.log.report import RecoveryReport
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
+from mqstore.log.recovery.report import RecoveryReport
 from tests.interop.javaengine import SIZES, JavaEngine, Jvm
 
 CONFIG = StoreConfig(**SIZES)  # type: ignore[arg-type]

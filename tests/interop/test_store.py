@@ -17,8 +17,8 @@ import pytest
 
 import mqstore
 from mqstore import OutgoingMessage, SimulatedClock, StoreConfig
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
 from tests.interop.comparing import assert_same, new_store, seen_by_java, seen_by_us
 from tests.interop.javaengine import SIZES, JavaEngine, Jvm
 

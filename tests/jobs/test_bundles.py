@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.jobs.verifying import TASK_BYTES, _Piece, bundles
-from mqstore.log.ranges import RANGE_BYTES
+from mqstore.log.recovery.ranges import RANGE_BYTES
 from mqstore.spark.plan import StoreName
 
 MIB = 1 << 20

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from mqstore import MessageStore, SimulatedClock
+from mqstore.broker.admin.offline import offline
 from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.offline import offline
 from mqstore.errors import ConfigError
 from mqstore.jobs import dlq_report, dlq_resend, lag_report, trace
 from mqstore.spark import select

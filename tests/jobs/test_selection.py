@@ -22,7 +22,7 @@ from mqstore.errors import ConfigError, NotAStoreError
 from mqstore.jobs import export_parquet, lag_report, traffic_report, verify
 from mqstore.spark.plan import LogSlice, QueueSlice
 from mqstore.spark.queries import columns_of
-from mqstore.spark.selection import Plan, Shaped, select
+from mqstore.spark.selection import Shaped, select
 from mqstore.spark.shipping import pack
 from tests.spark.support import many, write_store
 
@@ -118,37 +118,6 @@ def test_a_store_that_lost_its_queues_is_told_and_not_taken_for_empty(store: Pat
         with pytest.raises(ConfigError, match="has records, and no consume queues to read them by: `mqstore recover`"):
             job()
     assert not (tmp_path / "out").exists()
-
-
-# -- plans -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_plan_counts_what_would_be_read(store: Path) -> None:
-    chosen = select([store], topics="t,orders", start=5, options={"minPartitions": "3"})
-    tasks = chosen.tasks()
-    with MessageStore(store, "r") as opened:
-        refs = [ref for topic in ("t", "orders") for ref in opened.queues(topic)]
-        size = sum(int(opened.units(*ref, 5, 15)["size"].sum()) for ref in refs)
-
-    assert Plan.of_slices(tasks).to_dict() == {"stores": 1, "queues": 4, "messages": 60, "bytes": size, "tasks": 3}
-
-
-def test_bytes_of_a_large_queue_are_about_right(tmp_path: Path) -> None:
-    with MessageStore(tmp_path / "s") as opened:
-        opened.put_many("t", [b"x" * (100 + i % 50) for i in range(9000)], queue_id=0)
-        size = int(opened.units("t", 0, 0, 9000)["size"].sum())
-
-    assert Plan.of_slices(select(tmp_path / "s").tasks()).bytes == pytest.approx(size, rel=0.02)
-
-
-def test_a_plan_of_stores_counts_queues(store: Path) -> None:
-    assert Plan.of_stores(select(store)).to_dict() == {
-        "stores": 1,
-        "queues": 5,
-        "messages": 81,
-        "bytes": 0,
-        "tasks": 1,
-    }
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

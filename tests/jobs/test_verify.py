@@ -21,8 +21,8 @@ from mqstore.jobs import verifying as job
 from mqstore.jobs.verifying import VerifyReport, verify
 from mqstore.layout.record import encode_record
 from mqstore.layout.scan import find_next
-from mqstore.log.ranges import LogRange, RangeResult
-from mqstore.log.verify import Verifier, verified_ranges
+from mqstore.log.recovery.ranges import LogRange, RangeResult
+from mqstore.log.recovery.verify import Verifier, verified_ranges
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName
 from mqstore.spark.views import view_batch
@@ -155,7 +155,7 @@ def test_whatever_is_damaged_ranges_of_any_size_find_what_one_process_finds(
     found = one_process(path)
     assert in_ranges(path, range_bytes) == found
     with pytest.MonkeyPatch.context() as patch:  # the index held against some records at a time
-        patch.setattr("mqstore.log.verify._ENTRIES_TALLIED", range_bytes % 50)
+        patch.setattr("mqstore.log.recovery.verify._ENTRIES_TALLIED", range_bytes % 50)
         assert one_process(path) == found
 
     shutil.rmtree(path)

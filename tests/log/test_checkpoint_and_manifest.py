@@ -25,9 +25,9 @@ from mqstore import (
 )
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.layout.checkpoint import decode, encode
-from mqstore.log.queueends import QueueEnds, forget_ends, load_ends, note_ends
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import rebuild_config, recover_store
+from mqstore.log.recovery.queueends import QueueEnds, forget_ends, load_ends, note_ends
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import rebuild_config, recover_store
 from tests.conftest import GoldenStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, files, open_store

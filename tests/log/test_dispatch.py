@@ -19,8 +19,8 @@ from mqstore import MessageStore, SimulatedClock, StoreConfig, StoreFullError
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.record import encode_record
 from mqstore.layout.spares import Spares
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
 from mqstore.log.reput import Dispatcher
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.faults import FaultyFileSystem

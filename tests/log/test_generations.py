@@ -13,9 +13,9 @@ import pytest
 from mqstore.jobs.verifying import verify
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.log.checkpoint import CheckpointFile
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
-from mqstore.log.report import Finding
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
+from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
 from tests.log.support import Unsynced, files, open_store
 

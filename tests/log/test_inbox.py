@@ -23,9 +23,9 @@ from mqstore.errors import (
 )
 from mqstore.files import jsonfile
 from mqstore.files.filesystem import REAL
-from mqstore.log.inbox import inbox_state
+from mqstore.log.bulk.inbox import inbox_state
+from mqstore.log.bulk.txn import TXN_FILE
 from mqstore.log.store import MessageStore
-from mqstore.log.txn import TXN_FILE
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.splicesupport import Row, bodies, bundle, shown
 from tests.log.support import files, open_store

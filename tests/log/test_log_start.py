@@ -12,10 +12,10 @@ import pytest
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.errors import StoreFullError
 from mqstore.layout.checkpoint import decode
-from mqstore.log import moment
 from mqstore.log.commitlog import SendReceipt
-from mqstore.log.report import Finding
-from mqstore.log.snapshot import snapshot_store
+from mqstore.log.recovery.report import Finding
+from mqstore.log.snapshot import moment
+from mqstore.log.snapshot.take import snapshot_store
 from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import SEGMENT, kill, open_store, reboot

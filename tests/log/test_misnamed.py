@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.log.misnamed import MisnamedSegmentsError
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
+from mqstore.log.recovery.misnamed import MisnamedSegmentsError
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import SEGMENT, Unsynced, files, kill, open_store
 

@@ -13,8 +13,8 @@ import mqstore
 from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreIOError
 from mqstore.files.filesystem import FileSystem, StrPath
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import rebuild_config, recover_store
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import rebuild_config, recover_store
 from mqstore.log.store import MessageStore
 
 OWN = (

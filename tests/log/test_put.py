@@ -41,6 +41,7 @@ from mqstore.layout.batch import encode_batch
 from mqstore.layout.checkpoint import Checkpoint, encode
 from mqstore.layout.encode import lengths_of
 from mqstore.log import commitlog as commitlog_module
+from mqstore.native import kernel
 from mqstore.options import Durability
 from tests.faults import FaultyFileSystem
 from tests.holding import open_files
@@ -987,7 +988,7 @@ def test_what_is_written_by_a_call_lies_as_if_it_had_been_stored(tmp_path: Path,
             assert list(store.verify()) == []
         paths = [Path(call.path) for call in fs.calls if call.operation == "pwrite"]
         writes = [path for path in paths if path.parent.name == "commitlog" and path.name.isdigit()]
-        assert len(writes) == (len(batches) if name == "called" else 0)
+        assert len(writes) == (len(batches) if name == "called" or kernel is None else 0)
     called, stored = (files(tmp_path / name) for name in ("called", "stored"))
     for file in stored:
         if file.startswith(("commitlog", "consumequeue", "index")):

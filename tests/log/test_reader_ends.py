@@ -12,8 +12,8 @@ import pytest
 
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.message import Message
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
 from tests.log.support import SEGMENT, Unsynced, flip, open_store
 
 COUNT, CUT = 20, 10

@@ -23,10 +23,10 @@ from mqstore.clock import SimulatedClock
 from mqstore.errors import CorruptStoreError, StoreLockedError
 from mqstore.layout.checkpoint import Checkpoint, decode, encode
 from mqstore.log.commitlog import SendReceipt
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import rebuild_config, recover_store
-from mqstore.log.report import RecoveryReport
-from mqstore.log.slots import least_plausible, sort_out
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import rebuild_config, recover_store
+from mqstore.log.recovery.report import RecoveryReport
+from mqstore.log.recovery.slots import least_plausible, sort_out
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.faults import Crash, FaultyFileSystem

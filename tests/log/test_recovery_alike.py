@@ -17,9 +17,9 @@ import pytest
 from mqstore.clock import SimulatedClock
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.consumequeue import UNIT_BYTES
-from mqstore.log import recovery
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.scanner import Good, scan_log, used_end
+from mqstore.log.recovery import recover as recovery
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.scanner import Good, scan_log, used_end
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig
 from tests.log.support import SEGMENT, Unsynced, files, open_store
@@ -236,7 +236,7 @@ def test_units_that_were_perhaps_never_synced_are_written_again_whatever_the_str
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     """Those of records below `dispatched` are not, without a checkpoint all are."""
-    monkeypatch.setattr("mqstore.log.scanner._BATCH", batch)
+    monkeypatch.setattr("mqstore.log.recovery.scanner._BATCH", batch)
     make(tmp_path, "mqstore")
     (tmp_path / "checkpoint").unlink()
     written: dict[str, set[int]] = {}

@@ -16,8 +16,8 @@ import pytest
 from mqstore import FlushFailedError, MessageStore, OffsetOutOfRangeError, Retention, SimulatedClock, StoreIOError
 from mqstore.layout.consumequeue import VOID_UNIT
 from mqstore.log import retention as retention_module
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, Unsynced, open_store
 

@@ -9,8 +9,8 @@ import pytest
 
 import mqstore
 from mqstore import SimulatedClock, StoreConfig
-from mqstore.log import scanner
-from mqstore.log.scanner import Bad, End, Good, scan_log, scan_segment
+from mqstore.log.recovery import scanner
+from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, scan_segment
 
 
 def test_a_record_that_is_finished_during_the_scan_is_no_damage(

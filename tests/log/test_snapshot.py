@@ -39,16 +39,16 @@ from mqstore.files.jsonfile import encode_json
 from mqstore.files.lock import WriterLock
 from mqstore.files.quiet import QUIET
 from mqstore.files.treecopy import TreeCopy
-from mqstore.log import moment as looking
-from mqstore.log import snapshot as module
+from mqstore.log.bulk.inbox import Bundle
+from mqstore.log.bulk.splice import Splicer
+from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnFile, TxnState
 from mqstore.log.checkpoint import CheckpointFile
-from mqstore.log.inbox import Bundle
-from mqstore.log.moment import Moment, Original
-from mqstore.log.recovery import RecoverOptions, _Recovery
-from mqstore.log.repair import recover_store
-from mqstore.log.snapshot import plan_snapshot, snapshot_store
-from mqstore.log.splice import Splicer
-from mqstore.log.txn import TXN_FILE, Intent, TxnFile, TxnState
+from mqstore.log.recovery.recover import RecoverOptions, _Recovery
+from mqstore.log.recovery.repair import recover_store
+from mqstore.log.snapshot import moment as looking
+from mqstore.log.snapshot import take as module
+from mqstore.log.snapshot.moment import Moment, Original
+from mqstore.log.snapshot.take import plan_snapshot, snapshot_store
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.crash.recording import RecordingFileSystem, build_image
 from tests.faults import CHANGES, STEP, Crash, FaultyFileSystem

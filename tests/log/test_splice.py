@@ -36,12 +36,12 @@ from mqstore.errors import (
     UnsupportedStoreError,
 )
 from mqstore.files.filesystem import FileSystem
+from mqstore.log.bulk.shard import index_entries
+from mqstore.log.bulk.splice import SpliceResult
+from mqstore.log.bulk.txn import TXN_FILE, Intent, IntentWatch, TxnState
 from mqstore.log.message import Message
-from mqstore.log.scanner import End, scan_log
-from mqstore.log.shard import index_entries
-from mqstore.log.splice import SpliceResult
+from mqstore.log.recovery.scanner import End, scan_log
 from mqstore.log.store import MessageStore
-from mqstore.log.txn import TXN_FILE, Intent, IntentWatch, TxnState
 from mqstore.options import Profile, Retention
 from tests.faults import CHANGES, FaultyFileSystem
 from tests.log.splicesupport import Row, described, put_one_by_one, shown, stage, staged, write
@@ -183,9 +183,9 @@ def test_segments_roll_where_puts_roll_at_every_alignment(tmp_path: Path) -> Non
 def test_windows_smaller_than_a_shard_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: bool, remembered: int
 ) -> None:
-    monkeypatch.setattr("mqstore.log.splice._REMEMBERED", remembered)
-    monkeypatch.setattr("mqstore.log.shard._INDEX_RECORDS", 5)
-    monkeypatch.setattr("mqstore.log.shard.Shard.window_bytes", lambda self: min(self.bytes, max(700, self.largest)))
+    monkeypatch.setattr("mqstore.log.bulk.splice._REMEMBERED", remembered)
+    monkeypatch.setattr("mqstore.log.bulk.shard._INDEX_RECORDS", 5)
+    monkeypatch.setattr("mqstore.log.bulk.shard.Shard.window_bytes", lambda it: min(it.bytes, max(700, it.largest)))
     shards = [stage(tmp_path / f"{i}", ROWS, index=index) for i in range(2)]
     with open_store(tmp_path / "puts") as store:
         put_one_by_one(store, ROWS + ROWS)
@@ -627,7 +627,7 @@ def test_closing_takes_a_splice_back_and_the_next_opening_can_do_it(tmp_path: Pa
 
 
 def test_ctrl_c_at_any_window_leaves_the_store_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mqstore.log.shard.Shard.window_bytes", lambda self: min(self.bytes, max(2000, self.largest)))
+    monkeypatch.setattr("mqstore.log.bulk.shard.Shard.window_bytes", lambda it: min(it.bytes, max(2000, it.largest)))
     shard = stage(tmp_path / "shard", ROWS)
     calls = 0
     with open_store(tmp_path / "store") as store:
@@ -868,8 +868,8 @@ def test_opening_undoes_what_a_kill_cut_short_and_says_so(tmp_path: Path, profil
 
 
 def test_a_dry_run_of_recovery_tells_of_it_and_changes_nothing(tmp_path: Path) -> None:
-    from mqstore.log.recovery import RecoverOptions
-    from mqstore.log.repair import recover_store
+    from mqstore.log.recovery.recover import RecoverOptions
+    from mqstore.log.recovery.repair import recover_store
 
     root = tmp_path / "store"
     crash_in_a_splice(root, stage(tmp_path / "shard", ROWS))
@@ -965,7 +965,7 @@ def test_an_intent_from_the_backup_of_a_damaged_file_is_not_acted_on(tmp_path: P
 
 
 def test_a_file_that_no_copy_of_is_good_stops_the_opening_until_it_is_rebuilt(tmp_path: Path) -> None:
-    from mqstore.log.repair import rebuild_config
+    from mqstore.log.recovery.repair import rebuild_config
 
     root = tmp_path / "store"
     with open_store(root) as store:

@@ -18,9 +18,9 @@ from mqstore import Finding, MessageStore
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.jobs.verifying import verify
 from mqstore.layout.checkpoint import decode
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
-from mqstore.log.report import RecoveryReport
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
+from mqstore.log.recovery.report import RecoveryReport
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import SEGMENT, flip, kill, open_store, reboot
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mqstore.broker.names import dlq_topic, pop_retry_topic
-from mqstore.broker.pop import Delivery
+from mqstore.broker.pop.service import Delivery
 from mqstore.errors import ReceiptExpiredError
 from tests.broker.popsupport import PopBench
 

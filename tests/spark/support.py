@@ -20,7 +20,7 @@ from mqstore import MessageStore, SimulatedClock, StoreConfig
 from mqstore.layout.hosts import LOCAL_HOST, encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_blank, encode_record
-from mqstore.log.recovery import RecoverOptions
+from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.spark.columns import ColumnReader
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import plan

@@ -164,6 +164,15 @@ def test_a_batch_keeps_to_its_bytes_also_when_bodies_were_stored_small(tmp_path:
     assert len(batches) >= 7
 
 
+def test_bodies_that_inflate_to_a_batch_each_are_read(tmp_path: Path) -> None:
+    """Each cut of the messages that were found together was a call within the last one: some thousand were too many."""
+    packed = Odd(body=zlib.compress(bytes(200_000)), sys_flag=0x301)
+    path = write_store(tmp_path / "s", [packed] * 1200, segment_bytes=1 << 20)
+    with MessageStore(path, "r") as store:
+        batches = ColumnReader(store, ["body"], policy=Policy(max_bytes=390_000)).queue("t", 0, 0, 1200)
+        assert sum(batch.num_rows for batch in batches) == 1200
+
+
 def test_few_batches_are_made_of_many_segments(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(3000))
     batches = read_all(path, ["body"])

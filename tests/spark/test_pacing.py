@@ -10,15 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import MessageStore, StoreConfig
+from mqstore.log.commitlog import QueueRef
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.pacing import Limit, Messages, admit, costs_of
+from mqstore.spark.pacing import Limit, Positions, admit, costs_of
+from mqstore.spark.plan import LogSlice, StoreName
 from mqstore.spark.positions import Key, Offsets
+from mqstore.spark.tasks import read_slices
 from tests.holding import linux_only, open_files
 from tests.spark.support import Odd, log_end, many, write_store
 
+_PLACE = ("topic", "queue_id", "queue_offset")
+
 
 class Sizes:
-    """Messages of these sizes; what waits is misjudged by a factor of its own for each queue."""
+    """Positions of these sizes; what waits is misjudged by a factor of its own for each queue."""
 
     def __init__(self, sizes: Mapping[Key, Sequence[int]], misjudged: Mapping[Key, float] | None = None) -> None:
         self.sizes = sizes
@@ -50,7 +55,7 @@ def queues(*lengths: int) -> Offsets:
 def test_a_batch_has_as_many_messages_as_it_may(lengths: list[int], most: int) -> None:
     end = queues(*lengths)
     begin = dict.fromkeys(end, 0)
-    moved = taken(begin, admit(begin, end, most, Messages()))
+    moved = taken(begin, admit(begin, end, most, Positions()))
     assert sum(moved.values()) == min(most, sum(lengths))
     assert all(moved[key] <= end[key] for key in moved)
 
@@ -60,7 +65,7 @@ def test_each_queue_has_its_share(lengths: list[int], most: int) -> None:
     """At least half of it, for up to half may go to those whose share is less than a message."""
     end = queues(*lengths)
     begin = dict.fromkeys(end, 0)
-    after = admit(begin, end, most, Messages())
+    after = admit(begin, end, most, Positions())
     for key, length in end.items():
         share = most * length / sum(lengths)
         if share >= 1:
@@ -69,7 +74,7 @@ def test_each_queue_has_its_share(lengths: list[int], most: int) -> None:
 
 def test_shares_are_in_proportion() -> None:
     end = queues(60_000, 30_000, 10_000)
-    assert [*admit(dict.fromkeys(end, 0), end, 1000, Messages()).values()] == [600, 300, 100]
+    assert [*admit(dict.fromkeys(end, 0), end, 1000, Positions()).values()] == [600, 300, 100]
 
 
 def test_one_huge_and_many_tiny_queues_move_together() -> None:
@@ -77,7 +82,7 @@ def test_one_huge_and_many_tiny_queues_move_together() -> None:
     end = queues(10_000_000, *[1] * 1000)
     at = dict.fromkeys(end, 0)
     for _ in range(30):
-        before, at = at, admit(at, end, 1000, Messages())
+        before, at = at, admit(at, end, 1000, Positions())
         moved = taken(before, at)
         assert sum(moved.values()) == 1000
         assert moved[Key("s", "t", 0)] >= 499
@@ -90,7 +95,7 @@ def test_a_limit_below_the_number_of_queues_serves_all_in_turn(most: int) -> Non
     end = queues(1_000_000, 1_000_000, 3, 3, 3)
     at = dict.fromkeys(end, 0)
     for _ in range(400):
-        moved = taken(at, after := admit(at, end, most, Messages()))
+        moved = taken(at, after := admit(at, end, most, Positions()))
         assert sum(moved.values()) == most
         at = after
         for key in list(end)[:2]:
@@ -135,6 +140,10 @@ def test_a_queue_of_large_messages_does_not_starve_behind_a_flood_of_small_ones(
 
 
 # -- real stores -------------------------------------------------------------------------------------------------------
+
+
+def refs_of(store: MessageStore) -> list[QueueRef]:
+    return [ref for topic in store.topics() for ref in store.queues(topic)]
 
 
 @pytest.fixture(scope="module")
@@ -185,29 +194,22 @@ def test_a_fleet_is_not_open_all_at_once(tmp_path: Path) -> None:
     assert not open_files() - before
 
 
-@pytest.mark.parametrize(("most", "unit"), [(7, "messages"), (1, "messages"), (1_000, "bytes"), (1, "bytes")])
-def test_a_log_is_cut_between_records(store: Path, most: int, unit: str) -> None:
-    options = SourceOptions.parse({"path": str(store), "readBy": "log"})
-    key = Key(str(store))
+def test_each_record_of_a_log_is_read_once_wherever_it_is_cut(store: Path) -> None:
+    given = SourceOptions.parse({"path": str(store), "readBy": "log"})
     with MessageStore(store, "r") as opened:
-        end = {key: log_end(opened)}
-        records = sorted(
-            (physical, size)
-            for topic in opened.topics()
-            for ref in opened.queues(topic)
-            for physical, size, _ in opened.units(*ref, 0, 1000).tolist()
+        end = {Key(str(store)): log_end(opened)}
+        stored = sorted(
+            (ref.topic, ref.queue_id, at) for ref in refs_of(opened) for at in range(opened.offsets(*ref)[1])
         )
-    at, pieces = {key: 0}, []
-    with costs_of(options, Limit(most, unit)) as costs:  # type: ignore[arg-type]
+    at, found, batches = dict.fromkeys(end, 0), [], 0
+    name = StoreName(str(store), str(store))
+    with costs_of(given, Limit(1_000, "bytes")) as costs:
         while at != end:
-            before, at = at, admit(at, end, most, costs)
-            pieces.append([size for physical, size in records if before[key] <= physical < at[key]])
-            starts = [physical for physical, _ in records if physical >= at[key]]
-            # A cut lies behind a record: nothing of one is on the other side.
-            assert all(physical + size <= at[key] for physical, size in records if physical < at[key])
-            assert not starts or at[key] <= starts[0]
-    assert sum(map(len, pieces)) == len(records)
-    if unit == "messages":
-        assert all(len(piece) == most for piece in pieces[:-1])
-    else:
-        assert all(piece and (sum(piece) <= most or len(piece) == 1) for piece in pieces)
+            [before], at = at.values(), admit(at, end, 1_000, costs)
+            [after] = at.values()
+            assert after - before <= 1_000
+            for batch in read_slices(given, _PLACE, "binary", [LogSlice(name, before, after)]):
+                found += [tuple(row.values()) for row in batch.to_pylist()]
+            batches += 1
+    assert sorted(found) == stored
+    assert batches == -(-end[Key(str(store))] // 1_000)

@@ -23,7 +23,7 @@ from mqstore import (
     StoreConfig,
     TopicNotFoundError,
 )
-from mqstore.broker.offline import offline
+from mqstore.broker.admin.offline import offline
 from mqstore.spark import plan as module
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import (

@@ -27,8 +27,8 @@ from mqstore.errors import CorruptStoreError, FormatError, MQStoreError, Unsuppo
 from mqstore.files.filesystem import REAL
 from mqstore.files.lock import WriterLock
 from mqstore.layout.record import decode_record
+from mqstore.log.bulk.txn import read_txn
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.txn import read_txn
 from mqstore.spark import publish
 from mqstore.spark.encode import Encoder, Rules
 from mqstore.spark.options import SourceOptions

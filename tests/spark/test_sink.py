@@ -111,24 +111,6 @@ def test_a_set_is_one_table_and_overwriting_replaces_it(spark: Any, tmp_path: Pa
     assert sorted(set_bodies(tmp_path / "set")) == texts(100, 105)
 
 
-def test_the_same_rows_by_row_writers(spark: Any, tmp_path: Path) -> None:
-    """For a Spark without Arrow writers: forced here, so that it works on the day it is needed."""
-    spark.dataSource.register(_test_source("mqstore_rows", arrow=False))
-    frame = spark.createDataFrame(
-        [
-            (f"b{i}", f"g{i % 3}", {"n": str(i)} if i % 2 else None, [f"k{i}"], datetime(2024, 1, 1 + i, 5, tzinfo=UTC))
-            for i in range(9)
-        ],
-        "body string, sharding_key string, properties map<string,string>, keys array<string>, born_timestamp timestamp",
-    ).coalesce(1)
-    for name in ("mqstore", "mqstore_rows"):
-        options = {"topic": "t", "txnAppId": "same", "txnVersion": "1"}
-        frame.write.format(name).mode("append").options(**options).save(str(tmp_path / name))
-
-    assert rows_of(tmp_path / "mqstore_rows") == rows_of(tmp_path / "mqstore")
-    assert len(rows_of(tmp_path / "mqstore")) == 9
-
-
 def test_a_version_that_is_in_is_not_written_again(spark: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     for start, version in ((0, "7"), (0, "7"), (50, "6"), (10, "8")):
@@ -285,7 +267,7 @@ def test_an_owner_that_is_in_the_way_is_named_before_any_task_runs(spark: Any, t
 # -- commits that raise ------------------------------------------------------------------------------------------------
 
 
-def _test_source(name_: str, *, arrow: bool = True) -> Any:
+def _test_source(name_: str) -> Any:
     """Our data source under another name, whose commits can be made to raise by files beside the target: `before` or
     `after` the real one. An abort leaves a file, too. Made in a function: so it travels to the workers by value."""
     from mqstore.spark.sink import batch_writer, stream_writer
@@ -317,10 +299,10 @@ def _test_source(name_: str, *, arrow: bool = True) -> Any:
             return name_
 
         def writer(self, schema: Any, overwrite: bool) -> Any:
-            return unlucky(batch_writer(self._raw, schema, overwrite, arrow=arrow), self._raw["path"])
+            return unlucky(batch_writer(self._raw, schema, overwrite), self._raw["path"])
 
         def streamWriter(self, schema: Any, overwrite: bool) -> Any:  # noqa: N802
-            return unlucky(stream_writer(self._raw, schema, overwrite, arrow=arrow), self._raw["path"])
+            return unlucky(stream_writer(self._raw, schema, overwrite), self._raw["path"])
 
     return TestSource
 
@@ -511,14 +493,6 @@ def test_output_mode_complete_replaces_a_set_and_is_refused_for_a_store(lines: L
         lines.run(tmp_path / "s", mode="complete")
 
 
-def test_a_stream_by_row_writers(spark: Any, lines: Lines, tmp_path: Path) -> None:
-    spark.dataSource.register(_test_source("mqstore_stream_rows", arrow=False))
-    lines.add(0, 10)
-    lines.run(tmp_path / "s", "mqstore_stream_rows")
-
-    assert sorted(bodies(tmp_path / "s")) == texts(0, 10)
-
-
 def test_foreach_batch_with_a_transaction_writes_each_batch_once(lines: Lines, tmp_path: Path) -> None:
     def save(frame: Any, batch: int) -> None:
         writer(frame, topic="t", txnAppId="each", txnVersion=str(batch)).save(str(tmp_path / "s"))
@@ -554,7 +528,7 @@ def test_a_stream_from_store_to_store(spark: Any, tmp_path: Path) -> None:
 def test_a_task_that_is_not_told_its_batch_fails_and_says_what_to_use() -> None:
     from mqstore.spark.sink import _Write
 
-    stream = _Write(None, None, False, None, None)  # type: ignore[arg-type]
+    stream = _Write(None, None, False, None)  # type: ignore[arg-type]
     for told in ({}, {"sql.streaming.queryId": "q"}, {"sql.streaming.queryId": "q", "streaming.sql.batchId": "x"}):
         with pytest.raises(ConfigError, match=r"foreachBatch.*txnAppId.*txnVersion"):
             stream._identity(told.get)
@@ -591,10 +565,12 @@ def test_what_may_be_a_write_is_told_what_a_write_takes() -> None:
         ({"path": "/p", "topci": "a"}, r"^no option 'topci'; did you mean 'topic'\?$"),
         ({"path": "/p", "qwertz": ""}, "^no option 'qwertz'; to write there are path, topic, .*; to read, path, paths"),
         ({"path": "/p", "topic": ""}, "^option topic='': it "),
-        ({"topic": "t"}, r"to write, \.save\(PATH\)"),
+        ({"topic": "t"}, r"^no target: give \.save\(PATH\)"),
     ):
         with pytest.raises(ConfigError, match=says):
             MQStoreDataSource(given)
+    with pytest.raises(ConfigError, match=r"^option 'topic' is for writing; to read there are .*subscribe"):
+        MQStoreDataSource({"path": "/p", "topic": "t"}).schema()
 
 
 @pytest.mark.usefixtures("spark_environment")
@@ -603,7 +579,7 @@ def test_a_continuous_trigger_is_refused_rather_than_its_rows_passed_over() -> N
     checkpoint moved on."""
     from mqstore.spark.sink import _Write
 
-    stream = _Write(None, None, False, None, None)  # type: ignore[arg-type]
+    stream = _Write(None, None, False, None)  # type: ignore[arg-type]
     stream.commit([])  # such a batch
     with pytest.raises(ConfigError, match=r"continuous.*processingTime.*availableNow"):
         stream.commit([None, None])

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mqstore import MessageStore, SimulatedClock, StoreConfig
+from mqstore.broker.admin.inspect import lag_of, pop_view
 from mqstore.broker.broker import Broker
-from mqstore.broker.inspect import lag_of, pop_view
 from mqstore.broker.parts import Parts, open_parts
 
 __all__ = ["behind", "broker", "clock_now", "tables"]

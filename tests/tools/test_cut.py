@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from mqstore import MessageStore, StoreConfig
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
 from tests.broker.cutsupport import SENT, all_of, cut_from, make, open_again
 from tests.conftest import GoldenStore
 from tests.log.support import files, flip, open_store

@@ -8,7 +8,7 @@ import pytest
 
 import mqstore as library
 from mqstore import MessageStore, StoreConfig
-from mqstore.broker.inspect import timer_view
+from mqstore.broker.admin.inspect import timer_view
 from tests.tools.brokers import broker, clock_now, tables
 from tests.tools.support import mqstore, mqstore_json, snapshot
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mqstore import SimulatedClock
+from mqstore.broker.admin.inspect import lag_of, pop_view
 from mqstore.broker.broker import Broker
-from mqstore.broker.inspect import lag_of, pop_view
 from mqstore.errors import ReceiptExpiredError
 from tests.conftest import GoldenStore
 from tests.tools.brokers import behind, broker, clock_now, tables

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mqstore import Finding
-from mqstore.log.report import Kind
+from mqstore.log.recovery.report import Kind
 from mqstore_tools.render import as_json, body_text, console, print_finding, print_json, safe, table, when
 from tests.tools.support import SHOULD_NOT_REACH_A_SCREEN
 

@@ -1,10 +1,9 @@
-"""`mqstore spark`: plans and reports without pyspark, exit codes, and what is said when Spark is missing."""
+"""`mqstore spark`: help, exit codes, and what is said when Spark is missing."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -14,11 +13,9 @@ from mqstore.spark import java
 from mqstore_tools.main import cli
 from mqstore_tools.spark import COMMANDS, spark
 from tests.tools.brokers import broker, clock_now
-from tests.tools.support import mqstore, mqstore_json, snapshot
+from tests.tools.support import mqstore
 
 THERE = [name for name in COMMANDS if name in spark.list_commands(click.Context(spark))]
-HERE = ("--master", "none")
-"""Run without Spark."""
 
 
 @pytest.fixture(scope="module")
@@ -80,36 +77,7 @@ def test_every_command_has_help_with_an_example_and_explains_its_options(name: s
         assert not isinstance(option, click.Option) or option.help, (name, option.name)
 
 
-# -- plans, and no Spark -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", MINE)
-@pytest.mark.usefixtures("no_spark")
-def test_a_dry_run_prints_the_plan_and_starts_nothing(name: str, store: Path) -> None:
-    before = snapshot(store)
-
-    found = mqstore_json(*arguments(name, store), "--dry-run")
-    shown = mqstore(*arguments(name, store), "--dry-run").stdout
-
-    assert found["dry_run"] is True
-    assert list(found["plan"]) == ["stores", "queues", "messages", "bytes", "tasks"]
-    assert found["plan"]["stores"] == 1
-    assert "tasks" in shown
-    assert snapshot(store) == before
-
-
-@pytest.mark.usefixtures("no_spark")
-def test_a_plan_counts_what_is_narrowed(store: Path) -> None:
-    call = arguments("sql", store)
-
-    def plan(*more: object) -> Any:
-        return mqstore_json(*call, "--dry-run", *more)["plan"]
-
-    assert plan("--topics", "orders", "--from", 3, "--to", 5)["messages"] == 4
-    assert plan("--topics", "orders", "--from", "2h")["messages"] == 20
-    assert plan("--topics", "orders", "--from", "30m")["messages"] == 0
-    assert plan("--topics", "orders", "--to", "2020-01-01")["messages"] == 0
-    assert plan("--option", "minPartitions=2")["tasks"] == 2
+# -- no Spark --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MINE)
@@ -122,14 +90,6 @@ def test_without_spark_one_line_says_what_to_install(name: str, store: Path) -> 
     [line] = result.stderr.splitlines()
     assert "pip install 'mqstore[spark]'" in line
     assert java.MISSING in line
-
-
-@pytest.mark.parametrize("name", ["sql", "shell"])
-def test_what_is_nothing_without_spark_says_so(name: str, store: Path) -> None:
-    result = mqstore(*arguments(name, store), *HERE)
-
-    assert result.exit_code == 2
-    assert "leave --master none out" in result.stderr
 
 
 # -- wrong usage -------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import pytest
 
 import mqstore as library
 from mqstore import OutgoingMessage, Profile, SendReceipt, StoreConfig
-from mqstore.log.ranges import RangeResult
-from mqstore.log.verify import Verifier
+from mqstore.log.recovery.ranges import RangeResult
+from mqstore.log.recovery.verify import Verifier
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.tools.support import mqstore, mqstore_json, process
 

@@ -22,9 +22,9 @@ from rich.text import Text
 
 import mqstore
 from mqstore import Broker, RetryPolicy, StoreClosedError
+from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
 from mqstore.broker.broker import as_filter
 from mqstore.broker.groups import GroupConfig, default_retry
-from mqstore.broker.inspect import group_names, lag_of, pop_view
 from mqstore.broker.names import check_group, check_user_topic, pop_retry_topic, retry_topic
 from mqstore.broker.parts import Parts
 from mqstore.broker.reading import Reads

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from mqstore.broker.inspect import delay_levels, is_waiting, timer_view
-from mqstore.broker.offline import offline
+from mqstore.broker.admin.inspect import delay_levels, is_waiting, timer_view
+from mqstore.broker.admin.offline import offline
 from mqstore_tools.opened import DefaultGroup, dry_run_option, looking, planning, show_ms, tell
 from mqstore_tools.render import console, note, print_json, table, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option

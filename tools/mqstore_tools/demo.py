@@ -51,15 +51,15 @@ from rich.text import Text
 
 import mqstore
 from mqstore.broker.admin.contents import inspect_store
+from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.configchecks import CONFIG_CHECKS
-from mqstore.broker.inspect import inspect_broker
 from mqstore.broker.selection import group_queue
 from mqstore.layout.batch import encode_batch
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.indexfile import ENTRY_BYTES, HEADER_BYTES, SLOT_BYTES, IndexHeader
 from mqstore.layout.properties import KEYS, NAME_END, PAIR_END, SHARDINGKEY, TAGS, encode_properties
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
 from mqstore_tools import render
 from mqstore_tools.inspect import show_store
 from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, findings_told, json_option

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from mqstore import Message
+from mqstore.broker.admin.inspect import group_names
+from mqstore.broker.admin.offline import offline
 from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.inspect import group_names
-from mqstore.broker.offline import offline
 from mqstore.broker.parts import Parts
 from mqstore.errors import GroupNotFoundError
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC

@@ -19,8 +19,8 @@ from mqstore import Finding, FormatError, Message, MessageStore, MQStoreError, Q
 from mqstore.files.quiet import QUIET
 from mqstore.files.segments import place_in_file
 from mqstore.layout.compression import MissingPackageError
+from mqstore.log.recovery.verify import Verifier
 from mqstore.log.stretch import Stretch
-from mqstore.log.verify import Verifier
 from mqstore.log.walk import in_log_order, walk_log
 from mqstore.spark.selection import Selection, select
 from mqstore_tools.many import (

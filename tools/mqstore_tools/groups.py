@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from mqstore import ReadOnlyStoreError
+from mqstore.broker.admin.inspect import PopView, group_names, pop_view
+from mqstore.broker.admin.offline import offline
 from mqstore.broker.groups import GroupConfig, RetryPolicy, default_retry
-from mqstore.broker.inspect import PopView, group_names, pop_view
-from mqstore.broker.offline import offline
 from mqstore.broker.parts import Parts
 from mqstore.errors import GroupNotFoundError
 from mqstore.log.reader import to_ms

@@ -1,4 +1,4 @@
-"""`mqstore inspect`: what a store holds, as `mqstore.broker.admin.contents` and `mqstore.broker.inspect` find it."""
+"""`mqstore inspect`: what a store holds, as `broker/admin/contents.py` and `inspect.py` find it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from mqstore import QueueRef
 from mqstore.broker.admin.contents import inspect_store
-from mqstore.broker.inspect import inspect_broker
+from mqstore.broker.admin.inspect import inspect_broker
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
 from mqstore_tools.shared import (

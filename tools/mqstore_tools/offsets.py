@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import click
 
-from mqstore.broker.inspect import QueueLag, group_names, lag_of, pop_view
-from mqstore.broker.offline import offline
+from mqstore.broker.admin.inspect import QueueLag, group_names, lag_of, pop_view
+from mqstore.broker.admin.offline import offline
 from mqstore.broker.parts import Parts
 from mqstore.broker.reading import Reads
 from mqstore.log.commitlog import QueueRef

@@ -3,7 +3,7 @@ undone, times and durations as people type and read them.
 
     looking     the tables of a store, read beside whoever writes it
     planning    the same, for the plan of a change: refused while a writer is there, as the change would be
-    offline     (mqstore.broker.offline) the change itself
+    offline     (mqstore.broker.admin.offline) the change itself
 """
 
 from __future__ import annotations

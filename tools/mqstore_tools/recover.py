@@ -1,4 +1,4 @@
-"""`mqstore recover`: bring a store in order, or say what that would do. `mqstore.log.repair` does it."""
+"""`mqstore recover`: bring a store in order, or say what that would do. `mqstore.log.recovery.repair` does it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import click
 
 from mqstore import MQStoreError, RecoveryReport
+from mqstore.broker.admin.inspect import delay_levels
 from mqstore.broker.configchecks import CONFIG_CHECKS
-from mqstore.broker.inspect import delay_levels
 from mqstore.files.filesystem import REAL
 from mqstore.files.quiet import QUIET
 from mqstore.jobs.recovering import recover as run
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import rebuild_config
-from mqstore.log.report import Rebuilt
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import rebuild_config
+from mqstore.log.recovery.report import Rebuilt
 from mqstore_tools.many import jobs_option, stores_argument
 from mqstore_tools.opened import looking
 from mqstore_tools.render import console, note, print_finding, print_json, progress, safe

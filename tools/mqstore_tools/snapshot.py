@@ -1,4 +1,4 @@
-"""`mqstore snapshot`: a copy of a store, also of one in use. `mqstore.log.snapshot` makes it."""
+"""`mqstore snapshot`: a copy of a store, also of one in use. `mqstore.log.snapshot.take` makes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from mqstore.broker.configchecks import CONFIG_CHECKS
-from mqstore.log.snapshot import SnapshotPlan, SnapshotReport, plan_snapshot, snapshot_store
+from mqstore.log.snapshot.take import SnapshotPlan, SnapshotReport, plan_snapshot, snapshot_store
 from mqstore_tools.render import console, note, print_finding, print_json, progress, safe, show_bytes
 from mqstore_tools.shared import (
     FINDINGS,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from mqstore.broker.inspect import PopView
+from mqstore.broker.admin.inspect import PopView
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, table, when
 

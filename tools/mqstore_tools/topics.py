@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from mqstore import ReadOnlyStoreError
+from mqstore.broker.admin.offline import offline
 from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_topic
-from mqstore.broker.offline import offline
 from mqstore.broker.parts import Parts
 from mqstore.broker.topics import MESSAGE_TYPES, QUEUES_MAX, TopicConfig
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, planning, tell, yes_option

@@ -44,8 +44,8 @@ from mqstore.log.columns import Columns
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
-from mqstore.log.report import Finding, RecoveryReport
-from mqstore.log.snapshot import SnapshotReport
+from mqstore.log.recovery.report import Finding, RecoveryReport
+from mqstore.log.snapshot.take import SnapshotReport
 from mqstore.log.stats import StoreStats
 from mqstore.options import Durability, Duration, Profile, StoreConfig, seconds
 from mqstore.queue import QueueOptions

@@ -23,27 +23,27 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, Unpack
 
+from mqstore.broker.admin.metrics import Metrics
+from mqstore.broker.admin.statistics import StatisticsSnapshot
 from mqstore.broker.asyncput import AsyncPuts
 from mqstore.broker.begun import Begun
 from mqstore.broker.deadletters import DeadLetterExpiry, DeadLetters
-from mqstore.broker.delay import DelayService
+from mqstore.broker.delay.levels import DelayService
+from mqstore.broker.delay.timer import TimerService
 from mqstore.broker.filters import Filter, parse_filter
 from mqstore.broker.groups import GroupTable
 from mqstore.broker.housekeeper import Housekeeper
 from mqstore.broker.locks import QueueLocks
 from mqstore.broker.members import Members, Mode
-from mqstore.broker.metrics import Metrics
 from mqstore.broker.names import check_user_topic
 from mqstore.broker.offsets import OffsetTable
-from mqstore.broker.orderinfo import Suspended
 from mqstore.broker.parts import Mechanism, Parts, Pin, delete_group, open_parts
-from mqstore.broker.pop import Delivery, PopService
+from mqstore.broker.pop.orderinfo import Suspended
+from mqstore.broker.pop.service import Delivery, PopService
 from mqstore.broker.reading import Loss, ReadResult, Reads
 from mqstore.broker.retention import RetentionService
 from mqstore.broker.retry import Retries, RetryFields
 from mqstore.broker.road import SendOptions
-from mqstore.broker.statistics import StatisticsSnapshot
-from mqstore.broker.timer import TimerService
 from mqstore.broker.topics import QUEUES_MAX, TopicTable
 from mqstore.broker.transactions import Transactions
 from mqstore.broker.waiting import Callback, Waiter, Waiters

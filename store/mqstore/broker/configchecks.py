@@ -12,11 +12,11 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from mqstore.broker.delay import check_delay_offsets
+from mqstore.broker.delay.levels import check_delay_offsets
 from mqstore.broker.groups import check_groups
 from mqstore.broker.localoffsets import LOCAL_OFFSETS, check_local_offsets
 from mqstore.broker.offsets import check_offsets
-from mqstore.broker.orderinfo import check_order_info
+from mqstore.broker.pop.orderinfo import check_order_info
 from mqstore.broker.topics import check_topics
 from mqstore.errors import UnsupportedStoreError
 from mqstore.files.jsonfile import Check

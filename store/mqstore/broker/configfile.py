@@ -28,7 +28,7 @@ from mqstore.clock import Clock
 from mqstore.errors import ReadOnlyStoreError, StoreClosedError
 from mqstore.files.filesystem import FILE_MODE, FileSystem
 from mqstore.files.jsonfile import load_json, save_json, sync_json
-from mqstore.log.queueends import LOG_END
+from mqstore.log.recovery.queueends import LOG_END
 
 __all__ = ["QUICK_MS", "ConfigFile", "DataVersion", "member", "object_member"]
 

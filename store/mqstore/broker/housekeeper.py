@@ -1,4 +1,4 @@
-"""One thread for everything that happens later (design.md, "Few threads").
+"""One thread for everything that happens later.
 
     next    name      work                      due = min over all; a wake-up makes one due at once
     12:00   delay     run_once(now) -> 12:00:07

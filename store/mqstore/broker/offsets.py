@@ -54,7 +54,7 @@ from mqstore.clock import Clock
 from mqstore.errors import ConfigError, OffsetOutOfRangeError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.names import is_path_safe
-from mqstore.log.queueends import load_ends
+from mqstore.log.recovery.queueends import load_ends
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig, seconds
 

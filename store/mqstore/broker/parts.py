@@ -1,4 +1,4 @@
-"""What the mechanisms of a broker share, and what each of them offers (design.md, "Time is a parameter").
+"""What the mechanisms of a broker share, and what each of them offers (ARCHITECTURE.md).
 
     mechanism   run_once(now_ms) -> next_run_ms     does what is due; a housekeeper thread or a test calls it
                 close()                             persists what it keeps
@@ -18,18 +18,18 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.broker.admin.statistics import Statistics
 from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.groups import GroupTable
 from mqstore.broker.localoffsets import lower_all
 from mqstore.broker.offsets import OffsetTable
-from mqstore.broker.orderinfo import OrderInfoTable, check_order_info
+from mqstore.broker.pop.orderinfo import OrderInfoTable, check_order_info
 from mqstore.broker.road import Road
-from mqstore.broker.statistics import Statistics
 from mqstore.broker.topics import TopicTable
 from mqstore.clock import Clock
 from mqstore.errors import GroupNotFoundError
 from mqstore.files.filesystem import FileSystem
-from mqstore.log.queueends import forget_ends, load_ends
+from mqstore.log.recovery.queueends import forget_ends, load_ends
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 

@@ -27,6 +27,7 @@ import random
 from collections.abc import Mapping, MutableMapping
 from typing import Final, Protocol, TypedDict, Unpack
 
+from mqstore.broker.admin.statistics import DLQ_PUT_NUMS, SNDBCK2DLQ_TIMES, SNDBCK_PUT_NUMS
 from mqstore.broker.names import (
     RETRY_PREFIX,
     dlq_topic,
@@ -36,7 +37,6 @@ from mqstore.broker.names import (
     retry_topic,
 )
 from mqstore.broker.parts import Parts
-from mqstore.broker.statistics import DLQ_PUT_NUMS, SNDBCK2DLQ_TIMES, SNDBCK_PUT_NUMS
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidMessageError, NotPermittedError
 from mqstore.layout.properties import (
     CRC_TAIL_BYTES,

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Literal, Unpack, cast
 
-from mqstore.broker.delayroute import delay_route
+from mqstore.broker.delay.route import delay_route
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.offsets import OffsetTable
-from mqstore.broker.receipts import recall_handle
+from mqstore.broker.pop.receipts import recall_handle
 from mqstore.broker.routing import checked_group, routed_properties
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig, TopicTable

@@ -41,10 +41,10 @@ from enum import Enum
 from heapq import heapify, heappop, heappush
 from typing import Final, Literal, NamedTuple, cast
 
+from mqstore.broker.admin.statistics import COMMIT_NUMS, ROLLBACK_NUMS
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP
 from mqstore.broker.parts import Parts, Pin, Wake
 from mqstore.broker.selection import RoundRobin
-from mqstore.broker.statistics import COMMIT_NUMS, ROLLBACK_NUMS
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import (
     ConfigError,

@@ -23,9 +23,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal
 
-from mqstore.broker import pop
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_retry_topic
+from mqstore.broker.pop import service as pop
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.outcome import Reject, Retry, retry_delay, shortened

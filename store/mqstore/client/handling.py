@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from mqstore.broker.admin.statistics import Statistics
 from mqstore.broker.begun import Address, Suspects, note, note_run
-from mqstore.broker.statistics import Statistics
 from mqstore.client.handlers import check_has_run
 from mqstore.client.interceptors import Consumed, Interceptors, Settled
 from mqstore.client.limitedlog import text_of

@@ -26,7 +26,7 @@ from functools import partial
 from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_retry_topic
-from mqstore.broker.orderinfo import OrderInfoTable
+from mqstore.broker.pop.orderinfo import OrderInfoTable
 from mqstore.client.assignment import Assignment
 from mqstore.client.handling import Failure, Handling
 from mqstore.client.outcome import shortened

@@ -31,9 +31,9 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import Literal, TypeVar
 
-from mqstore.broker import pop
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.pop import service as pop
 from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.handling import Ended, Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled

@@ -13,7 +13,7 @@ from collections.abc import Container
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import retry_topic
-from mqstore.broker.pop import Delivery
+from mqstore.broker.pop.service import Delivery
 from mqstore.broker.retry import origin_topic
 from mqstore.client.delivery import fail
 from mqstore.errors import MQStoreError

@@ -22,7 +22,7 @@ from mqstore.broker.filters import Filter
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.members import Mode, Subscriptions
 from mqstore.broker.names import retry_topic
-from mqstore.broker.pop import MAX_BATCH, Delivery
+from mqstore.broker.pop.service import MAX_BATCH, Delivery
 from mqstore.client.popretries import pop_retries
 from mqstore.client.progress import check_start
 from mqstore.client.waits import Waits

@@ -31,14 +31,14 @@ from queue import Empty, SimpleQueue
 from types import FrameType, TracebackType
 from typing import Any, Literal, Protocol, TypedDict, TypeVar, overload
 
+from mqstore.broker.admin.statistics import CounterKey, Rate, StatisticsSnapshot, Total
 from mqstore.broker.begun import Notes
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
 from mqstore.broker.members import Mode
 from mqstore.broker.names import check_group, retry_topic
-from mqstore.broker.orderinfo import OrderInfoTable, Suspended
-from mqstore.broker.statistics import CounterKey, Rate, StatisticsSnapshot, Total
+from mqstore.broker.pop.orderinfo import OrderInfoTable, Suspended
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
 from mqstore.client.concurrent import ConcurrentService

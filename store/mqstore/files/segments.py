@@ -732,7 +732,7 @@ class SegmentRun:
         return written
 
     def own(self, offset: int) -> None:
-        """Before a cut at `offset`: if the file there has a second name, as that of a snapshot has (`log/snapshot.py`),
+        """Before a cut at `offset`: if the file there has a second name, as one of a snapshot has (`log/snapshot`),
         give this run a copy of it. For who opens a store: nobody has a mapping yet that will be written through."""
         assert self.writable, "only a writer cuts"
         segment, fs = self.find(offset), self._fs

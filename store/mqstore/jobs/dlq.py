@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from mqstore.broker import sql92
+from mqstore.broker.admin.inspect import group_names
+from mqstore.broker.admin.offline import offline
 from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.inspect import group_names
 from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic
-from mqstore.broker.offline import offline
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.errors import ConfigError
 from mqstore.files.lock import refuse_beside_writer

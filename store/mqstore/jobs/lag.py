@@ -1,6 +1,6 @@
 """How far consumer groups are behind, in one store or many, and whether they catch up.
 
-A task looks at one store: its groups' offsets beside the ends of queues (`mqstore.broker.inspect`), and no message but
+A task looks at one store: its groups' offsets beside the ends of queues (`broker/admin/inspect.py`), and no message but
 the oldest that each group has not consumed. One look says how far; two say which way it goes: a later look compares
 with the report of an earlier one.
 
@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from mqstore.broker.inspect import group_names, lag_of, pop_view
+from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
 from mqstore.broker.parts import open_parts
-from mqstore.broker.popstate import QueueKey
+from mqstore.broker.pop.state import QueueKey
 from mqstore.jobs.runner import Progress, Runner
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, is_wanted, open_store

@@ -1,4 +1,4 @@
-"""Bring stores in order, each by a task of its own: `mqstore.log.repair.recover_store` in one store or many."""
+"""Bring stores in order, each by a task of its own: `log/recovery/repair.py` in one store or many."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import REAL
 from mqstore.files.quiet import QUIET
 from mqstore.jobs.runner import Progress, Runner
-from mqstore.log.recovery import RecoverOptions
-from mqstore.log.repair import recover_store
-from mqstore.log.report import RecoveryReport
+from mqstore.log.recovery.recover import RecoverOptions
+from mqstore.log.recovery.repair import recover_store
+from mqstore.log.recovery.report import RecoveryReport
 from mqstore.options import StoreConfig
 from mqstore.spark.plan import StoreName
 from mqstore.spark.selection import Selection, Stores, check_followed, select

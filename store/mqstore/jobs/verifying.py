@@ -22,9 +22,9 @@ from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.lock import writer_alive
 from mqstore.jobs.runner import Progress, Runner
-from mqstore.log.known import load_known
-from mqstore.log.ranges import RANGE_BYTES, LogRange, RangeResult
-from mqstore.log.report import Finding, Kind
+from mqstore.log.recovery.known import load_known
+from mqstore.log.recovery.ranges import RANGE_BYTES, LogRange, RangeResult
+from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from mqstore.spark.plan import StoreName, open_store

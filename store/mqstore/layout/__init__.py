@@ -1,4 +1,4 @@
-"""Bytes <-> values of every binary format of a store: pure functions and numpy dtypes (design.md, "The house").
+"""Bytes <-> values of every binary format of a store: pure functions and numpy dtypes.
 
 Nothing here opens a file, reads a clock, takes a lock or starts a thread; what a module may know is the bytes that it
 is handed. One noun, one module: `record` is the commitlog record, `consumequeue` the 20-byte unit, `checkpoint` the

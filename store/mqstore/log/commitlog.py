@@ -468,11 +468,11 @@ class CommitLog(Tip):
             )
             view = data.data
             end = position + total
-            if total >= _CALL_BYTES:
+            if total >= _CALL_BYTES or kernel is None:
                 stored = self._store(position, view, {queue: offset + count}, by_call=True)
             elif stored := self.end == position:  # else a signal handler has put; from here on it cannot: no call
                 assert self._mapping is not None
-                self._mapping[position - self._base : end - self._base] = view
+                kernel.lay(self._mapping, position - self._base, view)
                 queue.next_offset = offset + count
                 self.end = end
             if not stored:
@@ -601,7 +601,11 @@ class CommitLog(Tip):
 
     def _store(self, position: int, data: bytes | memoryview, numbers: Mapping[Queue, int], *, by_call: bool) -> bool:
         """Write `data` at `position`, give queues their next numbers and move `end`: all, or nothing. False: nothing,
-        for a signal handler's put came before that. One that it makes meanwhile is refused: it would lie there, too."""
+        for a signal handler's put came before that. One that it makes meanwhile is refused: it would lie there, too.
+
+        Bytes are stored from front to back. If the process is killed meanwhile, whole records remain at the front of a
+        batch, and none behind a hole, which recovery would take for damage. A slice of the mapping may be assigned in
+        any order."""
         before = {queue: queue.next_offset for queue in numbers}
         end = position + len(data)
         limit, self._limit = self._limit, -1  # sends it to `_roll`
@@ -610,12 +614,10 @@ class CommitLog(Tip):
             if self.end != position:
                 return False
             self._soiled = end
-            if by_call:
+            if by_call or kernel is None:
                 self.run.write(position, data)
             else:
-                at = position - self._base
-                assert self._mapping is not None
-                self._mapping[at : at + len(data)] = data
+                kernel.lay(self._mapping, position - self._base, data)
             for queue, next_offset in numbers.items():
                 queue.next_offset = next_offset
             if len(data) >= _CALL_BYTES:

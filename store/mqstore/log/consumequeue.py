@@ -33,7 +33,7 @@ from mqstore.layout.record import MAGIC_V1
 from mqstore.layout.scan import Headers
 from mqstore.log.commitlog import NO_FRAME, Queue, QueueRef
 from mqstore.log.names import is_path_safe
-from mqstore.log.report import Finding
+from mqstore.log.recovery.report import Finding
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -36,7 +36,7 @@ from mqstore.layout.indexfile import (
     query_entries,
 )
 from mqstore.layout.javahash import index_hash
-from mqstore.log.report import Finding
+from mqstore.log.recovery.report import Finding
 
 __all__ = ["Index", "IndexFile"]
 

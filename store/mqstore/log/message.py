@@ -1,4 +1,4 @@
-"""A stored message as a reader sees it: a view that decodes what is asked for (design.md, "Lazy reads").
+"""A stored message as a reader sees it: a view that decodes what is asked for.
 
 A `Message` keeps the buffer that holds its record, the record's position and size, and nothing else. Each attribute is
 decoded when read. The buffer is a mapped segment: the view pins it, so the bytes stay valid after retention has

@@ -60,13 +60,13 @@ from mqstore.log.index import Index
 from mqstore.log.manifest import Manifest
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.names import is_path_safe
-from mqstore.log.report import Finding
+from mqstore.log.recovery.report import Finding
 from mqstore.log.stretch import FEW, Few, Stretch
 from mqstore.log.tagfilter import UnitFilter, parse_tags
 from mqstore.log.tip import QueueRef
 from mqstore.native import kernel
 
-__all__ = ["LOST_SEGMENTS", "Bound", "GetResult", "StoreReader"]
+__all__ = ["LOST_SEGMENTS", "Bound", "GetResult", "StoreReader", "sound_records"]
 
 _log = logging.getLogger("mqstore")
 
@@ -701,21 +701,9 @@ class StoreReader:
                         queue, buffer, int(starts[i]), int(physical[i]), int(sizes[i]), int(slots[i])
                     )
         else:
-            rows = np.flatnonzero(good & (starts + MIN_RECORD_BYTES <= len(buffer)))
+            rows, headers = sound_records(queue, buffer, starts, physical, sizes, slots, self._checksum)
             good[:] = False
-            headers = gather(buffer, starts[rows])
-            fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])
-            if fine.any():
-                if not fine.all():
-                    rows = rows[fine]
-                    headers = gather(buffer, starts[rows])
-                own = (headers.queue_id == queue.queue_id) & (headers.queue_offset == slots[rows])
-                own &= topic_is(buffer, headers, queue.topic_bytes)
-                fine = verify(buffer, headers, self._checksum)
-                for i in np.flatnonzero(fine & ~own).tolist():
-                    row = rows[i]
-                    fine[i] = is_listed(buffer, int(starts[row]), queue.topic, queue.queue_id, int(slots[row]))
-                good[rows[fine]] = True
+            good[rows] = True
         if self._passes_over_bad:
             self._verified.add(queue, slots[good], said[good])
         return _Checked(buffer, good, headers if good.all() else None)
@@ -1023,3 +1011,31 @@ class StoreReader:
             position,
         )
         return queue.cut_to
+
+
+def sound_records(
+    queue: ConsumeQueue,
+    buffer: mmap.mmap | bytes,
+    starts: npt.NDArray[np.int64],
+    physical: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    slots: npt.NDArray[np.int64],
+    checksum: Checksum | None,
+) -> tuple[npt.NDArray[np.intp], Headers]:
+    """Return which units of a queue lead to a record at `starts` that verifies as theirs, and the headers of these
+    (8.5, 9.2). `checksum` None: checksums are not compared."""
+    rows = np.flatnonzero((starts + sizes <= len(buffer)) & (sizes >= MIN_RECORD_BYTES))
+    headers = gather(buffer, starts[rows], topic=queue.topic_bytes)
+    fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])
+    if not fine.all():
+        rows = rows[fine]
+        headers = gather(buffer, starts[rows])
+    fine = np.ones(len(rows), np.bool_) if checksum is None else verify(buffer, headers, checksum)
+    own = (headers.queue_id == queue.queue_id) & (headers.queue_offset == slots[rows])
+    own &= topic_is(buffer, headers, queue.topic_bytes)
+    for i in np.flatnonzero(fine & ~own).tolist():
+        fine[i] = is_listed(buffer, int(starts[rows[i]]), queue.topic, queue.queue_id, int(slots[rows[i]]))
+    if not fine.all():
+        rows = rows[fine]
+        headers = gather(buffer, starts[rows])
+    return rows, headers

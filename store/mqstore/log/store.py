@@ -1,4 +1,4 @@
-"""The message store: the log's door (design.md). Opening, putting, keeping house, closing.
+"""The message store: the log's door. Opening, putting, keeping house, closing.
 
     put -> commitlog -> (dispatcher) -> consume queue + index -> read
 
@@ -51,27 +51,27 @@ from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import VOID_SIZE, is_message
 from mqstore.layout.hosts import encode_host
 from mqstore.log import manifest as manifests
+from mqstore.log.bulk.inbox import CreateTopics, Inbox
+from mqstore.log.bulk.shard import Limits
+from mqstore.log.bulk.splice import Splicer, SpliceResult, Undone, undo, would_undo
+from mqstore.log.bulk.txn import TXN_FILE, Intent, IntentWatch, TxnFile
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
-from mqstore.log.inbox import CreateTopics, Inbox
 from mqstore.log.index import Index
-from mqstore.log.misnamed import MisnamedSegmentsError, misnamed_segments, rename_segments
 from mqstore.log.own import check_own
-from mqstore.log.parts import StoreParts
-from mqstore.log.queueends import is_progress_ahead, note_ends
-from mqstore.log.recovery import Outcome, Progress, RecoverOptions, recover, unlisted_queue
-from mqstore.log.report import Finding, RecoveryReport
+from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segments, rename_segments
+from mqstore.log.recovery.parts import StoreParts
+from mqstore.log.recovery.queueends import is_progress_ahead, note_ends
+from mqstore.log.recovery.recover import Outcome, Progress, RecoverOptions, recover, unlisted_queue
+from mqstore.log.recovery.report import Finding, RecoveryReport
+from mqstore.log.recovery.scanner import End, scan_log, until_torn
+from mqstore.log.recovery.verify import Verifier
+from mqstore.log.recovery.watermark import first_record_time, written_end
 from mqstore.log.reput import Dispatcher
 from mqstore.log.retention import disk_ratio, expired_before
-from mqstore.log.scanner import End, scan_log, until_torn
-from mqstore.log.shard import Limits
-from mqstore.log.splice import Splicer, SpliceResult, Undone, undo, would_undo
 from mqstore.log.stats import StoreStats
 from mqstore.log.tip import QueueRef
-from mqstore.log.txn import TXN_FILE, Intent, IntentWatch, TxnFile
-from mqstore.log.verify import Verifier
-from mqstore.log.watermark import first_record_time, written_end
 from mqstore.log.writer import StoreWriter
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, delay_table_ms, seconds
 from mqstore.signalsafe import Bell, is_held_here

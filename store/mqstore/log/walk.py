@@ -33,12 +33,12 @@ from mqstore.layout.consumequeue import UNIT_BYTES, is_void
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.message import Message
 from mqstore.log.reader import LOST_SEGMENTS
-from mqstore.log.report import Finding
-from mqstore.log.scanner import Bad, End, Good, scan_log
-from mqstore.log.slots import Placed
+from mqstore.log.recovery.report import Finding
+from mqstore.log.recovery.scanner import Bad, End, Good, scan_log
+from mqstore.log.recovery.slots import Placed
+from mqstore.log.recovery.verify import Gap, Verifier
 from mqstore.log.store import MessageStore
 from mqstore.log.stretch import Stretch
-from mqstore.log.verify import Gap, Verifier
 
 __all__ = ["damage_at", "in_log_order", "walk_log", "walk_queue"]
 

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from mqstore.spark.ordering import ordered
     from mqstore.spark.queries import create_views, sql
     from mqstore.spark.selection import select
     from mqstore.spark.sessions import session
+    from mqstore.spark.sink import ordered
 
 __all__ = [
     "create_views",
@@ -40,7 +40,7 @@ __all__ = [
 
 _LAZY: Final = {
     "create_views": "mqstore.spark.queries",
-    "ordered": "mqstore.spark.ordering",
+    "ordered": "mqstore.spark.sink",
     "select": "mqstore.spark.selection",
     "session": "mqstore.spark.sessions",
     "sql": "mqstore.spark.queries",

@@ -15,6 +15,7 @@ years 1 to 9999, which only a damaged or foreign record has, is null.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -33,7 +34,7 @@ from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties, is_reserved
 from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.report import Finding, Kind
+from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import TagFilter, parse_tags
 from mqstore.spark.arrow import cut, laid, spread, text
@@ -259,11 +260,16 @@ def _host(*, store: bool) -> Callable[[Piece], Any]:
     def column(piece: Piece) -> Any:
         headers = piece.headers
         assert headers is not None
-        at = headers.positions + ((STORE_HOST_AT_V4 - IPV4_BYTES) + headers.born_host_size if store else BORN_HOST_AT)
-        sizes = headers.store_host_size if store else headers.born_host_size
-        coded = cut(piece.buffer, at, at + sizes).dictionary_encode()
-        hosts = [decode_host(host) for host in coded.dictionary.to_pylist()]
-        return pa.array(hosts, _STRING).take(coded.indices)
+        if (headers.sys_flag & (BORN_HOST_V6 | STORE_HOST_V6)).any():
+            at = BORN_HOST_AT if not store else STORE_HOST_AT_V4 - IPV4_BYTES + headers.born_host_size
+            sizes = headers.store_host_size if store else headers.born_host_size
+            coded = cut(piece.buffer, headers.positions + at, headers.positions + at + sizes).dictionary_encode()
+            raw = coded.dictionary.to_pylist()
+        else:
+            words = headers.head_words(STORE_HOST_AT_V4 if store else BORN_HOST_AT)
+            coded = pa.array(words.copy()).dictionary_encode()
+            raw = [value.to_bytes(IPV4_BYTES, sys.byteorder) for value in coded.dictionary.to_pylist()]
+        return pa.array([decode_host(host) for host in raw], _STRING).take(coded.indices)
 
     return column
 
@@ -451,35 +457,22 @@ class ColumnReader:
         return part
 
     def _body_of(self, piece: Piece, row: int) -> bytes | str:
-        """The body of a compressed record; if it does not inflate, the text for its row."""
+        """The body of a compressed record; if it does not inflate, which is damage, the text for its row."""
         headers = piece.headers
         assert headers is not None
-        start, size = int(headers.body_position[row]), int(headers.body_size[row])
+        at, size = int(headers.body_position[row]), int(headers.body_size[row])
         try:
-            return inflate(int(headers.sys_flag[row]), piece.buffer[start : start + size])
+            return inflate(int(headers.sys_flag[row]), piece.buffer[at : at + size])
         except (FormatError, MissingPackageError) as error:
-            return self._not_inflated(piece, row, error)
-
-    def _not_inflated(self, piece: Piece, row: int, error: Exception) -> str:
-        """Tell of a body that does not inflate; the text for its row."""
-        headers = piece.headers
-        assert headers is not None
-        where = f"{self._topic_name(piece, row)}, queue {headers.queue_id[row]}, offset {headers.queue_offset[row]}"
-        missing = isinstance(error, MissingPackageError)
-        detail = str(error) if missing else f"{where}: its body does not inflate: {error}"
-        kind: Kind = "not_inflated" if missing else "bad_record"
-        place = place_in_file(int(headers.physical_offset[row]), self.store.manifest.commitlog_segment_bytes)
-        self.policy.damage(Finding(kind, *place, int(headers.size[row]), detail))
-        return detail
-
-    @staticmethod
-    def _topic_name(piece: Piece, row: int) -> str:
-        if piece.topic is not None:
-            return piece.topic
-        headers = piece.headers
-        assert headers is not None
-        at = int(headers.topic_position[row])
-        return str(piece.buffer[at : at + int(headers.topic_size[row])], "utf-8", "replace")
+            at, size = int(headers.topic_position[row]), int(headers.topic_size[row])
+            topic = str(piece.buffer[at : at + size], "utf-8", "replace")
+            where = f"{topic}, queue {headers.queue_id[row]}, offset {headers.queue_offset[row]}"
+            missing = isinstance(error, MissingPackageError)
+            detail = str(error) if missing else f"{where}: its body does not inflate: {error}"
+            kind: Kind = "not_inflated" if missing else "bad_record"
+            place = place_in_file(int(headers.physical_offset[row]), self.store.manifest.commitlog_segment_bytes)
+            self.policy.damage(Finding(kind, *place, int(headers.size[row]), detail))
+            return detail
 
     def _batch(self, pieces: list[Piece]) -> Any:
         arrays = []

@@ -38,7 +38,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("writing columns needs pyarrow: pip install 'mqstore[spark]', or pyarrow alone") from error
 
-from mqstore.broker.delayroute import delay_route
+from mqstore.broker.delay.route import delay_route
 from mqstore.broker.names import check_user_topic, is_system_topic
 from mqstore.broker.routing import MAX_MESSAGE_GROUP
 from mqstore.broker.selection import GroupHash, group_queue, jump_hash_many
@@ -570,15 +570,9 @@ class _Slice:
         values = self._columns.get(name)
         if values is None:
             return np.full(self._rows, default_ms, np.int64)
-        unit = values.type.unit
-        raw = values.cast(pa.timestamp(unit)).cast(pa.int64()).fill_null(0).to_numpy()
-        if unit == "s":
-            times = raw * 1000
-        else:
-            step = {"ms": 1, "us": 1000, "ns": 1_000_000}[unit]
-            times = -(-raw // step) if up else raw // step
-        nulls = _nulls(values)
-        return cast(_Int64s, np.where(nulls, default_ms, times))
+        raw = values.cast(pa.timestamp("us")).cast(pa.int64()).fill_null(0).to_numpy()  # Spark's unit
+        times = -(-raw // 1000) if up else raw // 1000
+        return cast(_Int64s, np.where(_nulls(values), default_ms, times))
 
     # -- delayed rows ------------------------------------------------------------------------------------------------
 

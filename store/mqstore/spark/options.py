@@ -150,9 +150,11 @@ class SourceOptions:
                 "options maxOffsetsPerTrigger and maxBytesPerTrigger exclude each other: Spark knows one limit a "
                 "source; give one of them"
             )
-        if self.commit_group is not None and self.read_by == "log":
+        by_queue = self.set_among(("commitGroup", "maxOffsetsPerTrigger"))
+        if by_queue and self.read_by == "log":
             raise ConfigError(
-                "option commitGroup needs progress by queues, and readBy=log has one position a store: use readBy=queue"
+                f"option {next(iter(by_queue))} goes by queues, and readBy=log has one position in bytes for a store: "
+                "use readBy=queue; a limit by bytes, maxBytesPerTrigger, goes with readBy=log"
             )
         return self._only_for("stream", "spark.readStream", "spark.read")
 

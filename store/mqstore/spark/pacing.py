@@ -5,8 +5,9 @@ than their next message get one message each, for up to half of the limit; what 
 use it. Who is first changes from batch to batch, so nobody starves behind the large ones. A batch is larger than its
 limit only if it is a single message, and it is never empty while something waits.
 
-Bytes are those of records. What waits is estimated from samples; what is taken is counted, by the sizes in the units
-of a queue, or by walking the log.
+Bytes are those of records. The size of a backlog is estimated from samples; what is taken of a queue is counted by the
+sizes in its units. A log is cut at any byte: the record that begins before the cut belongs to the batch. So a batch of
+a log may exceed its limit by a part of one record, and it may be empty if a record is larger than the limit.
 """
 
 from __future__ import annotations
@@ -24,17 +25,15 @@ import numpy.typing as npt
 from mqstore.errors import TopicNotFoundError
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.scanner import Good, scan_log
 from mqstore.log.store import MessageStore
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import mean_size, open_store, stores_of
 from mqstore.spark.positions import Key, Offsets
 
-__all__ = ["Costs", "Limit", "Messages", "admit", "costs_of"]
+__all__ = ["Costs", "Limit", "Positions", "admit", "costs_of"]
 
 _CHUNK_UNITS = 8192
 _STORES_OPEN = 8
-_Int64s = npt.NDArray[np.int64]
 
 
 class Limit(NamedTuple):
@@ -95,8 +94,8 @@ def admit(begin: Mapping[Key, int], end: Mapping[Key, int], most: int, costs: Co
     return at
 
 
-class Messages:
-    """Each message of a queue costs 1."""
+class Positions:
+    """Each position costs 1: a message of a queue, or a byte of a log."""
 
     def weight(self, key: Key, start: int, stop: int) -> float:
         return stop - start
@@ -109,9 +108,12 @@ class Messages:
         return start + 1, 1
 
 
-class _Looked:
-    """What costs something only a look at the store tells. Opens stores when they are needed, and keeps the last few:
-    each has a descriptor a queue, and a fleet has many. To be closed."""
+class _QueueBytes:
+    """A message of a queue costs the size of its record, as its unit says.
+
+    Opens stores when they are needed, and keeps the last few open: a store has one descriptor for each queue, and a
+    fleet has many stores. To be closed.
+    """
 
     def __init__(self, options: SourceOptions) -> None:
         self._names = {name.id: name for name in stores_of(options)}
@@ -124,43 +126,13 @@ class _Looked:
         while self._open:
             self._open.popitem()[1].close()
 
-    def store(self, key: Key) -> MessageStore:
+    def _queue(self, key: Key) -> ConsumeQueue:
         if key.store not in self._open:
             while len(self._open) >= _STORES_OPEN:
                 self._open.popitem(last=False)[1].close()
             self._open[key.store] = open_store(self._names[key.store])
         self._open.move_to_end(key.store)
-        return self._open[key.store]
-
-    def weight(self, key: Key, start: int, stop: int) -> float:
-        raise NotImplementedError
-
-    def chunks(self, key: Key, start: int, stop: int) -> Iterator[tuple[_Int64s, _Int64s]]:
-        """Of messages in order: the positions behind them, and what they cost."""
-        raise NotImplementedError
-
-    def reach(self, key: Key, start: int, stop: int, budget: int) -> tuple[int, int]:
-        at, used = start, 0
-        for behind, costs in self.chunks(key, start, stop):
-            totals = used + np.cumsum(costs)
-            fits = int(np.searchsorted(totals, budget, side="right"))
-            if fits:
-                at, used = int(behind[fits - 1]), int(totals[fits - 1])
-            if fits < len(totals):
-                return at, used
-        return stop, used
-
-    def step(self, key: Key, start: int, stop: int) -> tuple[int, int]:
-        for behind, costs in self.chunks(key, start, stop):
-            return int(behind[0]), int(costs[0])
-        return stop, 0
-
-
-class _QueueBytes(_Looked):
-    """A message of a queue costs the size of its record, as its unit says."""
-
-    def _queue(self, key: Key) -> ConsumeQueue:
-        found = self.store(key)._queues.get(key.topic, key.queue_id)
+        found = self._open[key.store]._queues.get(key.topic, key.queue_id)
         if found is None:
             raise TopicNotFoundError(f"{key} has been removed just now")
         return found
@@ -168,53 +140,31 @@ class _QueueBytes(_Looked):
     def weight(self, key: Key, start: int, stop: int) -> float:
         return mean_size(self._queue(key), start, stop) * (stop - start)
 
-    def chunks(self, key: Key, start: int, stop: int) -> Iterator[tuple[_Int64s, _Int64s]]:
-        count = 256
+    def _sizes(self, key: Key, start: int, count: int) -> npt.NDArray[np.int64]:
+        units = self._queue(key).units(start, count)
+        return np.where(is_message(units), units["size"], 0).astype(np.int64)
+
+    def reach(self, key: Key, start: int, stop: int, budget: int) -> tuple[int, int]:
+        used, count = 0, 256
         while start < stop:
-            units = self._queue(key).units(start, min(count, stop - start))
-            sizes = np.where(is_message(units), units["size"], 0).astype(np.int64)
-            yield np.arange(start + 1, start + 1 + len(units), dtype=np.int64), sizes
-            start, count = start + len(units), _CHUNK_UNITS
+            totals = used + np.cumsum(self._sizes(key, start, min(count, stop - start)))
+            fits = int(np.searchsorted(totals, budget, side="right"))
+            if fits:
+                start, used = start + fits, int(totals[fits - 1])
+            if fits < len(totals):
+                break
+            count = _CHUNK_UNITS
+        return start, used
 
-
-class _LogRecords(_Looked):
-    """A record of a log costs its size, or 1. What is no record costs nothing."""
-
-    def __init__(self, options: SourceOptions, unit: Literal["messages", "bytes"]) -> None:
-        super().__init__(options)
-        self._by_bytes = unit == "bytes"
-
-    def weight(self, key: Key, start: int, stop: int) -> float:
-        if self._by_bytes:
-            return stop - start
-        for behind, costs in self.chunks(key, start, stop):
-            return (stop - start) / (int(behind[-1]) - start) * len(costs)
-        return 1
-
-    def chunks(self, key: Key, start: int, stop: int) -> Iterator[tuple[_Int64s, _Int64s]]:
-        store = self.store(key)
-        for event in scan_log(store._run, start, store._checksum, checksums=False, on_front=lambda _: None):
-            if not isinstance(event, Good):
-                continue
-            places = event.headers.positions + event.base
-            behind = np.minimum(np.append(places[1:], event.end), stop)
-            inside = int(np.searchsorted(places, stop))
-            sizes = event.headers.size.astype(np.int64)
-            costs = sizes if self._by_bytes else np.ones(len(sizes), np.int64)
-            if inside:
-                yield behind[:inside], costs[:inside]
-            if inside < len(places) or event.end >= stop:
-                return
+    def step(self, key: Key, start: int, stop: int) -> tuple[int, int]:
+        return start + 1, int(self._sizes(key, start, 1)[0])
 
 
 @contextmanager
 def costs_of(options: SourceOptions, limit: Limit) -> Iterator[Costs]:
-    """What counts against `limit`. Stores that have to be looked at are open as long as this is."""
-    if options.read_by == "log":
-        with _LogRecords(options, limit.unit) as records:
-            yield records
-    elif limit.unit == "bytes":
+    """Return the costs that count against `limit`. Stores that have to be looked at stay open until the exit."""
+    if limit.unit == "bytes" and options.read_by != "log":
         with _QueueBytes(options) as sizes:
             yield sizes
     else:
-        yield Messages()
+        yield Positions()

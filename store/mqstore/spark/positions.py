@@ -3,19 +3,17 @@
 `{"v":1,"s":{store:{topic:{queue:n}}}}`, n the queue offset of the next message; with readBy=log, which has one position
 a store, `{"v":1,"p":{store:physical offset}}`. Spark compares offsets as text, so each has one spelling: sorted.
 
-A store without a name of its own goes by its absolute path. Checkpoints of old have that path as the query spelled it,
-`var/mq` or `./var/mq/`; `renamed` makes these the same store.
+A store without a name of its own goes by its absolute path, however the query spelled it.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mqstore.errors import ConfigError
 
-__all__ = ["Key", "Offsets", "decode_offset", "encode_offset", "renamed"]
+__all__ = ["Key", "Offsets", "decode_offset", "encode_offset"]
 
 _VERSION = 1
 
@@ -79,16 +77,4 @@ def decode_offset(value: Any, *, by_log: bool) -> Offsets:
             raise ValueError("an offset is a whole number from 0")
     except (KeyError, AttributeError, ValueError) as error:
         raise ConfigError(f"the checkpoint has a damaged offset ({error}): {value!r:.200}") from error
-    return found
-
-
-def renamed(offsets: Offsets, known: Collection[str]) -> Offsets:
-    """The offsets with stores that are not `known`, but whose absolute path is, under that path. Where two spellings
-    of one store have come apart, the further position counts: what lies before it was read under one of them."""
-    found: Offsets = {}
-    for key, offset in offsets.items():
-        path = os.path.abspath(key.store)
-        if key.store not in known and path in known:
-            key = key._replace(store=path)
-        found[key] = max(offset, found.get(key, 0))
     return found

@@ -26,7 +26,6 @@ first batch ends where it begins: empty, it pins the position.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -59,7 +58,7 @@ from mqstore.spark.plan import (
     weigh,
     weigh_log,
 )
-from mqstore.spark.positions import Key, Offsets, decode_offset, encode_offset, renamed
+from mqstore.spark.positions import Key, Offsets, decode_offset, encode_offset
 from mqstore.spark.telling import warn_once
 
 __all__ = ["Snapshot", "StreamProgress", "advance", "look"]
@@ -389,10 +388,7 @@ class StreamProgress:
         return encode_offset(offsets, by_log=self._by_log)
 
     def _decode(self, value: Any) -> Offsets:
-        offsets = decode_offset(value, by_log=self._by_log)
-        if all(os.path.abspath(store) == store for store in {key.store for key in offsets}):
-            return offsets  # a fleet need not be listed for that
-        return renamed(offsets, {name.id for name in stores_of(self._options)})
+        return decode_offset(value, by_log=self._by_log)
 
 
 def _numbers(value: Any) -> Iterator[int]:

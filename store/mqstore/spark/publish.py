@@ -57,11 +57,11 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import decode_json, encode_json, load_json, read_json, save_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer, writer_alive
 from mqstore.layout.record import BLANK_BYTES
+from mqstore.log.bulk.inbox import check_highest, topics_entered
+from mqstore.log.bulk.txn import read_txn
 from mqstore.log.commitlog import ALLOWANCE
-from mqstore.log.inbox import check_highest, topics_entered
 from mqstore.log.manifest import MANIFEST, NOT_YET
 from mqstore.log.store import MessageStore
-from mqstore.log.txn import read_txn
 from mqstore.options import Profile, StoreConfig
 from mqstore.spark.encode import Rules, TopicRule
 from mqstore.spark.plan import StoreName, open_store

@@ -26,14 +26,14 @@ import numpy.typing as npt
 
 from mqstore.errors import CorruptStoreError
 from mqstore.layout.consumequeue import UNIT_DTYPE, is_void
-from mqstore.layout.dispatch import is_listed
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.record import BODY_AT_V4, MIN_RECORD_BYTES, TRANSACTION_COMMIT, TRANSACTION_MASK, check_record
 from mqstore.layout.scan import Headers, gather, ordinary_bodies, topic_is, verify, walk
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
-from mqstore.log.report import Finding
-from mqstore.log.scanner import Bad, Good, first_good_in, scan_segment
+from mqstore.log.reader import sound_records
+from mqstore.log.recovery.report import Finding
+from mqstore.log.recovery.scanner import Bad, Good, first_good_in, scan_segment
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import TagFilter
 from mqstore.spark.arrow import cut
@@ -45,7 +45,6 @@ _Int64s = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 _Buffer = mmap.mmap | bytes
 _CHUNK_UNITS = 1 << 16
-_FILTERED_CHUNK_UNITS = 1 << 18
 _ENOUGH_ROWS = 4096
 """A batch of so many rows costs little more a row than a larger one."""
 
@@ -196,46 +195,52 @@ class QueueScan:
     ) -> Iterator[list[Piece]]:
         """Messages of queue offsets [start, stop), in order. `records` False looks at units alone; `tags` lets pass
         what its hash lets pass, so some that it would not."""
-        store, policy = self._store, self._policy
-        queue = store._queues.get(topic, queue_id)
+        queue = self._store._queues.get(topic, queue_id)
         if queue is None:
-            return
-        step = _CHUNK_UNITS if tags is None else _FILTERED_CHUNK_UNITS
+            return iter(())
+        pieces = self._pieces(queue, start, stop, records, tags)
+        return _joined(pieces, self._policy.max_rows, self._policy.max_bytes if records else 1 << 62, _ENOUGH_ROWS)
+
+    def _pieces(
+        self, queue: ConsumeQueue, start: int, stop: int, records: bool, tags: TagFilter | None
+    ) -> Iterator[Piece]:
+        store, policy = self._store, self._policy
         while start < stop:
-            count = min(step, stop - start)
+            count = min(_CHUNK_UNITS, stop - start)
             units = queue.units(start, count)
-            live = (units["size"] > 0) & (units["physical_offset"] >= 0)
-            slots = np.arange(start, start + count, dtype=np.int64)
+            whole = _of_units(*queue.ref, np.arange(start, start + count, dtype=np.int64), units)
+            live = (whole.sizes > 0) & (whole.physical >= 0)
             if not live.all():
                 store._find_news()
                 queue.correct_min(store.min_offset)  # retention may have taken the file they were in
-                gone = ~live & (slots < queue.min_offset)
+                gone = ~live & (whole.slots < queue.min_offset)
                 if live[0] or gone[0]:
                     # Up to the first hole; what comes behind is looked at next, so that rows stay in order.
                     count = int(np.argmax(~live & ~gone)) or count
                 else:
                     count = int(np.argmax(live)) or count
-                    yield from self._holes(queue, slots[:count])
+                    yield from self._holes(queue, whole.slots[:count])
                 policy.removed += int(gone[:count].sum())
-                units, slots, live = units[:count], slots[:count], live[:count]
+                units, whole, live = units[:count], whole.take(slice(count)), live[:count]
             live &= ~is_void(units)
             if tags is not None:
                 live &= tags.units(units["tags_code"].astype(np.int64))
-            whole = _of_units(topic, queue_id, slots[live], units[live])
+            if not live.all():
+                whole = whole.take(live)
             if records:
-                yield from _joined(self._looked_up(queue, whole), policy)
+                yield from self._looked_up(queue, whole)
             else:
-                yield from ([whole.take(rows)] for rows in _spans(whole.sizes, policy.max_rows, 1 << 62))
+                yield from map(whole.take, _spans(whole.sizes, policy.max_rows, 1 << 62))
             start += count
 
-    def _holes(self, queue: ConsumeQueue, slots: _Int64s) -> Iterator[list[Piece]]:
+    def _holes(self, queue: ConsumeQueue, slots: _Int64s) -> Iterator[Piece]:
         """Units that are not there, though later ones are."""
         for slot in slots.tolist():
             finding = queue.missing_units(slot, slot)
             self._policy.damage(finding)
             if self._policy.on_corrupt == "keep":
                 one, bad = np.full(1, -1, np.int64), np.ones(1, np.bool_)
-                yield [Piece(*queue.ref, np.full(1, slot), one, one, None, bad=bad, errors=[finding.detail])]
+                yield Piece(*queue.ref, np.full(1, slot), one, one, None, bad=bad, errors=[finding.detail])
 
     def _looked_up(self, queue: ConsumeQueue, whole: Piece) -> Iterator[Piece]:
         """`whole` by the segments that its records lie in, checked."""
@@ -260,20 +265,9 @@ class QueueScan:
             yield piece
             return
         store, policy = self._store, self._policy
-        rows = np.flatnonzero((positions + piece.sizes <= len(buffer)) & (piece.sizes >= MIN_RECORD_BYTES))
-        headers = gather(buffer, positions[rows], topic=queue.topic_bytes)
-        fine = headers.ok & (headers.size == piece.sizes[rows]) & (headers.physical_offset == piece.physical[rows])
-        if not fine.all():
-            rows = rows[fine]
-            headers = gather(buffer, positions[rows])
-        fine = verify(buffer, headers, store._checksum) if policy.verify else np.ones(len(rows), np.bool_)
-        own = (headers.queue_id == queue.queue_id) & (headers.queue_offset == piece.slots[rows])
-        own &= topic_is(buffer, headers, queue.topic_bytes)
-        for i in np.flatnonzero(fine & ~own).tolist():
-            fine[i] = is_listed(buffer, int(positions[rows[i]]), *queue.ref, int(piece.slots[rows[i]]))
-        if not fine.all():
-            rows = rows[fine]
-            headers = gather(buffer, positions[rows])
+        checksum = store._checksum if policy.verify else None
+        units = piece.physical, piece.sizes, piece.slots
+        rows, headers = sound_records(queue, buffer, positions, *units, checksum)
         if len(rows) < len(piece):
             piece.bad = np.ones(len(piece), np.bool_)
             piece.bad[rows] = False
@@ -355,13 +349,13 @@ def at_once(store: MessageStore, parts: Sequence[tuple[str, int, int, int]], pol
     return piece
 
 
-def _joined(pieces: Iterator[Piece], policy: Policy, enough: int = _ENOUGH_ROWS) -> Iterator[list[Piece]]:
+def _joined(pieces: Iterator[Piece], max_rows: int, max_bytes: int, enough: int) -> Iterator[list[Piece]]:
     """Pieces by batches: small ones together, each as it comes once there are `enough` rows. Joining costs a copy."""
     group: list[Piece] = []
     rows = size = 0
     for piece in pieces:
         more = int(piece.sizes.sum())
-        if group and (rows >= enough or rows + len(piece) > policy.max_rows or size + more > policy.max_bytes):
+        if group and (rows >= enough or rows + len(piece) > max_rows or size + more > max_bytes):
             yield group
             group, rows, size = [], 0, 0
         group.append(piece)

@@ -1,4 +1,4 @@
-"""Which messages of which stores a job reads, its plan, and the form of its results.
+"""Which messages of which stores a job reads, and the form of its results.
 
 select(...)  -> Selection       checked before anything is opened
 Selection    -> tasks           lists of slices (`mqstore.spark.plan`), or stores
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from typing import Any
 
 from mqstore.errors import ConfigError, NotAStoreError
 from mqstore.log.reader import to_ms
-from mqstore.log.store import MessageStore
 from mqstore.spark.options import OPTIONS, SourceOptions
 from mqstore.spark.plan import (
     LogSlice,
@@ -25,7 +24,6 @@ from mqstore.spark.plan import (
     Slice,
     StoreName,
     have_queues_lost,
-    is_wanted,
     open_store,
     plan,
     queues_of,
@@ -34,7 +32,6 @@ from mqstore.spark.plan import (
 
 __all__ = [
     "Bound",
-    "Plan",
     "Selection",
     "Shaped",
     "Stores",
@@ -50,7 +47,6 @@ Bound = int | datetime | None
 """Where reading begins, or ends before: a queue offset, or a store time (UTC, if it does not say)."""
 
 _LAST = (1 << 63) - 1
-_SAMPLED = 4096
 _NAMED = 20
 
 
@@ -75,68 +71,6 @@ def _plain(value: Any) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     raise TypeError(f"{type(value).__name__} does not belong into a result")
-
-
-@dataclass(frozen=True, slots=True)
-class Plan(Shaped):
-    """What a job would read; made without Spark and Java, from consume queues alone."""
-
-    stores: int
-    queues: int
-    messages: int
-    """0 for ranges of a commitlog, whose messages nobody has counted."""
-    bytes: int
-    """Of records, about: of a large queue a few records are looked at."""
-    tasks: int
-    """Without a session whose slots are to be filled (`slots_of`)."""
-
-    @classmethod
-    def of_slices(cls, tasks: Sequence[Sequence[Slice]]) -> Plan:
-        """The plan of tasks that are lists of slices."""
-        by_store: dict[StoreName, list[Slice]] = {}
-        for task in tasks:
-            for piece in task:
-                by_store.setdefault(piece.store, []).append(piece)
-        queues: set[tuple[StoreName, str, int]] = set()
-        messages = size = 0
-        for name, pieces in by_store.items():
-            with open_store(name) as store:
-                for piece in pieces:
-                    if isinstance(piece, LogSlice):
-                        size += piece.stop - piece.start
-                        continue
-                    queues.add((name, piece.topic, piece.queue_id))
-                    messages += piece.stop - piece.start
-                    size += _bytes_of(store, piece)
-        return cls(len(by_store), len(queues), messages, size, len(tasks))
-
-    @classmethod
-    def of_stores(cls, selection: Selection, wanted: Callable[[str], bool] | None = None) -> Plan:
-        """The plan of a job that has a task a store and looks at queues of the topics `wanted`, not at messages."""
-        names = selection.stores()
-        wanted = wanted or is_wanted(selection.options)
-        queues = messages = 0
-        for name in names:
-            with open_store(name) as store:
-                for ref in (ref for topic in store.topics() if wanted(topic) for ref in store.queues(topic)):
-                    low, high = store.offsets(*ref)
-                    queues += 1
-                    messages += high - low
-        return cls(len(names), queues, messages, 0, len(names))
-
-
-def _bytes_of(store: MessageStore, piece: QueueSlice) -> int:
-    """Of the records of a slice; exact for a few, else from three samples."""
-    start, stop = piece.start, piece.stop
-    count = stop - start
-    third = _SAMPLED // 3
-    places = (
-        [(start, count)] if count <= _SAMPLED else [(at, third) for at in (start, (start + stop) // 2, stop - third)]
-    )
-    sizes = [store.units(piece.topic, piece.queue_id, at, some)["size"] for at, some in places]
-    sampled = sum(int(each[(each > 0) & (each < 0x7FFF_FFFF)].sum(dtype="int64")) for each in sizes)
-    looked_at = sum(len(each) for each in sizes)
-    return round(sampled * count / looked_at) if looked_at else 0
 
 
 # -- which messages ----------------------------------------------------------------------------------------------------

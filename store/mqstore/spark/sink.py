@@ -22,25 +22,13 @@ import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-import pyspark.sql.datasource as datasource
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
-from pyspark.sql.types import (
-    ArrayType,
-    BinaryType,
-    DataType,
-    IntegerType,
-    LongType,
-    MapType,
-    Row,
-    StringType,
-    StructType,
-)
+from pyspark.sql import DataFrame
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.types import StructType
 
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.spark.encode import Encoder
@@ -51,13 +39,11 @@ from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
 from mqstore.spark.telling import plain_errors
 from mqstore.spark.workers import settle
 
-__all__ = ["BATCH_PROPERTY", "QUERY_PROPERTY", "Staged", "batch_writer", "stream_writer"]
+__all__ = ["BATCH_PROPERTY", "QUERY_PROPERTY", "Staged", "batch_writer", "ordered", "stream_writer"]
 
 QUERY_PROPERTY: Final = "sql.streaming.queryId"
 BATCH_PROPERTY: Final = "streaming.sql.batchId"
 """Local properties of a task of a streaming query."""
-_ROWS: Final = 10_000
-"""Rows that the row writers put together: as many as Spark does."""
 
 
 @dataclass
@@ -72,11 +58,8 @@ class Staged(WriterCommitMessage):
 
 
 @plain_errors()
-def batch_writer(
-    given: Mapping[str, str], schema: StructType, overwrite: bool, *, arrow: bool = True
-) -> DataSourceWriter:
-    """The writer of a job. ConfigError for options, columns or a target that do not fit. Without `arrow` it is given
-    rows, one by one, as a Spark that has no Arrow writers gives them.
+def batch_writer(given: Mapping[str, str], schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
+    """Return the writer of a job. ConfigError for options, columns or a target that do not fit.
 
     StoreLockedError if the target is locked: else the commit would find out, after all tasks. The writer of a stream
     does not look, for Spark makes it once more for each commit and abort.
@@ -84,17 +67,15 @@ def batch_writer(
     options = _checked(given, schema, overwrite)
     plan = _planned(options)
     check_lock(options)
-    write = _Write(options, plan, overwrite, f"job-{uuid.uuid4().hex}", schema)
-    return _ArrowWriter(write) if arrow else _RowWriter(write)
+    return _BatchWriter(_Write(options, plan, overwrite, f"job-{uuid.uuid4().hex}"))
 
 
 @plain_errors()
-def stream_writer(given: Mapping[str, str], schema: StructType, overwrite: bool, *, arrow: bool = True) -> Any:
-    """The writer of a stream's batch, as `batch_writer`. `overwrite`: output mode `complete`."""
+def stream_writer(given: Mapping[str, str], schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
+    """Return the writer of a stream's batch, as `batch_writer`. `overwrite`: output mode `complete`."""
     options = _checked(given, schema, overwrite)
     options.check_stream()
-    write = _Write(options, _planned(options), overwrite, None, schema)
-    return _STREAM_WRITERS[arrow and _ARROW_STREAMS](write)
+    return _StreamWriter(_Write(options, _planned(options), overwrite, None))
 
 
 def _checked(given: Mapping[str, str], schema: StructType, overwrite: bool) -> SinkOptions:
@@ -126,7 +107,6 @@ class _Write:
     overwrite: bool
     job: str | None
     """None: of a stream; who writes is known in the tasks only."""
-    schema: StructType
     writer: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Where its tasks stage, apart from those of another driver that is at the same batch. Of a stream only the tasks
     know it, by the object that the batch was planned with."""
@@ -223,8 +203,8 @@ class _Write:
 # -- what Spark calls --------------------------------------------------------------------------------------------------
 
 
-class _Batches:
-    """What all writers do. Spark wants classes of their own for jobs and streams, for rows and Arrow batches."""
+class _Writer:
+    """Methods of both writers. Spark wants one class for jobs and one for streams."""
 
     def __init__(self, write: _Write) -> None:
         self._write = write
@@ -235,7 +215,7 @@ class _Batches:
 
     @plain_errors()
     def commit(self, messages: Any, *batch_id: int) -> None:
-        """`batch_id`: of a stream. Its tasks have told it already."""
+        """`batch_id` comes with a stream only. The messages of its tasks have it already."""
         self._write.commit(messages)
 
     @plain_errors()
@@ -243,65 +223,30 @@ class _Batches:
         self._write.abort(messages)
 
 
-class _Rows(_Batches):
-    @plain_errors()
-    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        return self._write.stage(_batches(iterator, self._write.schema))
+class _BatchWriter(_Writer, DataSourceArrowWriter):
+    """Writer of a job."""
 
 
-_ARROW_STREAMS: Final = hasattr(datasource, "DataSourceStreamArrowWriter")
-"""Spark 4.1 has them."""
-_ArrowStreamBase: Any = getattr(datasource, "DataSourceStreamArrowWriter", DataSourceStreamWriter)
+class _StreamWriter(_Writer, DataSourceStreamArrowWriter):
+    """Writer of a stream's batch."""
 
 
-class _ArrowWriter(_Batches, DataSourceArrowWriter):
-    """Of a job, given batches."""
+def ordered(frame: DataFrame, *, key: str = "sharding_key", by: Sequence[str]) -> DataFrame:
+    """`frame` with all rows of a key in one partition, and there in the order of the columns `by`.
 
+    A task writes the rows of its partition in their order, and what it wrote goes into the log as one block: so the
+    messages of a key follow each other in a queue as `by` says. Across tasks Spark knows no order. Use it last before
+    `write`: what comes after it may move rows, but for a `drop` of columns that a message does not have. Rows without a
+    key all meet in one partition, which may become large.
 
-class _RowWriter(_Rows, DataSourceWriter):
-    """Of a job, given rows."""
-
-
-class _ArrowStreamWriter(_Batches, _ArrowStreamBase):
-    """Of a stream, given batches."""
-
-
-class _RowStreamWriter(_Rows, DataSourceStreamWriter):
-    """Of a stream, given rows."""
-
-
-_STREAM_WRITERS: Final[Mapping[bool, Any]] = {True: _ArrowStreamWriter, False: _RowStreamWriter}
-
-
-# -- rows --------------------------------------------------------------------------------------------------------------
-
-
-def _batches(rows: Iterator[Any], schema: StructType) -> Iterator[Any]:
-    """Rows as the record batches that Spark would have sent."""
-    import pyarrow as pa
-
-    fields = [pa.field(each.name, _arrow_type(each.dataType, pa)) for each in schema.fields]
-    while chunk := list(islice(rows, _ROWS)):
-        columns = [pa.array([_cell(row[i]) for row in chunk], each.type) for i, each in enumerate(fields)]
-        yield pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
-
-
-def _cell(value: Any) -> Any:
-    if isinstance(value, dict):
-        return list(value.items())
-    if isinstance(value, list):
-        return [each.asDict() if isinstance(each, Row) else each for each in value]
-    # Spark gives times of day where the worker stands, without saying so.
-    return value.astimezone(UTC) if hasattr(value, "astimezone") else value
-
-
-def _arrow_type(kind: DataType, pa: Any) -> Any:
-    """Of the types that a frame to be written may have; `check_columns` has seen that there are no others."""
-    if isinstance(kind, MapType):
-        return pa.map_(_arrow_type(kind.keyType, pa), _arrow_type(kind.valueType, pa))
-    if isinstance(kind, ArrayType):
-        return pa.list_(_arrow_type(kind.elementType, pa))
-    if isinstance(kind, StructType):
-        return pa.struct([(each.name, _arrow_type(each.dataType, pa)) for each in kind.fields])
-    simple = {StringType: pa.string(), BinaryType: pa.binary(), IntegerType: pa.int32(), LongType: pa.int64()}
-    return simple.get(type(kind), pa.timestamp("us", "UTC"))
+    ConfigError for a column that is not there, and for no `by`.
+    """
+    by = [by] if isinstance(by, str) else list(by)
+    missing = [name for name in (key, *by) if name not in frame.columns]
+    if missing:
+        raise ConfigError(
+            f"ordered: the frame has no column {', '.join(map(repr, missing))}; there are {', '.join(frame.columns)}"
+        )
+    if not by:
+        raise ConfigError("ordered: by names no column; without one the rows of a key have no order, as in by=['time']")
+    return frame.repartition(key).sortWithinPartitions(*by)

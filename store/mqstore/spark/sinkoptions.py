@@ -179,7 +179,7 @@ SINK_OPTIONS: Final = OptionTable(
 """Every option of the sink."""
 
 
-ONLY_FOR_WRITING: Final = frozenset(name.lower() for name in SINK_OPTIONS.options) - {"path", "topic"} | FOR_THE_STREAM
+ONLY_FOR_WRITING: Final = frozenset(name.lower() for name in SINK_OPTIONS.options) - {"path"} | FOR_THE_STREAM
 """Names in small letters. Spark makes one object for a format's options, and does not say whether to read or to write;
 one of these tells."""
 

@@ -34,7 +34,7 @@ import crc32c
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import raise_os_error
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.log.shard import index_entries, shard_json
+from mqstore.log.bulk.shard import index_entries, shard_json
 from mqstore.options import Profile
 from mqstore.spark.encode import Encoded
 

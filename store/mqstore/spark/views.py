@@ -11,14 +11,14 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 
-from mqstore.broker.inspect import delay_levels, group_names, lag_of, pop_view, timer_view
+from mqstore.broker.admin.inspect import delay_levels, group_names, lag_of, pop_view, timer_view
 from mqstore.broker.parts import open_parts
 from mqstore.errors import NotAStoreError
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.scanner import Good, scan_log
+from mqstore.log.recovery.scanner import Good, scan_log
+from mqstore.log.recovery.verify import verified_ranges
 from mqstore.log.store import MessageStore
-from mqstore.log.verify import verified_ranges
 from mqstore.spark.columns import ColumnReader
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import Counted, StoreName, is_wanted, open_store, queues_of, stores_of
@@ -41,10 +41,15 @@ _ARROW: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ViewTable:
-    """A view: its columns with their SQL types, and how a store's rows come about."""
+    """A view: its columns with their SQL types, and the function that makes a store's rows."""
 
     columns: dict[str, str]
     rows: Callable[[MessageStore, SourceOptions], Iterator[tuple[Any, ...]]]
+
+    @classmethod
+    def of(cls, columns: str, rows: Callable[[MessageStore, SourceOptions], Iterator[tuple[Any, ...]]]) -> ViewTable:
+        """Return the view with these columns, which are written as in SQL."""
+        return cls(dict(each.split() for each in columns.split(", ")), rows)
 
     @property
     def schema(self) -> Any:
@@ -189,88 +194,34 @@ def _verify(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, 
         yield f"{base:020d}", base + begin, base + result.end, result.records, errors, told
 
 
-VIEWS: Final[dict[str, ViewTable]] = {
-    "queues": ViewTable(
-        {
-            "store": "string",
-            "topic": "string",
-            "queue_id": "int",
-            "min_offset": "bigint",
-            "max_offset": "bigint",
-            "messages": "bigint",
-            "first_store_timestamp": "timestamp",
-            "last_store_timestamp": "timestamp",
-            "bytes": "bigint",
-            "state": "string",
-        },
+VIEWS: Final = {
+    "queues": ViewTable.of(
+        "store string, topic string, queue_id int, min_offset bigint, max_offset bigint, messages bigint, "
+        "first_store_timestamp timestamp, last_store_timestamp timestamp, bytes bigint, state string",
         _queues,
     ),
-    "segments": ViewTable(
-        {
-            "store": "string",
-            "file": "string",
-            "base": "bigint",
-            "used_bytes": "bigint",
-            "messages": "bigint",
-            "first_store_timestamp": "timestamp",
-            "last_store_timestamp": "timestamp",
-            "sealed": "boolean",
-            "modified": "timestamp",
-        },
+    "segments": ViewTable.of(
+        "store string, file string, base bigint, used_bytes bigint, messages bigint, "
+        "first_store_timestamp timestamp, last_store_timestamp timestamp, sealed boolean, modified timestamp",
         _segments,
     ),
-    "groups": ViewTable(
-        {
-            "store": "string",
-            "group": "string",
-            "topic": "string",
-            "queue_id": "int",
-            "committed_offset": "bigint",
-            "max_offset": "bigint",
-            "lag": "bigint",
-            "lag_seconds": "bigint",
-            "in_flight": "bigint",
-            "lost": "bigint",
-            "oldest_store_timestamp": "timestamp",
-        },
+    "groups": ViewTable.of(
+        "store string, group string, topic string, queue_id int, committed_offset bigint, max_offset bigint, "
+        "lag bigint, lag_seconds bigint, in_flight bigint, lost bigint, oldest_store_timestamp timestamp",
         _groups,
     ),
-    "delay": ViewTable(
-        {
-            "store": "string",
-            "level": "int",
-            "delay_ms": "bigint",
-            "delay_offset": "bigint",
-            "max_offset": "bigint",
-            "waiting": "bigint",
-            "next_deliver_timestamp": "timestamp",
-        },
+    "delay": ViewTable.of(
+        "store string, level int, delay_ms bigint, delay_offset bigint, max_offset bigint, waiting bigint, "
+        "next_deliver_timestamp timestamp",
         _delay,
     ),
-    "traffic": ViewTable(
-        {
-            "store": "string",
-            "topic": "string",
-            "queue_id": "int",
-            "interval_start": "timestamp",
-            "messages": "bigint",
-            "bytes": "bigint",
-            "size_p50": "bigint",
-            "size_p95": "bigint",
-            "size_max": "bigint",
-        },
+    "traffic": ViewTable.of(
+        "store string, topic string, queue_id int, interval_start timestamp, messages bigint, bytes bigint, "
+        "size_p50 bigint, size_p95 bigint, size_max bigint",
         _traffic,
     ),
-    "verify": ViewTable(
-        {
-            "store": "string",
-            "file": "string",
-            "first": "bigint",
-            "end": "bigint",
-            "records": "bigint",
-            "errors": "bigint",
-            "first_error": "string",
-        },
+    "verify": ViewTable.of(
+        "store string, file string, first bigint, end bigint, records bigint, errors bigint, first_error string",
         _verify,
     ),
 }

@@ -47,6 +47,5 @@ Exit codes: 0 done, 1 findings, 2 wrong usage, 3 no Java or no pyspark, or a sto
 def spark() -> None:
     """Run jobs over stores in Spark, on this machine or a cluster. Needs `pip install 'mqstore[spark]'` and Java 17.
 
-    STORES are directories, store sets, or globs in quotes. `--dry-run` prints what a job would read, and starts no
-    Java; `--master none` runs a job's tasks in this process, one after the other, and needs neither pyspark nor Java.
+    STORES are directories, store sets, or globs in quotes.
     """

@@ -1,4 +1,4 @@
-"""What the commands of `mqstore spark` share: their options, the session they ask for, how a plan is printed.
+"""What the commands of `mqstore spark` share: their options, and the session they ask for.
 
 A command is a function of a `Given`, which has the options of all jobs, and of its own options:
 
@@ -7,7 +7,7 @@ A command is a function of a `Given`, which has the options of all jobs, and of 
     @click.option(...)
     def lag(given: Given, max_lag: int | None) -> None: ...
 
-It makes the selection first (wrong usage ends there), prints the plan for --dry-run, and only then asks for a session.
+It makes the selection first (wrong usage ends there), and only then asks for a session.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import click
 
 from mqstore import ConfigError
 from mqstore_tools.many import bound, duration, names, pairs, usable
-from mqstore_tools.render import console, print_json, progress, show_bytes, table
 from mqstore_tools.shared import json_option
 
 __all__ = [
@@ -35,8 +34,6 @@ __all__ = [
     "spark_errors",
     "usable",
 ]
-
-_NO_SPARK = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,6 @@ class Given:
     stop: int | datetime | None
     where: str | None
     options: tuple[str, ...]
-    dry_run: bool
     json_output: bool
 
     def select(self, **options: str) -> Any:
@@ -67,22 +63,10 @@ class Given:
             options={**options, **pairs("--option", self.options)},
         )
 
-    def print_plan(self, plan: Any) -> None:
-        """Print what a job would read, for --dry-run."""
-        row = plan.to_dict()
-        if self.json_output:
-            print_json({"dry_run": True, "plan": row})
-            return
-        facts = [(name, show_bytes(value) if name == "bytes" else value) for name, value in row.items()]
-        console().print(table("would read", ("", ">"), facts))
-
     @contextmanager
     def session(self) -> Iterator[Any]:
-        """A session that ends with the command; None for `--master none`. SparkMissingError."""
+        """Return a session that ends with the command. Raises SparkMissingError."""
         conf = pairs("--conf", self.conf)
-        if self.master == _NO_SPARK:
-            yield None
-            return
         from mqstore.spark.sessions import session
 
         spark = session("mqstore spark", {**({"spark.master": self.master} if self.master else {}), **conf})
@@ -90,12 +74,6 @@ class Given:
             yield spark
         finally:
             spark.stop()
-
-    @contextmanager
-    def running(self, title: str) -> Iterator[tuple[Any, Callable[[int, int], None]]]:
-        """A session, and a progress bar of tasks on stderr: `with given.running("reading") as (spark, report)`."""
-        with self.session() as spark, progress(title, of_bytes=False) as report:
-            yield spark, report
 
 
 @contextmanager
@@ -117,7 +95,7 @@ _OPTIONS = (
         "--master",
         metavar="URL",
         default="",
-        help="Where Spark runs; local[*] if nothing says otherwise. `none`: here, without Spark.",
+        help="Where Spark runs; local[*] if nothing says otherwise.",
     ),
     click.option("--conf", metavar="NAME=VALUE", multiple=True, help="A setting of Spark; may be repeated."),
     click.option("--topics", metavar="NAMES", help="Only these topics, separated by commas; without it all of users."),
@@ -138,7 +116,6 @@ _OPTIONS = (
         multiple=True,
         help="An option of the Spark source (onCorrupt=skip, tags=A, minPartitions=8, ...); may be repeated.",
     ),
-    click.option("--dry-run", is_flag=True, help="Print what would be read, and start no Java."),
     json_option,
 )
 

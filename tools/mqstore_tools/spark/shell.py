@@ -28,13 +28,7 @@ def shell(given: Given) -> None:
     """
     with usable():
         from mqstore.spark.queries import create_views
-        from mqstore.spark.selection import Plan
     chosen = given.select()
-    if given.master == "none":
-        raise click.UsageError("a shell needs Spark: leave --master none out")
-    if given.dry_run:
-        given.print_plan(Plan.of_slices(chosen.tasks()))
-        return
     with given.session() as spark:
         with spark_errors():
             views = create_views(spark, chosen)

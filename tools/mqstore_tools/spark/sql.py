@@ -51,13 +51,7 @@ def sql(given: Given, query: str, out: str | None, format_: str, max_rows: int) 
     """
     with usable():
         from mqstore.spark.queries import sql as ask
-        from mqstore.spark.selection import Plan
     chosen = given.select()
-    if given.master == "none":
-        raise click.UsageError("SQL needs Spark: leave --master none out")
-    if given.dry_run:
-        given.print_plan(Plan.of_slices(chosen.tasks()))
-        return
     with given.session() as spark, progress("asking", _tasks_of(spark), of_bytes=False), spark_errors():
         frame = ask(spark, chosen, query)
         if out is not None:

@@ -42,12 +42,12 @@ from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
 from mqstore.files.segments import place_in_file
 from mqstore.layout.consumequeue import is_message
+from mqstore.log.bulk.inbox import inbox_state
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.inbox import inbox_state
 from mqstore.log.names import is_path_safe
-from mqstore.log.scanner import Bad, End, Good, scan_log, until_torn
+from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, until_torn
+from mqstore.log.recovery.watermark import NEVER_TORN
 from mqstore.log.store import MessageStore
-from mqstore.log.watermark import NEVER_TORN
 from mqstore.options import StoreConfig
 
 __all__ = ["inspect_store"]

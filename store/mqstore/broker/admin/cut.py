@@ -51,17 +51,17 @@ from mqstore.layout.record import (
     unreadable_number,
 )
 from mqstore.layout.scan import find_next, read_run
-from mqstore.log.inbox import free_path, queues_of, topics_entered
+from mqstore.log.bulk.inbox import free_path, queues_of, topics_entered
+from mqstore.log.bulk.shard import MAX_QUEUE_ID, QueueKey, shard_json
+from mqstore.log.bulk.txn import read_txn
 from mqstore.log.message import Message
 from mqstore.log.names import HALF_TOPIC, SYSTEM_PREFIX, TIMER_TOPIC, check_topic
 from mqstore.log.outgoing import without_place
-from mqstore.log.recovery import Progress
-from mqstore.log.report import Finding
-from mqstore.log.shard import MAX_QUEUE_ID, QueueKey, shard_json
+from mqstore.log.recovery.recover import Progress
+from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
 from mqstore.log.stretch import Few
 from mqstore.log.tip import QueueRef
-from mqstore.log.txn import read_txn
 
 __all__ = ["CutFile", "Progress", "Restore", "Tally", "contents", "cut_files", "restore"]
 

@@ -1,0 +1,629 @@
+"""What a broker keeps, looked at from outside: takes no lock, changes nothing, also beside a broker at work.
+
+    levels      delayOffset.json, the schedule topic's queues              4.7, 4.8
+    timer       timercheck, timer log, timer topic                         5
+    in flight   consumerOrderInfo.json, pop log, consumerOffset.json       8.10, 9
+    halves      half topic, op topic                                       11
+    lag         offsets and pop log beside the ends of queues              2.6, 13
+    pins        all of these: whose record keeps the front of the log      2.6
+
+What a running broker knows and has not written yet is not seen: commits of the last seconds, mostly. What is shown was
+true of the files at some moment; nothing is locked, so two numbers may be of two moments.
+
+The value behind the `broker` member of `mqstore inspect --json`, times in ms since the epoch:
+
+    {"delay_levels":   [{"level", "delay_ms", "offset", "end", "waiting", "next_due_ms"}, ...]     delay_ms null: orphan
+     "timer":          {"waiting", "next_due_ms"},
+     "in_flight":      [{"group", "topic", "queue_id", "fifo", "messages", "local", "first_offset", "next_visible_ms"}],
+     "order_info":     [{"group", "topic", "queue_id", "pop_time_ms", "offsets", "unacked", "redeliveries",
+                         "next_visible_ms", "attempts"}, ...]
+     "transactions":   {"open", "given_up", "newest_given_up": [{"transaction_id", "topic", "producer_group",
+                        "checks", "queue_offset", "store_timestamp_ms"}, ...]},
+     "dead_letters":   {GROUP: n},
+     "oldest_pin":     {"physical_offset", "topic", "queue_id", "queue_offset", "group", "why"} or null,
+     "not_shown":      {SECTION: why, ...}}
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mqstore.broker.admin.lag import measure
+from mqstore.broker.configfile import ConfigFile, object_member
+from mqstore.broker.deadletters import DeadLetters
+from mqstore.broker.delay.levels import deliver_time_ms
+from mqstore.broker.delay.route import PRECISION_MS, Cancellations, number, placement, slot_of
+from mqstore.broker.delay.timerfiles import (
+    CANCELS,
+    ROLLS,
+    JavaProgress,
+    Progress,
+    TimerCheck,
+    TimerFilesDamaged,
+    TimerLog,
+    slots_of_units,
+)
+from mqstore.broker.names import (
+    DLQ_PREFIX,
+    POP_LOG_GROUP,
+    POP_LOG_TOPIC,
+    SCHEDULE_GROUP,
+    SCHEDULE_TOPIC,
+    TIMER_TOPIC,
+    TRANS_CHECK_TOPIC,
+    is_dlq_topic,
+)
+from mqstore.broker.parts import Parts, Pin, open_parts
+from mqstore.broker.pop.fifo import FifoQueues
+from mqstore.broker.pop.orderinfo import OrderInfo, Suspended, check_order_info
+from mqstore.broker.pop.receipts import parse_recall_handle
+from mqstore.broker.pop.replay import Replay
+from mqstore.broker.pop.state import QueueKey, Standing
+from mqstore.broker.pop.tables import PopTables
+from mqstore.broker.reading import Reads
+from mqstore.broker.retention import all_pins, physical_of
+from mqstore.broker.transactions import Transactions
+from mqstore.broker.waiting import Waiters
+from mqstore.errors import GroupNotFoundError, MQStoreError
+from mqstore.files.filesystem import FileSystem
+from mqstore.files.quiet import QUIET
+from mqstore.layout.properties import (
+    PGROUP,
+    REAL_TOPIC,
+    TIMER_DEL_UNIQKEY,
+    TIMER_OUT_MS,
+    TRANSACTION_CHECK_TIMES,
+    UNIQ_KEY,
+)
+from mqstore.log.message import Message
+from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig
+
+__all__ = [
+    "InFlight",
+    "LevelView",
+    "OrderView",
+    "PopView",
+    "QueueLag",
+    "TimerView",
+    "delay_levels",
+    "group_names",
+    "inspect_broker",
+    "is_waiting",
+    "lag_of",
+    "oldest_pin",
+    "pop_view",
+    "timer_view",
+]
+
+_log = logging.getLogger("mqstore")
+
+_PAGE = 1_000
+_LOOKS = 3
+"""Looks at files that a writer may take away while we look."""
+_GIVEN_UP_SHOWN = 100
+
+
+# -- delay levels ------------------------------------------------------------------------------------------------------
+
+
+class LevelView(NamedTuple):
+    """One delay level whose queue has ever held a message."""
+
+    level: int
+    delay_ms: int | None
+    """None: an orphan. The table has no such level any more; its messages stay until it has (4.8)."""
+    offset: int
+    """The next queue offset to look at, by what is on disk."""
+    end: int
+    waiting: int
+    next_due_ms: int | None
+    """When the first that waits is due; None: nothing waits, or its unit is damaged."""
+
+
+def delay_levels(parts: Parts) -> list[LevelView]:
+    """The levels in use, orphans included. CorruptStoreError when `delayOffset.json` and its backup are damaged."""
+    store = parts.store
+    if SCHEDULE_TOPIC not in store.topics():
+        return []
+    value = _config_file(parts, "delayOffset.json").load() or {}
+    stored = object_member(value, "offsetTable")
+    views = []
+    for ref in store.queues(SCHEDULE_TOPIC):
+        level = ref.queue_id + 1
+        low, high = store.offsets(*ref)
+        known = stored.get(str(level), 0)
+        offset = min(high, max(low, known if type(known) is int else 0))
+        delay_ms = store.delay_table_ms[ref.queue_id] if ref.queue_id < len(store.delay_table_ms) else None
+        due_ms = _due_ms(store, level, offset) if offset < high else None
+        views.append(LevelView(level, delay_ms, offset, high, high - offset, due_ms))
+    return views
+
+
+def _due_ms(store: MessageStore, level: int, offset: int) -> int | None:
+    units = store.units(SCHEDULE_TOPIC, level - 1, offset, 1)
+    if len(units) and int(units["tags_code"][0]) > 0:
+        return int(units["tags_code"][0])
+    # An address in a file of extensions, which RocketMQ keeps and we do not (4.3).
+    messages = store.get(SCHEDULE_TOPIC, level - 1, offset, 1).messages
+    return deliver_time_ms(store.delay_table_ms, level, messages[0].store_timestamp_ms) if messages else None
+
+
+# -- the timer ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class TimerView:
+    """What waits for a moment of its own."""
+
+    waiting: int = 0
+    """Messages; one that was cancelled counts until its moment has come."""
+    next_due_ms: int | None = None
+    """When the first of them is delivered, or carried on that is more than two days off."""
+    physical_offset: int | None = None
+    """The oldest record among them."""
+
+    def add(self, count: int, slot_ms: int, physical_offset: int) -> None:
+        """`count` more, the first in slot `slot_ms`, the oldest at `physical_offset`."""
+        due_ms = slot_ms + PRECISION_MS
+        self.waiting += count
+        self.next_due_ms = due_ms if self.next_due_ms is None else min(self.next_due_ms, due_ms)
+        old = self.physical_offset
+        self.physical_offset = physical_offset if old is None else min(old, physical_offset)
+
+
+def timer_view(parts: Parts) -> TimerView:
+    """What waits, by the timer's last checkpoint and what came into its topic since. Reads 52 bytes a message; where
+    the files are lost or damaged each message itself, as the timer will that builds them again."""
+    store = parts.store
+    bounds = store.offsets_or_none(TIMER_TOPIC, 0)
+    if bounds is None:
+        return TimerView()
+    check = TimerCheck(store.path / "config" / "timercheck", parts.fs, parts.config.file_mode)
+    placed: TimerView | None = None
+    found = before = None
+    for _ in range(_LOOKS):  # a timer at work may have dropped what the checkpoint named
+        found, before = check.load(), found
+        placed = _placed(parts, found) if isinstance(found, Progress) else None
+        if placed is not None or found == before:
+            break
+    done_ms, done_until = _done(found)
+    begin = found.queue_offset if placed is not None and found is not None else 0
+    view = placed or TimerView()
+    for message in _messages(store, TIMER_TOPIC, max(begin, bounds[0]), bounds[1]):
+        slot_ms = _slot_of(message)
+        if slot_ms is not None and not (message.offset < done_until and slot_ms < done_ms):
+            view.add(1, slot_ms, message.physical_offset)
+    return view
+
+
+def _done(found: Progress | JavaProgress | None) -> tuple[int, int]:
+    """(ms, queue offset): messages before the one whose slot lies before the other are done, if they have no unit."""
+    if found is None:
+        return 0, 0
+    if isinstance(found, JavaProgress):
+        return found.read_ms, found.queue_offset
+    if found.queue_offset < found.skip_until:
+        return found.skip_ms, found.skip_until
+    late = found.late_offset
+    return found.read_ms, found.queue_offset if late < 0 else min(late, found.queue_offset)
+
+
+def _placed(parts: Parts, progress: Progress) -> TimerView | None:
+    """What has a unit in the timer log; None when the log is not as the checkpoint says."""
+    store = parts.store
+    size = store.manifest.timerlog_segment_bytes
+    log = TimerLog(store.path / "timerlog", store.path / "tmp", size, parts.fs, parts.config.file_mode, writable=False)
+    view = TimerView()
+    done = progress.slot_done
+    try:
+        log.load(progress.log_low, progress.log_end)
+        for _, units in log.scan(progress.log_low, verified=True):
+            slots_ms = slots_of_units(units)
+            waits = (slots_ms >= progress.read_ms) & (units["magic"] & CANCELS == 0)
+            if done:  # so many of the slot that is being read are dealt with, in this order
+                in_turn = (slots_ms == progress.read_ms) & (units["magic"] & (CANCELS | ROLLS) != CANCELS)
+                dealt_with = np.flatnonzero(in_turn)[:done]
+                waits[dealt_with] = False
+                done -= len(dealt_with)
+            if waits.any():
+                view.add(
+                    int(np.count_nonzero(waits)),
+                    int(slots_ms[waits].min()),
+                    int(units["physical_offset"][waits].min()),
+                )
+    except (TimerFilesDamaged, FileNotFoundError):
+        return None
+    finally:
+        log.close()
+    return view
+
+
+def _slot_of(message: Message) -> int | None:
+    """Where a message of the timer topic waits; None for a cancellation, and for what cannot wait."""
+    properties = message.stored_properties()
+    out_ms = number(properties.get(TIMER_OUT_MS))
+    if out_ms is None or not properties.get(REAL_TOPIC) or TIMER_DEL_UNIQKEY in properties:
+        return None
+    return placement(message.store_timestamp_ms, slot_of(out_ms + 1))[0]
+
+
+def is_waiting(parts: Parts, handle: str, now_ms: int) -> bool:
+    """Whether the message of a recall handle could still be cancelled, by what its topic holds (5.3).
+    InvalidReceiptError for what is no handle."""
+    wanted = parse_recall_handle(handle)
+    if wanted.deliver_ms <= now_ms or parts.store.offsets_or_none(TIMER_TOPIC, 0) is None:
+        return False
+    real = {REAL_TOPIC: wanted.topic, TIMER_OUT_MS: str(slot_of(wanted.deliver_ms))}
+    found = [
+        message
+        for message in parts.store.find(TIMER_TOPIC, unique_key=wanted.unique_key, limit=sys.maxsize)
+        if real.items() <= message.stored_properties().items()
+    ]
+    recalled = Cancellations(found)
+    return any(TIMER_DEL_UNIQKEY not in m.stored_properties() and not recalled.cover(m) for m in found)
+
+
+# -- what was popped ---------------------------------------------------------------------------------------------------
+
+
+class InFlight(NamedTuple):
+    """Deliveries of one queue that are not settled."""
+
+    group: str
+    topic: str
+    """Where the messages lie; may be a retry topic."""
+    queue_id: int
+    fifo: bool
+    messages: int
+    local: int
+    """How many of them have their receiver in the broker's process: the next opening gives those to others at once."""
+    first_offset: int
+    next_visible_ms: int
+    """When the first of them comes again."""
+
+
+class OrderView(NamedTuple):
+    """The last batch of a FIFO queue, or the failed attempts of one that is consumed in order without popping (9)."""
+
+    group: str
+    topic: str
+    queue_id: int
+    pop_time_ms: int
+    """0: attempts."""
+    offsets: tuple[int, ...]
+    unacked: tuple[int, ...]
+    redeliveries: dict[int, int]
+    """Queue offset -> how often it was delivered before."""
+    next_visible_ms: int | None
+    """Until when the queue is blocked, at least; None: it is not."""
+    attempts: dict[int, int]
+    """Queue offset -> failed attempts, where the group does not pop."""
+
+
+@dataclass(frozen=True, slots=True)
+class PopView:
+    """What order info file and pop log tell (8.10)."""
+
+    in_flight: list[InFlight] = field(default_factory=list)
+    orders: list[OrderView] = field(default_factory=list)
+    standings: dict[QueueKey, Standing] = field(default_factory=dict)
+    """Of the queues that these know of."""
+    suspended: dict[QueueKey, Suspended] = field(default_factory=dict)
+    """The failed message that holds a queue up, in either model."""
+
+    def count(self, group: str, topic: str, queue_id: int) -> int:
+        """Messages of one queue that are in flight."""
+        return sum(each.messages for each in self.in_flight if each[:3] == (group, topic, queue_id))
+
+
+def pop_view(parts: Parts, now_ms: int) -> PopView:
+    """What is in flight and how queues stand, as the next opening will find it; what receivers in the broker's own
+    process hold still counts, and what a Java broker had handed out does not until ours has taken it over.
+    CorruptStoreError when `consumerOrderInfo.json` and its backup are damaged."""
+    tables = PopTables(parts, _nothing, Waiters(parts, _nothing), Reads(parts), _no_letter)
+    tables.orders.load(_config_file(parts, "consumerOrderInfo.json", check_order_info).load() or {})
+    fifo = FifoQueues(tables)
+    Replay(tables, fifo).look()
+    view = PopView()
+    for key, record in sorted(tables.orders.records().items()):
+        topic, group, queue_id = key
+        if parts.groups.get(group) is not None and record.offsets:
+            committed = parts.offsets.committed(group, topic, queue_id) or 0
+            state = tables.states.get(QueueKey(*key))
+            local = state is not None and state.fifo is not None and state.fifo.local
+            _note_order(view, QueueKey(*key), record, committed, now_ms, local=local)
+            suspended = record.suspended_at(committed)
+            if suspended is not None:
+                view.suspended[QueueKey(*key)] = suspended
+    for key, state in sorted(tables.states.items()):
+        if state.cursor >= 0:
+            order = tables.order(state)
+            view.standings[key] = state.standing() if order is None else fifo.standing(state, order, now_ms)
+        low, high = parts.store.offsets_or_none(key.topic, key.queue_id) or (0, 0)
+        low = parts.offsets.start_of(key.topic, key.queue_id)
+        held = {offset: batch for offset, batch in state.in_flight.items() if low <= offset < high}
+        if held and parts.groups.get(key.group) is not None:
+            view.in_flight.append(
+                InFlight(
+                    key.group,
+                    key.topic,
+                    key.queue_id,
+                    False,
+                    len(held),
+                    sum(batch.local for batch in held.values()),
+                    min(held),
+                    min(batch.visible_at(offset) for offset, batch in held.items()),
+                )
+            )
+    view.in_flight.sort()
+    return view
+
+
+def _note_order(view: PopView, key: QueueKey, record: OrderInfo, committed: int, now_ms: int, *, local: bool) -> None:
+    topic, group, queue_id = key
+    if record.counts_attempts:
+        attempts = {offset: n for offset, n in (record.counts or {}).items() if offset >= committed}
+        if attempts:
+            view.orders.append(OrderView(group, topic, queue_id, 0, (), (), {}, None, attempts))
+        return
+    unacked = tuple(offset for offset in record.unacked() if offset >= committed)
+    invisible = {offset: record.visible_at(offset) for offset in unacked if not record.is_visible(offset, now_ms)}
+    if record.pop_time_ms == 0:  # of a RocketMQ that kept no pop times: nobody can say
+        invisible = {}
+    next_ms = min(invisible.values(), default=None)
+    view.orders.append(
+        OrderView(
+            group, topic, queue_id, record.pop_time_ms, record.offsets, unacked, dict(record.counts or {}), next_ms, {}
+        )
+    )
+    if next_ms is not None:
+        count = len(invisible)
+        view.in_flight.append(
+            InFlight(group, topic, queue_id, True, count, count if local else 0, min(invisible), next_ms)
+        )
+
+
+def _nothing() -> None:
+    """Nobody is to be woken."""
+
+
+def _no_letter(*_: object, **__: object) -> None:
+    raise AssertionError("who looks files no dead letter")
+
+
+# -- lag ---------------------------------------------------------------------------------------------------------------
+
+
+class QueueLag(NamedTuple):
+    """How far a group is behind in one queue."""
+
+    group: str
+    topic: str
+    queue_id: int
+    first: int
+    """Offset of the first message that counts."""
+    committed: int | None
+    """The first offset that is not settled; None: the group has no progress here."""
+    end: int
+    """Offset of the next message to come."""
+    messages: int
+    """Not consumed, those in flight included; 0 without progress, for nobody knows where it would begin (13)."""
+    lost: int
+    """Gone before the group came to them: retention, expiry, a purge."""
+    in_flight: int
+    """Popped and not settled. What a group has read and not committed files do not tell."""
+    oldest_ms: int | None
+    """When the first message that is not consumed was stored; None without one, or when it is damaged."""
+
+
+def group_names(parts: Parts) -> list[str]:
+    """Every group of consumers that has settings or progress."""
+    return sorted({*parts.groups.names(), *parts.offsets.groups()})
+
+
+def lag_of(parts: Parts, group: str, pops: PopView) -> list[QueueLag]:
+    """The queues of each topic that the group has progress on, or something in flight, its retry topics included.
+    GroupNotFoundError when it has neither settings nor progress."""
+    progress = parts.offsets.of_group(group)
+    if not progress and parts.groups.get(group) is None:
+        raise GroupNotFoundError(f"{parts.store.path} has no group {group!r}: no settings, no progress")
+    found: list[QueueLag] = []
+    there = set(parts.store.topics())
+    # A broker at work may have popped or failed in a queue, and not have written its offsets yet.
+    files = {*pops.standings, *pops.suspended}
+    known = {*progress, *((each.topic, each.queue_id) for each in files if each.group == group)}
+    for topic in sorted({topic for topic, _ in known}):
+        queues = {ref.queue_id for ref in parts.store.queues(topic)} if topic in there else set()
+        queues |= {queue_id for each, queue_id in known if each == topic}
+        found += (_lag(parts, group, topic, queue_id, pops) for queue_id in sorted(queues))
+    return found
+
+
+def _lag(parts: Parts, group: str, topic: str, queue_id: int, pops: PopView) -> QueueLag:
+    store, offsets = parts.store, parts.offsets
+    popped = pops.standings.get(QueueKey(topic, group, queue_id))
+    # The table of a broker at work is seconds old, the pop log is not.
+    committed = offsets.committed(group, topic, queue_id) if popped is None else popped.first
+    low, high = store.offsets_or_none(topic, queue_id) or (0, 0)
+    low = min(high, max(low, offsets.start_of(topic, queue_id)))
+    lag = None if committed is None else measure(store, offsets, group, topic, queue_id, committed, popped)
+    if lag is None or committed is None:
+        return QueueLag(group, topic, queue_id, low, committed, high, 0, 0, 0, None)
+    oldest_ms = None
+    if lag.messages:
+        messages = store.get(topic, queue_id, lag.standing.first, 1).messages
+        oldest_ms = messages[0].store_timestamp_ms if messages else None
+    # What was popped and is gone still counts as in flight: its time has to run out before that is noticed.
+    lost = max(0, low - (committed if popped is None else popped.next))
+    return QueueLag(
+        group, topic, queue_id, low, committed, lag.end, lag.messages, lost, lag.standing.in_flight, oldest_ms
+    )
+
+
+# -- pins --------------------------------------------------------------------------------------------------------------
+
+
+def oldest_pin(parts: Parts, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Pin | None:
+    """What keeps the front of the log, by what is on disk; None when nothing does."""
+    return min(_pins(parts, transactions, levels, timer), default=None, key=lambda pin: pin.physical_offset)
+
+
+def _pins(parts: Parts, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Iterator[Pin]:
+    store = parts.store
+    yield from all_pins(parts, [transactions])
+    for view in levels:
+        physical = physical_of(store, SCHEDULE_TOPIC, view.level - 1, view.offset) if view.waiting else None
+        if physical is not None:
+            what = "has messages that wait" if view.delay_ms is not None else "is not in the table, its messages stay"
+            yield Pin(physical, SCHEDULE_TOPIC, view.level - 1, SCHEDULE_GROUP, f"delay level {view.level} {what}")
+    if timer.physical_offset is not None:
+        yield Pin(timer.physical_offset, TIMER_TOPIC, 0, "", "the oldest message that waits for its time")
+    bounds = store.offsets_or_none(POP_LOG_TOPIC, 0)
+    if bounds is not None:
+        position = max(bounds[0], parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0)
+        physical = physical_of(store, POP_LOG_TOPIC, 0, position)
+        if physical is not None:
+            yield Pin(physical, POP_LOG_TOPIC, 0, POP_LOG_GROUP, "where the replay of the pop log begins")
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+def inspect_broker(
+    path: str | os.PathLike[str], *, config: StoreConfig | None = None, fs: FileSystem = QUIET
+) -> dict[str, Any]:
+    """Look at the broker's side of the store in directory `path`; plain values, as the module says.
+
+    Never fails because of what lies in `config/`: a section that cannot be told stands under `not_shown`. Raises what
+    opening the store for reading raises.
+    """
+    found: dict[str, Any] = {}
+    not_shown: dict[str, str] = {}
+    with MessageStore(path, "r", config=config, fs=fs) as store:
+        now_ms = store.clock.now_ms()
+
+        def tell(section: str, look: Callable[[], Any], otherwise: Any) -> Any:
+            try:
+                found[section] = look()
+            except (MQStoreError, OSError, LookupError, ValueError) as error:
+                found[section] = otherwise
+                not_shown[section] = str(error)
+            return found[section]
+
+        parts: Parts | None = None
+        try:
+            parts = open_parts(store)
+        except (MQStoreError, OSError) as error:
+            not_shown["broker"] = str(error)
+        if parts is not None:
+            _sections(parts, now_ms, tell)
+    return {**_EMPTY, **found, "not_shown": not_shown}
+
+
+_EMPTY: dict[str, Any] = {
+    "delay_levels": [],
+    "timer": {"waiting": 0, "next_due_ms": None},
+    "in_flight": [],
+    "order_info": [],
+    "transactions": {"open": 0, "given_up": 0, "newest_given_up": []},
+    "dead_letters": {},
+    "oldest_pin": None,
+}
+
+
+def _sections(parts: Parts, now_ms: int, tell: Callable[[str, Callable[[], Any], Any], Any]) -> None:
+    levels: list[LevelView] = []
+    timer = TimerView()
+    pops = PopView()
+
+    def look_at_levels() -> list[dict[str, Any]]:
+        levels.extend(delay_levels(parts))
+        return [view._asdict() for view in levels]
+
+    def look_at_timer() -> dict[str, Any]:
+        nonlocal timer
+        timer = timer_view(parts)
+        return {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms}
+
+    def look_at_pops() -> list[dict[str, Any]]:
+        nonlocal pops
+        pops = pop_view(parts, now_ms)
+        return [view._asdict() for view in pops.in_flight]
+
+    tell("delay_levels", look_at_levels, [])
+    tell("timer", look_at_timer, _EMPTY["timer"])
+    tell("in_flight", look_at_pops, [])
+    tell("order_info", lambda: [_order_row(view) for view in pops.orders], [])
+    transactions = cache(lambda: Transactions(parts, _nothing))  # once: it tells what it could not read
+    tell("transactions", lambda: _transactions(parts, transactions()), _EMPTY["transactions"])
+    tell("dead_letters", lambda: _dead_letters(parts), {})
+    tell("oldest_pin", lambda: _pin_row(parts.store, oldest_pin(parts, transactions(), levels, timer)), None)
+
+
+def _order_row(view: OrderView) -> dict[str, Any]:
+    return {
+        **view._asdict(),
+        "offsets": list(view.offsets),
+        "unacked": list(view.unacked),
+        "redeliveries": {str(offset): n for offset, n in view.redeliveries.items()},
+        "attempts": {str(offset): n for offset, n in view.attempts.items()},
+    }
+
+
+def _transactions(parts: Parts, transactions: Transactions) -> dict[str, Any]:
+    store = parts.store
+    low, high = store.offsets_or_none(TRANS_CHECK_TOPIC, 0) or (0, 0)
+    newest = []
+    for message in _messages(store, TRANS_CHECK_TOPIC, max(low, high - _GIVEN_UP_SHOWN), high):
+        properties = message.stored_properties()
+        newest.append(
+            {
+                "transaction_id": properties.get(UNIQ_KEY),
+                "topic": properties.get(REAL_TOPIC),
+                "producer_group": properties.get(PGROUP),
+                "checks": properties.get(TRANSACTION_CHECK_TIMES),
+                "queue_offset": message.offset,
+                "store_timestamp_ms": message.store_timestamp_ms,
+            }
+        )
+    return {"open": transactions.open_count(), "given_up": high - low, "newest_given_up": newest}
+
+
+def _dead_letters(parts: Parts) -> dict[str, int]:
+    groups = [topic[len(DLQ_PREFIX) :] for topic in parts.store.topics() if is_dlq_topic(topic)]
+    counts = {group: len(DeadLetters(parts, group)) for group in groups}
+    return {group: count for group, count in counts.items() if count}
+
+
+def _pin_row(store: MessageStore, pin: Pin | None) -> dict[str, Any] | None:
+    if pin is None:
+        return None
+    try:
+        queue_offset: int | None = store.at(pin.physical_offset).offset
+    except LookupError:  # damaged; it is kept all the same
+        queue_offset = None
+    return {**pin._asdict(), "queue_offset": queue_offset}
+
+
+def _messages(store: MessageStore, topic: str, offset: int, end: int) -> Iterator[Message]:
+    """The messages of queue 0 in [offset, end) that can be read."""
+    while offset < end:
+        result = store.get(topic, 0, offset, min(_PAGE, end - offset))
+        yield from result.messages
+        if result.next_offset <= offset:
+            return
+        offset = result.next_offset
+
+
+def _config_file(parts: Parts, name: str, check: Callable[[dict[str, Any]], object] | None = None) -> ConfigFile:
+    path = parts.store.path / "config" / name
+    return ConfigFile(path, fs=parts.fs, clock=parts.clock, check=check, writer=False)

@@ -1,0 +1,316 @@
+"""What the statistics of a broker are made of: who notes what, and what is measured on demand (broker-semantics 13).
+
+    put ------> dispatcher --- "this queue grew from .. to .." --> noted    |
+    read -----> `Reads`        plain numbers by group and queue             |--- `harvest` --> `Statistics` --> windows
+    pop, ack -> `QueueState`   plain numbers, under the lock it holds       |
+    lags, ages, sizes, what waits   ----------- measured by `prometheus` when somebody asks --> text
+
+A put pays nothing: the dispatcher tells of each queue once a pass, and sizes are summed over the units afterwards,
+thousands at once. `harvest` runs every ten seconds, before the windows take their samples, and whenever somebody looks.
+So nothing is known of a queue that did not grow, and opening costs the same with one queue or a hundred thousand.
+
+Counted are messages that came into a queue: a delayed message once where it waited and once where it was sent to, a
+redelivered copy in its retry topic. A message got is one that a consumer was given: by a read, or by a pop when it was
+delivered, not when it was read ahead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mqstore.broker.admin import statistics as names
+from mqstore.broker.admin.lag import Lag, measure
+from mqstore.broker.admin.statistics import CounterKey, Samples, labels_of
+from mqstore.broker.names import HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC, is_dlq_topic, is_retry_topic, is_system_topic
+from mqstore.broker.retention import physical_of
+from mqstore.layout.consumequeue import is_message
+
+if TYPE_CHECKING:
+    from mqstore.broker.delay.levels import DelayService
+    from mqstore.broker.delay.timer import TimerService
+    from mqstore.broker.parts import Parts, Pin
+    from mqstore.broker.pop.service import PopService
+    from mqstore.broker.reading import Reads
+    from mqstore.broker.transactions import Transactions
+    from mqstore.log.stats import StoreStats
+
+__all__ = ["Metrics"]
+
+_log = logging.getLogger("mqstore")
+
+_PAGE_UNITS = 65_536
+_NS_A_MS = 1_000_000
+_ALL_TOPICS = 1_000
+"""With more topics than that, those that no group consumes have no zeros in each scrape."""
+
+_SERVES = {SCHEDULE_TOPIC: "delay", TIMER_TOPIC: "delay", HALF_TOPIC: "transaction"}
+"""Message type of the engine's own topics."""
+
+_Item = tuple[str, str, int, int]
+"""Name, key, value, times."""
+
+
+class Metrics:
+    """Statistics of one store, counted and measured. Thread-safe. Listens to `store.on_growth` until `close`."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        reads: Reads,
+        pop: PopService,
+        delay: DelayService,
+        timer: TimerService,
+        transactions: Transactions,
+    ) -> None:
+        self._store = parts.store
+        self._clock = parts.clock
+        self._offsets = parts.offsets
+        self._statistics = parts.statistics
+        self._reads = reads
+        self._pop = pop
+        self._delay = delay
+        self._timer = timer
+        self._transactions = transactions
+        self._topics = parts.topics
+        self._lock = threading.Lock()
+        """Held for a whole harvest, so that who looks sees all of what came before."""
+        self._grown_lock = threading.Lock()
+        self._grown_from: dict[tuple[str, int], int] = {}
+        self._grown_to: dict[tuple[str, int], int] = {}
+        """By (topic, queue id): what came in between is not counted yet."""
+        self._rest_ns: dict[tuple[str, str, int], int] = {}
+        """What reads took beyond whole milliseconds."""
+        self._put_rest_ns: dict[tuple[str, int], int] = {}
+        """What puts took, likewise."""
+        self._store.on_growth.append(self._grown)
+
+    # -- as a mechanism ---------------------------------------------------------------------------------------------
+
+    def run_once(self, now_ms: int) -> int:
+        """Count, then let the windows take the samples that are due; wall ms of the next."""
+        self.harvest()
+        return self._statistics.run_once(now_ms)
+
+    def close(self) -> None:
+        """Nothing to persist: counters run from opening."""
+        if self._grown in self._store.on_growth:
+            self._store.on_growth.remove(self._grown)
+
+    def pins(self) -> Iterable[Pin]:
+        return ()
+
+    def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
+        """`store.on_growth`, in the dispatching thread."""
+        key = (topic, queue_id)
+        with self._grown_lock:
+            self._grown_from.setdefault(key, begin)
+            self._grown_to[key] = end
+
+    # -- counting ---------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Bring the counters up to date with every put that has returned, as far as the disk has room for its units.
+        StoreClosedError."""
+        with suppress(OSError):  # what hinders dispatch shows elsewhere, and is no reason to tell nothing
+            self._store.dispatch()
+        self.harvest()
+
+    def harvest(self) -> None:
+        """Bring the counters up to date with what readers can see."""
+        with self._lock:
+            items = [*self._puts(), *self._put_times(), *self._pops(), *self._gets()]
+            if items:
+                self._statistics.add_many(items)
+
+    def _puts(self) -> Iterator[_Item]:
+        with self._grown_lock:
+            begins, self._grown_from = self._grown_from, {}
+            ends, self._grown_to = self._grown_to, {}
+        by_topic: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for (topic, queue_id), begin in begins.items():
+            messages, size = self._came(topic, queue_id, begin, ends[topic, queue_id])
+            of_topic = by_topic[topic]
+            of_topic[0] += messages
+            of_topic[1] += size
+            key = f"{topic}@{queue_id}"
+            yield names.QUEUE_PUT_NUMS, key, messages, messages
+            yield names.QUEUE_PUT_SIZE, key, size, messages
+        for topic, (messages, size) in by_topic.items():
+            yield names.TOPIC_PUT_NUMS, topic, messages, messages
+            yield names.TOPIC_PUT_SIZE, topic, size, messages
+            yield names.BROKER_PUT_NUMS, "", messages, messages
+            if not is_system_topic(topic):
+                yield names.BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC, "", messages, messages
+
+    def _put_times(self) -> Iterator[_Item]:
+        for (topic, queue_id), (took_ns, times) in self._store.take_put_times().items():
+            rest_ns = self._put_rest_ns.get((topic, queue_id), 0)
+            took_ms, self._put_rest_ns[topic, queue_id] = divmod(rest_ns + took_ns, _NS_A_MS)
+            yield names.TOPIC_PUT_LATENCY, f"{queue_id}@{topic}", took_ms, times
+
+    def _came(self, topic: str, queue_id: int, begin: int, end: int) -> tuple[int, int]:
+        """(messages, bytes) between two offsets of a queue. What was let go by retention since is counted, and not
+        measured; so is what cannot be read now."""
+        count, size = 0, 0
+        bounds = self._store.offsets_or_none(topic, queue_id) or (end, end)
+        if begin < bounds[0]:
+            count, begin = min(end, bounds[0]) - begin, min(end, bounds[0])
+        while begin < end:
+            try:
+                units = self._store.units(topic, queue_id, begin, min(_PAGE_UNITS, end - begin))
+            except OSError as error:
+                _log.warning("%s: sizes of %s/%d are not known: %s", self._store.path, topic, queue_id, error)
+                return count + end - begin, size
+            if not len(units):
+                return count + end - begin, size
+            mask = is_message(units)
+            count += int(np.count_nonzero(mask))
+            size += int(units["size"][mask].sum(dtype=np.int64))
+            begin += len(units)
+        return count, size
+
+    def _pops(self) -> Iterator[_Item]:
+        for (topic, group, queue_id), counts in self._pop.counts():
+            if counts.messages:
+                yield from _got(topic, group, queue_id, counts.pops, counts.messages, counts.size)
+            # One checkpoint record for each batch that was popped.
+            for name, of_broker, value in (
+                (names.GROUP_CK_NUMS, names.BROKER_CK_NUMS, counts.pops),
+                (names.GROUP_ACK_NUMS, names.BROKER_ACK_NUMS, counts.acked),
+            ):
+                if value:
+                    yield name, f"{topic}@{group}", value, value
+                    yield of_broker, "", value, value
+
+    def _gets(self) -> Iterator[_Item]:
+        for key, fetched in self._reads.counts().items():
+            group, topic, queue_id = key
+            if fetched.messages:
+                yield from _got(topic, group, queue_id, fetched.times, fetched.messages, fetched.size)
+            place = f"{queue_id}@{topic}@{group}"
+            took_ms, self._rest_ns[key] = divmod(self._rest_ns.get(key, 0) + fetched.took_ns, _NS_A_MS)
+            yield names.GROUP_GET_LATENCY, place, took_ms, fetched.reads
+            self._statistics.set(names.GROUP_GET_FALL_SIZE, place, fetched.behind_bytes)
+            self._statistics.set(names.GROUP_GET_FALL_TIME, place, fetched.behind_ms)
+
+    # -- measuring --------------------------------------------------------------------------------------------------
+
+    def lag(self, group: str) -> dict[tuple[str, int], int]:
+        """(topic, queue id) -> messages that the group has not consumed, those in flight included; its retry topics
+        are among them."""
+        return {
+            (topic, queue_id): 0 if (lag := self._lag(group, topic, queue_id, offset)) is None else lag.messages
+            for (topic, queue_id), offset in self._offsets.of_group(group).items()
+        }
+
+    def prometheus(self) -> str:
+        """All counters and gauges in Prometheus' text format 0.0.4. StoreClosedError."""
+        stats = self._store.stats()  # before we dispatch what is behind
+        self.refresh()
+        return self._statistics.prometheus_text(
+            self._gauges(stats), expected=self._expected(), type_of=self._message_type
+        )
+
+    def _message_type(self, topic: str) -> str:
+        """Return the declared message type of a topic, in RocketMQ's words for its metrics."""
+        config = self._topics.get(topic)
+        return _SERVES.get(topic) or ("unspecified" if config is None else config.message_type.lower())
+
+    def _expected(self) -> Iterator[CounterKey]:
+        """Counters that stand at 0 until something happens: of topics of users, and of the groups that came there."""
+        topics = [name for name in self._topics.names() if not (is_retry_topic(name) or is_dlq_topic(name))]
+        pairs = [(topic, group) for group, topic, _ in self._offsets.of_all()]
+        if len(topics) > _ALL_TOPICS:
+            consumed = {topic for topic, _ in pairs}
+            topics = [topic for topic in topics if topic in consumed]
+        for topic in topics:
+            yield names.COMMIT_NUMS, topic
+            yield names.ROLLBACK_NUMS, topic
+            yield names.DELAY_LATENCY, topic
+        for topic, group in pairs:
+            if not (is_retry_topic(topic) or is_dlq_topic(topic) or is_system_topic(topic)):
+                yield names.DLQ_PUT_NUMS, f"{topic}@{group}"
+
+    def _gauges(self, stats: StoreStats) -> dict[str, float | Samples]:
+        """Series -> its samples, as of now. Costs a look at every queue that a group has progress in, two more where
+        something waits."""
+        now_ms = self._clock.now_ms()
+        overdue, overdue_ms, batches = self._pop.backlog(now_ms)
+        waiting: Samples = [({"kind": "level"}, self._delay.waiting()), ({"kind": "moment"}, self._timer.waiting())]
+        gauges: dict[str, float | Samples] = {
+            "rocketmq_storage_size": stats.commitlog_bytes,
+            "rocketmq_storage_flush_behind_bytes": stats.flush_lag_bytes,
+            "rocketmq_storage_dispatch_behind_bytes": stats.dispatch_lag_bytes,
+            "rocketmq_storage_message_reserve_time": self._age_ms(stats.min_offset, now_ms),
+            "rocketmq_pop_revive_lag": overdue,
+            "rocketmq_pop_revive_latency": overdue_ms,
+            "rocketmq_pop_checkpoint_buffer_size": batches,
+            "rocketmq_half_messages": self._transactions.open_count(),
+            "rocketmq_timing_messages": waiting,
+        }
+        of_groups: dict[str, Samples] = defaultdict(list)
+        for group, topic, queues in self._offsets.of_all():
+            labels = labels_of(topic, group)
+            for series, value in self._of_group(group, topic, queues, now_ms).items():
+                of_groups[series].append((labels, value))
+        return {**gauges, **of_groups}
+
+    def _of_group(self, group: str, topic: str, queues: dict[int, int], now_ms: int) -> dict[str, float]:
+        """Series -> value, over the queues of a topic."""
+        sums: Counter[str] = Counter()
+        unsettled: list[int] = []
+        undelivered: list[int] = []
+        for queue_id, offset in queues.items():
+            lag = self._lag(group, topic, queue_id, offset)
+            if lag is None:
+                continue
+            sums["messages"] += lag.messages
+            sums["ready"] += lag.ready
+            sums["in_flight"] += lag.standing.in_flight
+            for found, first, waits in (
+                (unsettled, lag.standing.first, lag.messages),
+                (undelivered, lag.standing.ready_from, lag.ready),
+            ):
+                physical = physical_of(self._store, topic, queue_id, first) if waits else None
+                if physical is not None:
+                    found.append(physical)
+        # The log is in the order of time: of the first messages of several queues the lowest is the oldest.
+        return {
+            "rocketmq_consumer_lag_messages": sums["messages"],
+            "rocketmq_consumer_ready_messages": sums["ready"],
+            "rocketmq_consumer_inflight_messages": sums["in_flight"],
+            "rocketmq_consumer_lag_latency": self._age_ms(min(unsettled, default=None), now_ms),
+            "rocketmq_consumer_queueing_latency": self._age_ms(min(undelivered, default=None), now_ms),
+        }
+
+    def _lag(self, group: str, topic: str, queue_id: int, committed: int) -> Lag | None:
+        popped = self._pop.standing(group, topic, queue_id)
+        return measure(self._store, self._offsets, group, topic, queue_id, committed, popped)
+
+    def _age_ms(self, physical_offset: int | None, now_ms: int) -> int:
+        """How old the message at a place of the log is; 0 when there is none, or none that can be read."""
+        if physical_offset is None:
+            return 0
+        try:
+            return max(0, now_ms - self._store.at(physical_offset).store_timestamp_ms)
+        except LookupError:
+            return 0
+
+
+def _got(topic: str, group: str, queue_id: int, times: int, messages: int, size: int) -> Iterator[_Item]:
+    by_group, by_queue = f"{topic}@{group}", f"{topic}@{queue_id}@{group}"
+    yield names.GROUP_GET_NUMS, by_group, messages, times
+    yield names.GROUP_GET_SIZE, by_group, size, times
+    yield names.QUEUE_GET_NUMS, by_queue, messages, times
+    yield names.QUEUE_GET_SIZE, by_queue, size, times
+    yield names.BROKER_GET_NUMS, "", messages, times
+    if not is_system_topic(topic):
+        yield names.BROKER_GET_NUMS_WITHOUT_SYSTEM_TOPIC, "", messages, times

@@ -1,0 +1,1 @@
+"""Delayed messages: levels, any time, and the routing of both."""

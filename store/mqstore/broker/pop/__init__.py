@@ -1,0 +1,1 @@
+"""Pop: messages handed out by receipt, hidden from others for a time, redelivered unless they are acknowledged."""

@@ -1,0 +1,507 @@
+"""Taking over what a Java broker had handed out and not got back (broker-semantics 8.10, 8.5).
+
+A Java broker moves a group's offset when it pops. That a message before it is not acknowledged yet is told by its
+checkpoints alone, records like all others, which wait in the timer topic until they are nearly due:
+
+    rmq_sys_wheel_timer  --when due-->  rmq_sys_REVIVE_LOG_<cluster>, some queues  --read by its group-->  redelivered
+
+    TAGS   body                                                     due
+    ck     t c q so pt it n d [offset - so ...] bm bn [rp]          pt + it - 1 s     so many messages were popped
+    ack    t c q so pt bn ao                                        pt + it           one of them was acknowledged
+    bAck   t c q so pt bn aol [offset ...]                          pt + it           several
+
+What says which delivery is meant is (t, c, q, so, pt, bn). Opening takes over, in these steps:
+
+    read    the records that wait in the timer topic, by Java's own checkpoint of the timer, and those of the revive
+            queues that its group has not read
+    decide  what each checkpoint still has in flight: not acknowledged, not delivered anew since, before the cursor
+    take    one `ck` in our own pop log for each such checkpoint, its pop time and visible time as they were: from then
+            on it is a delivery like ours, with the receipt that the Java broker gave out
+    answer  one `bAck` for each, into the timer topic, as a Java broker acknowledges: that they are ours is said in the
+            only words that it understands. It holds for copies of the checkpoint, too, that a timer has yet to deliver,
+            or delivers twice. A member more, `taken`, tells it from a consumer's to the next opening, which must not
+            look at the checkpoint again: what it names and nobody took was not consumed, though all is acknowledged
+    mark    the revive group's offsets, together with the groups' own, on disk before anything is delivered
+
+An opening that dies on the way leaves the marks as they were; the next finds in the pop log what was taken already. In
+a file of offsets the revive group's number is, as in Java, the last record that is done with, not the next to read.
+Its number for the timer topic is ours: the first record there that still waits, so that later openings read little.
+
+A cursor is moved over offsets that checkpoints name without a gap: the file of offsets is seconds old after a crash.
+Beyond a gap nothing is taken: what lies there was not popped as far as anybody can prove, and comes as new.
+
+Not seen: what is in the memory of a Java broker only (`enablePopBufferMerge`) when that dies, and what its other pop
+engine keeps in RocksDB (`popConsumerKVServiceEnable`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.broker.delay.route import number, slot_of
+from mqstore.broker.names import TIMER_TOPIC, popped_topic
+from mqstore.broker.pop.log import POP, Record, deltas_text
+from mqstore.broker.pop.state import QueueKey
+from mqstore.broker.pop.tables import PopTables
+from mqstore.errors import MQStoreError
+from mqstore.layout.consumequeue import LAST_ADDRESS
+from mqstore.layout.properties import REAL_QID, REAL_TOPIC, TAGS, TIMER_DELIVER_MS, TIMER_OUT_MS, UNIQ_KEY
+from mqstore.log.message import Message
+from mqstore.log.names import is_path_safe
+from mqstore.log.tagfilter import TagFilter
+
+__all__ = ["REVIVE_GROUP", "REVIVE_PREFIX", "JavaTakeover"]
+
+_log = logging.getLogger("mqstore")
+
+REVIVE_PREFIX: Final = "rmq_sys_REVIVE_LOG_"
+"""What the name of a revive topic begins with; the cluster's follows."""
+REVIVE_GROUP: Final = "CID_RMQ_SYS_REVIVE_GROUP"
+
+_CHECKPOINT, _ACK, _BATCH_ACK = "ck", "ack", "bAck"
+_TAKEN = "taken"
+"""Member of an acknowledgement that is ours."""
+_CHUNK = 1_024
+_I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
+_BATCH_MAX = 127
+"""A checkpoint counts its messages in a signed byte."""
+_TIMERCHECK = struct.Struct(">3q")
+_LATE_MS = 1_000
+"""How far ahead the answer to an overdue checkpoint is due: behind it, whoever's timer delivers both."""
+_LONG_NAMES = {
+    "t": "topic",
+    "c": "consumerGroup",
+    "q": "queueId",
+    "so": "startOffset",
+    "pt": "popTime",
+    "bn": "brokerName",
+    "ao": "ackOffset",
+    "aol": "ackOffsetList",
+}
+"""How the members of acknowledgements were called by the first 5.x brokers, which current ones still read."""
+
+
+class _Marked(TagFilter):
+    """All units with the hash of one of the three tags: so that those that cannot be read can be counted."""
+
+    __slots__ = ()
+
+    def accepts(self, message: Message) -> bool:
+        return True
+
+
+_MARKED = _Marked(frozenset((_CHECKPOINT, _ACK, _BATCH_ACK)))
+
+
+class _Batch(NamedTuple):
+    """What a checkpoint and its acknowledgements have in common: one pop of one queue."""
+
+    key: QueueKey
+    start: int
+    pop_time_ms: int
+
+
+class _Checkpoint:
+    """One checkpoint."""
+
+    __slots__ = ("acked", "batch", "broker", "home", "invisible_ms", "offsets")
+
+    def __init__(
+        self,
+        batch: _Batch,
+        broker: str,
+        invisible_ms: int,
+        offsets: list[int],
+        acked: set[int],
+        home: tuple[str, int],
+    ) -> None:
+        self.batch = batch
+        self.broker = broker
+        self.invisible_ms = invisible_ms
+        self.offsets = offsets
+        """Of the messages delivered, ascending."""
+        self.acked = acked
+        self.home = home
+        """Revive topic and queue in which it is, or to which the timer will deliver it."""
+
+    @property
+    def visible_ms(self) -> int:
+        return self.batch.pop_time_ms + self.invisible_ms
+
+    @property
+    def open_offsets(self) -> list[int]:
+        return [offset for offset in self.offsets if offset not in self.acked]
+
+
+class JavaTakeover:
+    """One taking over, for one opening: `take`, then what follows from it, then `mark`."""
+
+    def __init__(self, tables: PopTables) -> None:
+        self._tables = tables
+        self._parts = tables.parts
+        self._store = tables.store
+        self._offsets = tables.offsets
+        self._topics = [name for name in self._parts.topics.names(system=True) if name.startswith(REVIVE_PREFIX)]
+        self._checkpoints: dict[tuple[_Batch, str], _Checkpoint] = {}
+        self._acks: dict[_Batch, list[tuple[str, list[int]]]] = {}
+        self._taken: set[tuple[_Batch, str]] = set()
+        """What an earlier opening has answered."""
+        self._first_waiting: int | None = None
+        self._marks: list[tuple[str, int, int]] = []
+        self._answers: list[_Checkpoint] = []
+
+    # -- the steps --------------------------------------------------------------------------------------------------
+
+    def take(self) -> Iterator[Record]:
+        """Put what is in flight into the pop log; the records, for the replay to go on with.
+
+        Empty, and nothing is written, for a store that no Java broker popped from. Raises what a put raises: what was
+        taken by then stays taken, and the next opening goes on.
+        """
+        if not self._topics and self._store.manifest.profile != "rocketmq":
+            return
+        self._read()
+        queues: dict[QueueKey, list[_Checkpoint]] = {}
+        for checkpoint in self._checkpoints.values():
+            queues.setdefault(checkpoint.batch.key, []).append(checkpoint)
+        taken = 0
+        for key, checkpoints in sorted(queues.items()):
+            if not self._lives(key):
+                count = sum(len(checkpoint.open_offsets) for checkpoint in checkpoints)
+                if count:
+                    _log.warning(
+                        "%s: %d messages of %s/%d that a Java broker had given to group %s are left: topic or group "
+                        "was deleted",
+                        self._store.path,
+                        count,
+                        key.topic,
+                        key.queue_id,
+                        key.group,
+                    )
+                continue
+            for record in self._take_queue(key, checkpoints):
+                taken += len(record.value["d"])
+                yield record
+        if taken:
+            _log.info("%s: %d deliveries of a Java broker are taken over", self._store.path, taken)
+
+    def mark(self) -> None:
+        """Tell the Java broker, and the next opening, what is done; on disk when this returns.
+
+        After the states have settled, since the same save has to say how far each group has come. Raises what a put or
+        a save raises.
+        """
+        now_ms = self._tables.clock.now_ms()
+        for checkpoint in self._answers:
+            self._answer(checkpoint, now_ms)
+        for topic, queue_id, offset in self._marks:
+            if self._offsets.committed(REVIVE_GROUP, topic, queue_id) != offset:
+                self._offsets.commit(REVIVE_GROUP, topic, queue_id, offset)
+        if self._marks:
+            self._offsets.save()
+
+    # -- read -------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        self._read_timer()
+        for topic in self._topics:
+            config = self._parts.topics.get(topic)
+            for queue_id in range(0 if config is None else config.read_queues):
+                bounds = self._store.offsets_or_none(topic, queue_id)
+                if bounds is None or not bounds[1]:
+                    continue
+                last = self._offsets.committed(REVIVE_GROUP, topic, queue_id)
+                begin = max(bounds[0], 0 if last is None else last + 1)
+                for message in self._records(topic, queue_id, begin):
+                    self._understand(message, message.tag, (topic, queue_id))
+                self._marks.append((topic, queue_id, bounds[1] - 1))
+        for name in self._taken & self._checkpoints.keys():
+            del self._checkpoints[name]
+        for (batch, broker), checkpoint in self._checkpoints.items():
+            for by, offsets in self._acks.get(batch, ()):
+                if not by or not broker or by == broker:
+                    checkpoint.acked.update(offsets)
+
+    def _read_timer(self) -> None:
+        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
+        if bounds is None:
+            return
+        read_ms, placed = self._timer_progress()
+        begin = max(bounds[0], self._offsets.committed(REVIVE_GROUP, TIMER_TOPIC, 0) or 0)
+        for message in self._records(TIMER_TOPIC, 0, begin):
+            properties = message.stored_properties()
+            topic, queue_id = properties.get(REAL_TOPIC, ""), number(properties.get(REAL_QID))
+            out_ms = number(properties.get(TIMER_OUT_MS))
+            if not topic.startswith(REVIVE_PREFIX) or queue_id is None or out_ms is None:
+                continue
+            if out_ms < read_ms and message.offset < placed:
+                continue  # in its revive queue by now
+            if self._first_waiting is None:
+                self._first_waiting = message.offset
+            self._understand(message, properties.get(TAGS), (topic, queue_id))
+        if self._topics or self._first_waiting is not None:
+            first = bounds[1] if self._first_waiting is None else self._first_waiting
+            self._marks.append((TIMER_TOPIC, 0, first))
+
+    def _timer_progress(self) -> tuple[int, int]:
+        """(time before which every slot is delivered, queue offset up to which messages have a slot), as a Java broker
+        or we wrote them into `timercheck`; zeros without the file."""
+        fs = self._parts.fs
+        try:
+            fd = fs.open(self._store.path / "config" / "timercheck", os.O_RDONLY)
+        except FileNotFoundError:
+            return 0, 0
+        try:
+            data = fs.pread(fd, _TIMERCHECK.size, 0)
+        finally:
+            fs.close(fd)
+        if len(data) < _TIMERCHECK.size:
+            return 0, 0
+        read_ms, _, queue_offset = _TIMERCHECK.unpack(data)
+        return read_ms, queue_offset
+
+    def _records(self, topic: str, queue_id: int, begin: int) -> Iterator[Message]:
+        """The records of a queue that bear one of the three tags. Those that cannot be read are counted and told."""
+        store = self._store
+        end = (store.offsets_or_none(topic, queue_id) or (0, 0))[1]
+        while begin < end:
+            result = store.get(topic, queue_id, begin, _CHUNK, tags=_MARKED)
+            if result.next_offset <= begin:
+                return
+            codes: npt.NDArray[np.int64] = store.units(topic, queue_id, begin, result.next_offset - begin)["tags_code"]
+            known = codes > LAST_ADDRESS  # of others any tag may come out
+            lost = int(np.count_nonzero(_MARKED.units(codes) & known)) - len(result.messages)
+            if lost:
+                _log.error(
+                    "%s: %d records of %s/%d between %d and %d cannot be read; what a Java broker said there of popped "
+                    "messages is taken as not said",
+                    store.path,
+                    lost,
+                    topic,
+                    queue_id,
+                    begin,
+                    result.next_offset,
+                )
+            yield from result.messages
+            begin = result.next_offset
+
+    def _understand(self, message: Message, tag: str | None, home: tuple[str, int]) -> None:
+        """Enter what one record says; one that says nothing that can be understood is told and passed over."""
+        if tag not in _MARKED.tags:
+            return  # another tag with the same hash
+        try:
+            value = json.loads(message.body)
+            if type(value) is not dict:
+                raise ValueError("no JSON object")
+            if tag == _CHECKPOINT:
+                self._enter(_checkpoint_of(value, home))
+            else:
+                batch, broker = _batch_of(value)
+                if value.get(_TAKEN) == 1:
+                    self._taken.add((batch, broker))
+                else:
+                    self._acks.setdefault(batch, []).append((broker, _acked(value, tag)))
+        except (ValueError, RecursionError, MQStoreError) as error:
+            _log.error(
+                "%s: record %d of %s/%d, a %r of a Java broker's pop, makes no sense and is passed over: %s",
+                self._store.path,
+                message.offset,
+                message.topic,
+                message.queue_id,
+                tag,
+                error,
+            )
+
+    def _enter(self, checkpoint: _Checkpoint) -> None:
+        if not checkpoint.offsets:
+            return  # a filter passed nothing: that the offset moved on is in the file of offsets
+        name = checkpoint.batch, checkpoint.broker
+        there = self._checkpoints.setdefault(name, checkpoint)
+        # Twice: the timer rolled it or delivered it again, and then either says it all; or Java failed to redeliver its
+        # first message and put that one again, and then the one that names more says it.
+        if len(checkpoint.offsets) > len(there.offsets):
+            self._checkpoints[name] = checkpoint
+
+    # -- decide -----------------------------------------------------------------------------------------------------
+
+    def _lives(self, key: QueueKey) -> bool:
+        """Whether topic and group are known. Where no group is, the file of groups was lost, not every group deleted:
+        then a group comes into being as when it consumes."""
+        parts = self._parts
+        if parts.topics.get(key.topic) is None or parts.topics.get(popped_topic(key.group, key.topic)) is None:
+            return False
+        if parts.groups.get(key.group) is not None:
+            return True
+        if parts.groups.names() or not parts.config.auto_create_groups:
+            return False
+        try:
+            parts.groups.need(key.group)
+        except MQStoreError as error:
+            _log.error("%s: group %r cannot be created: %s", self._store.path, key.group, error)
+            return False
+        return True
+
+    def _take_queue(self, key: QueueKey, checkpoints: list[_Checkpoint]) -> Iterator[Record]:
+        """Take over what is in flight in one queue."""
+        offsets = self._offsets
+        offsets.begin(key.group, key.topic, key.queue_id)  # the file of offsets may have been lost
+        committed = offsets.committed(key.group, key.topic, key.queue_id) or 0
+        cursor = self._cursor(key, committed, checkpoints)
+        if cursor > committed:  # where nothing is in flight no record of ours will say so
+            offsets.commit(key.group, key.topic, key.queue_id, cursor)
+        for checkpoint, mine in self._newest(key, cursor, checkpoints):
+            yield self._put(checkpoint, mine, cursor)
+        self._answers += [each for each in checkpoints if each.open_offsets]
+
+    def _cursor(self, key: QueueKey, committed: int, checkpoints: Iterable[_Checkpoint]) -> int:
+        """Next offset to pop: the committed one, and past the checkpoints that follow it without a gap."""
+        low, high = self._store.offsets_or_none(key.topic, key.queue_id) or (0, 0)
+        state = self._tables.states.get(key)
+        if state is not None and state.fifo is not None:
+            return committed  # what comes next is told by its order info alone
+        cursor = max(committed, low)
+        for checkpoint in sorted(checkpoints, key=lambda each: each.batch.start):
+            if checkpoint.batch.start <= cursor:
+                cursor = max(cursor, min(checkpoint.offsets[-1] + 1, high))
+        return cursor
+
+    def _newest(
+        self, key: QueueKey, cursor: int, checkpoints: Iterable[_Checkpoint]
+    ) -> Iterator[tuple[_Checkpoint, list[int]]]:
+        """What each checkpoint has in flight, oldest first: of a message delivered several times the last one counts,
+        and none that our log has, or a later one."""
+        low = self._offsets.start_of(key.topic, key.queue_id)
+        ordered = sorted(checkpoints, key=lambda each: each.batch.pop_time_ms)
+        last = {offset: each for each in ordered for offset in each.offsets if low <= offset < cursor}
+        state = self._tables.states.get(key)
+        for each in ordered:
+            mine = []
+            for offset in each.open_offsets:
+                there = None if state is None else state.in_flight.get(offset, state.released.get(offset))
+                known = there is not None and there.times(offset)[0] >= each.batch.pop_time_ms
+                if last.get(offset) is each and not known:
+                    mine.append(offset)
+            if mine:
+                yield each, mine
+
+    # -- take and answer --------------------------------------------------------------------------------------------
+
+    def _put(self, checkpoint: _Checkpoint, offsets: list[int], cursor: int) -> Record:
+        """One `ck` of our own."""
+        topic, group, queue_id = key = checkpoint.batch.key
+        pop_time_ms, invisible_ms = checkpoint.batch.pop_time_ms, checkpoint.invisible_ms
+        start = offsets[0]
+        deltas = [offset - start for offset in offsets]
+        state = self._tables.state(key)
+        text = deltas_text(deltas, len(deltas))
+        position = self._tables.log.put_pop(state.head, start, pop_time_ms, invisible_ms, text, cursor, "")
+        value = {
+            "t": topic,
+            "c": group,
+            "q": queue_id,
+            "so": start,
+            "pt": pop_time_ms,
+            "it": invisible_ms,
+            "d": deltas,
+            "nx": cursor,
+        }
+        return Record(position, POP, value)
+
+    def _answer(self, checkpoint: _Checkpoint, now_ms: int) -> None:
+        """Acknowledge the whole checkpoint to whoever reads the revive queue. Those of its messages that were not taken
+        are none the worse for it: they lie behind the cursor, or in a later checkpoint."""
+        topic, queue_id = checkpoint.home
+        key, start, pop_time_ms = checkpoint.batch
+        broker = checkpoint.broker
+        value: dict[str, Any] = {
+            "ao": -1,
+            "aol": checkpoint.offsets,
+            "bn": broker,
+            "c": key.group,
+            "pt": pop_time_ms,
+            "q": key.queue_id,
+            "so": start,
+            "t": key.topic,
+            _TAKEN: 1,
+        }
+        due_ms = max(checkpoint.visible_ms, now_ms + _LATE_MS)
+        properties = {
+            TAGS: _BATCH_ACK,
+            UNIQ_KEY: f"{key.topic}@{key.queue_id}@-1@{key.group}@{pop_time_ms}@{broker}@{_ACK}",
+            REAL_TOPIC: topic,
+            REAL_QID: str(queue_id),
+            TIMER_DELIVER_MS: str(due_ms),
+            TIMER_OUT_MS: str(slot_of(due_ms)),
+        }
+        body = json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+        self._parts.road.append(TIMER_TOPIC, 0, body, properties, durability="append")
+
+
+# -- what records say -------------------------------------------------------------------------------------------------
+
+
+def _member(value: dict[str, Any], name: str) -> Any:
+    found = value.get(name)
+    return value.get(_LONG_NAMES.get(name, name)) if found is None else found
+
+
+def _whole(value: dict[str, Any], name: str, limit: int) -> int:
+    found = _member(value, name)
+    if type(found) is not int or not 0 <= found <= limit:
+        raise ValueError(f"{name} is {found!r:.80}, not a number from 0 to {limit}")
+    return found
+
+
+def _name(value: dict[str, Any], name: str) -> str:
+    found = _member(value, name)
+    if type(found) is not str:
+        raise ValueError(f"{name} is {found!r:.80}, not a name")
+    return found
+
+
+def _batch_of(value: dict[str, Any]) -> tuple[_Batch, str]:
+    """(which delivery is meant, the broker's name, empty if it is not said)."""
+    key = QueueKey(_name(value, "t"), _name(value, "c"), _whole(value, "q", _I32_MAX))
+    broker = _member(value, "bn")
+    if broker is not None and type(broker) is not str:
+        raise ValueError(f"bn is {broker!r:.80}, not a name")
+    return _Batch(key, _whole(value, "so", _I64_MAX), _whole(value, "pt", _I64_MAX)), (broker or "").strip()
+
+
+def _checkpoint_of(value: dict[str, Any], home: tuple[str, int]) -> _Checkpoint:
+    batch, broker = _batch_of(value)
+    for name in (batch.key.topic, batch.key.group):
+        if "@" in name or not is_path_safe(name):  # it could have no offsets
+            raise ValueError(f"{name[:80]!r} is no name of a topic or a group")
+    invisible_ms = _whole(value, "it", _I64_MAX - batch.pop_time_ms)
+    count = _whole(value, "n", _BATCH_MAX)
+    distances = value.get("d")
+    if not distances:  # of a broker older than filters: the messages follow each other
+        distances = list(range(count))
+    if type(distances) is not list or len(distances) < count:
+        raise ValueError(f"d is {distances!r:.80}, which does not name {count} messages")
+    offsets = [batch.start + each for each in distances[:count] if type(each) is int and each >= 0]
+    if len(offsets) != count or sorted(set(offsets)) != offsets or (offsets and offsets[-1] > _I64_MAX):
+        raise ValueError(f"d is {distances!r:.80}, not ascending distances")
+    bits = value.get("bm", 0)
+    if type(bits) is not int:
+        raise ValueError(f"bm is {bits!r:.80}, not a number")
+    acked = {offset for i, offset in enumerate(offsets) if i < 32 and bits >> i & 1}
+    return _Checkpoint(batch, broker, invisible_ms, offsets, acked, home)
+
+
+def _acked(value: dict[str, Any], tag: str) -> list[int]:
+    if tag == _ACK:
+        return [_whole(value, "ao", _I64_MAX)]
+    found = _member(value, "aol")
+    if type(found) is not list or any(type(each) is not int for each in found):
+        raise ValueError(f"aol is {found!r:.80}, not a list of offsets")
+    return found

@@ -1,0 +1,192 @@
+"""What keeps the pop log short and its summary on disk (broker-semantics 8.10, 9.4, 9.6).
+
+replay position    the oldest batch with something unsettled, and nothing that the order info file does not sum up: the
+                   offset of group CID_RMQ_SYS_POP_LOG, so it is on disk together with the progress it goes with
+put again          what keeps that too far behind the end, so that a replay takes seconds and pins few segments
+order info file    every 10 s, within 1 s of a failed orderly attempt, and at close; after a flush of the log
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from mqstore.broker.configfile import ConfigFile
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
+from mqstore.broker.parts import Pin, Wake
+from mqstore.broker.pop.fifo import FifoQueues
+from mqstore.broker.pop.standard import StandardQueues
+from mqstore.broker.pop.state import Batch, QueueState
+from mqstore.broker.pop.tables import PopTables
+from mqstore.options import seconds
+
+__all__ = ["PopKeeper"]
+
+_ORDER_INFO_MS = 10_000
+_REPLAY_RECORDS = 1_000_000
+_REPLAY_SEGMENTS = 4
+"""How far behind the log's end its oldest unsettled batch may lie before it is put again."""
+_ANEW = 4_096
+"""Batches put again in one go."""
+
+
+class PopKeeper:
+    """Housekeeping of all states together."""
+
+    def __init__(
+        self,
+        tables: PopTables,
+        wake: Wake,
+        standard: StandardQueues,
+        fifo: FifoQueues,
+        file: ConfigFile,
+        saved_version: int,
+    ) -> None:
+        """`saved_version`: of the order info as `file` has it."""
+        self._tables = tables
+        self._wake = wake
+        self._parts = tables.parts
+        self._store = tables.store
+        self._orders = tables.orders
+        self._standard = standard
+        self._fifo = fifo
+        self._file = file
+        interval = seconds(tables.parts.config.commit_interval, "commit_interval")
+        self._keep_ms = max(1, round(interval * 1000))
+        self._keep_due_ms = 0
+        self._save_due_ms = 0
+        self._save_lock = threading.Lock()
+        self._saved_version = saved_version
+        self._summed_up = self._position()
+        """The log position up to which the file, as it was saved last, says what became of FIFO batches."""
+        self._looked_to = self._summed_up
+        """The log's end at the last `_advance`: what lies before it is in the order info."""
+        self._rests = False
+        """Whether the position stood at the log's end at the last look: nobody will come unless the log grows."""
+        self._advance()
+        self._store.on_growth.append(self._on_growth)
+
+    def _on_growth(self, topic: str, queue_id: int, begin: int, end: int) -> None:
+        """Called by whoever dispatches. What is popped and settled at once is announced to nobody: without this the
+        position would stay, and the log with it, until a delivery that was once made would become visible."""
+        if self._rests and topic == POP_LOG_TOPIC:
+            self._rests = False
+            self._wake()
+
+    def save_within(self, duration_ms: int, now_ms: int) -> None:
+        """Have the order info on disk that soon."""
+        due_ms = now_ms + duration_ms
+        self._save_due_ms = min(self._save_due_ms, due_ms) or due_ms
+
+    def run_once(self, now_ms: int) -> int | None:
+        """Do what is due; when to come again."""
+        if now_ms >= self._keep_due_ms or now_ms < self._keep_due_ms - self._keep_ms:
+            self._keep_due_ms = now_ms + self._keep_ms
+            self._advance()
+        self._rests = True  # before the look: what comes behind it wakes
+        times = []
+        if self._position() < self._tables.log.bounds()[1]:
+            self._rests = False
+            times.append(self._keep_due_ms)
+        if self._orders.version != self._saved_version:
+            if not self._save_due_ms or now_ms < self._save_due_ms - _ORDER_INFO_MS:
+                self._save_due_ms = now_ms + _ORDER_INFO_MS
+            elif now_ms >= self._save_due_ms:
+                self.save(now_ms)
+            if self._save_due_ms:
+                times.append(self._save_due_ms)
+        return min(times, default=None)
+
+    def close(self) -> None:
+        """Persist."""
+        if self._on_growth in self._store.on_growth:
+            self._store.on_growth.remove(self._on_growth)
+        self._advance()
+        if self._orders.version != self._saved_version:
+            self.save(self._tables.clock.now_ms())
+            self._advance()
+
+    def pins(self) -> Iterable[Pin]:
+        """The record from which a replay begins. Messages in flight are kept by the offset committed."""
+        units = self._store.units(POP_LOG_TOPIC, 0, self._position(), 1)
+        if len(units):
+            why = "popped and not settled since"
+            yield Pin(int(units["physical_offset"][0]), POP_LOG_TOPIC, 0, POP_LOG_GROUP, why)
+
+    def _position(self) -> int:
+        return self._parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
+
+    def _advance(self) -> None:
+        """Move the replay position up to the oldest batch with something unsettled, after putting again what keeps it
+        too far behind. Not beyond what the order info file sums up: read with a later part of the log only, a file of
+        before would bring back a batch that another took the place of, or a reset ended."""
+        log, offsets = self._tables.log, self._parts.offsets
+        # The end first: a batch that is not in its state yet when that is looked at was put behind it.
+        end = log.bounds()[1]
+        bound = self._put_anew_before(end)
+        position = end
+        budget = _ANEW
+        for state in list(self._tables.states.values()):
+            with state.lock:
+                self._tables.order(state)
+                for batch in state.named_before(bound, budget):
+                    self._put_anew(state, batch)
+                    budget -= 1
+                oldest = state.oldest()
+                if oldest is not None:
+                    position = min(position, oldest.name)
+        self._looked_to = end
+        if self._orders.version == self._saved_version:
+            self._summed_up = end
+        elif self._summed_up < bound:
+            self.save_within(0, self._tables.clock.now_ms())
+        position = min(position, self._summed_up)
+        if position != self._position():
+            offsets.commit(POP_LOG_GROUP, POP_LOG_TOPIC, 0, position)
+
+    def _put_anew(self, state: QueueState, batch: Batch) -> None:
+        if batch is state.fifo:
+            self._fifo.put_anew(state)
+        else:
+            self._standard.put_anew(state, batch)
+
+    def _put_anew_before(self, end: int) -> int:
+        """The log position before which batches are put again: too many records or too many segments lie behind it."""
+        low = self._tables.log.bounds()[0]
+        bound = max(low, end - _REPLAY_RECORDS)
+        far = self._store.max_offset - _REPLAY_SEGMENTS * self._store.manifest.commitlog_segment_bytes
+        low = max(low, self._position())
+        if far > 0 and low < end:
+            high = end
+            while low < high:  # the first record that lies at or behind `far`
+                middle = (low + high) // 2
+                units = self._store.units(POP_LOG_TOPIC, 0, middle, 1)
+                if len(units) and int(units["physical_offset"][0]) < far:
+                    low = middle + 1
+                else:
+                    high = middle
+            bound = max(bound, low)
+        return bound
+
+    def save(self, now_ms: int) -> None:
+        """Write `consumerOrderInfo.json`, never ahead of the log that it sums up."""
+        parts, orders = self._parts, self._orders
+        with self._save_lock:
+            for (topic, group, queue_id), record in orders.records().items():
+                if record.counts_attempts:
+                    committed = parts.offsets.committed(group, topic, queue_id)
+                    orders.drop_attempts(group, topic, queue_id, committed or 0)
+            orders.clean(
+                now_ms,
+                self._read_queues,
+                lambda group: parts.groups.get(group) is not None,
+                lambda topic, group, queue_id: parts.offsets.committed(group, topic, queue_id),
+            )
+            version, looked_to, value = orders.version, self._looked_to, orders.as_json()
+            self._store.flush()
+            self._file.save(value)
+            self._saved_version, self._summed_up, self._save_due_ms = version, looked_to, 0
+
+    def _read_queues(self, topic: str) -> int | None:
+        config = self._parts.topics.get(topic)
+        return None if config is None else config.read_queues

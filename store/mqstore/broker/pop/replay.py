@@ -1,0 +1,450 @@
+"""Start-up: from order info file, offset table and pop log to the states that a crash or a close left (8.10).
+
+    order info file     FIFO batches as of its last save; of directories of a Java broker all there is of order
+    + pop log           from the replay position: every batch with something unsettled, and what happened to it
+    + offset table      where queues stand that the log says nothing of
+    + a Java broker's   what it had handed out, if there is any, which the log is told first (`popjava.py`)
+
+    cursor     = where the last reset put it, else what the table says; then every nx seen
+    committed  = the first offset that is in flight or released, else the cursor
+
+What receivers in the dead process held is visible at once (`release_in_flight`): the writer lock proves that they are
+gone. Of a group with push consumers only the messages that a handler had begun have used an attempt (`begun.py`); the
+others were fetched ahead, and are released. What had been given back comes when it was to come.
+
+Where records of the log are lost a batch may be, of which a later one only shows that the cursor went on: what lies
+between counts as handed out and not acknowledged, in a batch of its own.
+
+A FIFO batch that only the file knows gets a `ck` of its own, for acknowledgements name one; if all of it is settled it
+needs none, but it stays the queue's last batch: by it receipts of older ones are known to come too late.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mqstore.broker.begun import Address, Begun
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
+from mqstore.broker.pop.fifo import FifoQueues
+from mqstore.broker.pop.java import JavaTakeover
+from mqstore.broker.pop.log import ACK, CHANGE, GIVE, LOCAL, POP, RESET, REVIVE, Record, deltas_text
+from mqstore.broker.pop.orderinfo import OrderInfo
+from mqstore.broker.pop.state import MAX_BATCH, Batch, QueueKey, QueueState
+from mqstore.broker.pop.tables import PopTables
+from mqstore.broker.pop.time import SAME_MOMENT_MS
+
+__all__ = ["Replay"]
+
+_log = logging.getLogger("mqstore")
+
+_LOOK_BACK = 16_384
+"""Records before the replay position that are asked what was redelivered: whoever acknowledges it is told, for as long
+as that can be known."""
+
+
+class Replay:
+    """One reading of the log into `tables`, which must be empty but for the order info."""
+
+    def __init__(self, tables: PopTables, fifo: FifoQueues) -> None:
+        self._tables = tables
+        self._fifo = fifo
+        self._batches: dict[int, tuple[QueueState, Batch]] = {}
+        self._placed: set[QueueKey] = set()
+        """States whose position the log alone decides: a reset was seen."""
+        self._handlers: dict[str, Callable[[int, dict[str, Any]], None]] = {
+            POP: self._pop,
+            ACK: self._settled,
+            REVIVE: self._revived,
+            CHANGE: self._change,
+            GIVE: self._give,
+            RESET: self._reset,
+        }
+
+        self._before: dict[str, Callable[[int, dict[str, Any]], None]] = {
+            POP: self._pop_before,
+            REVIVE: self._revived_before,
+            RESET: self._reset_before,
+        }
+        self._in_order: set[QueueKey] = set()
+        """Queues whose order info is the log's by now, not the file's."""
+        self._settled_before: dict[int, QueueKey] = {}
+        """Batch -> queue, of batches that are settled and only tell what was redelivered."""
+        self._next_position = 0
+        self._is_holed = False
+        """Whether records are missing from the log."""
+        self._unsaid: dict[QueueKey, set[int]] = {}
+        """Offsets that no batch has though a later one begins behind them, of a log with holes."""
+        self._popped_before: dict[QueueKey, int] = {}
+        """The last pop time of queues, of batches that are settled."""
+
+    def run(self, *, release: bool) -> None:
+        """Rebuild the states; `release`: what receivers in this process held is visible again."""
+        self.read()
+        java = JavaTakeover(self._tables)
+        for record in java.take():
+            self._apply(record, self._handlers)
+        tables = self._tables
+        now_ms = tables.clock.now_ms()
+        self._say(now_ms)
+        for key, pop_time_ms in self._popped_before.items():
+            # Ahead of the clock, as many pops within a moment are: what is popped from now on must lie behind.
+            if pop_time_ms >= now_ms and tables.offsets.committed(key.group, key.topic, key.queue_id) is not None:
+                state = self._state(key)
+                state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
+        for state in list(tables.states.values()):
+            self._finish(state, release, now_ms)
+        self._adopt(now_ms)
+        java.mark()
+
+    def look(self) -> None:
+        """As `run` will find things: nothing is released, written, or taken over from a Java broker. For who looks at a
+        store."""
+        self.read()
+        tables = self._tables
+        for state in list(tables.states.values()):
+            self._settle_position(state)
+        for key, record in self._in_file():
+            state = self._state(key)
+            if state.fifo is None and (record.unacked() or record.offsets[-1] < state.cursor):
+                state.fifo = _unnamed(record)
+            if state.fifo is not None:
+                state.cursor = max(state.cursor, record.next_offset())
+
+    def read(self) -> None:
+        """Only what the records say."""
+        tables = self._tables
+        begin = self._next_position = tables.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
+        for record in tables.log.records(max(0, begin - _LOOK_BACK)):
+            if record.position >= begin:
+                self._is_holed |= record.position > self._next_position
+                self._next_position = record.position + 1
+                self._apply(record, self._handlers)
+            else:
+                self._apply(record, self._before)
+
+    def _apply(self, record: Record, handlers: dict[str, Callable[[int, dict[str, Any]], None]]) -> None:
+        handler = handlers.get(record.kind)
+        if handler is None:
+            return
+        try:
+            handler(record.position, record.value)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            # A record that says what none of ours could say: not said, then, which redelivers and never loses.
+            _log.error("record %d of the pop log makes no sense (%r): %.200s", record.position, error, record.value)
+
+    # -- what records say -------------------------------------------------------------------------------------------
+
+    def _pop(self, position: int, value: dict[str, Any]) -> None:
+        key = QueueKey(value["t"], value["c"], value["q"])
+        start, pop_time_ms, invisible_ms = value["so"], value["pt"], value["it"]
+        distances = value["d"]
+        numbers = (key.queue_id, start, pop_time_ms, invisible_ms, value["nx"], *distances)
+        if not distances or not all(map(_is_number, numbers)):
+            raise ValueError("a batch of no messages")
+        if type(key.topic) is not str or type(key.group) is not str:
+            raise ValueError("a batch of nobody")
+        contiguous = distances[-1] == len(distances) - 1
+        deltas = None if contiguous else tuple(distances)
+        local = value.get("l") == 1
+        batch = Batch(position, start, pop_time_ms, invisible_ms, deltas, len(distances), local)
+        state = self._state(key)
+        self._batches[position] = state, batch
+        state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
+        offsets = list(range(start, start + len(distances))) if contiguous else [start + each for each in distances]
+        if value.get("f") == 1:
+            self._pop_in_order(state, batch, offsets, value)
+        else:
+            if self._is_holed and 0 <= state.cursor < start:
+                low, high = self._tables.store.offsets_or_none(key.topic, key.queue_id) or (0, 0)
+                between = range(max(low, state.cursor), min(high, start))
+                self._unsaid.setdefault(key, set()).update(between)
+            elif key in self._unsaid:  # said by an opening before
+                self._unsaid[key].difference_update(offsets)
+            state.replace(batch, offsets)
+            state.cursor = max(state.cursor, value["nx"])
+
+    def _say(self, now_ms: int) -> None:
+        """Let the log have the batches that it has lost: acknowledgements to come name them."""
+        for key, lost in self._unsaid.items():
+            if not lost or self._tables.parts.groups.get(key.group) is None:
+                continue
+            _log.error(
+                "the pop log has lost records: %d messages of %s/%d, which group %s may have had, come again",
+                len(lost),
+                key.topic,
+                key.queue_id,
+                key.group,
+            )
+            state, ordered = self._state(key), sorted(lost)
+            for at in range(0, len(lost), MAX_BATCH):
+                offsets = ordered[at : at + MAX_BATCH]
+                start, stop = offsets[0], offsets[-1] + 1
+                deltas = [offset - start for offset in offsets]
+                value = {"t": key.topic, "c": key.group, "q": key.queue_id, "so": start, "pt": now_ms, "it": 0}
+                value |= {"d": deltas, "nx": stop, "l": 1}
+                text = deltas_text(deltas, len(deltas))
+                position = self._tables.log.put_pop(state.head, start, now_ms, 0, text, stop, LOCAL)
+                self._apply(Record(position, POP, value), self._handlers)
+
+    def _pop_in_order(self, state: QueueState, batch: Batch, offsets: list[int], value: dict[str, Any]) -> None:
+        there = self._tables.orders.get(*state.key)
+        state.fifo = batch
+        state.cursor = offsets[0]
+        # The file may be newer than the batches we come to: written after its batch was logged, or by a Java broker. By
+        # the pop time, unless a clock was set back: what begins behind the file's batch was popped after it, and so was
+        # all that the log has behind that; and where the file's pop time is ahead of the clock only the log can tell,
+        # which holds all of our own batches.
+        latest_ms, popped_ms = self._tables.clock.now_ms() + SAME_MOMENT_MS, batch.pop_time_ms
+        newer = there is not None and popped_ms < there.pop_time_ms <= latest_ms and there.offsets[-1] >= offsets[0]
+        if newer and state.key not in self._in_order:
+            return
+        self._in_order.add(state.key)
+        acked = _bits(value.get("cm", 0), len(offsets))
+        if there is not None and (there.pop_time_ms, there.offsets) == (batch.pop_time_ms, tuple(offsets)):
+            acked |= there.acked  # a Java broker went on with our batch
+        record = OrderInfo(
+            tuple(offsets),
+            batch.pop_time_ms,
+            batch.invisible_ms,
+            batch.pop_time_ms,
+            value.get("a"),
+            counts=_numbers(value.get("oc")),
+            visible_ms=_numbers(value.get("ot")),
+            acked=acked,
+            released=_bits(value.get("rel", 0), len(offsets)),
+        )
+        if there is not None:  # the log does not say why they failed
+            record.suspended = {offset: there.suspended[offset] for offset in offsets if offset in there.suspended}
+        self._tables.orders.restore(*state.key, record)
+
+    def _settled(self, _position: int, value: dict[str, Any]) -> None:
+        found = self._batches.get(value["k"])
+        if found is None:
+            return  # a batch from before the replay position, all settled
+        state, batch = found
+        if state.fifo is not batch:
+            state.settle(batch, value["o"])
+            return
+        for offset in value["o"]:
+            after = self._tables.orders.commit_and_next(*state.key, offset, batch.pop_time_ms, state.cursor)
+            state.cursor = max(state.cursor, after)
+
+    def _revived(self, position: int, value: dict[str, Any]) -> None:
+        self._settled(position, value)
+        found = self._batches.get(value["k"])
+        if found is None:
+            self._revived_before(position, value)
+        elif found[0].fifo is not found[1]:
+            found[0].note_revived(value["o"])
+
+    def _change(self, _position: int, value: dict[str, Any]) -> None:
+        found = self._batches.get(value["k"])
+        if found is None:
+            return
+        state, batch = found
+        offset, pop_time_ms, invisible_ms = value["o"], value["pt"], value["it"]
+        state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
+        batch.note_failed(offset, value.get("n") == 1)
+        if state.fifo is batch:
+            self._tables.orders.update_next_visible_time(*state.key, offset, pop_time_ms, pop_time_ms + invisible_ms)
+        elif state.in_flight.get(offset) is batch:
+            state.change(batch, offset, pop_time_ms, invisible_ms)
+
+    def _give(self, _position: int, value: dict[str, Any]) -> None:
+        found = self._batches.get(value["k"])
+        if found is None:
+            return
+        state, batch = found
+        if state.fifo is batch:
+            at_ms = min(batch.pop_time_ms, self._tables.clock.now_ms())  # a pop time may be ahead of the clock
+            self._tables.orders.release(*state.key, value["o"], batch.pop_time_ms, at_ms)
+        else:
+            state.give_back(batch, value["o"])
+
+    def _reset(self, _position: int, value: dict[str, Any]) -> None:
+        key, offset = QueueKey(value["t"], value["c"], value["q"]), value["o"]
+        if not _is_number(offset):
+            raise ValueError("a reset to nowhere")
+        state = self._state(key)
+        self._unsaid.pop(key, None)
+        state.clear(offset)
+        state.reset_ms = max(state.last_pop_ms, self._popped_before.get(key, 0)) or self._tables.clock.now_ms()
+        self._tables.orders.clear_block(*key)
+        if offset < 0:
+            self._placed.discard(key)
+            del self._tables.states[key]
+        else:
+            self._placed.add(key)
+
+    # -- what is settled, but may be acknowledged too late ----------------------------------------------------------
+
+    def _pop_before(self, position: int, value: dict[str, Any]) -> None:
+        key = QueueKey(value["t"], value["c"], value["q"])
+        self._popped_before[key] = max(self._popped_before.get(key, 0), value["pt"])
+        if value.get("f") != 1:
+            self._settled_before[position] = key
+
+    def _revived_before(self, _position: int, value: dict[str, Any]) -> None:
+        key = self._settled_before.get(value["k"])
+        if key is not None:
+            self._state(key).note_revived(value["o"])
+
+    def _reset_before(self, _position: int, value: dict[str, Any]) -> None:
+        key, offset = QueueKey(value["t"], value["c"], value["q"]), value["o"]
+        if offset >= 0 and self._tables.offsets.committed(key.group, key.topic, key.queue_id) is not None:
+            self._state(key)
+        state = self._tables.states.get(key)
+        if state is not None:
+            state.revived.clear()
+            # What was popped since left a record.
+            last_ms = max(self._popped_before.get(key, 0), self._tables.clock.now_ms())
+            state.reset_ms = last_ms if offset >= 0 else 0
+
+    def _state(self, key: QueueKey) -> QueueState:
+        state = self._tables.state(key)
+        if state.cursor < 0 and key not in self._placed:
+            state.cursor = self._tables.offsets.committed(key.group, key.topic, key.queue_id) or 0
+        return state
+
+    # -- what follows from them -------------------------------------------------------------------------------------
+
+    def _finish(self, state: QueueState, release: bool, now_ms: int) -> None:
+        tables = self._tables
+        if not self._settle_position(state):
+            return
+        if release:
+            self._release(state, now_ms)
+        state.drop_ahead()
+        tables.commit(state)
+        first_ms = state.timeline.first()
+        if first_ms is not None:
+            tables.announce(state, first_ms)
+
+    def _settle_position(self, state: QueueState) -> bool:
+        """Where the queue stands by log and table together; False: its group is gone, and the state with it."""
+        tables, key = self._tables, state.key
+        topic, group, queue_id = key
+        if tables.parts.groups.get(group) is None:
+            del tables.states[key]
+            tables.orders.clear_block(*key)
+            return False
+        low = tables.offsets.start_of(topic, queue_id)
+        high = (tables.store.offsets_or_none(topic, queue_id) or (0, 0))[1]
+        table = tables.offsets.committed(group, topic, queue_id)
+        if key not in self._placed and table is not None:
+            state.cursor = max(state.cursor, table)
+        state.cursor = max(min(state.cursor, high), min(low, high))
+        # Of a topic that was deleted, and what a damaged log may make up: no such message is waited for.
+        for batch in dict.fromkeys((*state.in_flight.values(), *state.released.values())):
+            gone = [offset for offset in batch.open_offsets() if not low <= offset < high]
+            if gone:
+                state.settle(batch, gone)
+        state.committed = min((*state.in_flight, *state.released), default=state.cursor)
+        return True
+
+    def _release(self, state: QueueState, now_ms: int) -> None:
+        """End the deliveries of receivers that died with their process, as if their time had run out."""
+        begun = self._tables.begun
+        if begun is not None and state.key.group in begun.groups:
+            self._tell_apart(state, begun, now_ms)
+        for batch in dict.fromkeys(state.in_flight.values()):
+            if batch.local:
+                later = {offset: batch.times(offset) for offset in batch.failed or ()}
+                batch.moved = later or None
+                batch.invisible_ms = min(0, now_ms - batch.pop_time_ms)
+                state.timeline.add(batch.pop_time_ms + batch.invisible_ms, batch)
+        if state.fifo is not None and state.fifo.local:
+            record = self._tables.orders.get(*state.key)
+            if record is not None:
+                record.visible_ms = {
+                    **(record.visible_ms or {}),
+                    **{o: now_ms for o in record.unacked() if state.fifo.holds(o) and record.visible_at(o) > now_ms},
+                }
+                self._tables.orders.restore(*state.key, record)
+
+    def _tell_apart(self, state: QueueState, begun: Begun, now_ms: int) -> None:
+        """Release what was only fetched; say of the rest that its attempt has failed, so that no later open needs to
+        be told which handlers had begun. A push consumer renews what it holds, so however late it is by now, time had
+        not run out."""
+        log, orders = self._tables.log, self._tables.orders
+        for batch in dict.fromkeys(state.in_flight.values()):
+            held = [o for o in batch.open_offsets() if state.in_flight.get(o) is batch and batch.holds(o)]
+            fetched, ended = _parted(state.key, held, begun)
+            if fetched:
+                log.put_settled(GIVE, batch.name, fetched)
+                state.give_back(batch, fetched)
+            for offset in ended:
+                past_ms = min(0, now_ms - batch.pop_time_ms)
+                log.put_change(batch.name, offset, batch.pop_time_ms, past_ms, failed=True)
+                state.change(batch, offset, batch.pop_time_ms, past_ms)
+                batch.note_failed(offset, True)
+        record = self._tables.order(state)
+        if record is None or state.fifo is None:
+            return
+        held = [o for o in record.unacked() if o >= state.cursor and state.fifo.holds(o)]
+        fetched, ended = _parted(state.key, held, begun)
+        if fetched:
+            log.put_settled(GIVE, state.fifo.name, fetched)
+            orders.release(*state.key, fetched, record.pop_time_ms, now_ms)
+        for offset in ended:
+            log.put_change(state.fifo.name, offset, record.pop_time_ms, now_ms - record.pop_time_ms, failed=True)
+            orders.update_next_visible_time(*state.key, offset, record.pop_time_ms, now_ms)
+            state.fifo.note_failed(offset, True)
+
+    def _in_file(self) -> Iterator[tuple[QueueKey, OrderInfo]]:
+        """The FIFO batches of groups that there are, as the file knows them."""
+        tables = self._tables
+        for (topic, group, queue_id), record in tables.orders.records().items():
+            if record.pop_time_ms != 0 and record.offsets and tables.parts.groups.get(group) is not None:
+                yield QueueKey(topic, group, queue_id), record
+
+    def _adopt(self, now_ms: int) -> None:
+        """Take over the FIFO batches that the file knows: mark what is settled by now, name the others in the log."""
+        tables = self._tables
+        tables.orders.cut(lambda topic, queue_id: (tables.store.offsets_or_none(topic, queue_id) or (0, 0))[1])
+        for key, record in self._in_file():
+            state = tables.state(key)
+            if state.cursor < 0:
+                tables.open(state)
+            # The file is older than the table: what lies before `committed` was acknowledged since.
+            for i, offset in enumerate(record.offsets):
+                if offset < state.cursor:
+                    record.acked |= 1 << i
+            tables.orders.restore(*key, record)
+            if state.fifo is None and record.unacked():
+                self._fifo.put_anew(state)
+            elif state.fifo is None and record.offsets[-1] < state.cursor:
+                state.fifo = _unnamed(record)
+            state.cursor = max(state.cursor, record.next_offset()) if state.fifo is not None else state.cursor
+            tables.commit(state)
+            if tables.order(state) is not None and record.unacked():
+                tables.announce(state, now_ms)
+
+
+def _parted(key: QueueKey, held: list[int], begun: Begun) -> tuple[list[int], list[int]]:
+    """Offsets that were only fetched, and those whose handler had begun: these are suspected from here on."""
+    noted = begun.groups[key.group]
+    ended = [offset for offset in held if Address(key.topic, key.queue_id, offset) in noted]
+    begun.suspects.add(key.group, [Address(key.topic, key.queue_id, offset) for offset in ended])
+    return [offset for offset in held if offset not in ended], ended
+
+
+def _is_number(value: object) -> bool:
+    """Whether it may be an offset, or a time, as far as its size tells."""
+    return type(value) is int and -1 <= value < 1 << 63
+
+
+def _unnamed(record: OrderInfo) -> Batch:
+    """The batch of a record of which the log does not know."""
+    start, count = record.offsets[0], len(record.offsets)
+    return Batch(-1, start, record.pop_time_ms, record.invisible_ms or 0, None, count, False)
+
+
+def _bits(value: int, count: int) -> int:
+    return value & (1 << count) - 1
+
+
+def _numbers(value: dict[str, int] | None) -> dict[int, int] | None:
+    return None if value is None else {int(key): number for key, number in value.items()}

@@ -1,0 +1,364 @@
+"""Popping without order: what is not acknowledged comes again as a copy (broker-semantics 8.3, 8.5-8.7, 8.10).
+
+    pop      ck record, then in flight                           attempt ended by expiry (`visit`) or `bury`:
+    settle   ack record, then settled                               copy to the retry topic, or dead letter
+    change   chg record, then visible at another time               then rev record, then settled
+    give_back  rel record, then popped again first
+
+Each record is appended under the queue's lock before memory changes, so memory is always what a replay would make of
+the log. A crash between copy and `rev` copies once more; nothing else happens twice, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+
+from mqstore.broker.begun import PROCESS_ENDED
+from mqstore.broker.names import is_retry_topic, pop_retry_topic
+from mqstore.broker.pop.ask import Ask, Claim, Delivery, expired
+from mqstore.broker.pop.log import ACK, GIVE, LOCAL, REVIVE, deltas_text
+from mqstore.broker.pop.state import Batch, QueueKey, QueueState
+from mqstore.broker.pop.tables import PopTables
+from mqstore.broker.pop.time import pop_time
+from mqstore.broker.retry import origin_topic
+from mqstore.errors import InvalidMessageError
+from mqstore.layout.properties import DELAY
+from mqstore.log.message import Message, stored_bytes
+
+__all__ = ["StandardQueues"]
+
+_log = logging.getLogger("mqstore")
+
+FIRST_POP_TIME = "1ST_POP_TIME"
+_CHUNK = 64
+"""Batches redelivered in one go: how long the queue is locked for it."""
+_NEAR = 8
+"""Messages this far apart are read together."""
+_BACKOFF_MIN_MS, _BACKOFF_MAX_MS = 1_000, 60_000
+_offset = attrgetter("offset")
+_new = tuple.__new__
+
+
+class StandardQueues:
+    """The operations on one queue of a standard group, all under the state's lock."""
+
+    def __init__(self, tables: PopTables) -> None:
+        self._tables = tables
+        self._log = tables.log
+
+    # -- popping ----------------------------------------------------------------------------------------------------
+
+    def pop(self, state: QueueState, ask: Ask, room: int, mark: int, out: list[Delivery]) -> bool:
+        """Deliver up to `room` messages; whether there seems to be more."""
+        tables = self._tables
+        if not tables.ready(state, ask.start) or (state.fifo is not None and not self._leave_fifo(state, ask)):
+            return False
+        cursor = state.cursor
+        try:
+            messages = self._released(state, ask, room) if state.released else []
+            while len(messages) < room:
+                if state.ahead_filter is not ask.filter and state.ahead_filter != ask.filter:
+                    state.drop_ahead()
+                if not state.ahead and not tables.read_ahead(state, ask.filter):
+                    break
+                found = state.take_ahead(room - len(messages))
+                if ask.max_attempts is not None and is_retry_topic(state.key.topic):
+                    found = self._within_limit(state, ask.max_attempts, found)
+                messages = messages + found if messages else found
+            if messages:
+                self._deliver(state, ask, mark, messages, out)
+        except BaseException:  # what no record names was not popped
+            state.cursor = cursor
+            state.drop_ahead()
+            raise
+        tables.commit(state)
+        return bool(messages) and bool(state.ahead or state.released)
+
+    def _deliver(self, state: QueueState, ask: Ask, mark: int, messages: list[Message], out: list[Delivery]) -> None:
+        topic, invisible_ms, _, _, _, local, now_ms, *_ = ask
+        visible_ms = now_ms + invisible_ms
+        last_ms = state.reset_ms
+        if state.released:
+            messages.sort(key=_offset)
+            for message in messages:
+                if message.offset in state.released:
+                    last_ms = max(last_ms, state.released[message.offset].times(message.offset)[0])
+        pop_time_ms = pop_time(now_ms, last_ms)
+        if pop_time_ms != now_ms:
+            invisible_ms = max(0, visible_ms - pop_time_ms)
+        count = len(messages)
+        start = messages[0].offset
+        offsets = (start,) if count == 1 else [message.offset for message in messages]
+        deltas = None if offsets[-1] - start == count - 1 else tuple([offset - start for offset in offsets])
+        text = deltas_text(deltas, count)
+        name = self._log.put_pop(
+            state.head, start, pop_time_ms, invisible_ms, text, state.cursor, LOCAL if local else ""
+        )
+        state.add(Batch(name, start, pop_time_ms, invisible_ms, deltas, count, local), offsets)
+        state.pops += 1
+        state.popped += count
+        state.popped_bytes += stored_bytes(messages)
+        if pop_time_ms > state.last_pop_ms:
+            state.last_pop_ms = pop_time_ms
+        if state.announced_ms is None or visible_ms < state.announced_ms:
+            self._tables.announce(state, visible_ms)
+        queue_id = state.key.queue_id
+        head = f"{start} {pop_time_ms} {invisible_ms} 0 {mark} mqstore {queue_id} "
+        for message, offset in zip(messages, offsets, strict=True):
+            out.append(_new(Delivery, (message, f"{head}{offset}", visible_ms, topic, queue_id, None)))
+
+    def _released(self, state: QueueState, ask: Ask, room: int) -> list[Message]:
+        """Messages that were given back. One that is gone, or that the filter refuses now, is settled."""
+        found: list[Message] = []
+        for offset in state.first_released(room):
+            message = self._tables.message(state.key, offset)
+            if message is not None and (ask.filter is None or ask.filter.accepts(message)):
+                found.append(message)
+                continue
+            if message is None:
+                self._tables.lost(state, offset)
+            self._settle(state, ACK, state.released[offset], [offset])
+        return found
+
+    def _within_limit(self, state: QueueState, limit: int, messages: list[Message]) -> list[Message]:
+        """Without the copies that have used up all attempts, which become dead letters (8.7): the limit was lowered, or
+        a Java broker made them. The cursor is behind them; a crash before that is known files them once more."""
+        key = state.key
+        over = [message for message in messages if message.reconsume_times >= limit]
+        for message in over:
+            reason = f"{message.reconsume_times} attempts ended, of {limit}"
+            self._tables.dead_letter(message, key.group, reason, origin_topic=origin_topic(message, key.group))
+        return [message for message in messages if message.reconsume_times < limit] if over else messages
+
+    def _leave_fifo(self, state: QueueState, ask: Ask) -> bool:
+        """The group popped this queue in order before. Wait for that batch; then what is not settled of it counts as
+        not popped yet."""
+        key = state.key
+        if self._tables.order(state) is not None:
+            if self._tables.orders.check_block(None, *key, ask.invisible_ms, ask.now_ms):
+                return False
+            self._tables.reset(state, state.cursor)
+        return True
+
+    # -- settling ---------------------------------------------------------------------------------------------------
+
+    def settle(self, state: QueueState, claims: Iterable[Claim], kind: str = ACK) -> list[str]:
+        """Acknowledge; the receipts that came too late. One acknowledged before is fine."""
+        late: list[str] = []
+        found: dict[Batch, list[int]] = {}
+        for claim in claims:
+            batch = self._batch(state, claim)
+            if batch is None:
+                if not self._is_done(state, claim):
+                    late.append(claim.text)
+            elif batch in found:
+                found[batch].append(claim.offset)
+            else:
+                found[batch] = [claim.offset]
+        for batch, offsets in found.items():
+            self._log.put_settled(kind, batch.name, offsets)
+            if kind == GIVE:
+                state.give_back(batch, offsets)
+            else:
+                state.acked += state.settle(batch, offsets)
+        self._tables.commit(state)
+        return late
+
+    def give_back(self, state: QueueState, claims: Iterable[Claim]) -> list[str]:
+        """Take deliveries back unseen."""
+        late = self.settle(state, claims, GIVE)
+        if state.released:
+            self._tables.waiters.wake_one(state.key.topic, state.key.queue_id, state.key.group)
+        return late
+
+    def change(
+        self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False, failed: bool = False
+    ) -> str:
+        """Let a delivery become visible in `invisible_ms` from now; its new receipt. `renew`: the old stays good;
+        `failed`: who had it has it no more."""
+        batch = self._need(state, claim)
+        now_ms = self._tables.clock.now_ms()
+        pop_time_ms = claim.pop_time_ms if renew else pop_time(now_ms, claim.pop_time_ms)
+        # Negative where the pop time is ahead of the clock, which was set back since.
+        invisible_ms = now_ms + invisible_ms - pop_time_ms
+        self._log.put_change(batch.name, claim.offset, pop_time_ms, invisible_ms, failed=failed)
+        state.change(batch, claim.offset, pop_time_ms, invisible_ms)
+        batch.note_failed(claim.offset, failed)
+        state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
+        self._tables.announce(state, pop_time_ms + invisible_ms)
+        if renew:
+            return claim.text
+        shown_ms = max(0, invisible_ms)
+        return f"{claim.offset} {pop_time_ms} {shown_ms} 0 {claim.mark} mqstore {claim.queue_id} {claim.offset}"
+
+    def attempt(self, state: QueueState, claim: Claim) -> int:
+        """Which delivery of its message this is, from 1. ReceiptExpiredError when it came too late."""
+        self._need(state, claim)
+        message = self._tables.message(state.key, claim.offset)
+        return 1 if message is None else message.attempt
+
+    def bury(self, state: QueueState, claim: Claim, reason: str) -> None:
+        """File the message as a dead letter, then settle it."""
+        batch = self._need(state, claim)
+        message = self._tables.message(state.key, claim.offset)
+        if message is None:
+            self._tables.lost(state, claim.offset)
+        else:
+            self._tables.dead_letter(
+                message, state.key.group, reason, origin_topic=origin_topic(message, state.key.group)
+            )
+        self._settle(state, REVIVE, batch, [claim.offset])
+        state.note_revived([claim.offset])
+
+    def _settle(self, state: QueueState, kind: str, batch: Batch, offsets: Sequence[int]) -> None:
+        self._log.put_settled(kind, batch.name, offsets)
+        state.settle(batch, offsets)
+        self._tables.commit(state)
+
+    def _batch(self, state: QueueState, claim: Claim) -> Batch | None:
+        """The batch in which the claim's delivery is in flight, None if it is not."""
+        batch = state.in_flight.get(claim.offset)
+        if batch is None:
+            return None
+        if batch.moved is None:
+            return batch if batch.pop_time_ms == claim.pop_time_ms else None
+        return batch if batch.times(claim.offset)[0] == claim.pop_time_ms else None
+
+    def _is_done(self, state: QueueState, claim: Claim) -> bool:
+        """Whether a delivery that is not in flight was acknowledged, as far as is known, and not put up again."""
+        offset = claim.offset
+        if offset in state.in_flight or offset in state.released or offset >= state.cursor:
+            return False
+        return offset not in state.revived
+
+    def _need(self, state: QueueState, claim: Claim) -> Batch:
+        batch = self._batch(state, claim)
+        if batch is None:
+            raise expired([claim.text])
+        return batch
+
+    # -- coming again -----------------------------------------------------------------------------------------------
+
+    def visit(self, state: QueueState, now_ms: int) -> None:
+        """Redeliver what is visible again, a chunk of it, and announce when the next is due. What a put raises leaves
+        the rest in flight, to be tried again."""
+        batches = state.timeline.take(now_ms, _CHUNK)
+        try:
+            self._redeliver(state, batches, now_ms)
+            state.backoff_ms = 0
+        except BaseException:
+            state.backoff_ms = min(_BACKOFF_MAX_MS, max(_BACKOFF_MIN_MS, 2 * state.backoff_ms))
+            for batch in batches:
+                if batch.left:
+                    state.timeline.add(now_ms + state.backoff_ms, batch)
+            raise
+        finally:
+            self._announce_next(state)
+
+    def _announce_next(self, state: QueueState) -> None:
+        first_ms = state.timeline.first()
+        if first_ms is not None:
+            self._tables.announce(state, first_ms)
+
+    def _redeliver(self, state: QueueState, batches: list[Batch], now_ms: int) -> None:
+        due = [
+            (offset, batch)
+            for batch in dict.fromkeys(batches)
+            for offset in batch.open_offsets()
+            if state.in_flight.get(offset) is batch and batch.is_visible(offset, now_ms)
+        ]
+        due.sort(key=lambda pair: pair[0])
+        group = self._tables.parts.groups.get(state.key.group)
+        limit = None if group is None else group.max_attempts
+        done: dict[Batch, list[int]] = {}
+        stay: dict[Batch, list[int]] = {}
+        try:
+            for (offset, batch), message in zip(due, self._messages(state.key, [o for o, _ in due]), strict=True):
+                ended = done
+                if message is None:
+                    self._tables.lost(state, offset)
+                else:
+                    try:
+                        self._put_again(state, message, batch.pop_time_ms, limit)
+                    except InvalidMessageError as error:
+                        # Its record is as long as one can be: no copy ever fits. It comes again from where it lies.
+                        _log.error("message %d of %s cannot be copied, not even away: %s", offset, state.key, error)
+                        ended = stay
+                ended.setdefault(batch, []).append(offset)
+        finally:
+            for batch, offsets in done.items():
+                self._settle(state, REVIVE, batch, offsets)
+                state.note_revived(offsets)
+            for batch, offsets in stay.items():
+                self._log.put_settled(GIVE, batch.name, offsets)
+                state.give_back(batch, offsets)
+                self._tables.waiters.wake_one(state.key.topic, state.key.queue_id, state.key.group)
+
+    def _messages(self, key: QueueKey, offsets: Sequence[int]) -> Iterator[Message | None]:
+        """The messages at ascending offsets, None for each that is gone or damaged; neighbours are read together."""
+        i = 0
+        low = (self._tables.store.offsets_or_none(key.topic, key.queue_id) or (0, 0))[0]
+        while i < len(offsets):
+            j = i + 1
+            while j < len(offsets) and offsets[j] - offsets[j - 1] <= _NEAR:
+                j += 1
+            begin = max(low, offsets[i])
+            found: dict[int, Message] = {}
+            if begin <= offsets[j - 1]:
+                read = self._tables.store.get(key.topic, key.queue_id, begin, offsets[j - 1] + 1 - begin)
+                found = {message.offset: message for message in read.messages}
+            yield from (found.get(offset) for offset in offsets[i:j])
+            i = j
+
+    def _put_again(self, state: QueueState, message: Message, pop_time_ms: int, limit: int | None) -> None:
+        """The copy for the next attempt, or the dead letter when the last has ended."""
+        parts, key = self._tables.parts, state.key
+        ended = self._tables.ended_process(state, message.offset)
+        if limit is not None and message.attempt >= limit:
+            reason = f"attempt {message.attempt} of {limit} ended without acknowledgement"
+            if ended:
+                reason = PROCESS_ENDED
+                self._tables.comes_again(state, message.offset, None)
+            self._tables.dead_letter(message, key.group, reason, origin_topic=origin_topic(message, key.group))
+            return
+        topic = key.topic
+        if not is_retry_topic(topic):
+            topic = pop_retry_topic(key.group, topic, parts.config.pop_retry_version)
+            parts.topics.ensure(topic, 1)
+            parts.offsets.begin(key.group, topic, 0)
+        properties = message.stored_properties()
+        for name in [name for name in properties if name == DELAY or name.startswith("TIMER_")]:
+            del properties[name]  # it has waited already
+        properties.setdefault(FIRST_POP_TIME, str(pop_time_ms))
+        try:
+            copy = parts.road.copy(message, topic, 0, properties, reconsume_times=message.reconsume_times + 1)
+            if ended:
+                self._tables.comes_again(state, message.offset, copy)
+        except InvalidMessageError as error:
+            # No later try will fare better: its properties leave no room for those of a copy.
+            reason = f"cannot be retried: {error}"
+            self._tables.dead_letter(message, key.group, reason, origin_topic=origin_topic(message, key.group))
+
+    # -- keeping the log short --------------------------------------------------------------------------------------
+
+    def put_anew(self, state: QueueState, batch: Batch) -> None:
+        """Append what is left of an old batch at the end of the log, so that a replay may begin behind it."""
+        released = {offset for offset in batch.open_offsets() if state.released.get(offset) is batch}
+        alike: dict[tuple[int, int, bool], list[int]] = {}
+        for offset in batch.open_offsets():
+            alike.setdefault((*batch.times(offset), batch.holds(offset)), []).append(offset)
+        for (pop_time_ms, invisible_ms, local), offsets in alike.items():
+            start, count = offsets[0], len(offsets)
+            deltas = None if offsets[-1] - start == count - 1 else tuple(offset - start for offset in offsets)
+            more = LOCAL if local else ""
+            text = deltas_text(deltas, count)
+            name = self._log.put_pop(state.head, start, pop_time_ms, invisible_ms, text, state.cursor, more)
+            new = Batch(name, start, pop_time_ms, invisible_ms, deltas, count, local)
+            state.replace(new, offsets)
+            given = [offset for offset in offsets if offset in released]
+            if given:
+                self._log.put_settled(GIVE, name, given)
+                state.give_back(new, given)
+        self._announce_next(state)

@@ -1,0 +1,450 @@
+"""What is known of one (topic, group, queue) that is popped from: the state machine of broker-semantics 8.10.
+
+    offsets of a queue:   settled ... | in flight, released and settled, mixed | not popped yet
+                                      ^ committed                              ^ cursor
+
+    in flight  --settle (ack, revived, dead letter)-->  settled
+    in flight  --give_back (release)-->                 released --popped again--> in flight, of another batch
+    in flight  --change-->                              in flight, visible at another time
+    all        --reset-->                               not popped yet, from a new cursor on
+
+A batch names many offsets, so a million messages in flight cost a million dict entries and no more objects than there
+were pops. When a delivery becomes visible is kept in buckets of one millisecond: popping adds to a bucket, and nothing
+is taken out until its time has come or most of what lies in the buckets is settled.
+
+FIFO batches live in the order info (`orderinfo.py`); of them only the batch's name is kept here (`fifo`).
+
+Knows no log, no clock and no message but those read ahead. Every call is made under `lock`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import islice, repeat, takewhile
+from typing import NamedTuple
+
+from mqstore.broker.pop.log import queue_head
+from mqstore.broker.pop.quick import Lending, Lent, Timed
+from mqstore.broker.pop.time import is_visible
+from mqstore.log.message import Message
+
+__all__ = ["MAX_BATCH", "Batch", "Counts", "QueueKey", "QueueState", "Standing", "Timeline"]
+
+MAX_BATCH = 32
+"""Messages of one pop."""
+_COMPACT_FROM = 1_024
+_REVIVED_KEPT = 65_536
+"""Redelivered offsets that are remembered, to tell who acknowledges too late from who does it twice."""
+
+
+class QueueKey(NamedTuple):
+    """What a state belongs to. `topic` is where the messages lie, which may be a retry topic."""
+
+    topic: str
+    group: str
+    queue_id: int
+
+
+class Counts(NamedTuple):
+    """What happened in a queue in a while."""
+
+    pops: int
+    """That found something: as many batches."""
+    messages: int
+    """Delivered, again or for the first time."""
+    size: int
+    """Their bytes, as stored."""
+    acked: int
+
+
+class Standing(NamedTuple):
+    """Where a group stands in a queue."""
+
+    first: int
+    """First offset that is not settled."""
+    ready_from: int
+    """First offset that may be delivered now."""
+    next: int
+    """First offset that was not delivered yet."""
+    in_flight: int
+    again: int
+    """Messages before `next` that may be delivered again."""
+
+
+class Batch(Lent):
+    """The messages of one pop, one `ck` record."""
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        name: int,
+        start: int,
+        pop_time_ms: int,
+        invisible_ms: int,
+        deltas: tuple[int, ...] | None,
+        count: int,
+        local: bool,
+    ) -> None:
+        self.name = name
+        self.start = start
+        self.pop_time_ms = pop_time_ms
+        self.invisible_ms = invisible_ms
+        self.deltas = deltas
+        self.left = (1 << count) - 1
+        self.moved = None
+        self.local = local
+        self.failed = None
+
+    def times(self, offset: int) -> tuple[int, int]:
+        """(pop time, invisible ms) of one delivery."""
+        if self.moved is not None and offset in self.moved:
+            return self.moved[offset]
+        return self.pop_time_ms, self.invisible_ms
+
+    def holds(self, offset: int) -> bool:
+        """Whether a receiver in this process has that delivery."""
+        return self.local and (self.failed is None or offset not in self.failed)
+
+    def note_failed(self, offset: int, failed: bool) -> None:
+        """A delivery was given back, or is held again."""
+        if failed:
+            self.failed = (self.failed or set()) | {offset}
+        elif self.failed is not None:
+            self.failed.discard(offset)
+
+    def visible_at(self, offset: int) -> int:
+        pop_time_ms, invisible_ms = self.times(offset)
+        return pop_time_ms + invisible_ms
+
+    def is_visible(self, offset: int, now_ms: int) -> bool:
+        """Whether that delivery is over."""
+        pop_time_ms, invisible_ms = self.times(offset)
+        return is_visible(pop_time_ms, pop_time_ms + invisible_ms, now_ms)
+
+    def bit(self, offset: int) -> int:
+        """The mask of one message; ValueError if it is none of the batch."""
+        distance = offset - self.start
+        return 1 << (distance if self.deltas is None else self.deltas.index(distance))
+
+    def open_offsets(self) -> Iterator[int]:
+        """Offsets that are not settled, ascending."""
+        left, i = self.left, 0
+        while left:
+            if left & 1:
+                yield self.start + (i if self.deltas is None else self.deltas[i])
+            left >>= 1
+            i += 1
+
+
+class Timeline(Timed):
+    """When deliveries become visible: millisecond -> batches to look at. An entry is a hint: whether one of the batch's
+    messages really is due is asked of the batch."""
+
+    __slots__ = ("asked",)
+
+    def __init__(self) -> None:
+        self._buckets = {}
+        self._times = []
+        self.entries = 0
+        self.asked = 0
+        """How often it seemed worth while to drop what is settled, since that was done."""
+
+    def add(self, at_ms: int, batch: Batch) -> None:
+        there = self._buckets.get(at_ms)
+        if there is None:
+            self._buckets[at_ms] = batch
+            heappush(self._times, at_ms)
+        elif isinstance(there, list):
+            there.append(batch)
+        else:
+            self._buckets[at_ms] = [there, batch]
+        self.entries += 1
+
+    def due(self, now_ms: int) -> Iterator[Batch]:
+        """The batches to look at by `now_ms`, in any order; they stay."""
+        if self._times and self._times[0] <= now_ms:
+            for at_ms in self._buckets:
+                if at_ms <= now_ms:
+                    yield from self._at(at_ms)
+
+    def first(self) -> int | None:
+        """The first time at which a batch with something unsettled is to be looked at."""
+        while self._times:
+            if any(batch.left for batch in self._at(self._times[0])):
+                return self._times[0]
+            self._pop()
+        return None
+
+    def take(self, now_ms: int, limit: int) -> list[Batch]:
+        """Up to `limit` of the batches to look at by `now_ms`, which leave the timeline."""
+        due: list[Batch] = []
+        while self._times and self._times[0] <= now_ms and len(due) < limit:
+            there, room = self._buckets[self._times[0]], limit - len(due)
+            if isinstance(there, list) and len(there) > room:  # from its end, for it may hold a million
+                taken: Sequence[Batch] = there[-room:]
+                del there[-room:]
+                self.entries -= room
+            else:
+                taken = self._pop()
+            due += (batch for batch in taken if batch.left)
+        return due
+
+    def compact(self) -> None:
+        """Drop what is settled."""
+        buckets: dict[int, Batch | list[Batch]] = {}
+        self.entries = 0
+        for at_ms in self._buckets:
+            live = [batch for batch in self._at(at_ms) if batch.left]
+            if live:
+                buckets[at_ms] = live if len(live) > 1 else live[0]
+                self.entries += len(live)
+        self._buckets = buckets
+        self._times = list(buckets)
+        heapify(self._times)
+        self.asked = 0
+
+    def _at(self, at_ms: int) -> Sequence[Batch]:
+        there = self._buckets[at_ms]
+        return there if isinstance(there, list) else (there,)
+
+    def _pop(self) -> Sequence[Batch]:
+        at_ms = heappop(self._times)
+        there = self._at(at_ms)
+        del self._buckets[at_ms]
+        self.entries -= len(there)
+        return there
+
+
+class QueueState(Lending):
+    """One (topic, group, queue). Fields are read and written under `lock`, by whoever holds it."""
+
+    __slots__ = ("_free", "ahead_size", "backoff_ms", "revived")
+
+    def __init__(self, key: QueueKey) -> None:
+        self.key = key
+        self.head = queue_head(*key)
+        self.lock = threading.Lock()
+        self.cursor = self.committed = -1
+        self.written = None
+        self.in_flight = {}
+        self.released = {}
+        self._free: list[int] = []
+        """A heap of the offsets in `released`, and of some that have left it."""
+        self.revived: dict[int, None] = {}
+        self.timeline = Timeline()
+        self._batches = 0
+        self.fifo = None
+        self.ahead = []
+        self.ahead_at = self.ahead_from = self.ahead_next = 0
+        self.ahead_size = 32
+        self.ahead_filter = None
+        self.announced_ms = None
+        self.backoff_ms = 0
+        """How long to wait after the next put that fails."""
+        self.last_pop_ms = self.reset_ms = 0
+        self.pops = self.popped = self.popped_bytes = self.acked = 0
+        self.gone = False
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    def add(self, batch: Batch, offsets: Sequence[int]) -> None:
+        """A batch was popped. An offset that was released comes back, from its old batch into this one."""
+        if self.released:
+            for offset in offsets:
+                old = self.released.pop(offset, None)
+                if old is not None:
+                    self._strike(old, old.bit(offset))
+        if len(offsets) == 1:
+            self.in_flight[offsets[0]] = batch
+        else:
+            self.in_flight.update(zip(offsets, repeat(batch)))
+        self._batches += 1
+        self.timeline.add(batch.pop_time_ms + batch.invisible_ms, batch)
+
+    def replace(self, batch: Batch, offsets: Sequence[int]) -> None:
+        """As `add`, for a replay: what an older record said of these offsets no longer counts."""
+        for offset in offsets:
+            old = self.in_flight.pop(offset, None)
+            if old is not None:
+                self._strike(old, old.bit(offset))
+        self.add(batch, offsets)
+
+    def change(self, batch: Batch, offset: int, pop_time_ms: int, invisible_ms: int) -> None:
+        """A delivery becomes visible at another time."""
+        if batch.moved is None:
+            batch.moved = {}
+        batch.moved[offset] = pop_time_ms, invisible_ms
+        self.timeline.add(pop_time_ms + invisible_ms, batch)
+        if self.timeline.entries > _COMPACT_FROM + 2 * self._batches:
+            self._compact()
+
+    def settle(self, batch: Batch, offsets: Iterable[int]) -> int:
+        """These messages of the batch are done with; one that is settled already, or was popped again, is not its. How
+        many were in flight."""
+        bits = 0
+        before = len(self.in_flight)
+        in_flight, start, deltas = self.in_flight, batch.start, batch.deltas
+        for offset in offsets:
+            if in_flight.get(offset) is batch:
+                del in_flight[offset]
+            elif self.released.get(offset) is batch:
+                del self.released[offset]
+            else:
+                continue
+            bits |= 1 << offset - start if deltas is None else batch.bit(offset)
+        self._strike(batch, bits)
+        if self.timeline.entries > _COMPACT_FROM + 2 * self._batches:
+            self._compact()
+        return before - len(self.in_flight)
+
+    def give_back(self, batch: Batch, offsets: Iterable[int]) -> None:
+        """These deliveries were never looked at."""
+        for offset in offsets:
+            if self.in_flight.get(offset) is batch:
+                del self.in_flight[offset]
+                self.released[offset] = batch
+                heappush(self._free, offset)
+        if len(self._free) > _COMPACT_FROM + 2 * len(self.released):
+            self._free = sorted(self.released)  # which is a heap
+
+    def first_released(self, count: int) -> list[int]:
+        """The first `count` of what was given back, ascending, at a cost that does not grow with what there is. They
+        stay released until they are popped or settled."""
+        found: list[int] = []
+        while self._free and len(found) < count:
+            offset = heappop(self._free)
+            if offset in self.released and offset not in found[-1:]:  # given back twice it may be in there twice
+                found.append(offset)
+        for offset in found:
+            heappush(self._free, offset)
+        return found
+
+    def clear(self, cursor: int) -> None:
+        """Forget all deliveries; go on at `cursor`."""
+        self.in_flight.clear()
+        self.released.clear()
+        self._free.clear()
+        self.revived.clear()
+        self.timeline = Timeline()
+        self._batches = 0
+        self.fifo = None
+        self.cursor = self.committed = cursor
+        self.drop_ahead()
+
+    def note_revived(self, offsets: Iterable[int]) -> None:
+        """These were put up for redelivery."""
+        self.revived.update(dict.fromkeys(offsets))
+        if len(self.revived) > 2 * _REVIVED_KEPT:
+            self.revived = dict.fromkeys(islice(self.revived, _REVIVED_KEPT, None))
+
+    def _compact(self) -> None:
+        # Where each of a batch's times was changed there may be nothing to drop: a look at all entries must not come
+        # with each call.
+        self.timeline.asked += 1
+        if 4 * self.timeline.asked > self.timeline.entries:
+            self.timeline.compact()
+
+    def _strike(self, batch: Batch, bits: int) -> None:
+        if batch.left and bits:
+            batch.left &= ~bits
+            if not batch.left:
+                self._batches -= 1
+                batch.moved = batch.failed = None
+
+    # -- what is told of it -----------------------------------------------------------------------------------------
+
+    def counts(self) -> Counts | None:
+        """What happened since the last call; None: nothing."""
+        if not self.pops and not self.acked:
+            return None
+        found = Counts(self.pops, self.popped, self.popped_bytes, self.acked)
+        self.pops = self.popped = self.popped_bytes = self.acked = 0
+        return found
+
+    @property
+    def open_batches(self) -> int:
+        """Batches with a message that is not settled."""
+        return self._batches + (self.fifo is not None and self.fifo.left != 0)
+
+    def overdue(self, now_ms: int) -> Iterator[int]:
+        """When the deliveries became visible that wait for the housekeeper to put them up again."""
+        # What could not be put up is entered later in the timeline: then all that is in flight is looked at.
+        batches = self.in_flight.values() if self.backoff_ms else self.timeline.due(now_ms)
+        for batch in dict.fromkeys(batches):
+            for offset in batch.open_offsets():
+                if self.in_flight.get(offset) is batch and batch.is_visible(offset, now_ms):
+                    yield batch.visible_at(offset)
+
+    def follow_clock(self, now_ms: int) -> bool:
+        """The clock was set back: enter in the timeline, as due, what is over by that; whether there is anything."""
+        over = [
+            batch
+            for batch in dict.fromkeys(self.in_flight.values())
+            for offsets in [batch.open_offsets() if batch.moved else (batch.start,)]
+            if any(batch.visible_at(offset) > now_ms and batch.is_visible(offset, now_ms) for offset in offsets)
+        ]
+        for batch in over:
+            self.timeline.add(now_ms, batch)
+        return bool(over)
+
+    # -- positions --------------------------------------------------------------------------------------------------
+
+    def advance(self) -> int:
+        """`committed`, moved up to the first offset that is not settled."""
+        if not self.in_flight and not self.released:
+            self.committed = self.cursor
+        else:
+            # Each offset is passed once in its life, so this costs no more than popping it did.
+            at, cursor, in_flight, released = self.committed, self.cursor, self.in_flight, self.released
+            while at < cursor and at not in in_flight and at not in released:
+                at += 1
+            self.committed = at
+        return self.committed
+
+    def standing(self) -> Standing:
+        """Where the group stands, in a queue that is not consumed in order."""
+        ready = next(iter(self.first_released(1)), self.cursor)
+        return Standing(self.advance(), ready, self.cursor, len(self.in_flight), len(self.released))
+
+    def oldest(self) -> Batch | None:
+        """The batch that was popped first of those that have something unsettled."""
+        batches = [batch for batch in self.released.values() if batch.left]
+        first = next(iter(self.in_flight.values()), None)
+        if first is not None:
+            batches.append(first)
+        if self.fifo is not None and self.fifo.left:
+            batches.append(self.fifo)
+        return min(batches, key=lambda batch: batch.name, default=None)
+
+    def named_before(self, bound: int, count: int) -> list[Batch]:
+        """The first `count` of the batches with something unsettled whose record lies before log position `bound`."""
+        found = {batch for batch in self.released.values() if batch.left and batch.name < bound}
+        found.update(takewhile(lambda batch: batch.name < bound, self.in_flight.values()))
+        if self.fifo is not None and self.fifo.left and self.fifo.name < bound:
+            found.add(self.fifo)
+        return sorted(found, key=lambda batch: batch.name)[:count]
+
+    # -- reading ahead ----------------------------------------------------------------------------------------------
+
+    def take_ahead(self, count: int) -> list[Message]:
+        """Up to `count` messages that were read ahead; the cursor moves behind them."""
+        at = self.ahead_at
+        found = self.ahead[at : at + count]
+        if found:
+            self.ahead_at = at = at + len(found)
+            if at < len(self.ahead):
+                self.cursor = self.ahead_from = found[-1].offset + 1
+            else:
+                self.cursor = self.ahead_from = self.ahead_next
+                self.ahead = []
+                self.ahead_at = 0
+        return found
+
+    def drop_ahead(self) -> None:
+        """What is read next is read anew, from the cursor on."""
+        self.ahead = []
+        self.ahead_at = 0
+        self.ahead_from = self.ahead_next = self.cursor

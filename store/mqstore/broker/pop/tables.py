@@ -1,0 +1,291 @@
+"""What the parts of pop work on together: the states of all queues, the pop log, the order info, and who is due when.
+
+    state(key)     the queue's state, opened: position known, a pending reset applied
+    log, orders    what happened, and where FIFO queues stand because of it
+    announce       "this queue needs the housekeeper at that time"      state --> agenda --> `due`
+
+One lock a state; the locks here are leaves below it. A state is dropped with its group or topic, and marked `gone` for
+those who waited for its lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING
+
+from mqstore.broker.begun import Address, Begun
+from mqstore.broker.filters import Filter
+from mqstore.broker.pop.ask import Delivery, Start
+from mqstore.broker.pop.log import ACK, POP, PopLog
+from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable
+from mqstore.broker.pop.quick import Desk
+from mqstore.broker.pop.state import Batch, Counts, QueueKey, QueueState
+from mqstore.errors import MQStoreError
+from mqstore.log.commitlog import SendReceipt
+from mqstore.log.message import Message
+
+if TYPE_CHECKING:
+    from mqstore.broker.parts import Parts, Wake
+    from mqstore.broker.reading import Reads
+    from mqstore.broker.waiting import Waiters
+
+__all__ = ["DeadLetter", "PopTables"]
+
+_log = logging.getLogger("mqstore")
+
+DeadLetter = Callable[..., object]
+"""`Retries.dead_letter(message, group, reason, *, origin_topic, reconsume_times)`."""
+_AHEAD_MAX = 1024
+_LOOKS = 16
+"""Reads in which one pop looks for a first message that passes its filter."""
+
+
+class PopTables(Desk):
+    """All states of one store."""
+
+    def __init__(self, parts: Parts, wake: Wake, waiters: Waiters, reads: Reads, dead_letter: DeadLetter) -> None:
+        self.parts = parts
+        self.store = parts.store
+        self.offsets = parts.offsets
+        self.clock = parts.clock
+        self.waiters = waiters
+        self.reads = reads
+        self.dead_letter = dead_letter
+        self.begun: Begun | None = None
+        self.log = PopLog(parts.store)
+        self.orders = OrderInfoTable()
+        self.states: dict[QueueKey, QueueState] = {}
+        self.last_counts: list[tuple[QueueKey, Counts]] = []
+        """Of states that were dropped."""
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._agenda: list[tuple[int, int, QueueState]] = []
+        self._entered: set[tuple[int, QueueState]] = set()
+        """What is in the agenda: a delivery far ahead is announced again after each look at its queue."""
+        self._serial = 0
+        self._promised_ms: int | None = None
+        """When the housekeeper will come; None: when woken."""
+        self._init_desk()
+
+    def _init_desk(self) -> None:
+        self._tip = None
+        pop, ack = self.log.ways.get(POP), self.log.ways.get(ACK)
+        if pop is not None and ack is not None:
+            self._tip, self._queue, self._pop_tail, self._max_body = pop
+            self._ack_tail = ack.tail
+            self._resets = self.offsets.resets
+            self._commit = self.offsets.note
+            self._batch, self._delivery = Batch, Delivery
+
+    # -- states -----------------------------------------------------------------------------------------------------
+
+    def state(self, key: QueueKey) -> QueueState:
+        """The queue's state, which may not be opened yet."""
+        found = self.states.get(key)
+        if found is None:
+            with self._lock:
+                found = self.states.get(key)
+                if found is None:
+                    found = self.states[key] = QueueState(key)
+        return found
+
+    def open(self, state: QueueState, start: Start | None = None) -> None:
+        """Make the state's position known; under its lock. Where the group never came to, `start` decides (2.3)."""
+        topic, group, queue_id = state.key
+        committed = self.offsets.committed(group, topic, queue_id)
+        if committed is None:
+            committed = self.reads.first_position(group, topic, queue_id, start)
+        state.cursor = state.committed = state.written = committed
+        state.drop_ahead()
+
+    def drop(self, concerned: Callable[[QueueKey], bool]) -> None:
+        """Forget states: their group or topic is gone. The log is told, or a group of the same name would inherit
+        them at the next start."""
+        for key in self.orders.records():  # also those that only count attempts, and have no state
+            if concerned(QueueKey(key[0], key[1], key[2])):
+                self.orders.clear_block(*key)
+        for key, state in list(self.states.items()):
+            if concerned(key):
+                with state.lock:
+                    if not state.gone:
+                        try:
+                            self.log.put_reset(state.head, -1)
+                        except (MQStoreError, OSError) as error:
+                            # They are gone whatever the log knows: at worst a new group is given what this one held.
+                            _log.error("%s: the pop log does not say that %s is gone: %s", self.store.path, key, error)
+                        state.gone = True
+                        state.clear(-1)
+                        counts = state.counts()
+                        if counts is not None:
+                            self.last_counts.append((key, counts))
+                        self.orders.clear_block(*key)
+                        self.states.pop(key, None)
+
+    def reset(self, state: QueueState, offset: int) -> None:
+        """Go on at `offset`, with nothing in flight: receipts that are out expire. Under the state's lock."""
+        self.log.put_reset(state.head, offset)
+        state.clear(offset)
+        state.reset_ms = state.last_pop_ms or self.clock.now_ms()  # not popped since it was opened: before, perhaps
+        self.orders.clear_block(*state.key)
+        self.commit(state)
+
+    def commit(self, state: QueueState) -> None:
+        """Tell the offset table how far the queue is settled. Under the state's lock."""
+        if state.gone:
+            return  # it has no position any more
+        committed = state.advance()
+        if committed != state.written:
+            topic, group, queue_id = state.key
+            self.offsets.note(group, topic, queue_id, committed)
+            state.written = committed
+
+    def ready(self, state: QueueState, start: Start | None) -> bool:
+        """Bring the state to where its next pop begins; under its lock. False: it is gone."""
+        if state.gone:
+            return False
+        if state.cursor >= 0 and not self.offsets.resets:
+            return True
+        if state.cursor < 0:
+            self.open(state, start)
+        topic, group, queue_id = state.key
+        offset = self.offsets.resets.get((group, topic, queue_id))
+        if offset is not None:
+            self.reset(state, offset)  # if that fails the reset stays pending
+            self.offsets.take_reset(topic, group, queue_id)
+        return True
+
+    def read_ahead(self, state: QueueState, filter: Filter | None) -> bool:  # noqa: A002
+        """Fill the state's read-ahead from its cursor on; False when nothing passes the filter up to the queue's end,
+        or as far as one pop looks: the cursor is behind what was passed over then. Under the state's lock."""
+        topic, group, queue_id = state.key
+        state.drop_ahead()
+        state.ahead_filter = filter
+        for _ in range(_LOOKS):
+            bounds = self.store.offsets_or_none(topic, queue_id)
+            if bounds is None or state.cursor == bounds[1]:
+                return False
+            result = self.reads.read(
+                topic, queue_id, state.cursor, state.ahead_size, filter=filter, group=group, delivers=False
+            )
+            if result.status == "OFFSET_RESET":
+                self.reset(state, result.next_offset)
+            elif result.messages:
+                state.ahead = result.messages
+                state.ahead_next = result.next_offset
+                # Whoever takes all that was read goes on reading: the next time it pays to read more at once.
+                state.ahead_size = min(2 * state.ahead_size, _AHEAD_MAX)
+                return True
+            elif result.next_offset == state.cursor:
+                return False
+            else:
+                state.cursor = result.next_offset
+                state.drop_ahead()
+        return False
+
+    def lost(self, state: QueueState, offset: int) -> None:
+        """A delivery's message is gone before it was settled: retention was told not to wait, or it is damaged."""
+        topic, group, queue_id = state.key
+        self.parts.statistics.lost(group, topic, queue_id, 1)
+        self.reads.note_loss(group, topic, queue_id, offset, offset + 1)
+        self.waiters.wake_one(topic, queue_id, group)  # nobody may come otherwise, to be told
+        _log.error(
+            "%s: message %d of %s/%d, popped by group %s and not acknowledged, can no longer be read",
+            self.store.path,
+            offset,
+            topic,
+            queue_id,
+            group,
+        )
+
+    def ended_process(self, state: QueueState, offset: int) -> bool:
+        """Whether the handler of a message had begun when a process was killed, and none has since."""
+        address = Address(state.key.topic, state.key.queue_id, offset)
+        return self.begun is not None and self.begun.suspects.holds(state.key.group, address)
+
+    def comes_again(self, state: QueueState, offset: int, copy: SendReceipt | None) -> None:
+        """Such a message lies elsewhere now; None: it is a dead letter."""
+        if self.begun is not None:
+            group, suspects = state.key.group, self.begun.suspects
+            if copy is not None:
+                suspects.add(group, [Address(*copy.queue, copy.offset)])
+            suspects.clear(group, [Address(state.key.topic, state.key.queue_id, offset)])
+
+    # -- FIFO records -----------------------------------------------------------------------------------------------
+
+    def order(self, state: QueueState) -> OrderInfo | None:
+        """The queue's FIFO batch, None without one. `state.fifo` keeps up with it: it may have been cleaned away."""
+        if state.fifo is None:
+            return None
+        record = self.orders.get(*state.key)
+        if record is None:
+            state.fifo = None
+            return None
+        state.fifo.left = sum(
+            1 << i for i, offset in enumerate(record.offsets) if offset >= state.cursor and not record.acked >> i & 1
+        )
+        return record
+
+    def first_held(self, state: QueueState, now_ms: int) -> int | None:
+        """The first offset that is in flight: not settled nor put again, in order not yet visible again. None without
+        one. Under the state's lock."""
+        offsets = [min(state.in_flight)] if state.in_flight else []
+        record = self.order(state)
+        if record is not None:
+            offsets += [o for o in record.unacked() if o >= state.cursor and not record.is_visible(o, now_ms)]
+        return min(offsets, default=None)
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def message(self, key: QueueKey, offset: int) -> Message | None:
+        """The message at `offset`; None when it is gone or damaged."""
+        if self.store.offsets_or_none(key.topic, key.queue_id) is None:
+            return None
+        found = self.store.get(key.topic, key.queue_id, offset, 1).messages
+        return found[0] if found and found[0].offset == offset else None
+
+    # -- the agenda -------------------------------------------------------------------------------------------------
+
+    def announce(self, state: QueueState, at_ms: int) -> None:
+        """Have the housekeeper look at the queue at `at_ms`, or before. Under the state's lock."""
+        if state.announced_ms is not None and state.announced_ms <= at_ms:
+            return
+        state.announced_ms = at_ms
+        with self._lock:
+            if (at_ms, state) not in self._entered:
+                self._entered.add((at_ms, state))
+                self._serial += 1
+                heappush(self._agenda, (at_ms, self._serial, state))
+            early = self._promised_ms is None or at_ms < self._promised_ms
+            if early:
+                self._promised_ms = at_ms
+        if early:
+            self._wake()
+
+    def follow_clock(self, now_ms: int) -> None:
+        """The clock was set back, or may have been: have the queues looked at whose deliveries are over by that."""
+        for state in list(self.states.values()):
+            with state.lock:
+                if not state.gone and (state.follow_clock(now_ms) or state.fifo is not None):
+                    self.announce(state, now_ms)
+
+    def due(self, now_ms: int) -> list[QueueState]:
+        """The queues that asked to be looked at by now."""
+        found = []
+        with self._lock:
+            while self._agenda and self._agenda[0][0] <= now_ms:
+                at_ms, _, state = heappop(self._agenda)
+                self._entered.discard((at_ms, state))
+                found.append(state)
+        return list(dict.fromkeys(found))
+
+    def promise(self, at_most_ms: int | None) -> int | None:
+        """When the housekeeper is to come again: `at_most_ms`, or earlier for a queue."""
+        with self._lock:
+            times = [self._agenda[0][0]] if self._agenda else []
+            if at_most_ms is not None:
+                times.append(at_most_ms)
+            self._promised_ms = min(times, default=None)
+            return self._promised_ms

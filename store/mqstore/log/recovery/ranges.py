@@ -1,0 +1,362 @@
+"""A commit log read in byte ranges, and put together again: for `verify`, here or by many tasks.
+
+A record says where it lies, so reading may begin anywhere: at the first place of a range where a record verifies whose
+own physical offset is that place (store-format 9.2, 9.8; spark.md B8).
+
+    segment   |........................|........................|..........BLANK|
+    ranges    low                      high = low of the next
+    results   first ............... end     end: where the next record should begin, mostly a little behind `high`
+                                  = first of the next result, or what was read does not fit together
+
+A result says of every queue whether its records followed each other: a *straight* part needs no second look, whatever
+came before. `Stitcher` joins the results of a segment into what a scan from its start gives, event for event:
+
+    first == end before    it counts
+    nothing verified since, and first is behind    bytes that are no record lead up to it: `Bad`, and it counts
+    no result, or anything else    read, from where the result before ended. A record image inside a body, at its own
+                           offset, is such a false start; so is a record that only a start from its front accepts
+
+Ranges and results are plain values, and small: no record, and at most `max_errors` findings, are in them. Knows no
+Spark, and nothing of what is done with the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from mqstore.errors import ConfigError
+from mqstore.files.segments import Segment, SegmentRun
+from mqstore.layout.dispatch import Listed, Rows
+from mqstore.layout.record import Checksum, check_record
+from mqstore.layout.scan import has_crc_tail
+from mqstore.log.names import is_path_safe
+from mqstore.log.recovery.indextally import IndexTally
+from mqstore.log.recovery.report import Finding
+from mqstore.log.recovery.scanner import Bad, End, Good, OnFront, first_good_in, join_segments, scan_segment, until_torn
+from mqstore.log.recovery.slots import MAX_SLOT
+
+__all__ = [
+    "RANGE_BYTES",
+    "LogRange",
+    "QueueKey",
+    "QueuePart",
+    "RangeResult",
+    "SegmentParts",
+    "Stitcher",
+    "cut_ranges",
+    "is_straight",
+    "read_range",
+]
+
+RANGE_BYTES = 64 << 20
+"""Of a log, read in one go."""
+
+QueueKey = tuple[str, int]
+"""Topic and queue id."""
+TakeRun = Callable[[str, int, int, np.ndarray], Iterable[Finding]]
+"""Takes topic, queue id, first queue offset and the units of a straight run; what it finds wrong with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogRange:
+    """Bytes [low, high) of the segment that starts at physical offset `base`, counted from there: the records that
+    begin in them."""
+
+    base: int
+    low: int
+    high: int
+
+    @property
+    def weight(self) -> int:
+        """Bytes to read."""
+        return self.high - self.low
+
+
+@dataclass(slots=True)
+class QueuePart:
+    """Queue offsets of a queue's records in a range, where the first record begins, and where the last one ends."""
+
+    first: int
+    """Smallest queue offset."""
+    stop: int
+    """Behind the greatest."""
+    first_physical: int
+    last_end: int
+    straight: bool = True
+    """Each record's queue offset was one more than that of the record before."""
+    findings: list[Finding] = field(default_factory=list)
+    """What `take_run` found up to the first break."""
+    unlisted: int = 0
+    """How much more."""
+
+
+@dataclass(slots=True)
+class RangeResult:
+    """What a range holds. Positions count from the segment's start."""
+
+    range: LogRange
+    first: int | None
+    """Where reading began; None: no record that verifies begins in the range."""
+    end: int
+    """Where it ended, as `scan_segment` returns it."""
+    records: int = 0
+    bytes: int = 0
+    body_checksum_only: int = 0
+    """Records with a checksum of their body alone."""
+    blank: set[int] = field(default_factory=set)
+    """Physical offset from which on the segment holds zeros alone, if that was seen."""
+    bads: list[Bad] = field(default_factory=list)
+    torn: Bad | None = None
+    """What ends the log in this range, and reading with it (`until_torn`)."""
+    unlisted: int = 0
+    """How many more."""
+    queues: dict[QueueKey, QueuePart] = field(default_factory=dict)
+    index: IndexTally = field(default_factory=IndexTally)
+
+    @property
+    def errors(self) -> int:
+        """Findings, listed or not."""
+        of_queues = sum(part.unlisted + len(part.findings) for part in self.queues.values())
+        return self.unlisted + len(self.bads) + of_queues
+
+    def count_bad(self, bad: Bad, max_errors: int | None) -> None:
+        """Note bytes that are no record."""
+        if max_errors is None or len(self.bads) < max_errors:
+            self.bads.append(bad)
+        else:
+            self.unlisted += 1
+
+
+# -- cutting ----------------------------------------------------------------------------------------------------------
+
+
+def cut_ranges(run: SegmentRun, range_bytes: int, end: int) -> list[LogRange]:
+    """The log of an open store up to `end` in ranges of about equal size, none over two segments. ConfigError for a
+    size that is none."""
+    if range_bytes < 1:
+        raise ConfigError(f"range_bytes={range_bytes} is no size of a range; give at least 1, or leave it out")
+    ranges = []
+    for segment in run.segments():
+        length = min(segment.length, segment.size, end - segment.start)
+        if length <= 0:
+            break
+        ranges += _cut(segment.start, length, range_bytes)
+    return ranges
+
+
+def _cut(base: int, length: int, range_bytes: int) -> list[LogRange]:
+    pieces = -(-length // range_bytes)
+    edges = [length * i // pieces for i in range(pieces + 1)]
+    return [LogRange(base, low, high) for low, high in pairwise(edges)]
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_range(
+    run: SegmentRun,
+    checksum: Checksum,
+    piece: LogRange,
+    start: int | None,
+    *,
+    take: Callable[[Good], Rows],
+    take_run: TakeRun,
+    max_errors: int | None,
+    watermark: Callable[[], int],
+) -> RangeResult | None:
+    """Read a range of a log; None if retention has taken its segment.
+
+    All records go to `take`, which returns what queues should know of them. Each run of records of a queue that follow
+    each other goes to `take_run`, until the first break. `start` is where a record has to begin; None: at the front of
+    the segment, or where the first one verifies. `watermark` as of `Stitcher`.
+    """
+    segment = run.find(piece.base)
+    if segment is None:
+        return None
+    first = start if start is not None else 0 if piece.low == 0 else _first_in(run, checksum, segment, piece)
+    if first is None:
+        return RangeResult(piece, None, piece.low)
+    result = RangeResult(piece, first, first)
+    events = scan_segment(run, segment, first, checksum, stop=piece.high, blank=result.blank)
+    while True:
+        try:
+            event = next(events)
+        except StopIteration as over:
+            result.end = over.value
+            return result
+        if isinstance(event, Bad):
+            if event.start >= watermark():
+                result.end, result.torn = event.start - segment.start, event
+                return result
+            result.count_bad(event, max_errors)
+            continue
+        rows = take(event)
+        result.records += len(rows)
+        result.bytes += rows.record_bytes
+        if checksum == "crc32-body":
+            result.body_checksum_only += len(rows) - int(np.count_nonzero(has_crc_tail(event.buffer, event.headers)))
+        for listed in rows.listed():
+            _take_queue(result, rows, listed, take_run, max_errors)
+
+
+def _first_in(run: SegmentRun, checksum: Checksum, segment: Segment, piece: LogRange) -> int | None:
+    found = first_good_in(run, segment, piece.low, checksum, piece.high)
+    return None if found is None else found - segment.start
+
+
+def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeRun, max_errors: int | None) -> None:
+    topic, queue_id, chosen, offsets, units, follow = listed
+    begin, last = int(chosen[0]), int(chosen[-1])
+    low, high = int(offsets[0]), int(offsets[-1])
+    straight = follow or bool((np.diff(offsets) == 1).all())
+    part = result.queues.get((topic, queue_id))
+    if part is None:
+        part = QueuePart(low, low, int(rows.physical_offset[begin]), 0)
+        result.queues[topic, queue_id] = part
+    else:
+        straight = straight and low == part.stop
+    usable = 0 <= low < MAX_SLOT and queue_id >= 0 and is_path_safe(topic)
+    if not (straight and usable):
+        low, high = int(offsets.min()), int(offsets.max())
+        part.straight = False
+    part.first, part.stop = min(part.first, low), max(part.stop, high + 1)
+    part.last_end = int(rows.physical_offset[last]) + int(rows.size[last])
+    if not part.straight:
+        return
+    for finding in take_run(topic, queue_id, low, units):
+        if max_errors is None or len(part.findings) < max_errors:
+            part.findings.append(finding)
+        else:
+            part.unlisted += 1
+
+
+# -- putting together --------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class SegmentParts:
+    """The results of a segment that fit together, and where its records begin."""
+
+    segment: Segment
+    start: int
+    """From the segment's start: where a scan of the whole log enters it."""
+    results: list[RangeResult] = field(default_factory=list)
+
+    def queues(self) -> dict[QueueKey, list[QueuePart]]:
+        """The parts of each queue, in log order."""
+        found: dict[QueueKey, list[QueuePart]] = {}
+        for result in self.results:
+            for key, part in result.queues.items():
+                found.setdefault(key, []).append(part)
+        return found
+
+
+def is_straight(parts: Sequence[QueuePart]) -> bool:
+    """Whether the records of a queue followed each other through all these parts."""
+    return all(part.straight for part in parts) and all(part.stop == behind.first for part, behind in pairwise(parts))
+
+
+class Stitcher:
+    """Joins results to what a scan of the whole log would tell. `read(range, start)` is asked for ranges that have no
+    result, or do not fit: `start` is where a record should begin, None where the first one verifies. `watermark` is as
+    of `until_torn`, `on_front` as of `scan_log`."""
+
+    def __init__(
+        self,
+        run: SegmentRun,
+        checksum: Checksum,
+        results: Iterable[RangeResult],
+        read: Callable[[LogRange, int | None], RangeResult | None],
+        *,
+        watermark: Callable[[], int],
+        on_front: OnFront,
+    ) -> None:
+        self.read_again_count = 0
+        self._run = run
+        self._checksum = checksum
+        self._check = read
+        self._watermark = watermark
+        self._on_front = on_front
+        self._by_base: dict[int, list[RangeResult]] = {}
+        for result in results:
+            self._by_base.setdefault(result.range.base, []).append(result)
+        for each in self._by_base.values():
+            each.sort(key=lambda result: result.range.low)
+        self._entered: dict[int, tuple[Segment, int]] = {}
+        self._fronts: list[int] = []
+        self._blank: set[int] = set()
+
+    def events(self) -> Iterator[SegmentParts | Bad | End]:
+        """Segment by segment, with what is no record in and between them; the last event is an `End`."""
+        run = self._run
+        parts: SegmentParts | None = None
+        joined = join_segments(run, run.min_offset, self._checksum, self._read, self._blank, self._fronts.append)
+        for event in until_torn(joined, self._watermark):
+            while self._fronts:
+                if parts is not None:
+                    yield parts
+                    parts = None
+                self._on_front(self._fronts.pop(0))
+            if isinstance(event, RangeResult):
+                if parts is None or parts.segment.start != event.range.base:
+                    if parts is not None:
+                        yield parts
+                    parts = SegmentParts(*self._entered[event.range.base])
+                parts.results.append(event)
+                continue
+            if isinstance(event, End) and parts is not None:
+                yield parts
+            yield event
+
+    def _read(self, segment: Segment, start: int) -> Generator[RangeResult | Bad, None, int]:
+        """As `scan_segment`, from results; what has none is read."""
+        self._entered[segment.start] = segment, start
+        at, lost = start, False  # lost: nothing behind `at` has verified yet
+        for piece in self._pieces_of(segment):
+            high = piece.high if isinstance(piece, LogRange) else piece.range.high
+            if at >= high:
+                continue
+            result = self._read_range(piece, at, lost=lost)
+            if result is None:
+                return at
+            if lost:
+                if result.first is None:
+                    continue
+                yield self._bad(segment, at, result.first)
+            yield from result.bads
+            yield result
+            if result.torn is not None:
+                yield result.torn
+            at = result.end
+            self._blank |= result.blank
+            if at >= self._run.segment_bytes or segment.start + at in self._blank:
+                return at
+            lost = at < high
+        return at
+
+    def _read_range(self, piece: LogRange | RangeResult, at: int, *, lost: bool) -> RangeResult | None:
+        if isinstance(piece, LogRange):
+            return self._check(piece, None if lost else at)
+        if lost or piece.first == at:
+            return piece
+        self.read_again_count += 1
+        return self._check(piece.range, at)
+
+    def _pieces_of(self, segment: Segment) -> Sequence[LogRange | RangeResult]:
+        """The results of a segment; or ranges to read, if there are none for all of it."""
+        length = min(segment.length, segment.size)
+        found = self._by_base.get(segment.start, [])
+        edges = [0, *(result.range.high for result in found)]
+        if edges[-1] >= length and edges[:-1] == [result.range.low for result in found]:
+            return found
+        return _cut(segment.start, length, RANGE_BYTES)
+
+    def _bad(self, segment: Segment, at: int, found: int) -> Bad:
+        buffer = self._run.mapping(segment)
+        here = segment.start + at
+        check = check_record(buffer, at, len(buffer), here, self._checksum)
+        return Bad("bad_record", here, segment.start + found, check.detail)

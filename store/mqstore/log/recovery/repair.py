@@ -1,0 +1,188 @@
+"""Repair on request, away from the path that serves: what `mqstore recover` does (store-format 9.7, 11.2)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mqstore.clock import SYSTEM_CLOCK
+from mqstore.errors import CorruptStoreError, NotAStoreError
+from mqstore.files.beneath import resolved
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.jsonfile import NO_CHECKS, Check, load_json, set_aside_json
+from mqstore.files.lock import WriterLock, refuse_beside_writer
+from mqstore.layout.record import Checksum
+from mqstore.log import manifest as manifests
+from mqstore.log.own import check_own
+from mqstore.log.recovery.known import load_known, save_known
+from mqstore.log.recovery.recover import Progress, RecoverOptions, save_bytes
+from mqstore.log.recovery.report import Cut, Finding, RecoveryReport
+from mqstore.log.recovery.verify import bad_json, json_files, json_tables
+from mqstore.log.store import MessageStore
+from mqstore.options import Profile, StoreConfig
+
+__all__ = ["rebuild_config", "recover_store"]
+
+_COPY_BYTES = 1 << 20
+
+
+def recover_store(
+    path: str | os.PathLike[str],
+    options: RecoverOptions,
+    *,
+    config: StoreConfig | None = None,
+    progress: Progress | None = None,
+    json_checks: Mapping[str, Check] = NO_CHECKS,
+    fs: FileSystem = REAL,
+) -> RecoveryReport:
+    """Read the whole log of the store at `path`, bring queues and index in line with it, and report. JSON files that
+    are bad, by `json_checks` (path within the store -> check) too, are replaced by good backups; without one they are
+    reported, and left: `rebuild_config` mends them.
+
+    With `options.dry_run` nothing is written, and the report says what would be. May be killed and run again. Raises
+    StoreLockedError while a writer has the store, else as `mqstore.open`.
+
+    What a segment has too much is moved to `cut/`. Damage in the log that stays becomes known damage (`log.known`);
+    `known` of the report is what was known before.
+    """
+    options = replace(options, full=True)
+    root = Path(resolved(path))
+    if options.dry_run:
+        refuse_beside_writer(path, fs)  # what it is writing cannot be judged
+        with MessageStore(path, "r", config=config, fs=fs) as store:
+            report = store.plan_recovery(options, progress)
+            _report_json(report, bad_json(root, json_files(root, json_checks), fs))
+            _settle(store, report, dry_run=True)
+            return report
+    with MessageStore(path, create=False, config=config, fs=fs, recover_options=options, progress=progress) as store:
+        report = store.recovery
+        _report_json(report, bad_json(root, json_files(root, json_checks), fs, mend=True))
+        _settle(store, report, dry_run=False)
+        return report
+
+
+def _settle(store: MessageStore, report: RecoveryReport, *, dry_run: bool) -> None:
+    """Move away what segments have too much, and note the damage that stays."""
+    size = store.manifest.commitlog_segment_bytes
+    for finding in [*report.findings]:
+        surplus = finding.kind == "segment_size" and finding.position == size and finding.file.startswith("commitlog/")
+        if not surplus or not (store.path / finding.file).exists():  # a file behind the end of the log is gone
+            continue
+        kept = store.path / "cut" / f"{os.path.basename(finding.file)}-surplus-{store.clock.now_ms()}"
+        if not dry_run:
+            _move_surplus(store.path / finding.file, size, kept, store.fs)
+        report.findings.remove(finding)
+        report.truncated.append(Cut(finding.file, size, size + finding.length, "surplus"))
+        report.kept.append(str(kept))
+        report.changed = True
+    known = load_known(store.path, size, store.fs)
+    report.known = {finding for finding in report.findings if finding in known}
+    if not dry_run:
+        lasting = [each for each in report.findings if not _is_extended(store.path / each.file, each, size)]
+        save_known(store.path, known, lasting, report.log_end, size, store.fs)
+
+
+def _is_extended(path: Path, finding: Finding, size: int) -> bool:
+    """Return True if a finding is about a segment that was too short, and has its length by now."""
+    return finding.kind == "segment_size" and path.exists() and path.stat().st_size == size
+
+
+def _move_surplus(segment: Path, size: int, target: Path, fs: FileSystem) -> None:
+    """Move what `segment` has behind its first `size` bytes to `target`. Killed in between, it is in both."""
+    source = fs.open(segment, os.O_RDWR)
+    try:
+        save_bytes(target, _surplus(source, size, fs), fs)
+        fs.shorten(source, size)
+        fs.fdatasync(source)
+    finally:
+        fs.close(source)
+
+
+def _surplus(fd: int, size: int, fs: FileSystem) -> Iterator[tuple[int, bytes]]:
+    """Yield what a file has behind its first `size` bytes, in pieces: (position in the surplus, bytes)."""
+    position = 0
+    while data := fs.pread(fd, _COPY_BYTES, size + position):
+        yield position, data
+        position += len(data)
+
+
+def _report_json(report: RecoveryReport, found: Iterable[tuple[Finding, bool]]) -> None:
+    for finding, mended in found:
+        report.findings.append(finding)
+        report.changed |= mended
+
+
+def rebuild_config(
+    path: str | os.PathLike[str],
+    *,
+    dry_run: bool = False,
+    json_checks: Mapping[str, Check] = NO_CHECKS,
+    fs: FileSystem = REAL,
+) -> list[str]:
+    """Give a store whose JSON files do not decode, or fail the check that `json_checks` has for their path, good ones
+    again; what was done, a sentence for each file.
+
+    A lost manifest is written anew from what the files say: the checksum that the first record passes tells the
+    profile, names and lengths tell the sizes. Any other bad file is moved aside with its backup, so that it starts from
+    defaults: offsets in it are lost, which is why this never happens unasked.
+    """
+    root = Path(resolved(path))
+    if not (root / "commitlog").is_dir() and not (root / manifests.MANIFEST).exists():
+        raise NotAStoreError(f"{root} is no store: it has neither {manifests.MANIFEST} nor commitlog/")
+    check_own(root, fs)
+    lock = WriterLock(root, "mqstore recover", fs=fs)
+    try:
+        if dry_run:
+            refuse_beside_writer(root, fs)
+        else:
+            lock.acquire()
+        done = _rebuild_manifest(root, dry_run=dry_run, fs=fs)
+        for name, check in json_tables(root, json_checks):
+            try:
+                load_json(root / name, writer=False, fs=fs, root=root, check=check)
+            except CorruptStoreError as error:
+                if not dry_run:
+                    set_aside_json(root / name, fs=fs, check=check)
+                done.append(f"{name} is moved aside and starts from defaults: {error.args[0]}")
+        return done
+    finally:
+        lock.release()
+
+
+def _rebuild_manifest(root: Path, *, dry_run: bool, fs: FileSystem) -> list[str]:
+    path = root / manifests.MANIFEST
+    bad = False
+    value: Any = None
+    if path.exists() or path.with_name(path.name + ".bak").exists():
+        try:
+            value, problems = load_json(path, writer=False, fs=fs, root=root)
+            found = manifests.decode(value, path, problems)
+        except CorruptStoreError:
+            bad = True
+        else:
+            if not manifests.contradiction_of(found, root, fs):
+                return []
+            bad = True
+    proven = manifests.checksum_found(root, fs)
+    lost = bad or (root / manifests.GUARD).exists() or proven == "crc32c-record"
+    if not lost:
+        return []  # a Java broker's directory has none
+    profile: Profile = "rocketmq" if proven == "crc32-body" else "mqstore"
+    checksum: Checksum = "crc32-body" if profile == "rocketmq" else "crc32c-record"
+    found = manifests.sizes_found(root, profile, fs=fs)
+    kept = manifests.kept_of(value)
+    if not dry_run:
+        if bad:
+            set_aside_json(path, fs=fs)
+        new = {"store_id": secrets.token_hex(16), "checksum": checksum, "created_ms": SYSTEM_CLOCK.now_ms(), **kept}
+        manifests.save(replace(found, **new), root, fs)
+    lost_fields = [name for name in ("delay_levels", "group_hash") if name not in kept]
+    told = f"; {' and '.join(lost_fields)} start from defaults" if lost_fields else ""
+    return [
+        f"{manifests.MANIFEST} is written anew: profile {profile}, segments of {found.commitlog_segment_bytes} bytes, "
+        f"queue files of {found.consumequeue_segment_bytes}{told}"
+    ]

@@ -1,0 +1,333 @@
+"""Queue offsets ("slots") of records, as recovery gives them. Recovery, verify and export ask this one class.
+
+    a queue offset that                              the record gets
+    follows that of the record before                that slot
+    jumps over no more than lost records explain     that slot, with a gap in front of it
+    its unit and its neighbors contradict            their slot (profile `rocketmq`: no checksum covers the number)
+    nothing supports                                 no slot
+
+Records are taken in log order. Records of an earlier generation of their topic are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.files.segments import SegmentRun, place_in_file
+from mqstore.layout.consumequeue import is_void
+from mqstore.layout.dispatch import Rows
+from mqstore.layout.record import MIN_RECORD_BYTES, Checksum
+from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+from mqstore.log.names import is_path_safe
+from mqstore.log.recovery.generations import TopicGenerations
+from mqstore.log.recovery.report import Finding, Kind
+from mqstore.log.recovery.scanner import record_at
+
+__all__ = [
+    "MAX_SLOT",
+    "Misnumbered",
+    "Placed",
+    "SlotAssigner",
+    "first_slot_in_range",
+    "least_plausible",
+    "sort_out",
+    "strays_in_front",
+]
+
+MAX_SLOT = (1 << 63) // 64
+"""No queue can have more units: their byte offset is an i64, and 20 bytes each."""
+
+Leads = Callable[[ConsumeQueue, int, int], bool]
+"""Tells whether the record at a physical offset (third argument) is that of a slot."""
+FirstSlot = Callable[[ConsumeQueue, int], tuple[int | None, int]]
+"""Returns what `first_slot_in_range` does, for a queue and the smallest number seen."""
+
+
+class Placed(NamedTuple):
+    """Consecutive records of a queue, with their slots."""
+
+    queue: ConsumeQueue
+    first: int
+    """Slot of the first record."""
+    expected: int
+    """Slot behind the last record before these, or `first` if there is none to go by. Slots between are a gap."""
+    units: npt.NDArray[np.void]
+    is_first: bool
+    """True if no record of the queue came before."""
+
+
+class Misnumbered(NamedTuple):
+    """A record whose queue offset is wrong. It gets another slot, or none (`slot` None)."""
+
+    queue: ConsumeQueue
+    physical_offset: int
+    size: int
+    said: int
+    slot: int | None
+
+    def finding(self, segment_bytes: int) -> Finding:
+        """Return the finding that names the record."""
+        rest = "" if self.slot is None else f"; by its unit and neighbours it is {self.slot}"
+        name = f"{self.queue.topic}/{self.queue.queue_id}"
+        detail = f"queueOffset {self.said} of {name} does not follow those around it{rest}"
+        kind: Kind = "bad_record" if self.slot is None else "queue_offset"
+        return Finding(kind, *place_in_file(self.physical_offset, segment_bytes), self.size, detail)
+
+
+class SlotAssigner:
+    """Gives slots to the records of a log. `first_slot` is asked once a queue is met."""
+
+    def __init__(self, run: SegmentRun, queues: QueueTable, checksum: Checksum, first_slot: FirstSlot) -> None:
+        self.generations = TopicGenerations(run, checksum)
+        self._run = run
+        self._queues = queues
+        self._checksum = checksum
+        self._first_slot = first_slot
+        self._last: dict[ConsumeQueue, tuple[int, int]] = {}
+        """For each queue with a slot given: the slot behind the last one, and where the record of that one ends."""
+
+    def place(
+        self, rows: Rows, wanted: Callable[[str, int], bool] | None = None
+    ) -> Iterator[Placed | Misnumbered | Finding]:
+        """Yield the slots of the records in `rows`, and a Finding for a topic that can be no folder.
+
+        The records before these must have been placed. `wanted` chooses queues by topic and queue id; None means all.
+        The caller deals with each result before it asks for the next one, since units of the queue may be read then.
+        """
+        for topic, queue_id, chosen, said, units, follow in rows.listed():
+            if wanted is not None and not wanted(topic, queue_id):
+                continue
+            if queue_id < 0 or not is_path_safe(topic):
+                file, at = place_in_file(int(rows.physical_offset[chosen[0]]), self._run.segment_bytes)
+                yield Finding("unsafe_name", file, at, 0, f"topic {topic!r}, queue {queue_id} can be no folder")
+                continue
+            queue = self._queues.create(topic, queue_id)
+            kept = self.generations.current(queue, said, units["physical_offset"])
+            if kept is not None:
+                said, units, follow = said[kept], units[kept], False
+                if not len(said):
+                    continue
+            is_first = queue not in self._last
+            expected: int | None
+            expected, seen = self._last.get(queue) or self._first_slot(
+                queue, least_plausible(said, units["physical_offset"])
+            )
+            if follow and said[0] == expected and self._checksum == "crc32c-record":
+                slots, runs = said, [(0, len(said))]
+            else:
+                physical, sizes = units["physical_offset"].astype(np.int64), units["size"].astype(np.int32)
+                # In the other profile the checksum covers the number, so units need not be asked.
+                asked = queue if self._checksum == "crc32-body" else None
+                leads = self.generations.leads_to_record
+                slots, runs, odd = sort_out(expected, seen, said, physical, sizes, asked, leads)
+                for i in odd:
+                    yield Misnumbered(queue, int(physical[i]), int(sizes[i]), int(said[i]), None)
+                for i in np.flatnonzero(slots != said).tolist():
+                    yield Misnumbered(queue, int(physical[i]), int(sizes[i]), int(said[i]), int(slots[i]))
+            for low, high in runs:
+                first = int(slots[low])
+                yield Placed(queue, first, first if expected is None else expected, units[low:high], is_first)
+                is_first = False
+                expected = first + high - low
+                last = units[high - 1]
+                # Records without a slot do not count: their number is lost, and the next one's jumps by it.
+                self._last[queue] = expected, int(last["physical_offset"]) + int(last["size"])
+
+    # -- queues of a log that is read in ranges ----------------------------------------------------------------------
+
+    def is_met(self, queue: ConsumeQueue) -> bool:
+        """Return True if a record of the queue has a slot."""
+        return queue in self._last
+
+    def follows(self, queue: ConsumeQueue, first: int, physical: int) -> bool:
+        """Return True if a run of records that begins with queue offset `first`, at `physical`, goes on from here."""
+        if self.generations.may_be_older(queue, first, physical):
+            return False
+        expected = self._last[queue][0] if queue in self._last else self._first_slot(queue, first)[0]
+        return first == expected if expected is not None else 0 <= first < MAX_SLOT
+
+    def advance(self, queue: ConsumeQueue, stop: int, end: int) -> None:
+        """Take a run of records that `follows`, up to slot `stop`; the last one ends at physical offset `end`."""
+        self._last[queue] = stop, end
+
+    def forget(self) -> None:
+        """Begin again, with a log that has lost its front."""
+        self._last.clear()
+
+    # -- behind the last record ---------------------------------------------------------------------------------------
+
+    def behind_last(self, queue: ConsumeQueue, start: int) -> tuple[int, int]:
+        """Return the slot behind a queue's last record, and where that record ends. `start`: where reading began."""
+        if queue in self._last:
+            return self._last[queue]
+        found, seen = first_slot_in_range(queue, start, None)
+        return queue.max_offset if found is None else found, seen
+
+    def behind_lost(self, queue: ConsumeQueue, first: int, seen: int, end: int) -> int:
+        """Return the slot behind the last one that a lost record may have had, from slot `first` on, so that no number
+        is used twice.
+
+        Such records lay one behind the other between `seen`, where the record before `first` ends, and `end`, that of
+        the log. A unit that points elsewhere, leads to a record that is there, or for which there is no room is not of
+        this queue: to believe it would make nonsense of the number of the next record.
+        """
+        for at, units in queue.chunks(first, queue.max_offset):
+            least = seen + np.arange(at - first, at - first + len(units)) * MIN_RECORD_BYTES
+            void = is_void(units)
+            place = np.where(void, least, units["physical_offset"])
+            believed = (place >= least) & (place <= end - MIN_RECORD_BYTES) & (units["size"] > 0)
+            for i in range(len(units)):
+                if not believed[i] or not (void[i] or record_at(self._run, int(place[i]), self._checksum) is None):
+                    return at + i
+        return max(first, queue.max_offset)
+
+
+def least_plausible(offsets: npt.NDArray[np.int64], physical: npt.NDArray[np.int64]) -> int:
+    """The smallest of the queueOffsets of one queue's records that lie at `physical`, ascending, leaving out those that
+    are too far from the middle one for the bytes between the first record and the last."""
+    middle = int(np.median(offsets))
+    room = int(physical[-1] - physical[0]) // MIN_RECORD_BYTES + 1
+    return int(offsets[np.abs(offsets - middle) <= room].min(initial=middle))
+
+
+def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> tuple[int | None, int]:
+    """(the first slot whose unit is none of a record below `start`, where the record before that slot ends).
+
+    Units grow along the queue, so this looks backwards from its end, or from the least number seen if that is
+    lower. A void unit below that one counts as such a record's: an earlier recovery let the queue begin behind it.
+    Where no file reaches that far back there is no such slot: the queue begins with the first number seen, None.
+    """
+    if not queue.list_files() or (least is not None and least < queue.first_offset()):
+        return (None if least is not None else queue.max_offset), 0
+    slot = end = queue.max_offset if least is None else min(queue.max_offset, least)
+    for slot, units in queue.held_before(end, 1024):
+        void = is_void(units)
+        passed = (units["physical_offset"] < start) & (units["size"] > 0)
+        older = np.flatnonzero(passed | void if least is not None else passed)
+        if len(older):
+            live = older[~void[older]]
+            seen = sum(units[live[-1]].tolist()[:2]) if len(live) else 0
+            return slot + int(older[-1]) + 1, max(0, min(seen, start))
+    return slot, 0
+
+
+def strays_in_front(queue: ConsumeQueue, stop: int, start: int) -> Iterator[tuple[int, int]]:
+    """Slots before `stop` are those of records that retention took. Of these the runs [low, high) whose units point
+    behind `start`, where the log begins, all the same: they are of no record, and a queue whose first file begins with
+    one would begin there (4.6). They are to become void."""
+    for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
+        wrong = np.flatnonzero((units["physical_offset"] >= start) & ~is_void(units))
+        for group in np.split(wrong, np.flatnonzero(np.diff(wrong) > 1) + 1) if len(wrong) else []:
+            yield at + int(group[0]), at + int(group[-1]) + 1
+
+
+def sort_out(
+    expected: int | None,
+    seen: int,
+    offsets: npt.NDArray[np.int64],
+    physical: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int32],
+    queue: ConsumeQueue | None = None,
+    leads: Leads = lambda queue, slot, physical: False,
+) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]], list[int]]:
+    """Find the slots of one queue's records, which lie at `physical` in the log and say `offsets`.
+
+    Returns (the slot of each record; index ranges of consecutive slots, in order; indices of the records that get no
+    slot). `expected` is the slot behind the last record before these, which ends at `seen`; None when there is none to
+    go by. A number that another record has already, one that jumps further than lost records could explain, or one that
+    later records contradict, is wrong: profile `rocketmq` has no checksum over it (2.10). To believe it would void the
+    slots of the rest. Such a record gets the slot whose unit leads to it, where its neighbours leave room for that, or
+    else the only slot that they leave. A record of another queue, whose queue id is damaged, gets no slot that another
+    record has. `queue` None: its units are not asked. `leads` tells whether a unit leads to the record of its slot.
+    """
+    count = len(offsets)
+    follow = (
+        count
+        and (offsets[0] == expected or (expected is None and 0 <= offsets[0] < MAX_SLOT))
+        and offsets[-1] - offsets[0] == count - 1
+        and bool((np.diff(offsets) == 1).all())
+    )
+    if follow and (queue is None or not _contrary(queue.units(int(offsets[0]), count), physical).any()):
+        return offsets, [(0, count)], []
+    said = offsets
+    if queue is not None:
+        offsets = _by_units(queue, expected, offsets, physical, sizes, leads)
+    # The smallest number among those behind: a record whose own is greater stands in the way of that one.
+    wanted = np.where(offsets >= (expected or 0), offsets, MAX_SLOT)
+    least_behind = np.append(np.minimum.accumulate(wanted[::-1])[::-1], MAX_SLOT).tolist()
+    runs: list[tuple[int, int]] = []
+    odd: list[int] = []
+    ends = (physical + sizes).tolist()
+    for i, (offset, at, end) in enumerate(zip(offsets.tolist(), physical.tolist(), ends, strict=True)):
+        if expected is None:
+            follows = 0 <= offset < least_behind[i + 1] or offset == 0
+        else:
+            gap = offset - expected
+            follows = gap == 0 or (0 < gap <= (at - seen) // MIN_RECORD_BYTES and offset < least_behind[i + 1])
+            if gap > 0 and follows and queue is not None:  # is the record lost that it leaves out?
+                follows = not _is_kept(queue, expected, leads)
+        if not follows:
+            odd.append(i)
+            continue
+        skipped = i - (runs[-1][1] if runs else 0)
+        if skipped and offset - skipped >= 0 and expected in (None, offset - skipped):  # the only slots that are left
+            offsets = offsets.copy()
+            offsets[i - skipped : i] = np.arange(offset - skipped, offset)
+            del odd[-skipped:]
+            runs.append((i - skipped, i))
+        if runs and runs[-1][1] == i and offset == offsets[i - 1] + 1:
+            runs[-1] = (runs[-1][0], i + 1)
+        else:
+            runs.append((i, i + 1))
+        expected, seen = offset + 1, end
+    if odd and offsets is not said:
+        offsets[odd] = said[odd]
+    return offsets, runs, odd
+
+
+def _is_kept(queue: ConsumeQueue, slot: int, leads: Leads) -> bool:
+    """Return True if the unit of a slot leads to the record of that slot."""
+    physical, size, _ = queue.units(slot, 1)[0].tolist()
+    return size > 0 and leads(queue, slot, physical)
+
+
+def _contrary(units: npt.NDArray[np.void], physical: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Return which units lead to another place than `physical`."""
+    contrary: npt.NDArray[np.bool_] = (units["size"] > 0) & ~is_void(units) & (units["physical_offset"] != physical)
+    return contrary
+
+
+def _by_units(
+    queue: ConsumeQueue,
+    expected: int | None,
+    offsets: npt.NDArray[np.int64],
+    physical: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int32],
+    leads: Leads,
+) -> npt.NDArray[np.int64]:
+    """`offsets`, with the slot whose unit leads to a record in place of a number that does not fit the neighbours."""
+    low = int(np.median(offsets)) - len(offsets) if expected is None else expected
+    found = np.full(len(offsets), -1, np.int64)
+    displaced = []
+    for at, units in queue.held(max(0, low), min(queue.max_offset, max(0, low) + 2 * len(offsets))):
+        order = np.argsort(units["physical_offset"], kind="stable")
+        nearest = order[np.minimum(np.searchsorted(units["physical_offset"][order], physical), len(units) - 1)]
+        own = np.clip(offsets - at, 0, len(units) - 1)
+        for chosen in (nearest, own):  # its own number, if a unit there leads to it, too
+            here = (units["physical_offset"][chosen] == physical) & (units["size"][chosen] == sizes)
+            found[here] = at + chosen[here]
+        for i in np.flatnonzero(_contrary(units[own], physical) & (at + own == offsets)).tolist():
+            if leads(queue, int(offsets[i]), int(units["physical_offset"][own[i]])):
+                displaced.append(i)
+    fixed = offsets.copy()
+    fixed[displaced] = -1
+    for i in np.flatnonzero((found >= 0) & (found != offsets)).tolist():
+        before = max(fixed[:i].max(initial=-1), -1 if expected is None else expected - 1)
+        behind = offsets[i + 1] if i + 1 < len(offsets) else MAX_SLOT
+        if before < found[i] < behind:
+            fixed[i] = found[i]
+    return fixed

@@ -1,0 +1,552 @@
+"""Compare every part of a store with the commitlog, and say what does not agree (store-format 9.7).
+
+Reads only, and never trusts: what is found is yielded as `Finding`s, in the order log, queues, index, JSON. `mqstore
+verify` prints them, tests assert on them, `mqstore recover` mends what they name.
+
+The log is read in ranges (`ranges.py`). `Verifier.findings` reads them one after the other and puts them
+together, or takes results of `Verifier.check` that other processes have made (`mqstore.jobs.verifying`). A range alone
+tells of checksums, units (`compare`) and index entries (`tally`). What takes the order of the log (`units`, `straight`,
+`tails`) follows when the ranges of a segment are together.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.errors import CorruptStoreError, MQStoreError
+from mqstore.files.filesystem import FileSystem
+from mqstore.files.jsonfile import Check, check_backup, load_json
+from mqstore.files.lock import writer_alive
+from mqstore.files.segments import LoadProblem, place_in_file
+from mqstore.layout.consumequeue import UNIT_BYTES, differing, is_void
+from mqstore.layout.dispatch import Rows
+from mqstore.log.bulk.txn import TXN_FILE, TxnState
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.manifest import MANIFEST
+from mqstore.log.names import is_path_safe
+from mqstore.log.recovery.indextally import IndexTally, Wanted, tally_index
+from mqstore.log.recovery.known import KNOWN_FILE, check_known
+from mqstore.log.recovery.parts import StoreParts
+from mqstore.log.recovery.ranges import (
+    RANGE_BYTES,
+    LogRange,
+    RangeResult,
+    SegmentParts,
+    Stitcher,
+    cut_ranges,
+    is_straight,
+    read_range,
+)
+from mqstore.log.recovery.report import Finding, Kind, finding_of
+from mqstore.log.recovery.scanner import Bad, End, Good, scan_segment, until_torn, used_end
+from mqstore.log.recovery.slots import Misnumbered, Placed, SlotAssigner, first_slot_in_range
+
+__all__ = ["Gap", "Verifier", "json_tables", "verified_ranges"]
+
+
+_ENTRIES_TALLIED = 1 << 20
+"""Index entries that are looked up at once, 20 bytes each. A log may ask for more of them than memory holds."""
+
+Gap = tuple[str, int, int, int]
+"""Queue offsets whose records are lost: (topic, queue id, first, the one behind the last)."""
+
+
+def json_tables(root: Path, checks: Mapping[str, Check]) -> Iterator[tuple[str, Check | None]]:
+    """(path within the store, what it must pass beside decoding) of the JSON files that are there, or whose backups
+    are, other than the manifest: those in `config` and `config/spark`, and what else the patterns in `checks` find."""
+    known: dict[str, Check] = {TXN_FILE: TxnState.from_json, KNOWN_FILE: check_known, **checks}
+    for pattern in ("config/*.json", "config/spark/*.json", *(name for name in checks if "*" in name)):
+        found = {*root.glob(pattern), *(path.with_suffix("") for path in root.glob(f"{pattern}.bak"))}
+        for path in sorted(found):
+            name = str(path.relative_to(root))
+            yield name, known.get(name, known.get(pattern))
+
+
+def json_files(root: Path, checks: Mapping[str, Check]) -> list[tuple[str, Check | None]]:
+    """As `json_tables`, with the manifest, if there are two copies of it: without a good one no store is opened."""
+    manifest: list[tuple[str, Check | None]] = [(MANIFEST, None)] if (root / f"{MANIFEST}.bak").exists() else []
+    return [*manifest, *json_tables(root, checks)]
+
+
+def bad_json(
+    root: Path, files: Iterable[tuple[str, Check | None]], fs: FileSystem, *, mend: bool = False
+) -> Iterator[tuple[Finding, bool]]:
+    """Those of `json_files`, and their backups, that do not decode or fail their check; and whether a good copy stands
+    in for them. With `mend`, which only the writer may ask for, they are replaced by it."""
+    for name, check in files:
+        problem = None
+        try:
+            value, problems = load_json(root / name, writer=mend, fs=fs, root=root, check=check)
+            if value is not None and not problems:
+                problem = check_backup(root / name, writer=mend, fs=fs, check=check)
+        except CorruptStoreError as error:
+            yield Finding("bad_json", name, error.position or 0, 0, str(error)), False
+        except (MQStoreError, OSError) as error:
+            yield Finding("bad_json", name, 0, 0, str(error)), False
+        else:
+            for each in problems:
+                yield Finding("bad_json", name, 0, 0, each), True
+            if problem is not None:
+                yield Finding("bad_json", f"{name}.bak", 0, 0, problem), True
+
+
+class Verifier:
+    """One pass over a store. `messages` and `bytes` count what verified; read them when `findings` is exhausted."""
+
+    def __init__(
+        self,
+        parts: StoreParts,
+        *,
+        live: bool,
+        until: int | None,
+        problems: Sequence[LoadProblem],
+        unfinished: Sequence[Finding] = (),
+        json_checks: Mapping[str, Check],
+        max_errors: int | None,
+    ) -> None:
+        self.messages = 0
+        self.bytes = 0
+        self.body_checksum_only = 0
+        """Records with a checksum of their body alone: altered properties and header fields are not noticed."""
+        self.unlisted = 0
+        """Findings that were left out, as a range had more than `max_errors`."""
+        self.read_again = 0
+        """Ranges of the log that had to be read again, from another place."""
+        self.done_bytes = 0
+        """How far the log has been read, for a progress bar; `total_bytes` in the end."""
+        self._parts = parts
+        self._root, self._fs, self._checksum = parts.root, parts.fs, parts.checksum
+        self._run, self._queues, self._index = parts.run, parts.queues, parts.index
+        self._checkpoint, self._clean = parts.checkpoint, parts.clean
+        run, checkpoint = parts.run, parts.checkpoint
+        self.total_bytes = len(run.starts) * run.segment_bytes
+        self._live = live
+        self.until = until
+        """Beside a writer: where the part of the log ends that is judged."""
+        self._until = 1 << 62 if until is None else until
+        # Everything before this end had been written completely when a check beside a writer began.
+        self._watermark: int | None = self._until if live else None
+        self.torn_from: Callable[[], int] = (lambda: self._until) if live else parts.torn_from
+        """Returns the physical offset from which bad bytes are a torn tail for the next opening, and not damage."""
+        self._problems = problems
+        self._unfinished = unfinished
+        self._json_checks = json_checks
+        self.gaps: list[Gap] = []
+        """What the damage met so far has cost, as far as later records of the queue tell."""
+        self.slots = SlotAssigner(run, parts.queues, parts.checksum, self._first_slot)
+        self._max_errors = max_errors
+        self._entries = IndexTally()
+        self._first = run.starts[0] if run.starts else 0
+        # Beside a writer the first segment may have come since the listing; an unfinished splice may hide it.
+        self._is_empty = not run.starts and not live and not unfinished
+        once = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
+        self._begin = run.starts[0] if run.starts else once + -once % run.segment_bytes if self._is_empty else 1 << 62
+        """Where the log begins; of one that has lost all its segments, where recovery will have it go on."""
+        self._cut_from = 1 << 62
+        """Where a torn tail begins: units that lead to it go with it."""
+
+    def findings(
+        self, results: Iterable[RangeResult] = (), index_findings: Iterable[Finding] | None = None
+    ) -> Iterator[Finding]:
+        """Yield everything that is not as it should be; nothing for a store in order.
+
+        `results` are those of `check` for ranges of the log, in any order; what they do not cover is read here.
+        `index_findings` are likewise those of `Index.check_file`. Of a range at most `max_errors` findings are listed;
+        `unlisted` counts the others.
+        """
+        yield from self.folders()
+        if self._run.starts:
+            yield from self._log(results)
+        self.done_bytes = self.total_bytes
+        yield from self.tails()
+        yield from self._parts.index_findings
+        yield from self._index.check(live=self._live) if index_findings is None else index_findings
+        yield from self._entries.findings(self._index)
+        yield from self.json_files()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a writer was at work when this began, or was noticed since."""
+        return self._live
+
+    def _has_writer(self) -> bool:
+        """Whether a writer is at work by now: it may have come since we began, and what it puts is not judged. For
+        where something seems to be wrong; asking costs a look at the lock."""
+        self._live = self._live or writer_alive(self._root, self._fs)
+        return self._live
+
+    @property
+    def watermark(self) -> int:
+        """Physical offset below which the log had been synced (store-format 9.8)."""
+        if self._watermark is None:
+            self._watermark = self._parts.watermark()
+        return self._watermark
+
+    @property
+    def front(self) -> int:
+        """Physical offset where the log begins, as far as it has been met: beside a writer retention moves it."""
+        return self._begin
+
+    def front_moved(self, front: int) -> None:
+        """The log begins at `front` by now, and is read on there: of the queues nothing is known but their units."""
+        self._begin = max(self._begin, front)
+        self.slots.forget()
+
+    def _is_kept(self, physical: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Mask of the records that retention has not taken meanwhile: it takes a record before its unit and its index
+        entries. For where something seems to be wrong; beside a writer this lists the log again."""
+        front = 0
+        if self._has_writer():
+            if not self._run.writable:
+                self._run.refresh()
+            front = self._run.min_offset if self._run.starts else self._until
+        kept: npt.NDArray[np.bool_] = physical >= front
+        return kept
+
+    # -- the log and what each record asks for ----------------------------------------------------------------------
+
+    def folders(self) -> Iterator[Finding]:
+        """What the names and lengths of files show, and the checkpoint."""
+        if not self._live:
+            yield from self._unfinished
+        yield from self.segments()
+        for name in self._queues.unsafe_names:
+            yield Finding("unsafe_name", f"consumequeue/{name}", 0, 0, "no queue can be made of this folder")
+        for path, length in self._queues.short_files if self._clean else ():  # else a power cut leaves such files
+            name = os.path.relpath(path, self._root)
+            missing = self._queues.segment_bytes - length
+            yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")
+        if not self._parts.has_checkpoint and self._run.starts and not self._live:  # a writer saves it every second
+            detail = "missing, or its bytes are no checkpoint; opening will read the whole log"
+            yield Finding("bad_checkpoint", "checkpoint", 0, 0, detail)
+        elif self._parts.has_checkpoint and self._checkpoint.flushed is None and self._checksum == "crc32c-record":
+            # In the other profile a Java broker may have been at work, which is no fault.
+            yield Finding("bad_checkpoint", "checkpoint", 64, 36, "the watermarks do not fit their checksum")
+
+    def segments(self) -> Iterator[Finding]:
+        """Yield findings about names and lengths of the log's files."""
+        for problem in self._problems:
+            if problem.kind != "missing_segment" or problem.position < self._begin:  # else the scan finds it
+                yield finding_of(problem, self._run.segment_bytes)
+        if self._is_empty and self._begin:
+            yield Finding("missing_segment", "commitlog", 0, self._begin, "the commitlog folder is empty")
+
+    def _place(self, position: int) -> tuple[str, int]:
+        return place_in_file(position, self._run.segment_bytes)
+
+    def ranges(self, range_bytes: int = RANGE_BYTES) -> list[LogRange]:
+        """Return the log in ranges that `check` can read on their own. ConfigError for a size that is none."""
+        return cut_ranges(self._run, range_bytes, self._until)
+
+    def check(self, piece: LogRange, start: int | None = None) -> RangeResult | None:
+        """Check the records of a range, their units, and their index entries; None if retention has taken them. A
+        record has to begin at `start`, counted from the segment's start; None: wherever the first one verifies."""
+        wanted: list[Wanted] = []
+        waiting = 0
+        tally = IndexTally()
+
+        def take(good: Good) -> Rows:
+            nonlocal waiting, wanted
+            rows = self.rows_of(good)
+            entries = self.wanted_of(rows)
+            if entries is not None:
+                wanted.append(entries)
+                waiting += len(entries[0])
+                if waiting > _ENTRIES_TALLIED:
+                    tally.add(self.tally(wanted))
+                    wanted, waiting = [], 0
+            self.done_bytes = max(0, good.end - self._first)
+            return rows
+
+        result = read_range(
+            *(self._run, self._checksum, piece, start),
+            take=take,
+            take_run=self.compare,
+            max_errors=self._max_errors,
+            watermark=self.torn_from,
+        )
+        if result is not None:
+            tally.add(self.tally(wanted))
+            result.index = tally
+        return result
+
+    def stitcher(self, results: Iterable[RangeResult] = ()) -> Stitcher:
+        """Return what puts `results` together; ranges that are not among them, or do not fit, are read meanwhile."""
+        return Stitcher(
+            *(self._run, self._checksum, results, self.check), watermark=self.torn_from, on_front=self.front_moved
+        )
+
+    def _log(self, results: Iterable[RangeResult]) -> Iterator[Finding]:
+        stitcher = self.stitcher(results)
+        for event in stitcher.events():
+            if isinstance(event, Bad):
+                yield self.bad(event)
+            elif isinstance(event, End):
+                yield from self.end(event)
+            else:
+                yield from self._segment(event)
+        self.read_again = stitcher.read_again_count
+
+    def _segment(self, parts: SegmentParts) -> Iterator[Finding]:
+        """Take the queues whose records follow each other, then the others by reading the segment once more."""
+        for result in parts.results:
+            self.messages += result.records
+            self.bytes += result.bytes
+            self.body_checksum_only += result.body_checksum_only
+            self.unlisted += result.unlisted
+            self._entries.add(result.index)
+        out_of_order: set[tuple[str, int]] = set()
+        for (topic, queue_id), found in parts.queues().items():
+            if queue_id < 0 or not is_path_safe(topic):
+                out_of_order.add((topic, queue_id))
+                continue
+            queue = self._queues.create(topic, queue_id)
+            older = self.slots.generations.are_older
+            here = [each for each in found if not older(queue, each.first, each.first_physical, each.last_end)]
+            if not here:
+                continue
+            first, last = here[0], here[-1]
+            # Where no checksum covers the number of a record, units may outvote it.
+            doubted = self._checksum == "crc32-body" and any(part.findings or part.unlisted for part in here)
+            if doubted or not is_straight(here) or not self.slots.follows(queue, first.first, first.first_physical):
+                out_of_order.add((topic, queue_id))
+                continue
+            yield from self.straight(queue, first.first, last.stop, last.last_end)
+            for part in here:
+                yield from part.findings
+                self.unlisted += part.unlisted
+        if out_of_order:
+            again = self._in_order(parts, out_of_order)
+            yield from again if self._max_errors is None else islice(again, self._max_errors * len(parts.results))
+            self.unlisted += sum(1 for _ in again)
+
+    def _in_order(self, parts: SegmentParts, queues: Collection[tuple[str, int]]) -> Iterator[Finding]:
+        events = scan_segment(self._run, parts.segment, parts.start, self._checksum)
+        with suppress(FileNotFoundError):  # retention took it meanwhile
+            for event in until_torn(events, self.torn_from):
+                if isinstance(event, Good):
+                    yield from self.units(self.rows_of(event), queues)
+
+    def rows_of(self, good: Good) -> Rows:
+        """What queues and index should know of a stretch."""
+        return self._queues.rows_of(good.buffer, good.headers, good.base)
+
+    def bad(self, event: Bad) -> Finding:
+        """A stretch of the log that holds no record."""
+        name, at = self._place(event.start)
+        return Finding(event.kind, name, at, event.end - event.start, event.detail)
+
+    def end(self, end: End) -> Iterator[Finding]:
+        """Whether the log may end there."""
+        if self._live:
+            return  # a record may be half-way in
+        name, at = self._place(end.position)
+        known = self._checkpoint.flushed is not None or end.detail  # else it takes reading the log to know more
+        once = self.watermark if known else end.position
+        behind = [segment for segment in self._run.segments() if segment.start > end.position]
+        if (end.position < once or end.detail or behind) and self._has_writer():
+            return
+        if end.position < once:
+            detail = f"the log once reached {once} and was synced; {end.detail or 'zeros'}"
+            yield Finding("lost_tail", name, at, once - end.position, detail)
+        elif end.detail:
+            self._cut_from = end.position
+            why = end.detail
+            if end.torn:
+                why += "; of whole records behind it, `mqstore recover` keeps all, and opening moves all to cut/"
+            yield Finding("torn_tail", name, at, self._run.segment_bytes - at, why)
+        for segment in behind:
+            if used := used_end(self._run, segment):
+                why = "the log ends before it" if end.torn else "the log ends before it, and what it holds is no record"
+                yield Finding("torn_tail", self._place(segment.start)[0], 0, used, why)
+
+    # -- consume queues ---------------------------------------------------------------------------------------------
+
+    def units(self, rows: Rows, only: Collection[tuple[str, int]] | None = None) -> Iterator[Finding]:
+        """The records of a stretch, those before them having been taken; of `only` these (topic, queue id)."""
+        for found in self.placed(rows, None if only is None else lambda *queue: queue in only):
+            if isinstance(found, Finding):
+                yield found
+                continue
+            queue, first, expected, units, is_first = found
+            if is_first:
+                yield from self._front(queue, min(first, expected))
+            if first > expected:
+                self.gaps.append((*queue.ref, expected, first))
+                yield from self._no_record(queue, queue.chunks(expected, min(first, queue.max_offset)))
+            yield from self._compare(queue, first, units)
+
+    def placed(self, rows: Rows, wanted: Callable[[str, int], bool] | None = None) -> Iterator[Placed | Finding]:
+        """As `SlotAssigner.place`, with a finding for each record that has another queue offset than its slot."""
+        for found in self.slots.place(rows, wanted):
+            yield found.finding(self._run.segment_bytes) if isinstance(found, Misnumbered) else found
+
+    def _first_slot(self, queue: ConsumeQueue, least: int) -> tuple[int | None, int]:
+        """As recovery finds it; but a writer's retention may be taking the files that tell."""
+        found = first_slot_in_range(queue, self._begin, least)
+        return (None, 0) if found[0] != least and self._has_writer() else found
+
+    def straight(self, queue: ConsumeQueue, first: int, stop: int, last_end: int) -> Iterator[Finding]:
+        """As `units`, for a run `[first, stop)` of queue offsets that follows and whose units were compared. Its last
+        record ends at `last_end`."""
+        if not self.slots.is_met(queue):
+            yield from self._front(queue, first)
+        self.slots.advance(queue, stop, last_end)
+
+    def _front(self, queue: ConsumeQueue, stop: int) -> Iterator[Finding]:
+        """Units before the queue's first record must be those of records that retention took."""
+        for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
+            wrong = (units["physical_offset"] >= self._begin) & ~is_void(units)
+            yield from self._leading_nowhere(queue, at, units, wrong)
+
+    def compare(self, topic: str, queue_id: int, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
+        """Hold the units of a queue from queue offset `first` on against those `wanted`, of records that lie in that
+        order."""
+        queue = self._queues.create(topic, queue_id)
+        kept = self.slots.generations.current(queue, np.arange(first, first + len(wanted)), wanted["physical_offset"])
+        if kept is None:
+            yield from self._compare(queue, first, wanted)
+            return
+        at = np.flatnonzero(kept)
+        for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1) if len(at) else []:
+            yield from self._compare(queue, first + int(run[0]), wanted[run])
+
+    def _compare(self, queue: ConsumeQueue, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
+        if self._queues.in_rocksdb and not queue.max_offset:
+            return
+        if not self._clean or self._live:
+            # Not dispatched yet: whoever opens the store next, or holds it now, builds these.
+            wanted = wanted[: max(0, queue.max_offset - first)]
+        found = queue.units(first, len(wanted))
+        wrong = differing(found, queue.as_kept(found, wanted))
+        if wrong.any() and not self._live and self._has_writer():
+            yield from self._compare(queue, first, wanted)  # without what it has put since
+        elif wrong.any():
+            wrong &= self._is_kept(wanted["physical_offset"])
+            missing = found["size"] == 0
+            yield from self._ranges(queue, "missing_units", first, wrong & missing, "no unit for a record of the log")
+            yield from self._ranges(queue, "bad_unit", first, wrong & ~missing, "the unit differs from its record")
+
+    def _no_record(
+        self, queue: ConsumeQueue, stretches: Iterable[tuple[int, npt.NDArray[np.void]]]
+    ) -> Iterator[Finding]:
+        for at, units in stretches:
+            yield from self._leading_nowhere(queue, at, units, ~is_void(units))
+
+    def _leading_nowhere(
+        self, queue: ConsumeQueue, first: int, units: npt.NDArray[np.void], wrong: npt.NDArray[np.bool_]
+    ) -> Iterator[Finding]:
+        """Units whose records the log does not have, though it should have those of `wrong`."""
+        physical = units["physical_offset"]
+        wrong = wrong & (physical < self._until) & (physical < self._cut_from)
+        if wrong.any():
+            wrong &= self._is_kept(physical)
+            yield from self._ranges(queue, "bad_unit", first, wrong, "the unit's record is not in the log")
+
+    def tails(self) -> Iterator[Finding]:
+        """Units behind the last record of each queue, all records having been taken."""
+        for queue in self._queues:
+            yield from self._queue_tail(queue)
+
+    def _queue_tail(self, queue: ConsumeQueue) -> Iterator[Finding]:
+        if not self.slots.is_met(queue):
+            yield from self._front(queue, queue.max_offset)  # no record of this queue is in the log
+        elif not self._live:
+            behind, _ = self.slots.behind_last(queue, self._begin)
+            yield from self._no_record(queue, queue.held(behind, queue.max_offset))
+
+    def _ranges(
+        self, queue: ConsumeQueue, kind: Kind, first: int, wrong: npt.NDArray[np.bool_], detail: str
+    ) -> Iterator[Finding]:
+        """A finding for each run of wrong units that lie together in one file."""
+        at = np.flatnonzero(wrong)
+        if not len(at):
+            return
+        per = self._queues.units_per_segment
+        slots = at + first
+        breaks = np.flatnonzero((np.diff(slots) > 1) | (np.diff(slots // per) > 0)) + 1
+        for group in np.split(slots, breaks):
+            segment, index = divmod(int(group[0]), per)
+            file = f"consumequeue/{queue.topic}/{queue.queue_id}/{segment * self._queues.segment_bytes:020d}"
+            units = f"unit {group[0]}" if len(group) == 1 else f"units {group[0]}..{group[-1]}"
+            yield Finding(kind, file, index * UNIT_BYTES, len(group) * UNIT_BYTES, f"{units}: {detail}")
+
+    # -- index and JSON ---------------------------------------------------------------------------------------------
+
+    def wanted_of(self, rows: Rows) -> Wanted | None:
+        """The entries that the index should have for these records; None for none."""
+        return self._among_indexed(rows.entries())
+
+    def _among_indexed(self, wanted: Wanted) -> Wanted | None:
+        """The entries of records before the end of the index, which may lag behind the log."""
+        ends = [header.end_physical_offset for _, header in self._index.headers() if header.next_entry > 1]
+        hashes, physical, stamps = wanted
+        inside = physical < max(self._indexed_end(), ends[-1] if ends else 0)
+        return (hashes[inside], physical[inside], stamps[inside]) if inside.any() else None
+
+    def _indexed_end(self) -> int:
+        """Physical offset below which every key has its entry, whatever index files there are."""
+        if self._clean and not self._live:
+            return self._until
+        if self._checkpoint.dispatched is not None:
+            return self._checkpoint.dispatched
+        return 0 if self._live else self.watermark
+
+    def tally(self, wanted: Sequence[Wanted]) -> IndexTally:
+        """What the index has of these entries, all of `wanted_of`."""
+        if wanted and self._has_writer():
+            wanted = [part for each in wanted if (part := self._among_indexed(each)) is not None]
+        found = tally_index(self._index, wanted)
+        while found.missing and (kept := self._kept_of(wanted)) is not None:
+            wanted, found = kept, tally_index(self._index, kept)
+        return found
+
+    def _kept_of(self, wanted: Sequence[Wanted]) -> list[Wanted] | None:
+        """Those whose records retention has not taken meanwhile; None: it has taken none of them."""
+        masks = [self._is_kept(physical) for _, physical, _ in wanted]
+        if all(mask.all() for mask in masks):
+            return None
+        return [
+            (hashes[mask], physical[mask], stamps[mask])
+            for (hashes, physical, stamps), mask in zip(wanted, masks, strict=True)
+        ]
+
+    def json_files(self) -> Iterator[Finding]:
+        """JSON files that do not decode, or say what they cannot mean."""
+        found = bad_json(self._root, json_files(self._root, self._json_checks), self._fs)
+        return (finding for finding, _ in found)
+
+
+def verified_ranges(verifier: Verifier) -> Iterator[tuple[RangeResult, int, str | None]]:
+    """Yield the ranges of a log as they fit together, each with how much is wrong in it, and what first: bytes that are
+    no record, up to where the next one begins or the log should have ended; wrong units; keys that the index lacks."""
+    fitting: list[RangeResult] = []
+    outside: list[tuple[int, Finding]] = []
+    for event in verifier.stitcher().events() if verifier.total_bytes else ():
+        if isinstance(event, SegmentParts):
+            fitting += event.results
+        elif isinstance(event, Bad):
+            outside.append((event.start, verifier.bad(event)))
+        else:
+            outside += [(event.position, finding) for finding in verifier.end(event)]
+    within = {bad.start for result in fitting for bad in result.bads}
+    starts = [result.range.base + result.range.low for result in fitting]
+    behind: dict[int, list[Finding]] = {}
+    for position, finding in outside:
+        if position not in within:  # it belongs to the range that it begins in, or lies behind
+            behind.setdefault(max(0, bisect_right(starts, position) - 1), []).append(finding)
+    for number, result in enumerate(fitting):
+        of_index = list(result.index.findings(verifier._index))
+        of_queues = (finding for part in result.queues.values() for finding in part.findings)
+        more = behind.get(number, [])
+        first = next(chain(map(verifier.bad, result.bads), more, of_queues, of_index), None)
+        told = None if first is None else f"{first.kind} at {first.position} of {first.file}: {first.detail}"
+        yield result, result.errors + len(more) + len(of_index), told

@@ -1,0 +1,71 @@
+"""Watermark of a log: all bytes below it had been synced when the store was last open for writing (store-format 9.8).
+
+    last writer                                    bad bytes with whole records behind them
+    closed the store                               damage below the log's end
+    was killed, and the machine ran on             damage: what was written is still in the page cache
+    ended with the machine, or this is not known   damage below the watermark; at or beyond it a torn tail
+
+Damage is reported and passed over. At a torn tail the log ends, and opening moves what lies behind it to `cut/`;
+`mqstore recover` passes over this too. `scanner.until_torn` applies the rule for everybody who has to know.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mqstore.files.segments import SegmentRun
+from mqstore.layout.checkpoint import Checkpoint
+from mqstore.layout.record import Checksum
+from mqstore.log.recovery.scanner import End, Good, record_at, scan_log
+
+__all__ = ["NEVER_TORN", "first_record_time", "watermark", "written_end"]
+
+NEVER_TORN = 1 << 62
+"""Stands in for the watermark where bad bytes are damage wherever they are."""
+
+
+def watermark(
+    run: SegmentRun, checkpoint: Checkpoint, checksum: Checksum, *, clean: bool, start: int | None = None
+) -> int:
+    """Return the physical offset of the watermark of a log that is not empty and that no writer has open.
+
+    `clean`: the store was closed. `start`: the first physical offset that the caller reads, where a segment begins;
+    None: the front of the log. May read the headers of the log from there on.
+    """
+    if checkpoint.flushed is not None:
+        return max(checkpoint.flushed, checkpoint.clean_end or 0) if clean else checkpoint.flushed
+    if clean:
+        return written_end(run, run.min_offset if start is None else start, checksum)
+    stamp = checkpoint.physic_msg_timestamp_ms
+    if stamp <= 0:
+        return run.min_offset
+    # A Java store: what was stored before that time had been flushed. Times grow along the log, so look at the first
+    # record of each segment, then inside the last one that begins before.
+    begin = run.min_offset
+    for candidate in run.starts:
+        first = first_record_time(run, candidate, checksum)
+        if first is not None and first < stamp:
+            begin = candidate
+    for event in scan_log(run, begin, checksum, checksums=False):
+        if isinstance(event, Good):
+            late = np.flatnonzero(event.headers.store_timestamp_ms >= stamp)
+            if len(late):
+                return event.base + int(event.headers.positions[late[0]])
+        elif isinstance(event, End):
+            return event.position
+    return run.min_offset
+
+
+def first_record_time(run: SegmentRun, start: int, checksum: Checksum) -> int | None:
+    """Return the store time of the record at the start of a segment; None when it does not verify."""
+    record = record_at(run, start, checksum)
+    return None if record is None else record.store_timestamp_ms or None
+
+
+def written_end(run: SegmentRun, start: int, checksum: Checksum) -> int:
+    """Return the end of a log that ended cleanly, as lengths alone lead to it from `start`, where a segment begins. A
+    record whose bytes do not verify had been written."""
+    end = start
+    for event in scan_log(run, start, checksum, checksums=False):
+        end = event.position if isinstance(event, End) else event.end
+    return end

@@ -1,0 +1,1 @@
+"""Snapshots: a copy of a store as of one moment, while others use it."""

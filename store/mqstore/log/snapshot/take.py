@@ -1,0 +1,510 @@
+"""A copy of a store as of one moment, while others put to it (spark B4.9, reliability P2, P3, P7).
+
+What comes out is a store that was closed cleanly. It holds what the original would after its writer had been killed at
+a moment during the call (`moment.py`). Segments are copied from the oldest to the newest. Should retention take one
+before its turn all the same, it begins again with another moment, and keeps the segments that it has: whatever was put
+to make up for what retention took is then in it. Where somebody else has opened the store, and perhaps cut it, it
+begins all over.
+
+Then `repair.recover_store` reads the whole copy, as after a crash. It builds the index, which is changed in place and
+hard to copy, and mends queues where the writer was just then writing. So a snapshot has been read back, every byte of
+its log, before it gets its name:
+
+    DEST.partial-XXXXXXXX/store/     --rename--> DEST
+                          aside/     what was copied while the moment lasted; moves to store/ at the end
+
+With `link` the segments that the writer has done with are not copied but get a second name (hard links): it costs no
+space and hardly any time. A recovery that has to cut such a segment, or to go on in it, takes a copy of it first
+(`SegmentRun.own`), and nobody else writes to one; a Java broker that finds damage may.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from mqstore.errors import ConfigError, StoreBusyError, raise_os_error
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.jsonfile import NO_CHECKS, Check
+from mqstore.files.quiet import QUIET
+from mqstore.files.segments import Segment
+from mqstore.files.treecopy import TreeCopy
+from mqstore.log.recovery.recover import Progress, RecoverOptions
+from mqstore.log.recovery.repair import recover_store
+from mqstore.log.recovery.report import Cut, Finding, RecoveryReport
+from mqstore.log.snapshot.moment import Found, Moment, Original
+from mqstore.options import StoreConfig
+
+__all__ = ["SnapshotPlan", "SnapshotReport", "plan_snapshot", "snapshot_store"]
+
+_STARTS: Final = 20
+_SUFFIX: Final = ".partial-"
+_LEFT_SHOWN: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPlan:
+    """What a snapshot copies. Offsets are physical, sizes in bytes.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     mqstore.MessageStore(f"{folder}/mq").close()
+    ...     plan = plan_snapshot(f"{folder}/mq", f"{folder}/copy")
+    >>> plan.writer_alive, plan.log_start, plan.log_end, plan.left
+    (False, 0, 0, ())
+    """
+
+    store: str
+    snapshot: str
+    writer_alive: bool
+    """Whether somebody had the store open for writing."""
+    log_start: int
+    log_end: int
+    """Where the copied log ends; of a store without a writer where its files end."""
+    segments: int
+    linked: int
+    """Segments that get a second name in place of a copy."""
+    bundles: int
+    """Bundles of Spark's that wait in the inbox, and wait in the copy, too."""
+    files: int
+    bytes: int
+    """To be copied; of files with holes in them all the same. The index, which is made anew, comes on top."""
+    free_bytes: int
+    """What the file system of the copy has room for."""
+    left: tuple[str, ...]
+    """A sentence for each thing in the directory that is not copied and that somebody may miss."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, under the names of `mqstore snapshot --json`."""
+        return {**asdict(self), "left": list(self.left)}
+
+
+@dataclass(slots=True)
+class SnapshotReport:
+    """What was copied, and what reading it back has found.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(f"{folder}/mq") as store:
+    ...     report = store.snapshot(f"{folder}/copy")
+    >>> report.plan.writer_alive, report.messages, report.findings
+    (True, 0, [])
+    """
+
+    plan: SnapshotPlan
+    log_end: int = 0
+    """Where the log of the copy ends."""
+    messages: int = 0
+    """Records that verified."""
+    findings: list[Finding] = field(default_factory=list)
+    """What is wrong with the original, too."""
+    truncated: list[Cut] = field(default_factory=list)
+    """What the copy lacks, as an opening of the original would cut it."""
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, under the names of `mqstore snapshot --json`."""
+        return {
+            **self.plan.as_dict(),
+            "log_end": self.log_end,
+            "messages": self.messages,
+            "findings": [finding.as_dict() for finding in self.findings],
+            "truncated": [cut.as_dict() for cut in self.truncated],
+            "seconds": self.seconds,
+        }
+
+
+def plan_snapshot(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    link: bool = False,
+    config: StoreConfig | None = None,
+) -> SnapshotPlan:
+    """What `snapshot_store` would do now; changes nothing. Raises as that does."""
+    original = Original(Path(path), config or StoreConfig())
+    place = _checked(original, target, link)
+    with ExitStack() as opened:
+        return _plan(original, original.moment(opened), place, link)
+
+
+def snapshot_store(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    link: bool = False,
+    config: StoreConfig | None = None,
+    progress: Progress | None = None,
+    json_checks: Mapping[str, Check] = NO_CHECKS,
+    fs: FileSystem = REAL,
+) -> SnapshotReport:
+    """Copy the store at `path`, in use or not, to `target`, which must not exist or be an empty folder. See the module.
+
+    All that had been put, committed and created before the call is in it; of what comes meanwhile, a prefix. The store
+    id is the original's: it is the same store, at a moment. The original is not changed; with `link` its closed
+    segments get a second name. `config`, `json_checks`: as of `recover_store`. `progress(bytes done, bytes in all)`,
+    of copying and of reading back.
+
+    After an error, or Ctrl-C, nothing of the copy is left; killed, `TARGET.partial-` with eight letters, which nobody
+    but you removes. Raises NotAStoreError, CorruptStoreError (the manifest), UnsupportedStoreError, ConfigError for a
+    target that is in the way, StoreBusyError when the store does not come to rest, StoreFullError, ReadOnlyStoreError,
+    StoreIOError.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with mqstore.MessageStore(f"{folder}/mq") as store:
+    ...         receipt = store.put("orders", b"hello")
+    ...         report = snapshot_store(store.path, f"{folder}/copy")
+    ...     with mqstore.MessageStore(f"{folder}/copy", "r") as copy:
+    ...         report.messages, report.findings, copy.clean_shutdown, [bytes(m.body) for m in copy.read("orders")]
+    (1, [], True, [b'hello'])
+    """
+    begun = time.monotonic()
+    original = Original(Path(path), config or StoreConfig())
+    place = _checked(original, target, link)
+    parents: list[Path] = []
+    work = place.with_name(place.name + _SUFFIX + secrets.token_hex(4))
+    try:
+        _make_parents(place.parent, fs, parents)
+        fs.mkdir(work)
+        report = _Making(original, place, work, link, progress, fs).run(json_checks)
+        try:
+            fs.replace(work / "store", place)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise ConfigError(f"{place} has come meanwhile, and is left as it is: name another folder") from error
+            raise
+        fs.sync_directory(place.parent)
+        parents.clear()
+    finally:
+        with suppress(OSError):  # an error that is on its way says more
+            fs.remove_tree(work)
+            for folder in reversed(parents):
+                fs.rmdir(folder)
+    report.seconds = time.monotonic() - begun
+    return report
+
+
+# -- the target --------------------------------------------------------------------------------------------------------
+
+
+def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> Path:
+    """Where the copy is to be, as the system understands it. ConfigError for what it cannot be."""
+    text = os.fspath(target)
+    try:
+        length = len(os.fsencode(os.path.basename(text.rstrip(os.sep))))
+    except UnicodeEncodeError:
+        length = 0
+    if not text or "\0" in text or (not length and text.strip(os.sep)):
+        raise ConfigError(f"{text!r} is no name of a folder")
+    head, name = os.path.split(text.rstrip(os.sep))
+    place = Path(os.path.realpath(head or os.curdir), name)
+    if name in ("", os.curdir, os.pardir):
+        place = Path(os.path.realpath(text))
+    root = Path(os.path.realpath(original.root))
+    real = Path(os.path.realpath(place))
+    if _lies_in(real, original):
+        raise ConfigError(f"{text} lies in the store itself: name a folder outside of {original.root}")
+    if real in root.parents:
+        raise ConfigError(f"{text} is above the store: name a folder that does not exist yet")
+    if os.path.lexists(place):
+        if os.path.islink(place) or not place.is_dir() or QUIET.scandir(place):
+            raise ConfigError(f"{text} is there already: name a folder that does not exist yet, or is empty")
+        if os.path.ismount(place):
+            raise ConfigError(f"{text} is a mount point, which no folder can be renamed to: name one below it")
+    above = _existing(place)
+    if not above.is_dir():
+        raise ConfigError(f"{text}: {above} is no folder")
+    made_in = _existing(place.parent)
+    if not os.access(made_in, os.W_OK | os.X_OK):
+        raise_os_error(PermissionError(errno.EACCES, os.strerror(errno.EACCES)), made_in, "mkdir")
+    if length + len(_SUFFIX) + 8 > os.pathconf(made_in, "PC_NAME_MAX"):
+        raise ConfigError(
+            f"{text}: the name is too long by what a copy is called while it is made: choose a shorter one"
+        )
+    if link:
+        with suppress(FileNotFoundError):  # a store without a log
+            if QUIET.stat(original.root / "commitlog").st_dev != QUIET.stat(above).st_dev:
+                raise ConfigError(f"link: {text} lies on another file system than {original.root}: leave it out")
+    return place
+
+
+def _lies_in(place: Path, original: Original) -> bool:
+    """By whatever name: of a mount, or where a link of the store's leads to."""
+    folders = {_identity(original.root / name) for name in ("", *original.folders)} - {None}
+    return any(_identity(each) in folders for each in (place, *place.parents))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    with suppress(OSError):
+        found = os.stat(path)
+        return found.st_dev, found.st_ino
+    return None
+
+
+def _existing(folder: Path) -> Path:
+    """The first of `folder` and those above it that is there, be it a link to nowhere."""
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    return folder
+
+
+def _make_parents(folder: Path, fs: FileSystem, made: list[Path]) -> None:
+    for name in folder.relative_to(there := _existing(folder)).parts:
+        there /= name
+        with suppress(FileExistsError):  # came meanwhile: if it is no folder, the next call says so
+            fs.mkdir(there)
+            made.append(there)
+        fs.sync_directory(there.parent)
+
+
+def _plan(original: Original, moment: Moment, place: Path, link: bool) -> SnapshotPlan:
+    linked = [segment for segment in moment.segments if link and _is_linked(segment, moment)]
+    sizes = [len(content) for content in moment.small.values()]
+    sizes += [each.length for each in moment.aside]
+    sizes += [each.length for each in original.bulk()]
+    for segment in moment.segments:
+        if segment not in linked:
+            length = moment.length_of(segment)
+            sizes.append(segment.length if length is None else length)
+    original.tell_left(moment)
+    left = original.left[:_LEFT_SHOWN]
+    if len(original.left) > _LEFT_SHOWN:
+        left.append(f"and {len(original.left) - _LEFT_SHOWN} more")
+    return SnapshotPlan(
+        store=os.fspath(original.root),
+        snapshot=os.fspath(place),
+        writer_alive=moment.live,
+        log_start=moment.segments[0].start if moment.segments else moment.end,
+        log_end=moment.end,
+        segments=len(moment.segments),
+        linked=len(linked),
+        bundles=len(moment.bundles),
+        files=len(sizes),
+        bytes=sum(sizes),
+        free_bytes=shutil.disk_usage(_existing(place)).free,
+        left=tuple(left),
+    )
+
+
+def _is_linked(segment: Segment, moment: Moment) -> bool:
+    # A second name of a link would be that of the link, and what it leads to may lie on another disk.
+    return moment.is_done(segment) and not os.path.islink(segment.path)
+
+
+# -- copying -----------------------------------------------------------------------------------------------------------
+
+
+class _GoneError(Exception):
+    """Retention was faster."""
+
+
+class _Making:
+    """A copy that is made at `work`."""
+
+    def __init__(
+        self, original: Original, place: Path, work: Path, link: bool, progress: Progress | None, fs: FileSystem
+    ) -> None:
+        self._original = original
+        self._place = place
+        self._store = work / "store"
+        self._aside = work / "aside"
+        self._link = link
+        self._fs = fs
+        self._meter = _Meter(progress)
+        self._kept: set[str] = set()
+        """Segments that are there in full."""
+        self._bundles: dict[str, object] = {}
+        """Likewise bundles, and which ones of their names."""
+
+    def run(self, json_checks: Mapping[str, Check]) -> SnapshotReport:
+        """The copy, in order and on disk."""
+        plan = self._bring()
+        roots = self._of_root()
+        self._meter.halfway()
+        recovered = recover_store(
+            self._store,
+            RecoverOptions(),
+            config=self._original.config,
+            progress=self._meter.second,
+            json_checks=json_checks,
+            fs=self._fs,
+        )
+        # Not before: whoever opens a store for writing takes in what waits.
+        for name in self._fs.scandir(self._aside):
+            self._fs.replace(self._aside / name, self._store / name)
+        self._give_to_owner(roots)
+        self._fs.sync_directory(self._store)
+        return self._report(plan, recovered)
+
+    def _bring(self) -> SnapshotPlan:
+        original = self._original
+        for _ in range(_STARTS):
+            original.left.clear()
+            with ExitStack() as opened:
+                moment = original.moment(opened, self._bring_aside)
+                plan = _plan(original, moment, self._place, self._link)
+                self._meter.begin(plan.bytes + plan.log_end - plan.log_start)
+                self._meter.add(sum(each.length for each in moment.aside))
+                try:
+                    with self._started(moment) as copy:
+                        self._bring_rest(copy, moment)
+                        copy.sync()
+                    whole = True
+                except _GoneError:
+                    whole = False
+            if original.has_changed(moment):
+                self._kept.clear()
+            elif whole:
+                return plan
+        raise StoreBusyError(
+            f"{original.root}: opened by others, or cut by retention, each of {_STARTS} times before it was copied; "
+            "try again when it is calmer"
+        )
+
+    def _started(self, moment: Moment) -> TreeCopy:
+        """A copy to go on with: of an earlier try it keeps the segments that still count."""
+        fs, names = self._fs, {_name_of(segment) for segment in moment.segments}
+        self._kept &= names
+        if self._store.exists():
+            for name in fs.scandir(self._store):
+                if name != "commitlog":
+                    fs.remove_tree(self._store / name)
+            for name in fs.scandir(self._store / "commitlog"):
+                if f"commitlog/{name}" not in self._kept:
+                    fs.remove_tree(self._store / "commitlog" / name)
+        return TreeCopy(self._original.root, self._store, fs=fs, source_fs=QUIET, on_bytes=self._meter.add)
+
+    def _bring_aside(self, files: list[Found]) -> None:
+        """With every look; but a bundle never changes, so with many that wait each is brought once."""
+        bundles: dict[str, list[str]] = {}
+        for each in files:
+            folder = "/".join(each.name.split("/")[:2]) if each.name.startswith("inbox/") else ""
+            bundles.setdefault(folder, []).append(each.name)
+        found = {folder: self._original.identity_of(folder) for folder in bundles if folder}
+        self._meter.begin(0)
+        for name in self._fs.scandir(self._aside) if self._aside.exists() else ():
+            if name != "inbox":
+                self._fs.remove_tree(self._aside / name)
+        if (inbox := self._aside / "inbox").exists():
+            for name in self._fs.scandir(inbox):
+                folder = f"inbox/{name}"
+                if folder not in found or self._bundles.get(folder) != found[folder]:
+                    self._bundles.pop(folder, None)
+                    self._fs.remove_tree(inbox / name)
+            if not found:
+                self._fs.remove_tree(inbox)
+        for folder, names in {"": [], **bundles}.items():
+            if folder in self._bundles:
+                continue
+            root = self._original.root
+            with TreeCopy(root, self._aside, fs=self._fs, source_fs=QUIET, on_bytes=self._meter.add) as copy:
+                for name in names:
+                    self._file(copy, name)
+                copy.sync()
+            if folder:
+                self._bundles[folder] = found[folder]
+
+    def _bring_rest(self, copy: TreeCopy, moment: Moment) -> None:
+        for name, content in moment.small.items():
+            copy.content(name, content)
+        for each in self._original.bulk():
+            with suppress(FileNotFoundError):  # a topic was deleted, or retention took it; the log tells what counts
+                self._file(copy, each.name)
+        copy.folder("commitlog")
+        for segment in moment.segments:
+            name, length = _name_of(segment), moment.length_of(segment)
+            if name in self._kept:
+                self._meter.add(segment.length)
+                continue
+            if not (self._link and _is_linked(segment, moment) and self._still(copy.link, name, segment=segment)):
+                fd = moment.held.get(segment.start)
+                if fd is not None:
+                    copy.file(name, fd, length, allocate=True)
+                elif not self._still(self._file, copy, name, length, allocate=True, segment=segment):
+                    raise _GoneError
+            if moment.is_done(segment):
+                self._kept.add(name)
+
+    def _still(self, bring: Callable[..., None], *arguments: Any, segment: Segment, **named: Any) -> bool:
+        """Whether a segment was there to be brought."""
+        try:
+            bring(*arguments, **named)
+        except FileNotFoundError:
+            if os.path.lexists(segment.path):
+                raise  # it is the copy's folder that is gone
+            return False
+        return True
+
+    def _file(self, copy: TreeCopy, name: str, length: int | None = None, *, allocate: bool = False) -> None:
+        fd = self._original.open(name)
+        try:
+            copy.file(name, fd, length, allocate=allocate)
+        finally:
+            self._original.close(fd)
+
+    def _of_root(self) -> dict[int, str]:
+        """What is root's of the files that there are, by inode. Only root needs to know."""
+        found: dict[int, str] = {}
+        for folder, _, names in os.walk(self._store.parent) if os.geteuid() == 0 else ():
+            for path in (folder, *(os.path.join(folder, name) for name in names)):
+                status = self._fs.stat(path)
+                if status.st_uid == 0:
+                    found[status.st_ino] = path
+        return found
+
+    def _give_to_owner(self, roots: Mapping[int, str]) -> None:
+        """What the recovery made belongs to whom the store belongs to. What was root's in the original is not to be
+        given away: its bytes may be those of a file elsewhere that a link led to, or the very file be shared."""
+        owner = QUIET.stat(self._original.root)
+        if (owner.st_uid, owner.st_gid) != (0, 0):
+            for inode, path in self._of_root().items():
+                if inode not in roots:
+                    self._fs.give_to(path, owner)
+
+    def _report(self, plan: SnapshotPlan, recovered: RecoveryReport) -> SnapshotReport:
+        before, after = os.fspath(self._store), os.fspath(self._place)
+        findings = [replace(each, detail=each.detail.replace(before, after)) for each in recovered.findings]
+        return SnapshotReport(plan, recovered.log_end, recovered.messages, findings, recovered.truncated)
+
+
+def _name_of(segment: Segment) -> str:
+    return f"commitlog/{os.path.basename(segment.path)}"
+
+
+class _Meter:
+    """Counts bytes over both halves of the work. Begun again, it goes on from where it was."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._total = 0
+        self._done = 0
+        self._half = 0
+        self._told = 0
+
+    def begin(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+
+    def add(self, count: int) -> None:
+        self._tell(self._done + count)
+        self._done += count
+
+    def halfway(self) -> None:
+        self._half = self._done
+
+    def second(self, done: int, of: int) -> None:
+        """For the second half, on top of the first."""
+        self._tell(self._half + done)
+
+    def _tell(self, done: int) -> None:
+        if self._progress is not None and self._total:
+            self._told = max(self._told, min(done, self._total))
+            self._progress(self._told, self._total)
