@@ -179,6 +179,8 @@ def test_columns_that_a_query_does_not_name_are_left_out(query: str, expected: t
 
 @pytest.mark.parametrize("package", [mqstore.jobs, mqstore.spark])
 def test_functions_are_names_of_the_package(package: Any) -> None:
+    if package is mqstore.spark:
+        pytest.importorskip("pyspark")
     assert all(callable(getattr(package, name)) for name in package.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         package.nothing  # noqa: B018

@@ -263,8 +263,8 @@ def test_the_zeros_at_the_end_of_the_log_are_read_once(tmp_path: Path, monkeypat
         looks.append(start)
         return used_end(run, segment, start)
 
-    for module in ("scanner", "recovery"):
-        monkeypatch.setattr(f"mqstore.log.{module}.used_end", look)
+    for module in ("scanner", "recover"):
+        monkeypatch.setattr(f"mqstore.log.recovery.{module}.used_end", look)
     with open_store(tmp_path) as store:
         end = store.max_offset
     assert looks == [end % SEGMENT]
