@@ -262,7 +262,8 @@ LOOKS = [
     Look("verify", ("verify", "DIR", "--json")),
     Look("export", ("export", "DIR", "--topic", "orders"), complete=True),
     Look("export everything", ("export", "DIR", "--output", "OUT")),
-    Look("get", ("get", "DIR", "--topic", "orders", "--json", "--max-messages", "500")),
+    # On a busy machine all that the queue held when the look began may be gone.
+    Look("get", ("get", "DIR", "--topic", "orders", "--json", "--max-messages", "500"), codes=(0, 1)),
     Look("get by tag", ("get", "DIR", "--topic", "orders", "--json", "--max-messages", "500", "--tag", "even")),
     Look("get by key", ("get", "DIR", "--topic", "orders", "--key", "k1500"), codes=(0, 1)),  # it may be gone
     Look("get the newest", ("get", "DIR", "--topic", "orders", "--last", "5000", "--json")),
