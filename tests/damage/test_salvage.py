@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.damage.kinds import KINDS, Target, flip
-from tests.damage.support import FORMATS, STATES, Shape, check, make, overwrite
+from tests.damage.support import FORMATS, STATES, Shape, check, make, overwrite, segments
 
 ROUNDS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", "10"))
 ONE = os.environ.get("MQSTORE_CAMPAIGN_CASE", "")
@@ -61,7 +61,9 @@ def _damage(target: Target) -> tuple[list[str], bool]:
         else:
             name = draw.choice(list(ANYWHERE))
             files = sorted(file for file in target.path.rglob("*") if file.is_file() and file.stat().st_size)
-            file = draw.choice([file for file in files if file.name not in SPARED and file.suffix != ".bak"])
+            if not (left := [file for file in files if file.name not in SPARED and file.suffix != ".bak"]):
+                continue
+            file = draw.choice(left)
             ANYWHERE[name](file, draw)
             done.append(f"{name} in {file.relative_to(target.path)}")
     return done, may_refuse
@@ -81,6 +83,9 @@ def _salvage(seed: int, folder: Path) -> str:
     made = make(folder / "made", form, state, shape)
     store = Path(shutil.copytree(made.path, folder / "store"))
     done, may_refuse = _damage(Target(made, store, draw))
+    lengths = {file.stat().st_size for file in segments(store)}
+    if lengths and made.segment_bytes not in lengths:
+        return ""  # refused: damage and a wrong manifest cannot be told apart
     problems = check(made, store, may_refuse=may_refuse, may_find_more=True)
     if not problems:
         return ""
