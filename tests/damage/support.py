@@ -350,7 +350,8 @@ def _is_shown(made: Made, store: Path, lost: Record, whole: list[Record], after:
     is_known = checkpoint.exists() and checkpoint.read_bytes() == original.read_bytes()
     (flushed,) = struct.unpack_from(">q", original.read_bytes(), _FLUSHED_AT)
     base = lost.start // made.segment_bytes * made.segment_bytes
-    began = any(record.end <= lost.start for record in whole) or len(after.get(base, b"")) > 0
+    others = {file.read_bytes() for file in segments(made.path) if int(file.name) != base}  # a file with a wrong name
+    began = any(record.end <= lost.start for record in whole) or after.get(base, b"") not in {b"", *others}
     began |= is_known and made.profile == "mqstore"  # a Java broker may have removed the first segments
     ended_later = any(record.start >= lost.end for record in whole) or (is_known and lost.end <= flushed)
     return began and ended_later
