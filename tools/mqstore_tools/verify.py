@@ -15,6 +15,7 @@ from mqstore_tools.shared import (
     FINDINGS,
     UNUSABLE,
     StoreCommand,
+    findings_told,
     index_options,
     java_config,
     json_option,
@@ -61,7 +62,7 @@ def verify(
     being checked; the exit code is then 3.
     """
     config = java_config(index_slots, index_entries)
-    with progress("verifying", of_bytes=False) as report:
+    with progress("verifying", of_bytes=False) as report, findings_told():
         found = run(stores, jobs=jobs, progress=report, config=config, max_errors=_LISTED)
     several = len(found.stores) > 1
     new: Counter[str] = Counter(finding.kind for finding in found.findings if not finding.known)

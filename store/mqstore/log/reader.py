@@ -38,7 +38,7 @@ from mqstore.errors import (
 )
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.lock import writer_alive
-from mqstore.files.segments import Segment, SegmentRun, segment_name
+from mqstore.files.segments import Segment, SegmentRun, place_in_file
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_void
 from mqstore.layout.dispatch import Rows, is_listed, tags_code_at
 from mqstore.layout.messageid import decode_message_id
@@ -620,9 +620,8 @@ class StoreReader:
         if missing is not None:
             detail = f"{message}: the file that held it is missing"
             return Finding("missing_segment", missing, 0, self._run.segment_bytes, detail)
-        start = max(physical, 0) // self._run.segment_bytes * self._run.segment_bytes
-        detail = f"{message}: the record does not verify"
-        return Finding("bad_record", f"commitlog/{segment_name(start)}", max(physical, 0) - start, length, detail)
+        place = place_in_file(max(physical, 0), self._run.segment_bytes)
+        return Finding("bad_record", *place, length, f"{message}: the record does not verify")
 
     def missing_segment(self, physical: int) -> str | None:
         """Return the missing commitlog file, as a path below the store, that held the offset. None if it is there.
@@ -632,7 +631,7 @@ class StoreReader:
         size, run = self._run.segment_bytes, self._run
         if run.find(physical) is not None or not self._first_kept() <= physical < run.end + LOST_SEGMENTS * size:
             return None
-        return f"commitlog/{segment_name(physical - physical % size)}"
+        return place_in_file(physical, size)[0]
 
     def _tell_lost(self, finding: Finding, then: str = "Messages that cannot be read there are passed over") -> None:
         """Log a loss that a read has met, unless the same file was named before."""

@@ -64,7 +64,7 @@ from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segmen
 from mqstore.log.recovery.parts import StoreParts
 from mqstore.log.recovery.queueends import is_progress_ahead, note_ends
 from mqstore.log.recovery.recover import Outcome, Progress, RecoverOptions, recover, unlisted_queue
-from mqstore.log.recovery.report import Finding, RecoveryReport
+from mqstore.log.recovery.report import Finding, RecoveryReport, finding_of
 from mqstore.log.recovery.scanner import End, scan_log, until_torn
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.recovery.watermark import first_record_time, written_end
@@ -337,9 +337,7 @@ class MessageStore(StoreWriter):
     def _load_queues(self) -> None:
         """Of a reader: find every queue, and what of it can be read."""
         for problem in self._missing_in_front():  # no read comes there
-            file = f"commitlog/{os.path.basename(problem.file)}"
-            loss = Finding("missing_segment", file, 0, problem.length, problem.detail)
-            self._tell_lost(loss, "Its messages are passed over")
+            self._tell_lost(finding_of(problem, self._run.segment_bytes), "Its messages are passed over")
         self._queues.load(exact=not self.clean_shutdown)
         lost = self.clean_shutdown and self._have_queues_lost()
         if lost or (self._have_no_queues() and not writer_alive(self.path, self.fs)):

@@ -433,8 +433,9 @@ class _Recovery:
                 tail = event.detail if torn is None else ""
                 blank = torn is None and not tail
         # Where a queue file was cut, or lost all its units, records before the range may lack their units.
-        units_lost = self.has_short_files or any(map(self._lacks_units, parts.queues))
-        if not self.whole and (self._index_reaches(end, doomed_index) or (start > self.first and units_lost)):
+        if start > self.first and (self.has_short_files or any(map(self._lacks_units, parts.queues))):
+            raise _WholeLogNeededError
+        if not self.whole and self._index_reaches(end, doomed_index):
             raise _WholeLogNeededError
         self.report.log_end = end
         if end < mark and not self.options.prefix:

@@ -139,8 +139,6 @@ class Verifier:
         self._problems = problems
         self._unfinished = unfinished
         self._json_checks = json_checks
-        self.gaps: list[Gap] = []
-        """What the damage met so far has cost, as far as later records of the queue tell."""
         self.slots = SlotAssigner(run, parts.queues, parts.checksum, self._first_slot)
         self._max_errors = max_errors
         self._entries = IndexTally()
@@ -380,7 +378,6 @@ class Verifier:
             if is_first:
                 yield from self._front(queue, min(first, expected))
             if first > expected:
-                self.gaps.append((*queue.ref, expected, first))
                 yield from self._no_record(queue, queue.chunks(expected, min(first, queue.max_offset)))
             yield from self._compare(queue, first, units)
 
