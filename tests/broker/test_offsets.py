@@ -493,9 +493,14 @@ class _Waking(_Offsets):
         return value["offsetTable"]["t@g"]["0"]  # type: ignore[no-any-return]
 
 
+@pytest.fixture(autouse=True)
+def no_save_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a slow machine sets the pauses between quick saves."""
+    monkeypatch.setattr("mqstore.broker.offsets.thread_time", lambda: 0.0)
+
+
 @pytest.fixture
-def waking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("mqstore.broker.offsets.thread_time", lambda: 0.0)  # else a busy machine sets the pauses
+def waking(tmp_path: Path) -> Any:
     waking = _Waking(tmp_path / "s")
     yield waking
     waking.store.close()
