@@ -213,7 +213,7 @@ def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_pat
         store.put("t", body_of(0), keys="k0", durability="flush")
         store.dispatch()
         for file in list(store._queues._dirty):
-            store._descriptors.forget(file)
+            store.parts.descriptors.forget(file)
         fs.fail(operation, errno.EMFILE, path_part="consumequeue", times=None)
         assert not store._sync_units()
         assert "units" in store.stats().errors

@@ -136,7 +136,7 @@ def export(
     with findings_told():  # the warning that queues are lost: here they are not needed
         store = MessageStore(directory, "r", fs=QUIET)
     with store:
-        if store.has_all_queues():
+        if store.parts.has_all_queues():
             for topic in topics:
                 _check_queue(store, topic, queue_id)  # a wrong name is refused without reading the log
         verifier = store.verifier()

@@ -158,7 +158,7 @@ def get(
             except KeyboardInterrupt:
                 return
         bad = 0 if findings else store.stats().bad_records
-        doubt = store.index_doubt() if key is not None or unique_key is not None else ""
+        doubt = store.parts.index_doubt() if key is not None or unique_key is not None else ""
     if not shown:
         note("no message")
     if bad:

@@ -152,8 +152,8 @@ def _cut(
                 verifier = store.verifier()
                 join.end, join.front = verifier.until, verifier.front
                 ranges += [_Piece(name, each) for each in verifier.ranges(range_bytes)]
-                size = store._index.file_bytes
-                files += [_Piece(name, file=(file.name, size)) for file in store._index.files]
+                size = store.parts.index.file_bytes
+                files += [_Piece(name, file=(file.name, size)) for file in store.parts.index.files]
         except ConfigError:
             raise
         except (MQStoreError, OSError) as error:
@@ -234,9 +234,9 @@ def _read(max_errors: int, config: StoreConfig | None, task: Sequence[_Piece]) -
 def _check_index_file(store: MessageStore, name: str) -> list[Finding]:
     return [
         finding
-        for file in store._index.files
+        for file in store.parts.index.files
         if file.name == name
-        for finding in store._index.check_file(file, live=writer_alive(store.path, store.fs))
+        for finding in store.parts.index.check_file(file, live=writer_alive(store.path, store.fs))
     ]
 
 

@@ -39,41 +39,35 @@ from mqstore.errors import (
 )
 from mqstore.files.abort import AbortMark
 from mqstore.files.beneath import resolved
-from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import REAL, FileSystem, SyncNotBegunError, is_not_begun
 from mqstore.files.flusher import GroupCommit
 from mqstore.files.jsonfile import NO_CHECKS, Check, load_json
-from mqstore.files.limit import free_descriptors
 from mqstore.files.lock import WriterLock, writer_alive
-from mqstore.files.segments import LoadProblem, SegmentRun, segment_name
+from mqstore.files.segments import segment_name
 from mqstore.files.tmp import remove_temporaries
 from mqstore.layout.checkpoint import Checkpoint
-from mqstore.layout.consumequeue import VOID_SIZE, is_message
 from mqstore.layout.hosts import encode_host
 from mqstore.log import manifest as manifests
 from mqstore.log.bulk.inbox import CreateTopics, Inbox
 from mqstore.log.bulk.shard import Limits
 from mqstore.log.bulk.splice import Splicer, SpliceResult, Undone, undo, would_undo
 from mqstore.log.bulk.txn import TXN_FILE, Intent, IntentWatch, TxnFile
-from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.commitlog import CommitLog
-from mqstore.log.consumequeue import ConsumeQueue, QueueTable
-from mqstore.log.index import Index
+from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.own import check_own
+from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segments, rename_segments
-from mqstore.log.recovery.parts import StoreParts
 from mqstore.log.recovery.queueends import is_progress_ahead, note_ends
 from mqstore.log.recovery.recover import Outcome, Progress, RecoverOptions, recover, unlisted_queue
 from mqstore.log.recovery.report import Finding, RecoveryReport, finding_of
-from mqstore.log.recovery.scanner import End, scan_log, until_torn
 from mqstore.log.recovery.verify import Verifier
-from mqstore.log.recovery.watermark import first_record_time, written_end
+from mqstore.log.recovery.watermark import written_end
 from mqstore.log.reput import Dispatcher
 from mqstore.log.retention import disk_ratio, expired_before
 from mqstore.log.stats import StoreStats
 from mqstore.log.tip import QueueRef
 from mqstore.log.writer import StoreWriter
-from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, delay_table_ms, seconds
+from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, seconds
 from mqstore.signalsafe import Bell, is_held_here
 
 __all__ = ["MessageStore"]
@@ -96,10 +90,6 @@ _INBOX_MS = 2_000
 
 
 _open_stores: weakref.WeakSet[MessageStore] = weakref.WeakSet()
-
-
-def _unnoticed(front: int) -> None:
-    """Ignore that the front of the log has moved."""
 
 
 def _close_all() -> None:
@@ -213,42 +203,12 @@ class MessageStore(StoreWriter):
     def _build(self, *, writable: bool) -> None:
         """The parts, over the sizes of the manifest. Opens no file yet."""
         manifest, config, fs = self.manifest, self.config, self.fs
-        # Cached descriptors and mappings; leave the program half of what is free.
-        budget = max(4, min(config.max_mappings, free_descriptors() // 4))
-        tmp = self.path / "tmp"
-        self._checksum = manifest.checksum
-        self.delay_table_ms = delay_table_ms(manifest.delay_levels)
-        self._run = SegmentRun(
-            self.path / "commitlog",
-            tmp,
-            manifest.commitlog_segment_bytes,
-            fs=fs,
-            writable=writable,
-            max_mappings=budget,
-            file_mode=config.file_mode,
-        )
-        self._descriptors = DescriptorCache(fs, budget, writable=writable)
-        self._queues = QueueTable(
-            self.path / "consumequeue",
-            tmp,
-            manifest.consumequeue_segment_bytes,
-            fs=fs,
-            descriptors=self._descriptors,
-            file_mode=config.file_mode,
-            delay_table_ms=self.delay_table_ms,
-            own=writable,
-        )
-        self._index = Index(
-            self.path / "index",
-            tmp,
-            manifest.index_slots,
-            manifest.index_entries,
-            fs=fs,
-            clock=self.clock,
-            writable=writable,
-            file_mode=config.file_mode,
-        )
-        self._checkpoint = CheckpointFile(self.path, fs, config.file_mode)
+        self.parts = parts = StoreParts(self.path, manifest, config, fs, self.clock, writable=writable)
+        self.delay_table_ms = parts.delay_table_ms
+        self._checksum = parts.checksum
+        self._run = parts.run
+        self._queues = parts.queues
+        self._index = parts.index
         self._store_host = encode_host(config.store_host)
         self._log = CommitLog(
             self._run, checksum=self._checksum, clock=self.clock, store_host=self._store_host, on_alarm=self._on_alarm
@@ -300,7 +260,7 @@ class MessageStore(StoreWriter):
         self._init_writer()
         self._txn = TxnFile(self.path, fs, self.clock, config.file_mode)
         self._intents = IntentWatch(self.path, fs)
-        self._pending: Intent | None = None
+        self.pending_splice: Intent | None = None
         """Of a reader: the splice that its writer, or one that died, has under way."""
         self._splicer = Splicer(
             self._txn,
@@ -319,16 +279,17 @@ class MessageStore(StoreWriter):
         self._tasks.append(("inbox", _INBOX_MS, self._interval_inbox))
 
     def _open_for_reading(self) -> None:
+        parts = self.parts
         self._passes_over_bad = False
         self.recovery = RecoveryReport()
         self._stop_at_splice()
-        self._load_problems: list[LoadProblem] = self._run.load()
-        self._has_checkpoint = self._checkpoint.load()
-        self.clean_shutdown = not self._abort.exists() and self._checkpoint.current.clean_end != -1
-        self._machine_ran_on = self._abort.is_of_this_boot()
-        self.recovery.clean_shutdown = self.clean_shutdown
+        parts.load_problems = self._run.load()
+        parts.has_checkpoint = parts.checkpoint_file.load()
+        parts.clean = not self._abort.exists() and parts.checkpoint.clean_end != -1
+        parts.machine_ran_on = self._abort.is_of_this_boot()
+        self.recovery.clean_shutdown = parts.clean
         self._load_queues()
-        self._index_findings = self._index.load()
+        parts.index_findings = self._index.load()
         self._log.end = self._run.end
         self._first_listed = self._run.min_offset
         self._next_listing = 0.0
@@ -336,11 +297,11 @@ class MessageStore(StoreWriter):
 
     def _load_queues(self) -> None:
         """Of a reader: find every queue, and what of it can be read."""
-        for problem in self._missing_in_front():  # no read comes there
+        for problem in self.parts.missing_in_front():  # no read comes there
             self._tell_lost(finding_of(problem, self._run.segment_bytes), "Its messages are passed over")
         self._queues.load(exact=not self.clean_shutdown)
-        lost = self.clean_shutdown and self._have_queues_lost()
-        if lost or (self._have_no_queues() and not writer_alive(self.path, self.fs)):
+        lost = self.clean_shutdown and self.parts.has_lost_queues()
+        if lost or (self.parts.has_no_queues() and not writer_alive(self.path, self.fs)):
             _log.warning(
                 "%s: queues have lost files, and messages of the log cannot be read by queue, until the store is "
                 "opened for writing or `mqstore recover` has run",
@@ -349,41 +310,24 @@ class MessageStore(StoreWriter):
         for queue in self._queues:
             self._bound(queue)
 
-    def _have_no_queues(self) -> bool:
-        """Whether the log holds records, and no queue is there: what a Java broker's directory says nothing of."""
-        return not (len(self._queues) or self._queues.in_rocksdb or self._queues.batch_topics) and self._has_records()
-
-    def _has_records(self) -> bool:
-        """Whether anything is in the log, listed or not."""
-        events = scan_log(self._run, self._run.min_offset, self._checksum, checksums=False, on_front=_unnoticed)
-        return not isinstance(next(events), End)
-
-    def _have_queues_lost(self) -> bool:
-        """Whether queues have not the files or ends that the last clean close noted."""
-        noted = self._checkpoint.current.queues
-        return noted is not None and noted != self._queues.digest()
-
-    def has_all_queues(self) -> bool:
-        """Return True if the last clean close noted which queues there are and where they end, and so they are."""
-        noted = self._checkpoint.current.queues
-        return self.clean_shutdown and noted is not None and noted == self._queues.digest()
-
     def _bound(self, queue: ConsumeQueue) -> None:
         """Of a reader: where a queue that was loaded begins and ends."""
         if not self.clean_shutdown:
-            queue.stop_at_hole(self._checkpoint.current.dispatched or 0)
+            queue.stop_at_hole(self.parts.checkpoint.dispatched or 0)
         queue.correct_min(self._run.min_offset)
 
     def _open_for_writing(self, options: RecoverOptions, progress: Progress | None) -> None:
         fs = self.fs
         created = not self.manifest.exists
         clean = not self._abort.exists()
-        self._machine_ran_on = self._abort.is_of_this_boot()
-        went_down = not clean and not self._machine_ran_on
+        machine_ran_on = self._abort.is_of_this_boot()
+        went_down = not clean and not machine_ran_on
         renamed = self._rename_segments() if options.full else {}
         had_checkpoint = self._note_watermark() if clean and not created else None
         self._abort.set(os.getpid(), boot_id=not went_down)
         self._build(writable=True)
+        parts = self.parts
+        parts.machine_ran_on = machine_ran_on
         mended: list[tuple[str, str]] = []
         if self.manifest.problems:  # there is one good copy of it: make it two again
             _, problems = load_json(self.path / manifests.MANIFEST, writer=True, fs=fs, root=self.path)
@@ -392,31 +336,31 @@ class MessageStore(StoreWriter):
             manifests.save(self.manifest, self.path, fs)
         with self._taking_mark_back(clean):
             self._prepare_folders(created)
-            self._load_problems = self._run.load()
-        self._has_checkpoint = self._checkpoint.load()
+            parts.load_problems = self._run.load()
+        parts.has_checkpoint = parts.checkpoint_file.load()
         if had_checkpoint is not None:
-            self._has_checkpoint = had_checkpoint
+            parts.has_checkpoint = had_checkpoint
         else:
-            clean = clean and self._checkpoint.current.clean_end != -1  # somebody took `abort` away
+            clean = clean and self.parts.checkpoint.clean_end != -1  # somebody took `abort` away
         self._txn.load()
-        undone = undo(self._txn, self._run, self._checksum, self._checkpoint.current.flushed)
+        undone = undo(self._txn, self._run, self._checksum, self.parts.checkpoint.flushed)
         if undone.start is not None:
             clean = False
             # Puts before the splice were perhaps not synced: then the log ends before it, and what was behind is gone.
             end = min(undone.start, self._run.end)
-            self._load_problems = [each for each in self._load_problems if each.position < end]
+            parts.load_problems = [each for each in parts.load_problems if each.position < end]
         with self._taking_mark_back(clean):
             self._queues.load(exact=not clean or options.full)
-        self._index_findings = self._index.load()
-        self.clean_shutdown = clean
-        self._has_checkpoint |= created
+        parts.index_findings = self._index.load()
+        parts.clean = clean
+        parts.has_checkpoint |= created
         try:
-            outcome: Outcome = recover(self._parts(), self._load_problems, options, progress)
+            outcome: Outcome = recover(parts, options, progress)
         except MisnamedSegmentsError:
             if clean:
                 self._abort.clear()
             raise
-        self._index_findings = []
+        parts.index_findings = []
         self.recovery = outcome.report
         self._report_renamed(renamed)
         self._report_undone(undone)
@@ -428,7 +372,7 @@ class MessageStore(StoreWriter):
             self.recovery.changed = True
         # Of a queue whose records retention took nobody but its files knew where it ended. Without them its numbers
         # begin anew, of which the log shows nothing.
-        lost = outcome.report.scanned_from is not None and self._have_queues_lost()
+        lost = outcome.report.scanned_from is not None and self.parts.has_lost_queues()
         if lost:
             _log.warning("%s: the numbers of queues that were lost, or their ends, begin anew", self.path)
         ahead = not clean and is_progress_ahead(self.path, outcome.end, fs)
@@ -449,7 +393,7 @@ class MessageStore(StoreWriter):
         self._populate_seen = self.clock.monotonic_ms(), end
         if self.manifest.profile == "mqstore":
             # Segments that it has lost at its beginning stay noted, until retention comes there.
-            noted = self._checkpoint.current.log_start if self._run.starts else None
+            noted = self.parts.checkpoint.log_start if self._run.starts else None
             self._log_start = self._log.min_offset if noted is None else min(noted, self._log.min_offset)
         index_ms = self._index.full_end_timestamp_ms()
         self._write_checkpoint(end, end, index_ms=index_ms, clean_end=-1, last_record=max(0, outcome.last_record))
@@ -469,13 +413,13 @@ class MessageStore(StoreWriter):
 
     def _rename_segments(self) -> dict[str, int]:
         """Rename segment files with wrong names; return where they belong, by their old names."""
-        self._build(writable=False)
+        parts = StoreParts(self.path, self.manifest, self.config, self.fs, self.clock, writable=False)
         try:
-            self._run.load()
-            places = misnamed_segments(self._run, self._checksum, self.fs)
-            rename_segments(self._run, places, self.fs)
+            parts.run.load()
+            places = misnamed_segments(parts.run, parts.checksum, self.fs)
+            rename_segments(parts.run, places, self.fs)
         finally:
-            self._run.close()
+            parts.close()
         return places
 
     def _report_renamed(self, places: Mapping[str, int]) -> None:
@@ -489,53 +433,10 @@ class MessageStore(StoreWriter):
         report.truncated[:0] = undone.truncated
         report.changed |= bool(undone.findings)
 
-    def torn_from(self) -> int:
-        """As `StoreParts.torn_from`, of a store opened for reading."""
-        return self._parts().torn_from()
-
-    def listed_end(self) -> int:
-        """Return the end of what queues list; of a store whose queues are lost, the end of its log."""
-        end = 0
-        for queue in self._queues:
-            for _, units in queue.held_before(queue.max_offset, 64):
-                live = units[is_message(units)]
-                if len(live):
-                    end = max(end, int(live["physical_offset"][-1]) + int(live["size"][-1]))
-                    break
-        return min(end, self.max_offset) if end else self.readable_end(self.min_offset)
-
-    def readable_end(self, start: int) -> int:
-        """Return the position behind the last record from physical offset `start` on, as far as recovery keeps them: of
-        a batch that was being put when its writer was killed, parts may lie behind a hole, and beyond the watermark the
-        log ends at the first hole."""
-        end = start
-        events = scan_log(self._run, start, self._checksum, checksums=False, on_front=_unnoticed)
-        for event in until_torn(events, self.torn_from):
-            if isinstance(event, End):
-                end = event.position
-        return end
-
     def stop_at(self, end: int) -> None:
         """Hide the log at and beyond physical offset `end` until the next refresh. For readers only."""
         self._run.limit = end if self._run.limit is None else min(self._run.limit, end)
         self._run.refresh()
-
-    def _parts(self) -> StoreParts:
-        return StoreParts(
-            root=self.path,
-            run=self._run,
-            queues=self._queues,
-            index=self._index,
-            checkpoint=self._checkpoint.current,
-            has_checkpoint=self._has_checkpoint,
-            clean=self.clean_shutdown,
-            machine_ran_on=self._machine_ran_on,
-            checksum=self._checksum,
-            fs=self.fs,
-            clock=self.clock,
-            save_checkpoint=self._checkpoint.save,
-            index_findings=self._index_findings,
-        )
 
     def place_segments(self) -> dict[str, int]:
         """Show segment files with wrong names where their records belong. Return the places by file name. Of a store
@@ -545,7 +446,7 @@ class MessageStore(StoreWriter):
         places = misnamed_segments(self._run, self._checksum, self.fs)
         if places:
             self._run.places = places
-            self._load_problems = self._run.load()
+            self.parts.load_problems = self._run.load()
             self._log.end = self._run.end
             for queue in self._queues:
                 self._bound(queue)
@@ -558,12 +459,11 @@ class MessageStore(StoreWriter):
         places = self.place_segments()
         self._queues.load(exact=True)
         self._run.extend_in_memory()
-        parts = self._parts()
-        self.recovery = recover(parts, self._load_problems, options, progress).report
+        self.recovery = recover(self.parts, options, progress).report
         self._report_renamed(places)
-        self.recovery.changed |= self.clean_shutdown and self._have_queues_lost()
-        if self._pending is not None:
-            self._report_undone(would_undo(self._pending, self._run, self.fs))
+        self.recovery.changed |= self.clean_shutdown and self.parts.has_lost_queues()
+        if self.pending_splice is not None:
+            self._report_undone(would_undo(self.pending_splice, self._run, self.fs))
         return self.recovery
 
     def has_unlisted(self) -> bool:
@@ -577,23 +477,10 @@ class MessageStore(StoreWriter):
 
         Cheap for a store that mqstore closed, and that has its queues. Else it reads headers of the part of the log
         that an opening would read, or of all if queues are known to be lost."""
-        if self.has_all_queues() or self._queues.in_rocksdb or writer_alive(self.path, self.fs):
+        if self.parts.has_all_queues() or self._queues.in_rocksdb or writer_alive(self.path, self.fs):
             return None
-        parts = self._parts()
         wanted = (lambda topic: True) if topics is None else topics.__contains__
-        return unlisted_queue(parts, wanted, whole=self.clean_shutdown and self._have_queues_lost())
-
-    def index_doubt(self) -> str:
-        """Return why the index of a reader may lack keys, as the lists of its files show: "" if they show nothing."""
-        if self._index_findings:
-            return f"{self._index_findings[0].file} is damaged"
-        newest_ms = max((file.header.end_timestamp_ms for file in self._index.files), default=0)
-        synced_ms = self._checkpoint.current.index_msg_timestamp_ms
-        if newest_ms < synced_ms and self._run.starts:
-            first_ms = first_record_time(self._run, self._run.starts[0], self._checksum)
-            if first_ms is not None and first_ms <= synced_ms:  # else retention has taken those files
-                return "index files are missing"
-        return "" if self._index.files or not self._has_records() else "there is no index"
+        return unlisted_queue(self.parts, wanted, whole=self.clean_shutdown and self.parts.has_lost_queues())
 
     def _stored_delay_levels(self) -> str:
         value, _ = load_json(self.path / manifests.MANIFEST, writer=False, fs=self.fs)
@@ -603,21 +490,21 @@ class MessageStore(StoreWriter):
         """Of a store that ended cleanly, and whose checkpoint says nothing: note how far it was written, and return
         whether there was a checkpoint. With the mark, and without this, it looks like one whose first writer was killed
         before it synced anything, and what is whole behind damage would be cut. None: nothing was to be noted."""
-        checkpoint = CheckpointFile(self.path, self.fs, self.config.file_mode)
-        there = checkpoint.load()
-        known = checkpoint.current
+        parts = StoreParts(self.path, self.manifest, self.config, self.fs, self.clock, writable=False)
+        there = parts.checkpoint_file.load()
+        known = parts.checkpoint
         if known.flushed is not None or known.physic_msg_timestamp_ms > 0:
             return None
-        self._build(writable=False)
         try:
-            self._run.load()
-            if not self._run.starts or self._intents.pending() is not None:  # who spliced did not end cleanly
+            parts.run.load()
+            pending = IntentWatch(self.path, self.fs).pending()
+            if not parts.run.starts or pending is not None:  # who spliced did not end cleanly
                 return None
-            start = self._run.min_offset
-            end = written_end(self._run, start, self._checksum)
-            checkpoint.save(replace(known, flushed=end, dispatched=start, clean_end=-1))
+            start = parts.run.min_offset
+            end = written_end(parts.run, start, parts.checksum)
+            parts.checkpoint_file.save(replace(known, flushed=end, dispatched=start, clean_end=-1))
         finally:
-            self._run.close()
+            parts.close()
         return there
 
     def _prepare_folders(self, created: bool) -> None:
@@ -674,8 +561,8 @@ class MessageStore(StoreWriter):
 
     def _stop_at_splice(self) -> None:
         """A reader sees nothing of a splice that is not recorded (spark B6): the log ends where that began."""
-        self._pending = self._intents.pending()
-        self._run.limit = None if self._pending is None else self._pending.start
+        self.pending_splice = self._intents.pending()
+        self._run.limit = None if self.pending_splice is None else self.pending_splice.start
 
     def _find_news(self) -> None:
         if self.mode == "r":
@@ -874,7 +761,7 @@ class MessageStore(StoreWriter):
 
     def _interval_checkpoint(self) -> None:
         now = self.clock.monotonic_ms()
-        current = self._checkpoint.current
+        current = self.parts.checkpoint
         dispatched, index_ms = current.dispatched or 0, current.index_msg_timestamp_ms
         self._attempt("index", self._dispatcher.put_pending)
         # Many small queues make a sync expensive; what it saves is only reading on the next crash.
@@ -921,13 +808,13 @@ class MessageStore(StoreWriter):
         """Times only move once what they stand for is on disk: the last dispatched message is the newest whose store
         time we know to lie below both watermarks. `index_ms`: end of the newest full index file that was synced."""
         with self._checkpoint_lock:
-            current = self._checkpoint.current
+            current = self.parts.checkpoint
             physic = logics = self._dispatcher.last_store_timestamp_ms
             if self._dispatcher.position > flushed:
                 physic = current.physic_msg_timestamp_ms
             if self._dispatcher.position > dispatched:
                 logics = current.logics_msg_timestamp_ms
-            self._checkpoint.save(
+            self.parts.checkpoint_file.save(
                 Checkpoint(
                     physic_msg_timestamp_ms=max(physic, 0),
                     logics_msg_timestamp_ms=max(logics, 0),
@@ -1082,7 +969,7 @@ class MessageStore(StoreWriter):
         """Before segments below `start` are deleted: a crash in between leaves too many of them, which is no loss."""
         with self._checkpoint_lock:
             if self._log_start is not None and self._log_start < start:
-                self._checkpoint.save(replace(self._checkpoint.current, log_start=start))
+                self.parts.checkpoint_file.save(replace(self.parts.checkpoint, log_start=start))
                 self._log_start = start  # only now: without the note on disk nothing may be deleted
 
     def clean(self, retention: Retention | None = None) -> list[str]:
@@ -1102,6 +989,11 @@ class MessageStore(StoreWriter):
             return expired_before(self._run, retention, self._log.end, self.clock.now_ms(), self._newest_times)
 
     # -- looking at it ----------------------------------------------------------------------------------------------
+
+    @property
+    def clean_shutdown(self) -> bool:
+        """True if the last writer had closed the store when it was opened here."""
+        return self.parts.clean
 
     @property
     def min_offset(self) -> int:
@@ -1164,45 +1056,27 @@ class MessageStore(StoreWriter):
                 self._catch_up(None)
                 for queue in self._queues:
                     queue.refresh()
-                until = self.listed_end()
+                until = self.parts.listed_end()
             if until is not None:
                 self.stop_at(until)
             self.place_segments()
             if self.clean_shutdown:
                 self._queues.find_short()
         return Verifier(
-            self._parts(),
+            self.parts,
             live=self.mode == "rw" or until is not None,
             until=until,
             problems=[
-                *(self._load_problems if self.mode == "r" else ()),
-                *self._missing_in_front(),
-                *self._misplaced(),
+                *(self.parts.load_problems if self.mode == "r" else ()),
+                *self.parts.missing_in_front(),
+                *self.parts.misplaced(),
             ],
-            unfinished=[] if self._pending is None else would_undo(self._pending, self._run, self.fs).findings,
+            unfinished=[]
+            if self.pending_splice is None
+            else would_undo(self.pending_splice, self._run, self.fs).findings,
             json_checks=json_checks,
             max_errors=max_errors,
         )
-
-    def _misplaced(self) -> list[LoadProblem]:
-        """Segment files with wrong names, which a reader shows where they belong."""
-        return [
-            LoadProblem(name, "segment_name", place, 0, f"holds the records of {segment_name(place)}")
-            for name, place in self._run.places.items()
-        ]
-
-    def _missing_in_front(self) -> list[LoadProblem]:
-        """The segments that the log has lost at its beginning. The note of where that is was moved before retention
-        deleted anything, so it is read after the segments were listed."""
-        starts = self._run.starts
-        checkpoint = CheckpointFile(self.path, self.fs, self.config.file_mode)
-        checkpoint.load()
-        noted = checkpoint.current.log_start
-        if not starts or noted is None or noted >= starts[0]:
-            return []
-        detail = f"the log begins at {noted}, and no file holds [{noted}, {starts[0]})"
-        path = str(self._run.directory / segment_name(noted))
-        return [LoadProblem(path, "missing_segment", noted, starts[0] - noted, detail)]
 
     def verify(self) -> Iterator[Finding]:
         """Everything in the store that is not as it should be (store-format 9.7); nothing for one in order."""
@@ -1280,21 +1154,11 @@ class MessageStore(StoreWriter):
             return
         end = self._log.end
         index_ms = self._index.full_end_timestamp_ms()
-        digest, last = self._queues.digest(), self._last_record(end)
+        digest, last = self._queues.digest(), self.parts.last_record(end)
         self._write_checkpoint(end, end, index_ms=index_ms, clean_end=end, last_record=last, queues=digest)
         if (self._queues.batch_topics and not self.clean_shutdown) or self._queues.in_rocksdb:
             return  # with the mark there RocketMQ reads the log again, and such queues get what they lack
         self._abort.clear()
-
-    def _last_record(self, end: int) -> int:
-        """Physical offset of the newest record, for the checkpoint: opening looks there for proof of a clean end."""
-        newest = -1
-        for queue in self._queues:
-            if queue.max_offset > queue.min_offset:
-                physical, size, _ = queue.units(queue.max_offset - 1, 1)[0].tolist()
-                if size < VOID_SIZE:
-                    newest = max(newest, physical)
-        return newest if newest >= 0 else min(self._checkpoint.current.confirm_physical_offset, end)
 
     def _release(self) -> None:
         if any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread()):
@@ -1302,9 +1166,8 @@ class MessageStore(StoreWriter):
             _log.error("%s: a background thread still runs, so its lock is kept; close the store again", self.path)
             return
         try:
-            for name in ("_run", "_descriptors", "_index"):
-                if hasattr(self, name):  # opening may have ended before that
-                    getattr(self, name).close()
+            if hasattr(self, "parts"):  # opening may have ended before that
+                self.parts.close()
         finally:
             if self._lock is not None:
                 self._lock.release()

@@ -231,7 +231,7 @@ def open_sliced(store: StoreName) -> SlicedStore:
 
 def have_queues_lost(store: MessageStore) -> bool:
     """Whether queues lack files, or ends, that they had when the store was closed. Opening warns of it."""
-    return store.clean_shutdown and store._have_queues_lost()
+    return store.clean_shutdown and store.parts.has_lost_queues()
 
 
 def left_by_crash(name: StoreName) -> str:
@@ -248,7 +248,7 @@ def queues_of(store: MessageStore) -> list[ConsumeQueue]:
     As `topics`, `queues` and `offsets` of the store have it, which look for news with every call: of a thousand stores
     that is half the time of planning.
     """
-    return sorted((queue for queue in store._queues if queue.next_offset), key=lambda queue: queue.ref)
+    return sorted((queue for queue in store.parts.queues if queue.next_offset), key=lambda queue: queue.ref)
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------
@@ -295,11 +295,11 @@ def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
             f"option readBy='log' reads whole logs and knows no bounds of queues: leave {given} out, or give "
             "readBy=queue"
         )
-    low, listed = store.min_offset, store.listed_end()
+    low, listed = store.min_offset, store.parts.listed_end()
     # Queues may have listed more once: a topic that is deleted leaves its records in the log.
-    top = max(listed, store.readable_end(max(low, listed)))
+    top = max(listed, store.parts.readable_end(max(low, listed)))
     if options.isolation == "flushed" and not store.clean_shutdown:
-        return Bounds(low, min(listed, store._checkpoint.current.flushed or 0), top)
+        return Bounds(low, min(listed, store.parts.checkpoint.flushed or 0), top)
     return Bounds(low, listed, top)
 
 
@@ -615,7 +615,9 @@ def _span(store: MessageStore, piece: Slice) -> tuple[int, int] | None:
 def _place(store: MessageStore, piece: Slice, slot: int) -> int:
     """Where in the log a message lies; -1: nobody knows."""
     assert isinstance(piece, QueueSlice)
-    [(physical, size, _)] = UNIT.iter_unpack(ConsumeQueue(store._queues, piece.topic, piece.queue_id).read(slot, 1))
+    [(physical, size, _)] = UNIT.iter_unpack(
+        ConsumeQueue(store.parts.queues, piece.topic, piece.queue_id).read(slot, 1)
+    )
     return int(physical) if 0 < size < 0x7FFF_FFFF else -1
 
 
@@ -667,7 +669,7 @@ def _slot_at(store: MessageStore, ref: QueueRef, low: int, high: int, physical: 
 
 def _flushed(store: MessageStore, ref: QueueRef, low: int, high: int) -> int:
     """Behind the last message that is known to be on disk."""
-    checkpoint = store._checkpoint.current
+    checkpoint = store.parts.checkpoint
     if store.clean_shutdown:
         return high
     if checkpoint.flushed is not None:

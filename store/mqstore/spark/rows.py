@@ -195,7 +195,7 @@ class QueueScan:
     ) -> Iterator[list[Piece]]:
         """Messages of queue offsets [start, stop), in order. `records` False looks at units alone; `tags` lets pass
         what its hash lets pass, so some that it would not."""
-        queue = self._store._queues.get(topic, queue_id)
+        queue = self._store.parts.queues.get(topic, queue_id)
         if queue is None:
             return iter(())
         pieces = self._pieces(queue, start, stop, records, tags)
@@ -265,7 +265,7 @@ class QueueScan:
             yield piece
             return
         store, policy = self._store, self._policy
-        checksum = store._checksum if policy.verify else None
+        checksum = store.parts.checksum if policy.verify else None
         units = piece.physical, piece.sizes, piece.slots
         rows, headers = sound_records(queue, buffer, positions, *units, checksum)
         if len(rows) < len(piece):
@@ -287,7 +287,7 @@ class QueueScan:
         """Whether all records are sound and nothing rare, by compiled parts: one pass, in which is kept what is wanted.
         Of all else, `_checked` finds out what it is."""
         verifies = self._policy.verify
-        if verifies and self._store._checksum != "crc32c-record":
+        if verifies and self._store.parts.checksum != "crc32c-record":
             return False
         found = ordinary_bodies(
             *(buffer, positions, piece.physical, piece.sizes, piece.slots, queue.queue_id, queue.topic_bytes),
@@ -318,7 +318,9 @@ def at_once(store: MessageStore, parts: Sequence[tuple[str, int, int, int]], pol
     or told, and a `QueueScan` of each part finds what it is.
     """
     # The bounds of a queue do not matter here, so none is looked for in the store, which may not have loaded it.
-    read = (ConsumeQueue(store._queues, topic, queue_id).read(low, high - low) for topic, queue_id, low, high in parts)
+    read = (
+        ConsumeQueue(store.parts.queues, topic, queue_id).read(low, high - low) for topic, queue_id, low, high in parts
+    )
     units = np.frombuffer(b"".join(read), UNIT_DTYPE)
     counts = [stop - start for _, _, start, stop in parts]
     slots = np.concatenate([np.arange(start, stop, dtype=np.int64) for _, _, start, stop in parts])
@@ -344,7 +346,7 @@ def at_once(store: MessageStore, parts: Sequence[tuple[str, int, int, int]], pol
     topics = [part[0].encode("utf-8", "surrogateescape") for part in parts]
     for topic in {*topics}:
         fine &= topic_is(buffer, headers, topic) | np.repeat([each != topic for each in topics], counts)
-    if not fine.all() or (policy.verify and not verify(buffer, headers, store._checksum).all()):
+    if not fine.all() or (policy.verify and not verify(buffer, headers, store.parts.checksum).all()):
         return None
     return piece
 
@@ -419,14 +421,16 @@ def _events(
     segment, buffer = there
     start = low - base if at_record else _led_to(store, buffer, base, low - base)
     if start is None:
-        found = first_good_in(store._run, segment, low - base, store._checksum, high - base)
+        found = first_good_in(store.parts.run, segment, low - base, store.parts.checksum, high - base)
         start = None if found is None else found - base
     if start is not None and start < high - base:
-        scan = scan_segment(store._run, segment, start, store._checksum, stop=high - base, checksums=policy.verify)
+        scan = scan_segment(
+            store.parts.run, segment, start, store.parts.checksum, stop=high - base, checksums=policy.verify
+        )
         end = base + (yield from scan)
         if end < high:
             yield Bad(
-                "bad_record", end, high, check_record(buffer, end - base, len(buffer), end, store._checksum).detail
+                "bad_record", end, high, check_record(buffer, end - base, len(buffer), end, store.parts.checksum).detail
             )
 
 
@@ -441,7 +445,11 @@ def _led_to(store: MessageStore, buffer: _Buffer, base: int, low: int) -> int | 
     _, end = walk(buffer, at, len(buffer), 1)
     if end > at:
         return end
-    return len(buffer) if check_record(buffer, at, len(buffer), base + at, store._checksum).status == "blank" else None
+    return (
+        len(buffer)
+        if check_record(buffer, at, len(buffer), base + at, store.parts.checksum).status == "blank"
+        else None
+    )
 
 
 def _listed(found: Good, is_wanted: Callable[[bytes], bool]) -> _Bools:

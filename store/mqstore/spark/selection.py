@@ -135,7 +135,7 @@ class Selection:
             except NotAStoreError:
                 continue  # what that means is for planning to say
             with store:
-                if self.options.read_by == "auto" and not queues_of(store) and store._has_records():
+                if self.options.read_by == "auto" and not queues_of(store) and store.parts.has_records():
                     raise _no_queues(name)
                 if have_queues_lost(store):
                     raise ConfigError(

@@ -107,7 +107,7 @@ def _queues(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, 
         low, high = store.offsets(*ref)
         messages = size = 0
         holes = False
-        queue = store._queues.get(*ref)
+        queue = store.parts.queues.get(*ref)
         for _, units in queue.chunks(low, high) if queue is not None else ():
             there = is_message(units)
             messages += int(there.sum())
@@ -128,9 +128,11 @@ def _time_of(store: MessageStore, ref: QueueRef, slots: range) -> datetime | Non
 
 def _segments(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
     del options
-    segments = store._run.segments()
+    segments = store.parts.run.segments()
     seen: dict[int, tuple[int, int, int, int]] = {}
-    events = scan_log(*(store._run, store.min_offset, store._checksum), checksums=False, on_front=lambda _: None)
+    events = scan_log(
+        *(store.parts.run, store.min_offset, store.parts.checksum), checksums=False, on_front=lambda _: None
+    )
     for event in events if segments else ():
         if isinstance(event, Good):
             stamps = event.headers.store_timestamp_ms

@@ -38,20 +38,20 @@ import numpy.typing as npt
 
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import EXTENDED, LoadProblem, place_in_file
-from mqstore.layout.checkpoint import min_timestamp
+from mqstore.layout.checkpoint import Checkpoint, min_timestamp
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, differing, is_void
 from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import QUEUE_OFFSET_AT, check_record
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.index import IndexFile
 from mqstore.log.names import is_path_safe
+from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.indextally import Wanted, index_faults
 from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segments
-from mqstore.log.recovery.parts import StoreParts
 from mqstore.log.recovery.report import Cut, Finding, RecoveryReport, finding_of
 from mqstore.log.recovery.scanner import Bad, Good, record_at, scan_log, until_torn, used_end
 from mqstore.log.recovery.slots import Misnumbered, SlotAssigner, first_slot_in_range, strays_in_front
-from mqstore.log.recovery.watermark import NEVER_TORN, first_record_time
+from mqstore.log.recovery.watermark import NEVER_TORN, first_record_time, watermark
 from mqstore.log.tip import QueueRef
 
 __all__ = [
@@ -94,15 +94,14 @@ class Outcome:
     last_store_timestamp_ms: int
 
 
-def recover(
-    parts: StoreParts, problems: Sequence[LoadProblem], options: RecoverOptions, progress: Progress | None = None
-) -> Outcome:
+def recover(parts: StoreParts, options: RecoverOptions, progress: Progress | None = None) -> Outcome:
     """Bring the store in order, or with `dry_run` say how. May be run again. Raises StoreIOError, StoreFullError, and
     MisnamedSegmentsError before anything is changed."""
+    checkpoint = parts.checkpoint
     try:
-        return _Recovery(parts, problems, options, progress, whole=False).run()
+        return _Recovery(parts, checkpoint, options, progress, whole=False).run()
     except _WholeLogNeededError:
-        return _Recovery(parts, problems, options, progress, whole=True).run()
+        return _Recovery(parts, checkpoint, options, progress, whole=True).run()
 
 
 def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: bool = False) -> QueueRef | None:
@@ -111,10 +110,10 @@ def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: b
     nothing."""
     if not parts.run.starts:
         return None
-    recovery = _Recovery(parts, (), RecoverOptions(dry_run=True), None, whole=whole)
+    recovery = _Recovery(parts, parts.checkpoint, RecoverOptions(dry_run=True), None, whole=whole)
     start = recovery._scan_start()
     found = scan_log(parts.run, start, parts.checksum, checksums=False)
-    for event in until_torn(found, lambda: recovery._torn_from(parts.watermark(start))):
+    for event in until_torn(found, lambda: recovery._torn_from(recovery._watermark(start))):
         if not isinstance(event, Good):
             continue
         rows = parts.queues.rows_of(event.buffer, event.headers, event.base)
@@ -141,21 +140,22 @@ class _Recovery:
     def __init__(
         self,
         parts: StoreParts,
-        problems: Sequence[LoadProblem],
+        checkpoint: Checkpoint,
         options: RecoverOptions,
         progress: Progress | None,
         *,
         whole: bool,
     ) -> None:
         self.parts = parts
+        self.checkpoint = checkpoint
+        """Checkpoint as the last writer left it, whatever is saved here meanwhile."""
         self.options = options
         self.progress = progress
         self.whole = whole or options.full
         self.report = RecoveryReport(clean_shutdown=parts.clean)
         self.writing = not options.dry_run
-        self.problems = problems
         self.first = parts.run.starts[0] if parts.run.starts else 0
-        noted = parts.checkpoint.log_start
+        noted = self.checkpoint.log_start
         self.log_start = self.first if noted is None else min(noted, self.first)
         """Where the log begins. Below `first` it has lost segments."""
         self.start = self.first
@@ -168,7 +168,7 @@ class _Recovery:
         self.last_record = -1
         self.last_store_timestamp_ms = 0
         # Units of records at or beyond this were perhaps never synced. After a clean end all were.
-        dispatched = parts.checkpoint.dispatched
+        dispatched = self.checkpoint.dispatched
         self.unsynced_from = 1 << 62 if parts.clean else dispatched if dispatched is not None else 0
 
     # -- the whole --------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class _Recovery:
     def run(self) -> Outcome:
         begin = time.monotonic()
         parts, report = self.parts, self.report
-        for problem in self.problems:
+        for problem in parts.load_problems:
             self._note_load_problem(problem)
         self._lengthen_queue_files()
         if parts.run.starts:
@@ -244,7 +244,7 @@ class _Recovery:
         """No segment. The stream goes on behind all that is known of it, so that old units point below its start and
         the numbers of queues go on; with no checkpoint to tell, it begins anew and units into it are cut."""
         self._refuse_misnamed(0)
-        checkpoint = self.parts.checkpoint
+        checkpoint = self.checkpoint
         end = max(checkpoint.clean_end or 0, checkpoint.flushed or 0)
         end += -end % self.parts.run.segment_bytes
         self.first = self.start = end
@@ -261,7 +261,7 @@ class _Recovery:
     def _clean_end(self) -> int | None:
         """The end of the log when the last close vouches for it and nothing contradicts; None: read (9.8)."""
         parts = self.parts
-        checkpoint = parts.checkpoint
+        checkpoint = self.checkpoint
         if self.whole or not parts.clean or checkpoint.clean_end is None or checkpoint.clean_end < 0:
             return None
         if checkpoint.queues is not None and checkpoint.queues != parts.queues.digest():
@@ -270,7 +270,7 @@ class _Recovery:
         run = parts.run
         if end < self.first or end > run.end or self.log_start < self.first:
             return None
-        if any(p.kind != "segment_name" for p in self.problems):
+        if any(p.kind != "segment_name" for p in parts.load_problems):
             return None
         if run.starts[-1] >= end and run.starts[-1] != self.first:
             return None  # a segment that is not of this log: what an older copy of it was put over had that, say
@@ -315,6 +315,10 @@ class _Recovery:
             at >= len(buffer) or check_record(buffer, at, len(buffer), position, self.parts.checksum).status == "blank"
         )
 
+    def _watermark(self, start: int) -> int:
+        parts = self.parts
+        return watermark(parts.run, self.checkpoint, parts.checksum, clean=parts.clean, start=start)
+
     def _torn_from(self, mark: int) -> int:
         """Return the physical offset from which bad bytes are a torn tail. `mark` is the watermark."""
         if self.options.prefix:
@@ -332,7 +336,7 @@ class _Recovery:
 
     def _scan_start_by_checkpoint(self) -> int:
         parts = self.parts
-        checkpoint = parts.checkpoint
+        checkpoint = self.checkpoint
         starts = parts.run.starts
         if checkpoint.flushed is not None and checkpoint.dispatched is not None and not parts.clean:
             mark = min(checkpoint.flushed, checkpoint.dispatched)
@@ -389,19 +393,19 @@ class _Recovery:
         opening then finds the same F, and reads at least what this one does."""
         if not self.writing:
             return
-        checkpoint = self.parts.checkpoint
+        checkpoint = self.checkpoint
         known = checkpoint.dispatched
         dispatched = min(start, index_from, watermark) if known is None else min(start, index_from, watermark, known)
         noted = replace(checkpoint, flushed=watermark, dispatched=dispatched, clean_end=-1)
         if noted != checkpoint:
-            self.parts.save_checkpoint(noted)
+            self.parts.checkpoint_file.save(noted)
 
     def _scan(self) -> int:
         parts, report = self.parts, self.report
         run = parts.run
         start = self.start = self._scan_start()
         self._refuse_misnamed(start)
-        mark = parts.watermark(start)
+        mark = self._watermark(start)
         gap = self._gap_in_front()
         torn_from = self._torn_from(mark)
         if gap is not None and gap.start >= torn_from:  # none of it was synced: the log ends before it began
@@ -449,8 +453,8 @@ class _Recovery:
         self.start = min(start, end)  # index entries may have been read from further in front
         self._finish_queues(end)
         self._finish_index(doomed_index, end)
-        if self.writing and not parts.clean and parts.checkpoint.flushed is not None:
-            self._write_again(max(parts.checkpoint.flushed, self.first), end)
+        if self.writing and not parts.clean and self.checkpoint.flushed is not None:
+            self._write_again(max(self.checkpoint.flushed, self.first), end)
         if self.progress is not None:
             self.progress(total, total)
         return end
@@ -670,7 +674,7 @@ class _Recovery:
                 if any(begin < segment.end for begin, _ in cuts):
                     run.zero(end)
             report.changed |= segment.length < segment.size
-        for problem in self.problems:
+        for problem in self.parts.load_problems:
             if problem.kind == "empty_segment" and end <= problem.position < run.end:
                 report.truncated.append(Cut("commitlog/" + os.path.basename(problem.file), 0, 0, "empty file"))
                 report.changed = True
@@ -715,8 +719,8 @@ class _Recovery:
         files = parts.index.files
         if self.whole:
             return [], self.first  # decided when all entries are known
-        dispatched = parts.checkpoint.dispatched
-        stamp = parts.checkpoint.index_msg_timestamp_ms
+        dispatched = self.checkpoint.dispatched
+        stamp = self.checkpoint.index_msg_timestamp_ms
         doomed: list[IndexFile] = []
         for i, file in enumerate(files):
             late = False

@@ -1,0 +1,200 @@
+"""The parts of an opened store: its files, and how its last writer ended.
+
+Whatever looks into a store (recovery, verify, exports, jobs, the broker's inspection) works on these, as `MessageStore`
+does. They know nothing of threads, puts or reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mqstore.clock import Clock
+from mqstore.files.descriptors import DescriptorCache
+from mqstore.files.filesystem import FileSystem
+from mqstore.files.limit import free_descriptors
+from mqstore.files.segments import LoadProblem, SegmentRun, segment_name
+from mqstore.layout.checkpoint import Checkpoint
+from mqstore.layout.consumequeue import VOID_SIZE, is_message
+from mqstore.log.checkpoint import CheckpointFile
+from mqstore.log.consumequeue import QueueTable
+from mqstore.log.index import Index
+from mqstore.log.manifest import Manifest
+from mqstore.log.recovery.report import Finding
+from mqstore.log.recovery.scanner import End, scan_log, until_torn
+from mqstore.log.recovery.watermark import NEVER_TORN, first_record_time, watermark
+from mqstore.options import StoreConfig, delay_table_ms
+
+__all__ = ["StoreParts"]
+
+
+def _unnoticed(front: int) -> None:
+    """Ignore that the front of the log has moved."""
+
+
+class StoreParts:
+    """The files of a store in the sizes of its manifest. No file is opened before it is loaded or asked for."""
+
+    def __init__(
+        self, root: Path, manifest: Manifest, config: StoreConfig, fs: FileSystem, clock: Clock, *, writable: bool
+    ) -> None:
+        # Cached descriptors and mappings; leave the program half of what is free.
+        budget = max(4, min(config.max_mappings, free_descriptors() // 4))
+        tmp = root / "tmp"
+        self.root = root
+        self.manifest = manifest
+        self.config = config
+        self.fs = fs
+        self.clock = clock
+        self.checksum = manifest.checksum
+        self.delay_table_ms = delay_table_ms(manifest.delay_levels)
+        self.run = SegmentRun(
+            root / "commitlog",
+            tmp,
+            manifest.commitlog_segment_bytes,
+            fs=fs,
+            writable=writable,
+            max_mappings=budget,
+            file_mode=config.file_mode,
+        )
+        self.descriptors = DescriptorCache(fs, budget, writable=writable)
+        self.queues = QueueTable(
+            root / "consumequeue",
+            tmp,
+            manifest.consumequeue_segment_bytes,
+            fs=fs,
+            descriptors=self.descriptors,
+            file_mode=config.file_mode,
+            delay_table_ms=self.delay_table_ms,
+            own=writable,
+        )
+        self.index = Index(
+            root / "index",
+            tmp,
+            manifest.index_slots,
+            manifest.index_entries,
+            fs=fs,
+            clock=clock,
+            writable=writable,
+            file_mode=config.file_mode,
+        )
+        self.checkpoint_file = CheckpointFile(root, fs, config.file_mode)
+        self.has_checkpoint = False
+        self.clean = False
+        """The last writer closed the store."""
+        self.machine_ran_on = False
+        """The last writer was killed, and the machine has been running since."""
+        self.load_problems: list[LoadProblem] = []
+        """Problems with the names and sizes of segment files."""
+        self.index_findings: Sequence[Finding] = ()
+        """Index files of the wrong length: not among `index.files`, and in the way."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint as it was loaded or saved last."""
+        return self.checkpoint_file.current
+
+    def close(self) -> None:
+        """Close all files."""
+        self.run.close()
+        self.descriptors.close()
+        self.index.close()
+
+    # -- the log ----------------------------------------------------------------------------------------------------
+
+    def watermark(self) -> int:
+        """Return the physical offset below which the log had been synced (store-format 9.8). The log is not empty, and
+        no writer has it open. May read much of the log."""
+        return watermark(self.run, self.checkpoint, self.checksum, clean=self.clean)
+
+    def torn_from(self) -> int:
+        """Return the physical offset from which bad bytes are a torn tail for the next opening, as `watermark` does."""
+        return NEVER_TORN if self.machine_ran_on else self.watermark()
+
+    def has_records(self) -> bool:
+        """Return True if the log holds a record, listed in a queue or not."""
+        events = scan_log(self.run, self.run.min_offset, self.checksum, checksums=False, on_front=_unnoticed)
+        return not isinstance(next(events), End)
+
+    def listed_end(self) -> int:
+        """Return the end of what queues list; of a store whose queues are lost, the end of its log. For readers."""
+        end = 0
+        for queue in self.queues:
+            for _, units in queue.held_before(queue.max_offset, 64):
+                live = units[is_message(units)]
+                if len(live):
+                    end = max(end, int(live["physical_offset"][-1]) + int(live["size"][-1]))
+                    break
+        return min(end, self.run.end) if end else self.readable_end(self.run.min_offset)
+
+    def readable_end(self, start: int) -> int:
+        """Return the position behind the last record from physical offset `start` on, as far as recovery keeps them: of
+        a batch that was being put when its writer was killed, parts may lie behind a hole, and beyond the watermark the
+        log ends at the first hole. For readers."""
+        end = start
+        events = scan_log(self.run, start, self.checksum, checksums=False, on_front=_unnoticed)
+        for event in until_torn(events, self.torn_from):
+            if isinstance(event, End):
+                end = event.position
+        return end
+
+    def missing_in_front(self) -> list[LoadProblem]:
+        """Return the segments that the log has lost at its beginning. The note of where that is was moved before
+        retention deleted anything, so it is read after the segments were listed."""
+        starts = self.run.starts
+        checkpoint = CheckpointFile(self.root, self.fs, self.config.file_mode)
+        checkpoint.load()
+        noted = checkpoint.current.log_start
+        if not starts or noted is None or noted >= starts[0]:
+            return []
+        detail = f"the log begins at {noted}, and no file holds [{noted}, {starts[0]})"
+        path = str(self.run.directory / segment_name(noted))
+        return [LoadProblem(path, "missing_segment", noted, starts[0] - noted, detail)]
+
+    def misplaced(self) -> list[LoadProblem]:
+        """Return the segment files with wrong names, which a reader shows where they belong."""
+        return [
+            LoadProblem(name, "segment_name", place, 0, f"holds the records of {segment_name(place)}")
+            for name, place in self.run.places.items()
+        ]
+
+    # -- queues and index -------------------------------------------------------------------------------------------
+
+    def has_no_queues(self) -> bool:
+        """Return True if the log holds records and no queue exists: a Java broker's directory does not note which
+        queues there were."""
+        queues = self.queues
+        return not (len(queues) or queues.in_rocksdb or queues.batch_topics) and self.has_records()
+
+    def has_lost_queues(self) -> bool:
+        """Return True if queues lack the files or ends that the last clean close noted."""
+        noted = self.checkpoint.queues
+        return noted is not None and noted != self.queues.digest()
+
+    def has_all_queues(self) -> bool:
+        """Return True if the last clean close noted which queues there are and where they end, and so they are."""
+        noted = self.checkpoint.queues
+        return self.clean and noted is not None and noted == self.queues.digest()
+
+    def last_record(self, end: int) -> int:
+        """Return the physical offset of the newest listed record of a log that ends at `end`, for the checkpoint:
+        opening looks there for proof of a clean end."""
+        newest = -1
+        for queue in self.queues:
+            if queue.max_offset > queue.min_offset:
+                physical, size, _ = queue.units(queue.max_offset - 1, 1)[0].tolist()
+                if size < VOID_SIZE:
+                    newest = max(newest, physical)
+        return newest if newest >= 0 else min(self.checkpoint.confirm_physical_offset, end)
+
+    def index_doubt(self) -> str:
+        """Return why the index of a reader may lack keys, as the lists of its files show: "" if they show nothing."""
+        if self.index_findings:
+            return f"{self.index_findings[0].file} is damaged"
+        newest_ms = max((file.header.end_timestamp_ms for file in self.index.files), default=0)
+        synced_ms = self.checkpoint.index_msg_timestamp_ms
+        if newest_ms < synced_ms and self.run.starts:
+            first_ms = first_record_time(self.run, self.run.starts[0], self.checksum)
+            if first_ms is not None and first_ms <= synced_ms:  # else retention has taken those files
+                return "index files are missing"
+        return "" if self.index.files or not self.has_records() else "there is no index"
