@@ -215,10 +215,10 @@ def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_pat
         for file in list(store._queues._dirty):
             store.parts.descriptors.forget(file)
         fs.fail(operation, errno.EMFILE, path_part="consumequeue", times=None)
-        assert not store._sync_units()
+        assert not store._checkpointer.sync_units()
         assert "units" in store.stats().errors
         fs.heal()
-        assert store._sync_units()
+        assert store._checkpointer.sync_units()
     check(path, 1)
     with MessageStore(path, config=config()) as store:
         assert store.clean_shutdown

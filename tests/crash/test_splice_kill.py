@@ -85,7 +85,7 @@ _WORD = struct.Struct(">ci")
 def _child(path: Path, shards: list[Path], writer: int) -> None:
     """Splice and put for ever, telling what is done: a splice that returned, a put that is flushed."""
     with MessageStore(path, config=StoreConfig(**SIZES)) as store:
-        for version in range(store._txn.state.version_of("a") + 1, 10_000):
+        for version in range(store._bulk.txn.state.version_of("a") + 1, 10_000):
             store.splice([shards[version % len(shards)]], app="a", version=version)
             os.write(writer, _WORD.pack(b"s", version))
             store.put("t", b"put %06d" % version, durability="flush")
@@ -126,7 +126,7 @@ def test_no_splice_is_lost_halved_or_doubled_by_kill_9(tmp_path: Path) -> None:
         for kind, number in _WORD.iter_unpack(pending[: len(pending) // _WORD.size * _WORD.size]):
             acknowledged[kind] = max(acknowledged[kind], number)
         with opened(path) as store:
-            last = store._txn.state.version_of("a")
+            last = store._bulk.txn.state.version_of("a")
             assert last >= acknowledged[b"s"]
             wanted = [row.body for v in range(last + 1) for row in ROWS[v % 3 * 9 : v % 3 * 9 + 60]]
             found = bodies(store)

@@ -394,7 +394,7 @@ def test_a_checkpoint_in_the_middle_of_dispatch_has_no_time_of_what_is_not_dispa
     with open_store(tmp_path / "s", clock=clock) as store:
         store.put("t", b"0", durability="flush")
         store.dispatch()
-        store._dispatcher.listeners.append(lambda *_: store._interval_checkpoint())
+        store._dispatcher.listeners.append(lambda *_: store.background.save_checkpoint())
         clock.advance(5000)
         store.put("t", b"1")
         store.dispatch()
@@ -406,17 +406,17 @@ def test_the_index_time_moves_only_with_a_sync_of_the_index(tmp_path: Path) -> N
     """A broker that believes it keeps the file; it moved as soon as a file was full, synced or not."""
     clock = SimulatedClock(1_700_000_000_000)
     with open_store(tmp_path / "s", clock=clock) as store:
-        store._interval_checkpoint()
+        store.background.save_checkpoint()
         for i in range(100):  # more queues than are synced every second
             store.put("t", b"", i, keys="k")
         store.flush()
         store.dispatch()
         assert store._index.full_end_timestamp_ms() > 0
 
-        store._interval_checkpoint()
+        store.background.save_checkpoint()
         assert decode((tmp_path / "s" / "checkpoint").read_bytes()).index_msg_timestamp_ms == 0
         clock.advance(10_000)
-        store._interval_checkpoint()
+        store.background.save_checkpoint()
         assert decode((tmp_path / "s" / "checkpoint").read_bytes()).index_msg_timestamp_ms == 1_700_000_000_000
 
 

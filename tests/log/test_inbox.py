@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,8 @@ from mqstore.errors import (
 from mqstore.files import jsonfile
 from mqstore.files.filesystem import REAL
 from mqstore.log.bulk.inbox import inbox_state
+from mqstore.log.bulk.splice import Splicer, SpliceResult
 from mqstore.log.bulk.txn import TXN_FILE
-from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.splicesupport import Row, bodies, bundle, shown
 from tests.log.support import files, open_store
@@ -235,7 +236,7 @@ def test_a_crash_at_any_change_neither_loses_nor_doubles_a_bundle(tmp_path: Path
         with open_store(root) as store:
             assert bodies(store) == [b"0", b"1", b"2", b"3", b"4"], nth
             assert os.listdir(root / "inbox") == [], nth
-            assert store._errors == {}
+            assert store._errors.messages == {}
     assert nth > 20
 
 
@@ -341,14 +342,14 @@ def test_an_unreadable_bundle_keeps_its_application_waiting_for_a_while_and_no_o
 def test_an_error_of_another_kind_refuses_its_bundle_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle(tmp_path, "job", 0, [ONE])
     bundle(tmp_path, "other", 0, [[Row(b"5")]])
-    real = MessageStore._take_bundle
+    real = Splicer.splice
 
-    def take(store: MessageStore, shards: list[Path], app: str, version: int, create: Mapping[str, int]) -> int:
-        if app == "job":
+    def take(splicer: Splicer, shards: list[Path], **options: Any) -> SpliceResult:
+        if options["app"] == "job":
             raise TopicNotFoundError("no queue of that name")
-        return real(store, shards, app, version, create)
+        return real(splicer, shards, **options)
 
-    monkeypatch.setattr(MessageStore, "_take_bundle", take)
+    monkeypatch.setattr(Splicer, "splice", take)
     with open_store(tmp_path) as store:
         assert bodies(store) == [b"5"]
         assert inbox_state(tmp_path, REAL).refused == ("job-0",)
@@ -363,7 +364,7 @@ def test_a_store_that_takes_nothing_now_refuses_no_bundle(
 
     with open_store(tmp_path) as store:
         bundle(tmp_path, "job", 0, [ONE])
-        monkeypatch.setattr(store._inbox, "_splice", take)
+        monkeypatch.setattr(store._bulk.inbox, "_splice", take)
         with pytest.raises(type(error)):
             store.take_inbox()
         assert inbox_state(tmp_path, REAL).waiting == ("job-0",)

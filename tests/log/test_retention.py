@@ -278,7 +278,7 @@ def test_nothing_is_deleted_after_a_failed_sync_of_units(tmp_path: Path) -> None
                 store.drop_before(6 * SEGMENT)
         assert segments(store) == [n * SEGMENT for n in range(10)]
         assert "EIO" in store.stats().errors["units"] or "Input/output" in store.stats().errors["units"]
-        store._interval_checkpoint()
+        store.background.save_checkpoint()
         assert (store.parts.checkpoint.dispatched or 0) == 0
     with open_store(tmp_path / "s") as store:
         assert len(store.drop_before(6 * SEGMENT)) == 6

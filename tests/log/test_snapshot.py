@@ -764,7 +764,7 @@ def test_of_many_bundles_that_wait_each_is_copied_once_however_often_it_looks(
                 version = len(brought)
                 store.splice([stage(tmp_path / f"shard{version}", [Row(b"other")])], app="other", version=version)
                 if version == 3:
-                    store._inbox._take(Bundle.load(root / "inbox" / "job-0", store.fs))
+                    store._bulk.inbox._take(Bundle.load(root / "inbox" / "job-0", store.fs))
 
         monkeypatch.setattr(TreeCopy, "file", file)
         report = taken(root, tmp_path / "copy")
@@ -1110,7 +1110,7 @@ def test_of_a_store_at_rest_no_segment_is_shared_that_its_next_writer_goes_on_in
         shards = [stage(tmp_path / "shard", [Row(b"%d" % i * 20) for i in range(100)], profile)]
         with monkeypatch.context() as patch:
             patch.setattr(Splicer, "_take_back", lambda *arguments: None)
-            patch.setattr(store._splicer, "_sync", lambda end: 1 // 0)
+            patch.setattr(store._bulk.splicer, "_sync", lambda end: 1 // 0)
             with pytest.raises(ZeroDivisionError):
                 store.splice(shards, app="job", version=0)
         kill(store)

@@ -606,7 +606,7 @@ def test_closing_takes_a_splice_back_and_the_next_opening_can_do_it(tmp_path: Pa
 
     def close() -> None:
         closer.start()
-        while not store._stopping:
+        while not store._wakeups.stopping:
             pass
 
     store = open_store(tmp_path / "store")
@@ -834,7 +834,7 @@ def crash_in_a_splice(root: Path, shard: Path, profile: Profile = "mqstore", seg
     def die() -> None:
         raise Killed
 
-    store._splicer._take_back = lambda *_: None  # type: ignore[method-assign]  # the dead do nothing
+    store._bulk.splicer._take_back = lambda *_: None  # type: ignore[method-assign]  # the dead do nothing
     with pytest.raises(Killed):
         store.splice([shard], app="a", version=3, progress=Halfway(die))
     kill(store)
@@ -1021,11 +1021,11 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, create: dic
         store.splice([stage(tmp_path / "one", ROWS[:5])], app="a", version=0)
         before = files(root / "config")
         with pytest.raises(ValueError, match="create must be a number"):
-            store._txn.save(store._txn.state.recorded("a", 1, 0, create))
+            store._bulk.txn.save(store._bulk.txn.state.recorded("a", 1, 0, create))
         assert files(root / "config") == before
         held = shown(store)
         with pytest.raises(ValueError, match="create must be a number"):
-            store._splicer.splice([stage(tmp_path / "two", ROWS)], app="b", version=0, create=create)
+            store._bulk.splicer.splice([stage(tmp_path / "two", ROWS)], app="b", version=0, create=create)
         assert shown(store) == held
         assert state_of(root)["apps"].keys() == {"a"}
         assert store.splice([tmp_path / "two"], app="b", version=0).records == len(ROWS)

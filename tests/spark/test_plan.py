@@ -128,7 +128,7 @@ def test_a_scan_of_the_log_ends_where_recovery_will_end_it(tmp_path: Path) -> No
     with open_store(tmp_path / "s", segment_bytes=1 << 16) as store:
         store.put("t", b"flushed")
         store.flush()
-        store._interval_checkpoint()
+        store.background.save_checkpoint()
         places = [receipt.physical_offset for receipt in store.put_many("t", [b"%d" % i for i in range(9)])]
         shutil.copytree(store.path, tmp_path / "torn")
     reboot(tmp_path / "torn")
@@ -204,7 +204,7 @@ def test_only_what_is_on_disk_can_be_asked_for(tmp_path: Path) -> None:
         for i in range(10):
             store.put("t", b"%d" % i)
         store.flush()
-        store._interval_checkpoint()
+        store.background.save_checkpoint()
         for i in range(5):
             store.put("t", b"%d" % i)
         store.dispatch()

@@ -525,7 +525,7 @@ def test_only_what_no_power_cut_takes_back_is_read_if_so_wished(tmp_path: Path) 
         for _ in range(10):
             opened.put("t", b"x", 0)
         opened.flush()
-        opened._interval_checkpoint()
+        opened.background.save_checkpoint()
         for _ in range(5):
             opened.put("t", b"x", 0)
         opened.dispatch()

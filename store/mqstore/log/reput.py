@@ -27,12 +27,18 @@ from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.names import is_path_safe
+from mqstore.log.taskerrors import TaskErrors
+from mqstore.log.wakeups import Wakeups
 from mqstore.signalsafe import Bell, is_held_here
 
 __all__ = ["Dispatcher", "slot_runs"]
 
 _log = logging.getLogger("mqstore")
 _BATCH = 8192
+_PACE_S = 0.01
+"""How long the dispatcher lets puts run before its next pass, while nobody waits: a pass has a fixed cost, and each
+switch of threads costs as much as thousands of puts."""
+_RETRY_MIN_S, _RETRY_MAX_S = 0.1, 10.0
 
 
 def slot_runs(end: int, offsets: npt.NDArray[np.int64] | Sequence[int]) -> list[tuple[int, int]]:
@@ -127,6 +133,29 @@ class Dispatcher:
                 self.error = error
                 raise
             return self.position - begin
+
+    def run_thread(self, wakeups: Wakeups, errors: TaskErrors) -> None:
+        """Run in the dispatcher thread until the store is closed. A pass that fails is noted, and tried again."""
+        bell = wakeups.dispatcher
+        retry_s = _RETRY_MIN_S
+        while not wakeups.stopping:
+            try:
+                done = self.run_again()
+            except Exception as error:
+                errors.note("dispatch", error)
+                bell.wait(retry_s)
+                retry_s = min(2 * retry_s, _RETRY_MAX_S)
+                continue
+            errors.clear("dispatch")
+            retry_s = _RETRY_MIN_S
+            if done and not self.is_awaited:
+                bell.wait(_PACE_S)
+                continue
+            wakeups.dispatcher_rests(True)
+            # A put between our pass and that line saw no alarm: look again before sleeping.
+            if self.position >= self._end_of():
+                bell.wait()
+            wakeups.dispatcher_rests(False)
 
     def catch_up(self) -> bool:
         """As `run_once`, for a reader: what hinders dispatch is noted and shows in `stats()`, what is dispatched can

@@ -9,12 +9,78 @@ and what was deleted to make room for it would be lost for nothing.
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 
+from mqstore.errors import FlushFailedError
 from mqstore.files.segments import SegmentRun
 from mqstore.layout.scan import gather, walk
+from mqstore.log.checkpointer import Checkpointer
+from mqstore.log.commitlog import CommitLog
+from mqstore.log.parts import StoreParts
+from mqstore.log.taskerrors import TaskErrors
 from mqstore.options import Retention, seconds
 
-__all__ = ["disk_ratio", "expired_before"]
+__all__ = ["Retainer", "disk_ratio", "expired_before"]
+
+
+class Retainer:
+    """Deletes segments of a store that is open for writing."""
+
+    def __init__(
+        self,
+        parts: StoreParts,
+        log: CommitLog,
+        checkpointer: Checkpointer,
+        errors: TaskErrors,
+        *,
+        settled: Callable[[], int],
+    ) -> None:
+        """`settled` returns the position below which the log is dispatched and on disk."""
+        self._parts = parts
+        self._log = log
+        self._checkpointer = checkpointer
+        self._errors = errors
+        self._settled = settled
+        self._lock = threading.Lock()
+        self._newest_times: dict[int, int] = {}
+        self._dropped_before = 0
+        """Queues and index know that the log begins there."""
+
+    def expired(self, policy: Retention) -> int:
+        """Return the physical offset below which `policy` keeps nothing; 0 if it keeps everything."""
+        parts = self._parts
+        with self._lock:
+            return expired_before(parts.run, policy, self._log.end, parts.clock.now_ms(), self._newest_times)
+
+    def drop_before(self, physical_offset: int) -> list[str]:
+        """Delete segments as `MessageStore.drop_before` does."""
+        with self._lock:  # the flusher's turn may come while another thread calls
+            return self._drop_before(physical_offset)
+
+    def _drop_before(self, physical_offset: int) -> list[str]:
+        parts, run = self._parts, self._parts.run
+        bound = min(physical_offset, self._log.end, self._settled())
+        starts = run.starts
+        # Once the records are gone, only the units show the numbers of a queue: a queue that a power cut took them from
+        # would count from 0 again.
+        if len(starts) > 1 and starts[1] <= bound:
+            if not self._checkpointer.sync_units():
+                advice = ": close the store and open it again" if self._checkpointer.is_doubtful else ""
+                error = self._errors.messages.get("units")
+                why = f"consume queues may not be on disk ({error}), so no segment is deleted"
+                raise FlushFailedError(f"{parts.root}: {why}{advice}")
+            ends = bound - run.segment_bytes
+            self._checkpointer.note_log_start(next((start for start in starts if start > ends), starts[-1]))
+        try:
+            return run.drop_before(bound)
+        finally:  # what is gone is gone, even if the next one could not be deleted
+            first = self._log.min_offset
+            if first > self._dropped_before:
+                for queue in parts.queues:
+                    queue.drop_before(first)
+                parts.index.drop_before(first)
+                self._dropped_before = first
 
 
 def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, known: dict[int, int]) -> int:

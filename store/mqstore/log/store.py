@@ -19,8 +19,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -28,63 +28,49 @@ from typing import Literal, Self
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import (
     ConfigError,
-    FlushFailedError,
-    InvalidMessageError,
     MQStoreError,
-    NotPermittedError,
     ReadOnlyStoreError,
     StoreBusyError,
     StoreClosedError,
-    StoreIOError,
 )
 from mqstore.files.abort import AbortMark
 from mqstore.files.beneath import resolved
-from mqstore.files.filesystem import REAL, FileSystem, SyncNotBegunError, is_not_begun
+from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.flusher import GroupCommit
-from mqstore.files.jsonfile import NO_CHECKS, Check, load_json
+from mqstore.files.jsonfile import NO_CHECKS, Check
 from mqstore.files.lock import WriterLock, writer_alive
-from mqstore.files.segments import segment_name
-from mqstore.files.tmp import remove_temporaries
-from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.hosts import encode_host
 from mqstore.log import manifest as manifests
-from mqstore.log.bulk.inbox import CreateTopics, Inbox
+from mqstore.log.background import BackgroundWork
+from mqstore.log.bulk.appender import BulkAppender
+from mqstore.log.bulk.inbox import CreateTopics
 from mqstore.log.bulk.shard import Limits
-from mqstore.log.bulk.splice import Splicer, SpliceResult, Undone, undo, would_undo
-from mqstore.log.bulk.txn import TXN_FILE, Intent, IntentWatch, TxnFile
+from mqstore.log.bulk.splice import Splicer, SpliceResult, would_undo
+from mqstore.log.bulk.txn import Intent, IntentWatch, TxnFile
+from mqstore.log.checkpointer import Checkpointer
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.opening import Opening, make_root, report_renamed, report_undone
 from mqstore.log.own import check_own
 from mqstore.log.parts import StoreParts
-from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segments, rename_segments
-from mqstore.log.recovery.queueends import is_progress_ahead, note_ends
-from mqstore.log.recovery.recover import Outcome, Progress, RecoverOptions, recover, unlisted_queue
+from mqstore.log.recovery.misnamed import misnamed_segments
+from mqstore.log.recovery.recover import Progress, RecoverOptions, recover, unlisted_queue
 from mqstore.log.recovery.report import Finding, RecoveryReport, finding_of
 from mqstore.log.recovery.verify import Verifier
-from mqstore.log.recovery.watermark import written_end
 from mqstore.log.reput import Dispatcher
-from mqstore.log.retention import disk_ratio, expired_before
+from mqstore.log.retention import Retainer, disk_ratio
 from mqstore.log.stats import StoreStats
+from mqstore.log.taskerrors import TaskErrors
 from mqstore.log.tip import QueueRef
+from mqstore.log.wakeups import PagesAhead, Wakeups
 from mqstore.log.writer import StoreWriter
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, seconds
-from mqstore.signalsafe import Bell, is_held_here
+from mqstore.signalsafe import is_held_here
 
 __all__ = ["MessageStore"]
 
 _log = logging.getLogger("mqstore")
 
-_PACE_S = 0.01
-"""How long the dispatcher lets puts run before it takes the next stretch, while nobody waits: a pass has a fixed cost,
-and each switch of threads costs as much as thousands of puts."""
-_RETRY_MIN_S, _RETRY_MAX_S = 0.1, 10.0
-_POPULATE_MIN, _POPULATE_MAX = 4 << 20, 32 << 20
-_POPULATE_MS = 30
-"""Pages are made ready for what a writer stores in such a time, at its pace of late: so long may it take until the
-thread that does it has its turn with the interpreter. A page that it comes to first costs more than the record."""
-_CHECKPOINT_MS = 1_000
-_QUEUE_SYNC_MS = 10_000
-_FEW_FILES = 64
 _RETENTION_MS = 10_000
 _INBOX_MS = 2_000
 
@@ -154,7 +140,7 @@ class MessageStore(StoreWriter):
         self.clock = config.clock or SYSTEM_CLOCK
         self._background = config.clock is None
         self._verify_reads = config.verify_reads
-        self._errors: dict[str, str] = {}
+        self._errors = TaskErrors(self.path)
         writer = mode == "rw"
         self.manifest = manifests.resolve(
             self.path, writer=writer, create=create, profile=profile, config=config, clock=self.clock, fs=fs
@@ -162,12 +148,13 @@ class MessageStore(StoreWriter):
         self._abort = AbortMark(self.path, fs, config.file_mode)
         self._lock: WriterLock | None = None
         if not writer:
-            self._build(writable=False)
+            self.parts = self._new_parts()
+            self._build()
             self._open_for_reading()
             return
         check_own(self.path, fs)
         if self._background or not self.path.exists():
-            self._make_root()
+            make_root(self.path, fs)
         self._lock = WriterLock(self.path, "mqstore", clock=SYSTEM_CLOCK, fs=fs, file_mode=config.file_mode)
         try:
             self._lock.acquire(seconds(lock_timeout, "lock_timeout"))
@@ -178,7 +165,7 @@ class MessageStore(StoreWriter):
             self._open_for_writing(recover_options or RecoverOptions(), progress)
             self._closed = self._released = False
             _open_stores.add(self)
-            self._attempt("inbox", self.take_inbox)
+            self._errors.attempt("inbox", self.take_inbox)
             if self._background:
                 self._start_threads()
         except BaseException:  # nobody else would ever give the lock back
@@ -190,93 +177,76 @@ class MessageStore(StoreWriter):
 
     # -- opening ----------------------------------------------------------------------------------------------------
 
-    def _make_root(self) -> None:
-        created = []
-        folder = self.path
-        while not folder.exists():
-            created.append(folder)
-            folder = folder.parent
-        for folder in reversed(created):
-            self.fs.mkdir(folder, exist_ok=True)
-            self.fs.sync_directory(folder.parent)
+    def _new_parts(self) -> StoreParts:
+        return StoreParts(self.path, self.manifest, self.config, self.fs, self.clock, writable=self.mode == "rw")
 
-    def _build(self, *, writable: bool) -> None:
-        """The parts, over the sizes of the manifest. Opens no file yet."""
-        manifest, config, fs = self.manifest, self.config, self.fs
-        self.parts = parts = StoreParts(self.path, manifest, config, fs, self.clock, writable=writable)
+    def _build(self) -> None:
+        """Make what works on the parts."""
+        parts, config = self.parts, self.config
         self.delay_table_ms = parts.delay_table_ms
         self._checksum = parts.checksum
         self._run = parts.run
         self._queues = parts.queues
         self._index = parts.index
         self._store_host = encode_host(config.store_host)
-        self._log = CommitLog(
-            self._run, checksum=self._checksum, clock=self.clock, store_host=self._store_host, on_alarm=self._on_alarm
+        pages = PagesAhead(parts.run, self.clock)
+        after_sync = self.durability == "flush"
+        self._wakeups = Wakeups(pages, background=self._background, after_sync=after_sync)
+        self._log = self._wakeups.log = CommitLog(
+            parts.run,
+            checksum=parts.checksum,
+            clock=self.clock,
+            store_host=self._store_host,
+            on_alarm=self._wakeups.passed,
         )
         self._commit = GroupCommit(self._sync)
         self._dispatcher = Dispatcher(
-            self._log,
-            self._queues,
-            self._index,
-            checksum=self._checksum,
-            end_of=self._visible_end,
+            self._log, parts.queues, parts.index, checksum=parts.checksum, end_of=self._visible_end
         )
         self.on_growth = self._dispatcher.listeners
         self.retention_bound: Callable[[Retention], int] | None = None
         """What a broker above still needs: `clean` deletes nothing at or behind this physical offset."""
         self._first_put_position = 0
         self._opened_ms = self.clock.now_ms()
-        self._alarm_lock = threading.RLock()
-        self._dispatcher_idle = False
-        self._dispatcher_wake = Bell()
-        self._flusher_wake = Bell()
-        self._stopping = False
-        self._flush_wanted = False
-        self._units_doubtful = False
-        self._units_lock = threading.Lock()
-        self._checkpoint_lock = threading.RLock()
-        self._log_start: int | None = None
-        self._dropped_before = 0
-        """Queues and index know that the log begins there."""
-        """Start of the log as noted in the checkpoint. None in profile `rocketmq`: a Java broker does not update it."""
-        self._retention_lock = threading.Lock()
         self._news_lock = threading.RLock()
-        self._newest_times: dict[int, int] = {}
-        self._populated = 0
-        self._populate_bytes = _POPULATE_MIN
-        self._populate_seen = (0, 0)
-        """When (monotonic ms) and where the writer was the last time."""
-        self._prepared = 0
-        self._flusher_called = False
-        """By a put, and it has not come yet: getting the interpreter takes it a while. Not called again till then."""
-        self._due_ms: dict[str, int] = {}
-        self._tasks: list[tuple[str, int, Callable[[], object]]] = [
-            ("flush", int(seconds(config.flush_interval, "flush_interval") * 1000), self._interval_flush),
-            ("checkpoint", _CHECKPOINT_MS, self._interval_checkpoint),
-        ]
-        if config.retention is not None:
-            self._tasks.append(("retention", _RETENTION_MS, self.clean))
-        self._init_reader()
-        self._init_writer()
-        self._txn = TxnFile(self.path, fs, self.clock, config.file_mode)
-        self._intents = IntentWatch(self.path, fs)
+        self._intents = IntentWatch(self.path, self.fs)
         self.pending_splice: Intent | None = None
         """Of a reader: the splice that its writer, or one that died, has under way."""
-        self._splicer = Splicer(
-            self._txn,
-            self._run,
+        self._init_reader()
+        self._init_writer()
+
+    def _build_background(self, txn: TxnFile) -> None:
+        """Make what only a store for writing has: background work, retention, bulk appends."""
+        parts, config, errors = self.parts, self.config, self._errors
+        self._checkpointer = Checkpointer(parts, self._dispatcher, errors)
+        self.background = BackgroundWork(
+            parts, self._commit, self._dispatcher, self._checkpointer, self._wakeups, errors
+        )
+        self._retainer = Retainer(
+            parts,
             self._log,
-            limits=Limits(manifest.profile, manifest.commitlog_segment_bytes, config.max_message_size),
-            checksum=self._checksum,
+            self._checkpointer,
+            errors,
+            settled=lambda: min(self._dispatcher.position, self._commit.flushed),
+        )
+        splicer = Splicer(
+            txn,
+            parts.run,
+            self._log,
+            limits=Limits(self.manifest.profile, self.manifest.commitlog_segment_bytes, config.max_message_size),
+            checksum=parts.checksum,
             clock=self.clock,
-            fs=fs,
+            fs=self.fs,
             queue_of=self._queue_to_put,
             sync=self._sync_beyond,
             poison=self._poison,
-            stopping=lambda: self._stopping,
+            stopping=lambda: self._wakeups.stopping,
         )
-        self._inbox = Inbox(self.path, fs, self.clock, splice=self._take_bundle, file_mode=config.file_mode)
-        self._tasks.append(("inbox", _INBOX_MS, self._interval_inbox))
+        self._bulk = BulkAppender(parts, splicer, self._commit, appended=self._wakeups.passed)
+        if config.retention is not None:
+            self.background.add_task("retention", _RETENTION_MS, self.clean)
+        take_inbox = partial(self._bulk.take_inbox_if_idle, lambda: self._closed)
+        self.background.add_task("inbox", _INBOX_MS, take_inbox)
 
     def _open_for_reading(self) -> None:
         parts = self.parts
@@ -317,121 +287,34 @@ class MessageStore(StoreWriter):
         queue.correct_min(self._run.min_offset)
 
     def _open_for_writing(self, options: RecoverOptions, progress: Progress | None) -> None:
-        fs = self.fs
-        created = not self.manifest.exists
-        clean = not self._abort.exists()
-        machine_ran_on = self._abort.is_of_this_boot()
-        went_down = not clean and not machine_ran_on
-        renamed = self._rename_segments() if options.full else {}
-        had_checkpoint = self._note_watermark() if clean and not created else None
-        self._abort.set(os.getpid(), boot_id=not went_down)
-        self._build(writable=True)
-        parts = self.parts
-        parts.machine_ran_on = machine_ran_on
-        mended: list[tuple[str, str]] = []
-        if self.manifest.problems:  # there is one good copy of it: make it two again
-            _, problems = load_json(self.path / manifests.MANIFEST, writer=True, fs=fs, root=self.path)
-            mended += [(manifests.MANIFEST, problem) for problem in problems]
-        if created or (self.manifest.has_file and self.manifest.delay_levels != self._stored_delay_levels()):
-            manifests.save(self.manifest, self.path, fs)
-        with self._taking_mark_back(clean):
-            self._prepare_folders(created)
-            parts.load_problems = self._run.load()
-        parts.has_checkpoint = parts.checkpoint_file.load()
-        if had_checkpoint is not None:
-            parts.has_checkpoint = had_checkpoint
-        else:
-            clean = clean and self.parts.checkpoint.clean_end != -1  # somebody took `abort` away
-        self._txn.load()
-        undone = undo(self._txn, self._run, self._checksum, self.parts.checkpoint.flushed)
-        if undone.start is not None:
-            clean = False
-            # Puts before the splice were perhaps not synced: then the log ends before it, and what was behind is gone.
-            end = min(undone.start, self._run.end)
-            parts.load_problems = [each for each in parts.load_problems if each.position < end]
-        with self._taking_mark_back(clean):
-            self._queues.load(exact=not clean or options.full)
-        parts.index_findings = self._index.load()
-        parts.clean = clean
-        parts.has_checkpoint |= created
-        try:
-            outcome: Outcome = recover(parts, options, progress)
-        except MisnamedSegmentsError:
-            if clean:
-                self._abort.clear()
-            raise
-        parts.index_findings = []
+        self.parts = parts = self._new_parts()
+        txn = TxnFile(self.path, self.fs, self.clock, self.config.file_mode)
+        opened = Opening(parts, txn, self._abort).run(options, progress)
+        outcome, end = opened.outcome, opened.outcome.end
         self.recovery = outcome.report
-        self._report_renamed(renamed)
-        self._report_undone(undone)
-        # The backup of this one knows one version less: that one could be spliced twice.
-        mended += [(TXN_FILE, problem) for problem in self._txn.problems]
-        for name, problem in mended:
-            _log.warning("%s: %s", self.path, problem)
-            self.recovery.findings.append(Finding("bad_json", name, 0, 0, problem))
-            self.recovery.changed = True
-        # Of a queue whose records retention took nobody but its files knew where it ended. Without them its numbers
-        # begin anew, of which the log shows nothing.
-        lost = outcome.report.scanned_from is not None and self.parts.has_lost_queues()
-        if lost:
-            _log.warning("%s: the numbers of queues that were lost, or their ends, begin anew", self.path)
-        ahead = not clean and is_progress_ahead(self.path, outcome.end, fs)
-        if self.recovery.changed or self.recovery.findings or lost or ahead:
-            ends = {(queue.topic, queue.queue_id): queue.next_offset for queue in self._queues}
-            note_ends(self.path, ends, outcome.end, fs, self.config.file_mode)
-        end = outcome.end
-        if outcome.report.scanned_from is not None:
-            # What a killed process left in the page cache counts from now on, so it has to be on disk from now on.
-            self._run.sync(outcome.report.scanned_from, end)
+        self._build()
+        self._build_background(txn)
         self._log.reset(end)
         self._commit.flushed = end
         self._first_put_position = end
-        self._numbered_before = sum(queue.next_offset for queue in self._queues)
+        self._numbered_before = sum(queue.next_offset for queue in parts.queues)
         self._dispatcher.position = end
         self._dispatcher.last_store_timestamp_ms = outcome.last_store_timestamp_ms
-        self._populated = end
-        self._populate_seen = self.clock.monotonic_ms(), end
+        self._wakeups.pages.reset(end)
         if self.manifest.profile == "mqstore":
             # Segments that it has lost at its beginning stay noted, until retention comes there.
-            noted = self.parts.checkpoint.log_start if self._run.starts else None
-            self._log_start = self._log.min_offset if noted is None else min(noted, self._log.min_offset)
-        index_ms = self._index.full_end_timestamp_ms()
-        self._write_checkpoint(end, end, index_ms=index_ms, clean_end=-1, last_record=max(0, outcome.last_record))
-        if went_down:
+            noted = parts.checkpoint.log_start if parts.run.starts else None
+            self._checkpointer.log_start = self._log.min_offset if noted is None else min(noted, self._log.min_offset)
+        self._checkpointer.save(
+            end,
+            end,
+            index_ms=parts.index.full_end_timestamp_ms(),
+            clean_end=-1,
+            last_record=max(0, outcome.last_record),
+        )
+        if opened.went_down:
             self._abort.set(os.getpid())
-        self._set_alarm()
-
-    @contextmanager
-    def _taking_mark_back(self, clean: bool) -> Iterator[None]:
-        """Remove the abort mark again if opening fails on a file that must not be written. The store stays closed."""
-        try:
-            yield
-        except StoreIOError:
-            if clean:
-                self._abort.clear()
-            raise
-
-    def _rename_segments(self) -> dict[str, int]:
-        """Rename segment files with wrong names; return where they belong, by their old names."""
-        parts = StoreParts(self.path, self.manifest, self.config, self.fs, self.clock, writable=False)
-        try:
-            parts.run.load()
-            places = misnamed_segments(parts.run, parts.checksum, self.fs)
-            rename_segments(parts.run, places, self.fs)
-        finally:
-            parts.close()
-        return places
-
-    def _report_renamed(self, places: Mapping[str, int]) -> None:
-        report = self.recovery
-        report.renamed = {f"commitlog/{name}": f"commitlog/{segment_name(place)}" for name, place in places.items()}
-        report.changed |= bool(places)
-
-    def _report_undone(self, undone: Undone) -> None:
-        report = self.recovery
-        report.findings[:0] = undone.findings
-        report.truncated[:0] = undone.truncated
-        report.changed |= bool(undone.findings)
+        self._wakeups.set()
 
     def stop_at(self, end: int) -> None:
         """Hide the log at and beyond physical offset `end` until the next refresh. For readers only."""
@@ -460,10 +343,10 @@ class MessageStore(StoreWriter):
         self._queues.load(exact=True)
         self._run.extend_in_memory()
         self.recovery = recover(self.parts, options, progress).report
-        self._report_renamed(places)
+        report_renamed(self.recovery, places)
         self.recovery.changed |= self.clean_shutdown and self.parts.has_lost_queues()
         if self.pending_splice is not None:
-            self._report_undone(would_undo(self.pending_splice, self._run, self.fs))
+            report_undone(self.recovery, would_undo(self.pending_splice, self._run, self.fs))
         return self.recovery
 
     def has_unlisted(self) -> bool:
@@ -481,43 +364,6 @@ class MessageStore(StoreWriter):
             return None
         wanted = (lambda topic: True) if topics is None else topics.__contains__
         return unlisted_queue(self.parts, wanted, whole=self.clean_shutdown and self.parts.has_lost_queues())
-
-    def _stored_delay_levels(self) -> str:
-        value, _ = load_json(self.path / manifests.MANIFEST, writer=False, fs=self.fs)
-        return str(value.get("delay_levels")) if isinstance(value, dict) else ""
-
-    def _note_watermark(self) -> bool | None:
-        """Of a store that ended cleanly, and whose checkpoint says nothing: note how far it was written, and return
-        whether there was a checkpoint. With the mark, and without this, it looks like one whose first writer was killed
-        before it synced anything, and what is whole behind damage would be cut. None: nothing was to be noted."""
-        parts = StoreParts(self.path, self.manifest, self.config, self.fs, self.clock, writable=False)
-        there = parts.checkpoint_file.load()
-        known = parts.checkpoint
-        if known.flushed is not None or known.physic_msg_timestamp_ms > 0:
-            return None
-        try:
-            parts.run.load()
-            pending = IntentWatch(self.path, self.fs).pending()
-            if not parts.run.starts or pending is not None:  # who spliced did not end cleanly
-                return None
-            start = parts.run.min_offset
-            end = written_end(parts.run, start, parts.checksum)
-            parts.checkpoint_file.save(replace(known, flushed=end, dispatched=start, clean_end=-1))
-        finally:
-            parts.close()
-        return there
-
-    def _prepare_folders(self, created: bool) -> None:
-        fs = self.fs
-        tmp = self.path / "tmp"
-        fs.mkdir(tmp, exist_ok=True)
-        remove_temporaries(fs, tmp)
-        guarded = self.manifest.profile != "mqstore" or manifests.is_guarded(self.path)
-        if created or not guarded:  # the latter: who created it was killed in between
-            fs.mkdir(self.path / "commitlog", exist_ok=True)
-            if not guarded:
-                manifests.write_guard(self.path, fs)
-            fs.sync_directory(self.path)
 
     # -- dispatch and waiting ---------------------------------------------------------------------------------------
 
@@ -586,248 +432,36 @@ class MessageStore(StoreWriter):
             left = deadline - time.monotonic()
             if left <= 0 or self._closed:
                 return False
-            self._dispatcher.wait(queue, offset, left, self._dispatcher_wake.ring)
+            self._dispatcher.wait(queue, offset, left, self._wakeups.dispatcher.ring)
 
     def attend(self, waiting: bool) -> None:
         """Note whether somebody waits for `on_growth`. While this is so, what is put becomes visible at once, and not
         when the dispatcher has let puts run for a while."""
         self._dispatcher.attended = waiting
-        if waiting and not self._dispatcher_idle:  # it may be in that pause
-            self._dispatcher_wake.ring()
+        if waiting and not self._wakeups.is_dispatcher_idle:  # it may be in that pause
+            self._wakeups.dispatcher.ring()
 
     def _flushed(self) -> None:
-        if self._flush_by_default and self._dispatcher_idle:
-            self._on_alarm()
+        self._wakeups.synced()
 
     def _flush_soon(self) -> None:
-        self._flush_wanted = True  # first: the flusher clears it before it looks how far to sync
-        self._due_ms["flush"] = 0
-        self._flusher_wake.ring()
-
-    def _on_alarm(self) -> None:
-        """A put has passed `log.alarm`: wake whoever asked for it."""
-        if is_held_here(self._alarm_lock):
-            return  # a signal handler's put, in the middle of this: who is being woken finds its message, too
-        with self._alarm_lock:
-            if self._dispatcher_idle:
-                self._dispatcher_idle = False
-                self._dispatcher_wake.ring()
-            end = self._log.end
-            if self._background and not self._flusher_called and end >= self._flusher_mark(end):
-                self._flusher_called = True
-                self._flusher_wake.ring()
-            self._set_alarm()
-
-    def _flusher_mark(self, end: int) -> int:
-        """Where the flusher is wanted next by the log that ends at `end`: before the writer comes to pages that are not
-        populated, if it stores and does not call; for the next segment; and once it has gone on to that."""
-        last = self._run.last
-        if last is None:
-            return 0
-        mark = last.end
-        if self._populated < last.end and end != self._log.called_end:
-            mark = self._populated - self._populate_bytes // 2
-        return mark if self._prepared >= last.end else min(mark, last.start + last.size * 3 // 4)
-
-    def _set_alarm(self) -> None:
-        end = self._log.end
-        if self._dispatcher_idle and not self._flush_by_default:  # else there is nothing to see before the sync
-            self._log.alarm = 0
-        elif self._background and not self._flusher_called:
-            # Behind a call each put is looked at: the mark is another one should the next be stored.
-            self._log.alarm = 0 if end == self._log.called_end else self._flusher_mark(end)
-        else:
-            self._log.alarm = 1 << 62
-
-    def _run_dispatcher(self) -> None:
-        wake = self._dispatcher_wake
-        retry_s = _RETRY_MIN_S
-        while not self._stopping:
-            try:
-                done = self._dispatcher.run_again()
-            except Exception as error:
-                self._background_error("dispatch", error)
-                wake.wait(retry_s)
-                retry_s = min(2 * retry_s, _RETRY_MAX_S)
-                continue
-            if "dispatch" in self._errors:
-                del self._errors["dispatch"]
-            retry_s = _RETRY_MIN_S
-            if done and not self._dispatcher.is_awaited:
-                wake.wait(_PACE_S)
-                continue
-            with self._alarm_lock:
-                self._dispatcher_idle = True
-                self._set_alarm()
-            # A put between our pass and that line saw no alarm: look again before sleeping.
-            if self._dispatcher.position >= self._visible_end():
-                wake.wait()
-            with self._alarm_lock:
-                self._dispatcher_idle = False
-                self._set_alarm()
-
-    def _background_error(self, task: str, error: BaseException) -> None:
-        text = f"{type(error).__name__}: {error}"
-        if self._errors.get(task) != text:
-            _log.error("%s: %s: %s", self.path, task, text)
-            self._errors[task] = text
+        self.background.flush_soon()
 
     # -- housekeeping -----------------------------------------------------------------------------------------------
 
     def _start_threads(self) -> None:
-        for name, target in (("dispatcher", self._run_dispatcher), ("flusher", self._run_flusher)):
+        dispatch = partial(self._dispatcher.run_thread, self._wakeups, self._errors)
+        for name, target in (("dispatcher", dispatch), ("flusher", self.background.run)):
             thread = threading.Thread(target=target, name=f"mqstore-{name}", daemon=True)
             thread.start()
             self._threads = (*self._threads, thread)
 
-    def _run_flusher(self) -> None:
-        while not self._stopping:
-            now = self.clock.monotonic_ms()
-            due = self.run_once(now)
-            self._flusher_wake.wait(max(0.001, (due - self.clock.monotonic_ms()) / 1000))
-
     def run_once(self, now_ms: int) -> int:
-        """Do the background work that is due at `now_ms` (monotonic); when to come again. For tests that own the clock
-        and for the flusher thread. A task that fails is logged, shows in `stats().errors`, and is tried again."""
+        """Do the background work that is due at `now_ms` (monotonic); when to come again. For tests that own the clock.
+        A task that fails is logged, shows in `stats().errors`, and is tried again."""
         if self.mode == "r":
             raise ReadOnlyStoreError(f"{self.path} was opened for reading and has no background work")
-        for name, interval_ms, task in self._tasks:
-            if now_ms < self._due_ms.setdefault(name, now_ms + interval_ms):
-                continue
-            self._due_ms[name] = now_ms + max(1, interval_ms)
-            self._attempt(name, task)
-        self._attempt("prepare", self._prepare_ahead)  # cheap when there is nothing to do
-        return min(self._due_ms[name] for name, _, _ in self._tasks)
-
-    def _attempt(self, name: str, task: Callable[[], object]) -> None:
-        try:
-            task()
-            self._errors.pop(name, None)
-        except Exception as error:
-            self._background_error(name, error)
-
-    def _prepare_ahead(self) -> None:
-        """Fault pages in and make the next segment before the writer needs them."""
-        last = self._run.last
-        if last is None or self._stopping:
-            return
-        end = self._log.end
-        try:
-            if (
-                last.start <= end < last.end
-                and end != self._log.called_end
-                and end + self._populate_bytes // 2 >= self._populated
-                and self._populated < last.end
-            ):
-                self._keep_pace(end)
-                start = max(end, self._populated)
-                stop = min(last.end, end + self._populate_bytes)
-                if stop > start:
-                    self._run.populate(last, start - last.start, stop - start)
-                    self._populated = stop
-            if end - last.start >= last.size * 3 // 4 and end > self._first_put_position:
-                self._prepared = last.end
-                self._run.prepare(last.end, populate_bytes=self._populate_bytes)
-        finally:  # on a full disk too: else every put to come calls for us
-            if self._populated < last.start:
-                self._populated = min(last.end, last.start + self._populate_bytes)
-            with self._alarm_lock:
-                self._flusher_called = False
-                self._set_alarm()
-
-    def _keep_pace(self, end: int) -> None:
-        """Make ready more or less at a time, by how fast the writer came to where it is."""
-        now_ms = self.clock.monotonic_ms()
-        seen_ms, seen = self._populate_seen
-        self._populate_seen = now_ms, end
-        wanted = (end - seen) * _POPULATE_MS // max(1, now_ms - seen_ms)
-        self._populate_bytes = min(max(wanted, _POPULATE_MIN), _POPULATE_MAX)
-
-    def _interval_flush(self) -> None:
-        now = self.clock.monotonic_ms()
-        wanted, self._flush_wanted = self._flush_wanted, False
-        end, flushed = self._log.end, self._commit.flushed
-        thorough_ms = int(seconds(self.config.flush_thorough, "flush_thorough") * 1000)
-        last = self._due_ms.setdefault("thorough", now + thorough_ms)
-        if end > flushed and (wanted or now >= last or end // 4096 - flushed // 4096 >= self.config.flush_pages):
-            try:
-                self._commit.sync_now()
-            except SyncNotBegunError:
-                self._flush_wanted |= wanted
-                raise
-            self._flushed()
-        if now >= last:
-            self._due_ms["thorough"] = now + thorough_ms
-
-    def _interval_checkpoint(self) -> None:
-        now = self.clock.monotonic_ms()
-        current = self.parts.checkpoint
-        dispatched, index_ms = current.dispatched or 0, current.index_msg_timestamp_ms
-        self._attempt("index", self._dispatcher.put_pending)
-        # Many small queues make a sync expensive; what it saves is only reading on the next crash.
-        if self._queues.dirty_count <= _FEW_FILES or now >= self._due_ms.get("queues", 0):
-            position, full_ms = self._dispatcher.position, self._index.full_end_timestamp_ms()
-            if not self._index.pending and self._sync_units():
-                dispatched, index_ms = position, full_ms
-                self._due_ms["queues"] = now + _QUEUE_SYNC_MS
-        self._write_checkpoint(
-            self._commit.flushed,
-            dispatched,
-            index_ms=index_ms,
-            clean_end=-1,
-            last_record=current.confirm_physical_offset,
-        )
-
-    def _sync_units(self) -> bool:
-        """Make units and index entries durable; whether they are. A failed sync is not tried again, but for want of a
-        descriptor: the system may have dropped what it could not write, and a second sync would not know. Until the
-        store is opened anew, and builds them from the log, nothing claims them."""
-        with self._units_lock:  # who finds another at it must not return before that one is done
-            if self._units_doubtful:
-                return False
-            try:
-                self._queues.sync()
-                self._index.sync()
-            except OSError as error:
-                self._units_doubtful = not is_not_begun(error)
-                self._background_error("units", error)
-                return False
-            self._errors.pop("units", None)
-            return True
-
-    def _write_checkpoint(
-        self,
-        flushed: int,
-        dispatched: int,
-        *,
-        index_ms: int,
-        clean_end: int,
-        last_record: int,
-        queues: int | None = None,
-    ) -> None:
-        """Times only move once what they stand for is on disk: the last dispatched message is the newest whose store
-        time we know to lie below both watermarks. `index_ms`: end of the newest full index file that was synced."""
-        with self._checkpoint_lock:
-            current = self.parts.checkpoint
-            physic = logics = self._dispatcher.last_store_timestamp_ms
-            if self._dispatcher.position > flushed:
-                physic = current.physic_msg_timestamp_ms
-            if self._dispatcher.position > dispatched:
-                logics = current.logics_msg_timestamp_ms
-            self.parts.checkpoint_file.save(
-                Checkpoint(
-                    physic_msg_timestamp_ms=max(physic, 0),
-                    logics_msg_timestamp_ms=max(logics, 0),
-                    index_msg_timestamp_ms=index_ms,
-                    master_flushed_offset=0,
-                    confirm_physical_offset=last_record,
-                    flushed=flushed,
-                    dispatched=min(dispatched, flushed),
-                    clean_end=clean_end,
-                    queues=queues,
-                    log_start=self._log_start,
-                )
-            )
+        return self.background.run_once(now_ms)
 
     # -- splicing ---------------------------------------------------------------------------------------------------
 
@@ -853,71 +487,25 @@ class MessageStore(StoreWriter):
         second splice finds out), ReadOnlyStoreError, StoreBusyError, StoreClosedError.
         """
         self._check_writable()
-        return self._splice(shards, app, version, progress, {}, remembered)
-
-    def _splice(
-        self,
-        shards: Sequence[Path],
-        app: str,
-        version: int,
-        progress: Progress | None,
-        create: Mapping[str, int],
-        remembered: bool = True,
-    ) -> SpliceResult:
-        result = self._splicer.splice(
-            shards, app=app, version=version, progress=progress, create=create, remembered=remembered
-        )
-        if not result.already:  # on disk it is: let everybody see it
-            try:
-                self._commit.sync_now()
-            except (OSError, MQStoreError) as error:  # puts will hear of it; to say so of the splice would be wrong
-                _log.error("%s: %s; what was spliced before is in", self.path, error)
-            self._on_alarm()
-        return result
-
-    def _take_bundle(self, shards: list[Path], app: str, version: int, create: Mapping[str, int]) -> int:
-        """Splice a bundle of the inbox; the version of `app` that is the last one in by now. `create`: topics to be
-        noted for a broker."""
-        self._splice(shards, app, version, None, create)
-        return self._txn.state.version_of(app)  # also while the store is being closed: it is in
+        return self._bulk.splice(shards, app, version, progress, {}, remembered)
 
     def spliced_version(self, app: str) -> int:
         """The last version that was spliced for `app`; -1: none, or none that is remembered. Of a store open for
         writing."""
         self._check_writable()
-        return self._txn.state.version_of(app)
+        return self._bulk.txn.state.version_of(app)
 
     def take_inbox(self) -> int:
         """Splice the bundles that wait in `inbox/`, now, in this thread (spark B6); how many. Opening does it, and the
         background work from time to time. Raises what keeps one from being taken in; bad ones are moved aside."""
-        with self._splicer.lock:
+        with self._bulk.lock:
             self._check_writable()
-            return self._inbox.run_once()
-
-    def _interval_inbox(self) -> None:
-        if self._splicer.is_busy:
-            return  # the flusher has better to do than to wait
-        with self._splicer.lock:
-            if not self._closed:
-                self._inbox.run_once()
+            return self._bulk.inbox.run_once()
 
     def enter_topics_by(self, create_topics: CreateTopics) -> None:
         """For a broker: have topics of bundles entered by `create_topics` from now on, and those of bundles that were
         spliced without a broker at once (spark B6, "create")."""
-        with self._splicer.lock:
-            self._inbox.create_topics = create_topics
-            if self._txn.state.create:
-                self._attempt("topics of bundles", self._enter_noted)
-
-    def _enter_noted(self) -> None:
-        """Topic by topic: one that the broker may not enter must not keep the others out. Its messages stay."""
-        assert self._inbox.create_topics is not None
-        for topic, queues in self._txn.state.create.items():
-            try:
-                self._inbox.create_topics({topic: queues})
-            except (InvalidMessageError, ConfigError, NotPermittedError) as error:
-                _log.error("%s: topic %r, which a bundle asked for, is not entered: %s", self.path, topic, error)
-        self._txn.save(replace(self._txn.state, create={}))
+        self._bulk.enter_topics_by(create_topics, self._errors)
 
     def _sync_beyond(self, end: int) -> None:
         """Make the log durable up to `end`, which lies beyond its end. As any sync it has to be the only one: an error
@@ -940,37 +528,7 @@ class MessageStore(StoreWriter):
 
         Raises FlushFailedError, nothing deleted, when the units of what stays cannot be made durable."""
         self._check_writable()
-        with self._retention_lock:  # the flusher's turn may come while somebody else calls
-            return self._drop_before(physical_offset)
-
-    def _drop_before(self, physical_offset: int) -> list[str]:
-        bound = min(physical_offset, self._log.end, self._dispatcher.position, self._commit.flushed)
-        starts = self._run.starts
-        # With the records go the last witnesses of their numbers but the units: a queue that a power cut took them from
-        # would count from 0 again.
-        if len(starts) > 1 and starts[1] <= bound:
-            if not self._sync_units():
-                advice = ": close the store and open it again" if self._units_doubtful else ""
-                why = f"consume queues may not be on disk ({self._errors.get('units')}), so no segment is deleted"
-                raise FlushFailedError(f"{self.path}: {why}{advice}")
-            ends = bound - self._run.segment_bytes
-            self._note_log_start(next((start for start in starts if start > ends), starts[-1]))
-        try:
-            return self._run.drop_before(bound)
-        finally:  # what is gone is gone, even if the next one could not be deleted
-            first = self._log.min_offset
-            if first > self._dropped_before:
-                for queue in self._queues:
-                    queue.drop_before(first)
-                self._index.drop_before(first)
-                self._dropped_before = first
-
-    def _note_log_start(self, start: int) -> None:
-        """Before segments below `start` are deleted: a crash in between leaves too many of them, which is no loss."""
-        with self._checkpoint_lock:
-            if self._log_start is not None and self._log_start < start:
-                self.parts.checkpoint_file.save(replace(self.parts.checkpoint, log_start=start))
-                self._log_start = start  # only now: without the note on disk nothing may be deleted
+        return self._retainer.drop_before(physical_offset)
 
     def clean(self, retention: Retention | None = None) -> list[str]:
         """Delete what `retention` (default: the store's) no longer keeps; the names of the deleted segments."""
@@ -985,8 +543,8 @@ class MessageStore(StoreWriter):
 
     def expired(self, retention: Retention) -> int:
         """The physical offset below which `retention` keeps nothing, whoever still needs it; 0: it keeps everything."""
-        with self._retention_lock:
-            return expired_before(self._run, retention, self._log.end, self.clock.now_ms(), self._newest_times)
+        self._check_writable()
+        return self._retainer.expired(retention)
 
     # -- looking at it ----------------------------------------------------------------------------------------------
 
@@ -1007,7 +565,7 @@ class MessageStore(StoreWriter):
 
     def stats(self) -> StoreStats:
         """A snapshot of counters, lags and sizes."""
-        errors = dict(self._errors)
+        errors = dict(self._errors.messages)
         if self._index.dropped_entries:
             errors["index"] = f"{self._index.dropped_entries} entries given up while the disk was full"
         return StoreStats(
@@ -1031,8 +589,8 @@ class MessageStore(StoreWriter):
             opened_ms=self._opened_ms,
             queues=len(self._queues),
             bad_records=len(self._bad),
-            inbox_spliced=self._inbox.spliced,
-            inbox_refused=self._inbox.refused,
+            inbox_spliced=self._bulk.inbox.spliced if self.mode == "rw" else 0,
+            inbox_refused=self._bulk.inbox.refused if self.mode == "rw" else 0,
             errors=errors,
         )
 
@@ -1093,7 +651,7 @@ class MessageStore(StoreWriter):
         timeout_s = seconds(timeout, "timeout")
         if self._released or is_held_here(self._close_lock):
             return
-        if self.mode == "rw" and is_held_here(self._splicer.lock):
+        if self.mode == "rw" and is_held_here(self._bulk.lock):
             raise StoreBusyError(f"{self.path} cannot be closed by a signal handler that interrupted a splice")
         if self._log.is_writing:
             raise StoreBusyError(
@@ -1113,22 +671,19 @@ class MessageStore(StoreWriter):
             self._dispatcher.wake_all()
             if self.mode == "r":
                 return
-            self._stopping = True
-            self._dispatcher_wake.ring()
-            self._flusher_wake.ring()
+            self._wakeups.stop()
             self._join_threads(timeout_s)
-            with self._splicer.lock:  # who splices sees that we are closing, and takes it back
+            with self._bulk.lock:  # who splices sees that we are closing, and takes it back
                 failed = self._log.failed
                 self._log.poison(closed)
             if failed is None:
                 self._finish()
         finally:  # Ctrl-C in between costs the clean end, but nobody puts from here on, and the lock is given back
-            self._stopping = True
-            self._dispatcher_wake.ring()
-            self._flusher_wake.ring()
+            self._wakeups.stop()
             self._log.poison(closed)
             self._join_threads(timeout_s)
-            with self._splicer.lock:  # its files must not be taken from a splice that takes itself back
+            # Its files must not be taken from a splice that takes itself back.
+            with self._bulk.lock if self.mode == "rw" else nullcontext():
                 self._release()
 
     def _join_threads(self, timeout_s: float) -> None:
@@ -1149,13 +704,14 @@ class MessageStore(StoreWriter):
         except OSError as error:
             _log.error("%s: not closed cleanly: %s; the next opening reads the log again", self.path, error)
             return
-        if not self._sync_units():
-            _log.error("%s: not closed cleanly: %s; the next opening reads the log again", self.path, self._errors)
+        if not self._checkpointer.sync_units():
+            errors = self._errors.messages
+            _log.error("%s: not closed cleanly: %s; the next opening reads the log again", self.path, errors)
             return
         end = self._log.end
         index_ms = self._index.full_end_timestamp_ms()
         digest, last = self._queues.digest(), self.parts.last_record(end)
-        self._write_checkpoint(end, end, index_ms=index_ms, clean_end=end, last_record=last, queues=digest)
+        self._checkpointer.save(end, end, index_ms=index_ms, clean_end=end, last_record=last, queues=digest)
         if (self._queues.batch_topics and not self.clean_shutdown) or self._queues.in_rocksdb:
             return  # with the mark there RocketMQ reads the log again, and such queues get what they lack
         self._abort.clear()
@@ -1177,7 +733,7 @@ class MessageStore(StoreWriter):
     def _disown(self) -> None:
         """In a forked child: never touch the parent's files again."""
         self._closed = self._released = True
-        self._stopping = True
+        self._wakeups.stopping = True
         self._log.disown(StoreClosedError(f"{self.path} belongs to the process that forked this one; open it here"))
 
     def __enter__(self) -> Self:

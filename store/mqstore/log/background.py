@@ -1,0 +1,118 @@
+"""Background work of a store that is open for writing: the flusher thread.
+
+Interval syncs, the checkpoint, pages and segments prepared ahead, and the tasks that others add (retention, the inbox).
+A test with a clock of its own calls `run_once` by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mqstore.files.filesystem import SyncNotBegunError
+from mqstore.files.flusher import GroupCommit
+from mqstore.log.checkpointer import Checkpointer
+from mqstore.log.parts import StoreParts
+from mqstore.log.reput import Dispatcher
+from mqstore.log.taskerrors import TaskErrors
+from mqstore.log.wakeups import Wakeups
+from mqstore.options import seconds
+
+__all__ = ["BackgroundWork"]
+
+_CHECKPOINT_MS = 1_000
+_QUEUE_SYNC_MS = 10_000
+_FEW_FILES = 64
+
+
+class BackgroundWork:
+    """Does what is due. A task that fails is noted in `errors`, and is tried again."""
+
+    def __init__(
+        self,
+        parts: StoreParts,
+        commit: GroupCommit,
+        dispatcher: Dispatcher,
+        checkpointer: Checkpointer,
+        wakeups: Wakeups,
+        errors: TaskErrors,
+    ) -> None:
+        self._parts = parts
+        self._commit = commit
+        self._dispatcher = dispatcher
+        self._checkpointer = checkpointer
+        self._wakeups = wakeups
+        self._errors = errors
+        self._clock = parts.clock
+        self._is_flush_wanted = False
+        self._due_ms: dict[str, int] = {}
+        self._tasks: list[tuple[str, int, Callable[[], object]]] = []
+        self.add_task("flush", self._interval_ms("flush_interval"), self._flush)
+        self.add_task("checkpoint", _CHECKPOINT_MS, self.save_checkpoint)
+
+    def _interval_ms(self, option: str) -> int:
+        return int(seconds(getattr(self._parts.config, option), option) * 1000)
+
+    def add_task(self, name: str, interval_ms: int, task: Callable[[], object]) -> None:
+        """Have `task` called every `interval_ms`, after the tasks that were added before."""
+        self._tasks.append((name, interval_ms, task))
+
+    def run(self) -> None:
+        """Run in the flusher thread until the store is closed."""
+        wakeups, clock = self._wakeups, self._clock
+        while not wakeups.stopping:
+            due = self.run_once(clock.monotonic_ms())
+            wakeups.flusher.wait(max(0.001, (due - clock.monotonic_ms()) / 1000))
+
+    def run_once(self, now_ms: int) -> int:
+        """Do the work that is due at `now_ms` (monotonic). Return when to come again."""
+        for name, interval_ms, task in self._tasks:
+            if now_ms < self._due_ms.setdefault(name, now_ms + interval_ms):
+                continue
+            self._due_ms[name] = now_ms + max(1, interval_ms)
+            self._errors.attempt(name, task)
+        self._errors.attempt("prepare", self._wakeups.prepare)  # cheap when there is nothing to do
+        return min(self._due_ms[name] for name, _, _ in self._tasks)
+
+    def flush_soon(self) -> None:
+        """Have the flusher sync at once: a put does not wait, and the store shows only what was flushed."""
+        self._is_flush_wanted = True  # first: the flusher clears it before it looks how far to sync
+        self._due_ms["flush"] = 0
+        self._wakeups.flusher.ring()
+
+    def _flush(self) -> None:
+        now = self._clock.monotonic_ms()
+        wanted, self._is_flush_wanted = self._is_flush_wanted, False
+        end, flushed = self._wakeups.log.end, self._commit.flushed
+        thorough_ms = self._interval_ms("flush_thorough")
+        last = self._due_ms.setdefault("thorough", now + thorough_ms)
+        pages = end // 4096 - flushed // 4096
+        if end > flushed and (wanted or now >= last or pages >= self._parts.config.flush_pages):
+            try:
+                self._commit.sync_now()
+            except SyncNotBegunError:
+                self._is_flush_wanted |= wanted
+                raise
+            self._wakeups.synced()
+        if now >= last:
+            self._due_ms["thorough"] = now + thorough_ms
+
+    def save_checkpoint(self) -> None:
+        """Sync units, unless that would be expensive so soon after the last time, and save the checkpoint."""
+        now = self._clock.monotonic_ms()
+        parts, dispatcher = self._parts, self._dispatcher
+        current = parts.checkpoint
+        dispatched, index_ms = current.dispatched or 0, current.index_msg_timestamp_ms
+        self._errors.attempt("index", dispatcher.put_pending)
+        # Many small queues make a sync expensive; all that it saves is reading after the next crash.
+        if parts.queues.dirty_count <= _FEW_FILES or now >= self._due_ms.get("queues", 0):
+            position, full_ms = dispatcher.position, parts.index.full_end_timestamp_ms()
+            if not parts.index.pending and self._checkpointer.sync_units():
+                dispatched, index_ms = position, full_ms
+                self._due_ms["queues"] = now + _QUEUE_SYNC_MS
+        self._checkpointer.save(
+            self._commit.flushed,
+            dispatched,
+            index_ms=index_ms,
+            clean_end=-1,
+            last_record=current.confirm_physical_offset,
+        )

@@ -1,0 +1,91 @@
+"""The bulk door of a store that is open for writing: staged shards and the bundles of its inbox (spark B6)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mqstore.errors import ConfigError, InvalidMessageError, MQStoreError, NotPermittedError
+from mqstore.files.flusher import GroupCommit
+from mqstore.log.bulk.inbox import CreateTopics, Inbox
+from mqstore.log.bulk.splice import Progress, Splicer, SpliceResult
+from mqstore.log.bulk.txn import TxnFile
+from mqstore.log.parts import StoreParts
+from mqstore.log.taskerrors import TaskErrors
+
+__all__ = ["BulkAppender"]
+
+_log = logging.getLogger("mqstore")
+
+
+class BulkAppender:
+    """Takes in staged shards and bundles, one at a time."""
+
+    def __init__(
+        self, parts: StoreParts, splicer: Splicer, commit: GroupCommit, *, appended: Callable[[], None]
+    ) -> None:
+        """`appended` is called when new records are in the log."""
+        self.splicer = splicer
+        self.txn: TxnFile = splicer.txn
+        self.lock = splicer.lock
+        """Held during a splice: whoever closes the store waits for it."""
+        self.inbox = Inbox(
+            parts.root, parts.fs, parts.clock, splice=self._take_bundle, file_mode=parts.config.file_mode
+        )
+        self._root = parts.root
+        self._commit = commit
+        self._appended = appended
+
+    def splice(
+        self,
+        shards: Sequence[Path],
+        app: str,
+        version: int,
+        progress: Progress | None,
+        create: Mapping[str, int],
+        remembered: bool = True,
+    ) -> SpliceResult:
+        """Append staged shards as `MessageStore.splice` does. `create`: topics to be noted for a broker."""
+        result = self.splicer.splice(
+            shards, app=app, version=version, progress=progress, create=create, remembered=remembered
+        )
+        if not result.already:  # on disk it is: let everybody see it
+            try:
+                self._commit.sync_now()
+            except (OSError, MQStoreError) as error:  # puts will hear of it; to say so of the splice would be wrong
+                _log.error("%s: %s; what was spliced before is in", self._root, error)
+            self._appended()
+        return result
+
+    def _take_bundle(self, shards: list[Path], app: str, version: int, create: Mapping[str, int]) -> int:
+        """Splice a bundle of the inbox. Return the last version of `app` that is in by now."""
+        self.splice(shards, app, version, None, create)
+        return self.txn.state.version_of(app)  # also while the store is being closed: it is in
+
+    def take_inbox_if_idle(self, is_closed: Callable[[], bool]) -> None:
+        """Splice the bundles that wait in the inbox, unless a splice is under way or the store is closed."""
+        if self.splicer.is_busy:
+            return  # the flusher has better to do than to wait
+        with self.lock:
+            if not is_closed():
+                self.inbox.run_once()
+
+    def enter_topics_by(self, create_topics: CreateTopics, errors: TaskErrors) -> None:
+        """Have topics of bundles entered by `create_topics` from now on. Topics of bundles that were spliced without a
+        broker are entered at once."""
+        with self.lock:
+            self.inbox.create_topics = create_topics
+            if self.txn.state.create:
+                errors.attempt("topics of bundles", self._enter_noted)
+
+    def _enter_noted(self) -> None:
+        """Enter topic by topic: one that the broker may not enter must not keep the others out. Its messages stay."""
+        assert self.inbox.create_topics is not None
+        for topic, queues in self.txn.state.create.items():
+            try:
+                self.inbox.create_topics({topic: queues})
+            except (InvalidMessageError, ConfigError, NotPermittedError) as error:
+                _log.error("%s: topic %r, which a bundle asked for, is not entered: %s", self._root, topic, error)
+        self.txn.save(replace(self.txn.state, create={}))

@@ -1,0 +1,222 @@
+"""Opening a store for writing: what its last writer left is brought in order, before anything else may use it.
+
+    mark -> segment names -> folders -> half-done splice taken back -> recovery -> queue ends noted -> log synced
+
+The `abort` mark is there from the first change on. If opening fails on a file that must not be written, it goes again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mqstore.errors import StoreIOError
+from mqstore.files.abort import AbortMark
+from mqstore.files.filesystem import FileSystem
+from mqstore.files.jsonfile import load_json
+from mqstore.files.segments import segment_name
+from mqstore.files.tmp import remove_temporaries
+from mqstore.log import manifest as manifests
+from mqstore.log.bulk.splice import Undone, undo
+from mqstore.log.bulk.txn import TXN_FILE, IntentWatch, TxnFile
+from mqstore.log.parts import StoreParts
+from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segments, rename_segments
+from mqstore.log.recovery.queueends import is_progress_ahead, note_ends
+from mqstore.log.recovery.recover import Outcome, Progress, RecoverOptions, recover
+from mqstore.log.recovery.report import Finding, RecoveryReport
+from mqstore.log.recovery.watermark import written_end
+
+__all__ = ["Opened", "Opening", "make_root", "report_renamed", "report_undone"]
+
+_log = logging.getLogger("mqstore")
+
+
+def make_root(root: Path, fs: FileSystem) -> None:
+    """Create the folder of a store, and those above it, durably."""
+    created = []
+    folder = root
+    while not folder.exists():
+        created.append(folder)
+        folder = folder.parent
+    for folder in reversed(created):
+        fs.mkdir(folder, exist_ok=True)
+        fs.sync_directory(folder.parent)
+
+
+def report_renamed(report: RecoveryReport, places: Mapping[str, int]) -> None:
+    """Add segment files with wrong names, and where they belong, to `report`."""
+    report.renamed = {f"commitlog/{name}": f"commitlog/{segment_name(place)}" for name, place in places.items()}
+    report.changed |= bool(places)
+
+
+def report_undone(report: RecoveryReport, undone: Undone) -> None:
+    """Add a splice that was taken back to `report`."""
+    report.findings[:0] = undone.findings
+    report.truncated[:0] = undone.truncated
+    report.changed |= bool(undone.findings)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Result of opening a store for writing."""
+
+    outcome: Outcome
+    went_down: bool
+    """The last writer was killed together with the machine. The mark does not name this boot before the store is open.
+    """
+
+
+class Opening:
+    """One opening for writing, of a store whose lock is held."""
+
+    def __init__(self, parts: StoreParts, txn: TxnFile, abort: AbortMark) -> None:
+        """`parts`: writable ones, of which nothing is loaded yet."""
+        self._parts = parts
+        self._txn = txn
+        self._abort = abort
+        self._path, self._fs, self._manifest = parts.root, parts.fs, parts.manifest
+
+    def run(self, options: RecoverOptions, progress: Progress | None) -> Opened:
+        """Load and recover the store. On an error the caller closes the parts."""
+        parts, abort, txn = self._parts, self._abort, self._txn
+        created = not self._manifest.exists
+        clean = not abort.exists()
+        parts.machine_ran_on = abort.is_of_this_boot()
+        went_down = not clean and not parts.machine_ran_on
+        renamed = self._rename_segments() if options.full else {}
+        had_checkpoint = self._note_watermark() if clean and not created else None
+        abort.set(os.getpid(), boot_id=not went_down)
+        mended = self._save_manifest(created)
+        with self._taking_mark_back(clean):
+            self._prepare_folders(created)
+            parts.load_problems = parts.run.load()
+        parts.has_checkpoint = parts.checkpoint_file.load()
+        if had_checkpoint is not None:
+            parts.has_checkpoint = had_checkpoint
+        else:
+            clean = clean and parts.checkpoint.clean_end != -1  # somebody took `abort` away
+        txn.load()
+        undone = undo(txn, parts.run, parts.checksum, parts.checkpoint.flushed)
+        if undone.start is not None:
+            clean = False
+            # Puts before the splice were perhaps not synced: then the log ends before it, and what was behind is gone.
+            end = min(undone.start, parts.run.end)
+            parts.load_problems = [each for each in parts.load_problems if each.position < end]
+        with self._taking_mark_back(clean):
+            parts.queues.load(exact=not clean or options.full)
+        parts.index_findings = parts.index.load()
+        parts.clean = clean
+        parts.has_checkpoint |= created
+        try:
+            outcome = recover(parts, options, progress)
+        except MisnamedSegmentsError:
+            if clean:
+                abort.clear()
+            raise
+        parts.index_findings = ()
+        report = outcome.report
+        report_renamed(report, renamed)
+        report_undone(report, undone)
+        # The backup of this one knows one version less: that one could be spliced twice.
+        mended += [(TXN_FILE, problem) for problem in txn.problems]
+        for name, problem in mended:
+            _log.warning("%s: %s", self._path, problem)
+            report.findings.append(Finding("bad_json", name, 0, 0, problem))
+            report.changed = True
+        self._note_queue_ends(outcome)
+        if report.scanned_from is not None:
+            # What a killed process left in the page cache counts from now on, so it has to be on disk from now on.
+            parts.run.sync(report.scanned_from, outcome.end)
+        return Opened(outcome, went_down)
+
+    @contextmanager
+    def _taking_mark_back(self, clean: bool) -> Iterator[None]:
+        """Remove the abort mark again if opening fails on a file that must not be written. The store stays closed."""
+        try:
+            yield
+        except StoreIOError:
+            if clean:
+                self._abort.clear()
+            raise
+
+    def _readable_parts(self) -> StoreParts:
+        parts = self._parts
+        return StoreParts(parts.root, parts.manifest, parts.config, parts.fs, parts.clock, writable=False)
+
+    def _rename_segments(self) -> dict[str, int]:
+        """Rename segment files with wrong names; return where they belong, by their old names."""
+        parts = self._readable_parts()
+        try:
+            parts.run.load()
+            places = misnamed_segments(parts.run, parts.checksum, parts.fs)
+            rename_segments(parts.run, places, parts.fs)
+        finally:
+            parts.close()
+        return places
+
+    def _note_watermark(self) -> bool | None:
+        """Note how far a store was written that ended cleanly and whose checkpoint says nothing. Return whether there
+        was a checkpoint; None if nothing was to be noted.
+
+        With the mark, and without this note, the store looks like one whose first writer was killed before it synced
+        anything, and what is whole behind damage would be cut."""
+        parts = self._readable_parts()
+        there = parts.checkpoint_file.load()
+        known = parts.checkpoint
+        if known.flushed is not None or known.physic_msg_timestamp_ms > 0:
+            return None
+        try:
+            parts.run.load()
+            pending = IntentWatch(parts.root, parts.fs).pending()
+            if not parts.run.starts or pending is not None:  # who spliced did not end cleanly
+                return None
+            start = parts.run.min_offset
+            end = written_end(parts.run, start, parts.checksum)
+            parts.checkpoint_file.save(replace(known, flushed=end, dispatched=start, clean_end=-1))
+        finally:
+            parts.close()
+        return there
+
+    def _save_manifest(self, created: bool) -> list[tuple[str, str]]:
+        """Write the manifest if it is new, changed or damaged. Return the (file, problem) pairs that this mended."""
+        manifest, path, fs = self._manifest, self._path, self._fs
+        mended: list[tuple[str, str]] = []
+        if manifest.problems:  # there is one good copy of it: make it two again
+            _, problems = load_json(path / manifests.MANIFEST, writer=True, fs=fs, root=path)
+            mended = [(manifests.MANIFEST, problem) for problem in problems]
+        if created or (manifest.has_file and manifest.delay_levels != self._stored_delay_levels()):
+            manifests.save(manifest, path, fs)
+        return mended
+
+    def _stored_delay_levels(self) -> str:
+        value, _ = load_json(self._path / manifests.MANIFEST, writer=False, fs=self._fs)
+        return str(value.get("delay_levels")) if isinstance(value, dict) else ""
+
+    def _prepare_folders(self, created: bool) -> None:
+        fs, path = self._fs, self._path
+        tmp = path / "tmp"
+        fs.mkdir(tmp, exist_ok=True)
+        remove_temporaries(fs, tmp)
+        guarded = self._manifest.profile != "mqstore" or manifests.is_guarded(path)
+        if created or not guarded:  # the latter: who created it was killed in between
+            fs.mkdir(path / "commitlog", exist_ok=True)
+            if not guarded:
+                manifests.write_guard(path, fs)
+            fs.sync_directory(path)
+
+    def _note_queue_ends(self, outcome: Outcome) -> None:
+        """Note where the queues end, if consumers may have got further than the log shows."""
+        parts, report = self._parts, outcome.report
+        # After retention has removed a queue's records, only the queue's own files know its end offset. Without them
+        # its numbers begin again at 0, of which the log shows nothing.
+        lost = report.scanned_from is not None and parts.has_lost_queues()
+        if lost:
+            _log.warning("%s: the numbers of queues that were lost, or their ends, begin anew", parts.root)
+        ahead = not parts.clean and is_progress_ahead(parts.root, outcome.end, parts.fs)
+        if report.changed or report.findings or lost or ahead:
+            ends = {(queue.topic, queue.queue_id): queue.next_offset for queue in parts.queues}
+            note_ends(parts.root, ends, outcome.end, parts.fs, parts.config.file_mode)

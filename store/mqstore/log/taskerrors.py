@@ -1,0 +1,39 @@
+"""Failures of background tasks, which nobody waits for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["TaskErrors"]
+
+_log = logging.getLogger("mqstore")
+
+
+class TaskErrors:
+    """Current error of each background task of the store at `path`; a new error is logged once."""
+
+    def __init__(self, path: Path) -> None:
+        self.messages: dict[str, str] = {}
+        """Messages by task. A task that succeeds again has none."""
+        self._path = path
+
+    def note(self, task: str, error: BaseException) -> None:
+        """Remember that `task` has failed."""
+        text = f"{type(error).__name__}: {error}"
+        if self.messages.get(task) != text:
+            _log.error("%s: %s: %s", self._path, task, text)
+            self.messages[task] = text
+
+    def clear(self, task: str) -> None:
+        """Forget the error of `task`."""
+        self.messages.pop(task, None)
+
+    def attempt(self, task: str, call: Callable[[], object]) -> None:
+        """Call `call`, and note what it raises."""
+        try:
+            call()
+            self.clear(task)
+        except Exception as error:
+            self.note(task, error)

@@ -1,0 +1,164 @@
+"""When a put wakes the dispatcher or the flusher, and the pages that the flusher makes ready before the writer comes.
+
+A put compares the end of the log with `CommitLog.alarm` and calls `Wakeups.passed` at or beyond it. So a put that wakes
+nobody costs one comparison.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from mqstore.clock import Clock
+from mqstore.files.segments import SegmentRun
+from mqstore.log.commitlog import CommitLog
+from mqstore.signalsafe import Bell, is_held_here
+
+__all__ = ["PagesAhead", "Wakeups"]
+
+_POPULATE_MIN, _POPULATE_MAX = 4 << 20, 32 << 20
+_POPULATE_MS = 30
+"""Pages are made ready for what a writer stores in this time, at its recent pace: the flusher may take as long until it
+gets the interpreter. A page that the writer touches first costs more than the record."""
+
+
+class PagesAhead:
+    """Faults pages in and makes the next segment before the writer needs them."""
+
+    def __init__(self, run: SegmentRun, clock: Clock) -> None:
+        self._run = run
+        self._clock = clock
+        self._bytes = _POPULATE_MIN
+        self._prepared = 0
+        self.reset(0)
+
+    def reset(self, end: int) -> None:
+        """Begin with a log that ends at `end`."""
+        self._first = end
+        self._populated = end
+        self._seen = self._clock.monotonic_ms(), end
+        """When (monotonic ms) and where the writer was the last time."""
+
+    def mark(self, end: int, is_called: bool) -> int:
+        """Return the position at which the flusher is needed next for a log that ends at `end`: before the writer comes
+        to pages that are not populated, if it stores and does not call (`is_called`); for the next segment; and once
+        the writer has gone on to it."""
+        last = self._run.last
+        if last is None:
+            return 0
+        mark = last.end
+        if self._populated < last.end and not is_called:
+            mark = self._populated - self._bytes // 2
+        return mark if self._prepared >= last.end else min(mark, last.start + last.size * 3 // 4)
+
+    def prepare(self, end: int, is_called: bool) -> None:
+        """Do what is needed now. Cheap if nothing is."""
+        last = self._run.last
+        if last is None:
+            return
+        try:
+            if (
+                last.start <= end < last.end
+                and not is_called
+                and end + self._bytes // 2 >= self._populated
+                and self._populated < last.end
+            ):
+                self._keep_pace(end)
+                start = max(end, self._populated)
+                stop = min(last.end, end + self._bytes)
+                if stop > start:
+                    self._run.populate(last, start - last.start, stop - start)
+                    self._populated = stop
+            if end - last.start >= last.size * 3 // 4 and end > self._first:
+                self._prepared = last.end
+                self._run.prepare(last.end, populate_bytes=self._bytes)
+        finally:  # on a full disk too: else every later put would call the flusher
+            if self._populated < last.start:
+                self._populated = min(last.end, last.start + self._bytes)
+
+    def _keep_pace(self, end: int) -> None:
+        """Make more or fewer pages ready at a time, by how fast the writer came to `end`."""
+        now_ms = self._clock.monotonic_ms()
+        seen_ms, seen = self._seen
+        self._seen = now_ms, end
+        wanted = (end - seen) * _POPULATE_MS // max(1, now_ms - seen_ms)
+        self._bytes = min(max(wanted, _POPULATE_MIN), _POPULATE_MAX)
+
+
+class Wakeups:
+    """The bells of the two background threads, and the position in the log at which a put rings them."""
+
+    log: CommitLog
+    """The log whose `alarm` is set here. It is made with `passed`, so it comes second."""
+
+    def __init__(self, pages: PagesAhead, *, background: bool, after_sync: bool) -> None:
+        """`background`: there are threads. `after_sync`: messages become visible only when they are on disk."""
+        self.pages = pages
+        self.dispatcher = Bell()
+        self.flusher = Bell()
+        self.stopping = False
+        """Both threads end as soon as they see it."""
+        self.is_dispatcher_idle = False
+        self._background = background
+        self._after_sync = after_sync
+        self._lock = threading.RLock()
+        self._is_flusher_called = False
+        """A put has called the flusher, which has not come yet: it waits for the interpreter. It is not called again
+        until it has come."""
+
+    def stop(self) -> None:
+        """Let both threads end."""
+        self.stopping = True
+        self.dispatcher.ring()
+        self.flusher.ring()
+
+    def passed(self) -> None:
+        """Wake the threads that wait for a put that has passed `log.alarm`."""
+        if is_held_here(self._lock):
+            return  # a signal handler's put, in the middle of this: who is being woken finds its message, too
+        with self._lock:
+            if self.is_dispatcher_idle:
+                self.is_dispatcher_idle = False
+                self.dispatcher.ring()
+            log = self.log
+            if self._background and not self._is_flusher_called and log.end >= self._mark(log.end):
+                self._is_flusher_called = True
+                self.flusher.ring()
+            self.set()
+
+    def synced(self) -> None:
+        """Wake the dispatcher after a put has waited for its sync: it may be visible now."""
+        if self._after_sync and self.is_dispatcher_idle:
+            self.passed()
+
+    def dispatcher_rests(self, idle: bool) -> None:
+        """Note that the dispatcher is about to wait for a put, or no longer does."""
+        with self._lock:
+            self.is_dispatcher_idle = idle
+            self.set()
+
+    def prepare(self) -> None:
+        """Make pages and the next segment ready, in the flusher's thread."""
+        if self.stopping or self.log.run.last is None:
+            return
+        end = self.log.end
+        try:
+            self.pages.prepare(end, end == self.log.called_end)
+        finally:
+            with self._lock:
+                self._is_flusher_called = False
+                self.set()
+
+    def set(self) -> None:
+        """Set the position at which the next put calls `passed`."""
+        log = self.log
+        end = log.end
+        if self.is_dispatcher_idle and not self._after_sync:  # else there is nothing to see before the sync
+            log.alarm = 0
+        elif self._background and not self._is_flusher_called:
+            # After a call each put is looked at: the mark is another one if the next is stored.
+            log.alarm = 0 if end == log.called_end else self._mark(end)
+        else:
+            log.alarm = 1 << 62
+
+    def _mark(self, end: int) -> int:
+        return self.pages.mark(end, end == self.log.called_end)
