@@ -481,7 +481,7 @@ def test_nobody_sees_a_record_before_the_splice_is_recorded(tmp_path: Path, prof
             assert seen == [{("orders", 0): [b"before"]}] * 3
             store.dispatch()
             assert sum(map(len, shown(store).values())) == 1 + len(ROWS)
-            late._next_listing = 0
+            late._file_news._next_listing = 0
             assert shown(late) == shown(store)
         assert inspect_store(root)["splice"]["pending"] is None
 
@@ -516,7 +516,7 @@ def test_a_reader_that_met_the_splice_misses_none_of_it_afterwards(
         readers.append(reader)
         reader.topics()
         assert reader._run.limit == store.max_offset
-        reader._next_listing = math.inf  # no listing but that of who needs one
+        reader._file_news._next_listing = math.inf  # no listing but that of who needs one
 
     with open_store(root, clock=clock) as store:
         store.put("orders", b"before")
@@ -530,7 +530,7 @@ def test_a_reader_that_met_the_splice_misses_none_of_it_afterwards(
         [reader] = readers
         with reader:
             if since == "half-listed":
-                reader._stop_at_splice()  # another thread has got so far, and no further
+                reader._file_news.stop_at_splice()  # another thread has got so far, and no further
             *_, last = store.iter("orders", 0)
             read = _WAYS[way]
             assert read(reader, last) == read(store, last)
@@ -1011,7 +1011,7 @@ def test_a_reader_stops_when_its_writer_becomes_a_newer_one(tmp_path: Path) -> N
     with open_store(root, "r") as reader:
         (root / TXN_FILE).write_text('{"version": 2}')
         with pytest.raises(UnsupportedStoreError):
-            reader._find_news()
+            reader.list_again()
 
 
 @pytest.mark.parametrize("create", [{"orders": 1 << 70}, {"orders": 1 << 63}])

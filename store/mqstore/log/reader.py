@@ -3,7 +3,7 @@
     unit of the queue -> record in a mapped segment -> checks -> Message, a view of the mapping
 
 The same code serves the writer's own process and readers in others; what differs is how they learn of news
-(`_catch_up`) and what a record that does not verify means: to the writer it is damage, to be passed over and counted;
+(`log.news`) and what a record that does not verify means: to the writer it is damage, to be passed over and counted;
 to another process it may be a record that is just being written, so reading stops before it.
 
 Whatever reads, `_tell_lost` logs what it passes over: one line for each file while the store is open.
@@ -60,6 +60,7 @@ from mqstore.log.index import Index
 from mqstore.log.manifest import Manifest
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.names import is_path_safe
+from mqstore.log.news import News
 from mqstore.log.recovery.report import Finding
 from mqstore.log.stretch import FEW, Few, Stretch
 from mqstore.log.tagfilter import UnitFilter, parse_tags
@@ -196,6 +197,7 @@ class StoreReader:
     _checksum: Checksum
     _verify_reads: bool
     delay_table_ms: tuple[int, ...]
+    _news: News
 
     def _init_reader(self) -> None:
         self._verified = _Verified()
@@ -206,28 +208,12 @@ class StoreReader:
         self._told: set[str] = set()
         """Files whose loss or damage the log has a line about."""
 
-    # -- for the two kinds of owner ---------------------------------------------------------------------------------
-
-    def _catch_up(self, queue: ConsumeQueue | None) -> None:
-        """Make what is new in `queue` (None: anywhere) visible."""
-        raise NotImplementedError
-
-    def _wait_for(self, queue: ConsumeQueue, offset: int, timeout_s: float) -> bool:
-        """Block until `queue` has a unit at `offset`; whether it has."""
-        deadline = time.monotonic() + timeout_s
-        pause = _FOLLOW_MIN_S
-        while queue.max_offset <= offset:
-            left = deadline - time.monotonic()
-            if left <= 0 or self._closed:
-                return False
-            time.sleep(min(pause, left))
-            pause = min(2 * pause, _FOLLOW_MAX_S)
-            self._catch_up(queue)
-        return True
-
     @property
     def closed(self) -> bool:
         """Whether `close` was called, or this is a forked child of the process that opened the store."""
+        return self._closed
+
+    def _is_closed(self) -> bool:
         return self._closed
 
     def _check_open(self) -> None:
@@ -239,13 +225,13 @@ class StoreReader:
     def topics(self) -> list[str]:
         """Names of the topics that have a queue, sorted."""
         self._check_open()
-        self._catch_up(None)
+        self._news.catch_up(None)
         return sorted({queue.topic for queue in self._queues if queue.max_offset or queue.next_offset})
 
     def queues(self, topic: str) -> list[QueueRef]:
         """The queues of `topic`, by queue id; TopicNotFoundError without one."""
         self._check_open()
-        self._catch_up(None)
+        self._news.catch_up(None)
         found = [QueueRef(topic, q.queue_id) for q in self._queues.of(topic) if q.max_offset or q.next_offset]
         if not found:
             raise TopicNotFoundError(f"{self.path} has no topic {topic!r}")
@@ -266,12 +252,12 @@ class StoreReader:
         queue = self._queues.get(topic, queue_id)
         if queue is None or not queue.next_offset:  # a refused put may have left a queue without a message
             if is_path_safe(topic):
-                self._catch_up(None)
+                self._news.catch_up(None)
                 queue = self._queues.get(topic, queue_id)
             if queue is None or not queue.next_offset:
                 raise TopicNotFoundError(f"{self.path} has no queue {queue_id} of topic {topic!r}")
         elif offset is None or offset >= queue.max_offset:
-            self._catch_up(queue)
+            self._news.catch_up(queue)
         return queue
 
     def offsets(self, topic: str, queue_id: int = 0) -> tuple[int, int]:
@@ -286,7 +272,7 @@ class StoreReader:
         if queue is None:
             return None
         if self.mode == "rw":
-            self._catch_up(queue)
+            self._news.catch_up(queue)
         return (queue.min_offset, queue.max_offset) if queue.next_offset else None
 
     def units(self, topic: str, queue_id: int, offset: int, max_units: int) -> npt.NDArray[np.void]:
@@ -296,7 +282,7 @@ class StoreReader:
         if queue is None:
             return np.empty(0, UNIT_DTYPE)
         if offset + max_units > queue.max_offset:
-            self._catch_up(queue)
+            self._news.catch_up(queue)
         if offset < queue.min_offset:
             return np.empty(0, UNIT_DTYPE)
         return queue.units(offset, max(0, min(max_units, queue.max_offset - offset)))
@@ -507,7 +493,7 @@ class StoreReader:
         if not live.all():
             chosen = np.flatnonzero(live)
             if (sizes <= 0).any():  # retention may have taken the file they were in
-                front = self._find_front(queue)
+                front = self.find_front(queue)
                 holes = offset + np.flatnonzero(sizes <= 0)
                 for slot in holes[holes >= front].tolist() if tell else ():
                     self._tell_lost(queue.missing_units(slot, slot))
@@ -577,9 +563,13 @@ class StoreReader:
 
     _passes_over_bad = True
 
-    def _find_front(self, queue: ConsumeQueue) -> int:
+    def list_again(self) -> None:
+        """List the segments of the log again, where another process may have changed them."""
+        self._news.list_again()
+
+    def find_front(self, queue: ConsumeQueue) -> int:
         """Return the first offset of `queue` that retention has left by now. Lists the log again."""
-        self._find_news()
+        self._news.list_again()
         queue.correct_min(self._first_kept())
         return queue.min_offset
 
@@ -648,18 +638,15 @@ class StoreReader:
         """
         segment = self._run.find(physical)
         if segment is None or segment.start + segment.length < min(stop, segment.end):
-            self._find_news()
+            self._news.list_again()
             segment = self._run.find(physical)
         if segment is None:
             return None
         try:
             return segment, self._run.mapping(segment)
         except FileNotFoundError:  # another process's retention took it
-            self._find_news()
+            self._news.list_again()
             return None
-
-    def _find_news(self) -> None:
-        """List the folder again; only who does not own it needs to."""
 
     def _check(
         self,
@@ -808,7 +795,7 @@ class StoreReader:
             raise InvalidMessageError("give key= or unique_key=, one of them", "key")
         wanted = key if key is not None else unique_key
         assert wanted is not None
-        self._catch_up(None)
+        self._news.catch_up(None)
         found: dict[int, Message] = {}
         asked = limit
         while True:
@@ -863,7 +850,7 @@ class StoreReader:
                     return slot, Message(Few(queue.ref, buffer, unit, slot), start, slot).store_timestamp_ms
             slot += 1
             if there is None and size != VOID_SIZE:  # retention may have taken it, and many behind it
-                slot = max(slot, self._find_front(queue))
+                slot = max(slot, self.find_front(queue))
         return end, None
 
     # -- iteration --------------------------------------------------------------------------------------------------
@@ -996,7 +983,7 @@ class StoreReader:
                 if queue.max_offset > position:
                     time.sleep(_FOLLOW_MAX_S)  # its record cannot be read yet
                 else:
-                    self._wait_for(queue, position, _FOLLOW_LOOK_S)
+                    self._news.wait(queue, position, _FOLLOW_LOOK_S, self._is_closed)
         return position
 
     def _back_to_cut(self, queue: ConsumeQueue, position: int) -> int:

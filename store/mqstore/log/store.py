@@ -16,7 +16,6 @@ import atexit
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -46,10 +45,11 @@ from mqstore.log.bulk.appender import BulkAppender
 from mqstore.log.bulk.inbox import CreateTopics
 from mqstore.log.bulk.shard import Limits
 from mqstore.log.bulk.splice import Splicer, SpliceResult, would_undo
-from mqstore.log.bulk.txn import Intent, IntentWatch, TxnFile
+from mqstore.log.bulk.txn import Intent, TxnFile
 from mqstore.log.checkpointer import Checkpointer
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.news import FileNews, News, OwnNews
 from mqstore.log.opening import Opening, make_root, report_renamed, report_undone
 from mqstore.log.own import check_own
 from mqstore.log.parts import StoreParts
@@ -208,10 +208,12 @@ class MessageStore(StoreWriter):
         """What a broker above still needs: `clean` deletes nothing at or behind this physical offset."""
         self._first_put_position = 0
         self._opened_ms = self.clock.now_ms()
-        self._news_lock = threading.RLock()
-        self._intents = IntentWatch(self.path, self.fs)
-        self.pending_splice: Intent | None = None
-        """Of a reader: the splice that its writer, or one that died, has under way."""
+        self._file_news = FileNews(parts, self._log)
+        self._news: News = (
+            self._file_news
+            if self.mode == "r"
+            else OwnNews(self._dispatcher, self._wakeups, visible_end=self._visible_end, check_open=self._check_open)
+        )
         self._init_reader()
         self._init_writer()
 
@@ -252,7 +254,7 @@ class MessageStore(StoreWriter):
         parts = self.parts
         self._passes_over_bad = False
         self.recovery = RecoveryReport()
-        self._stop_at_splice()
+        self._file_news.stop_at_splice()
         parts.load_problems = self._run.load()
         parts.has_checkpoint = parts.checkpoint_file.load()
         parts.clean = not self._abort.exists() and parts.checkpoint.clean_end != -1
@@ -260,9 +262,7 @@ class MessageStore(StoreWriter):
         self.recovery.clean_shutdown = parts.clean
         self._load_queues()
         parts.index_findings = self._index.load()
-        self._log.end = self._run.end
-        self._first_listed = self._run.min_offset
-        self._next_listing = 0.0
+        self._file_news.begin()
         self._closed = self._released = False
 
     def _load_queues(self) -> None:
@@ -374,65 +374,10 @@ class MessageStore(StoreWriter):
         self._dispatcher.put_pending()
         return done
 
-    def _catch_up(self, queue: ConsumeQueue | None) -> None:
-        if self.mode == "rw":
-            if self._dispatcher.position < self._visible_end():
-                self._check_open()  # in a forked child a lock may be held by a thread that is not there
-                self._dispatcher.catch_up()
-            return
-        if queue is not None:
-            cuts = queue.cuts
-            queue.refresh()
-            if queue.cuts != cuts:
-                self._run.map_anew()
-        now = time.monotonic()
-        if queue is None or now >= self._next_listing:
-            self._next_listing = now + 1.0
-            self._find_news()
-            if queue is not None:
-                changed = [queue]
-            else:
-                changed = self._queues.refresh()
-                self._index.refresh()
-                for each in self._queues:
-                    if not each.max_offset:  # of one with messages nobody asks more here than that it has some
-                        each.refresh()
-                        changed.append(each)
-            first = self._run.starts[0] if self._run.starts else 0
-            if queue is None and first != self._first_listed:
-                changed = [*self._queues]
-                self._first_listed = first
-            for each in changed:
-                each.correct_min(first)
-
-    def _stop_at_splice(self) -> None:
-        """A reader sees nothing of a splice that is not recorded (spark B6): the log ends where that began."""
-        self.pending_splice = self._intents.pending()
-        self._run.limit = None if self.pending_splice is None else self.pending_splice.start
-
-    def _find_news(self) -> None:
-        if self.mode == "r":
-            with self._news_lock:  # an intent that one thread saw must not be put in place over later news of another
-                self._stop_at_splice()
-                self._run.refresh()
-                self._log.end = self._run.end
-
     def wait(self, topic: str, queue_id: int, offset: int, timeout: Duration) -> bool:
         """Block until the queue has a message at `offset`, or `timeout` seconds have passed; whether it has."""
-        return self._wait_for(self._queue(topic, queue_id, offset), offset, seconds(timeout, "timeout"))
-
-    def _wait_for(self, queue: ConsumeQueue, offset: int, timeout_s: float) -> bool:
-        if self.mode == "r":
-            return super()._wait_for(queue, offset, timeout_s)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            self._catch_up(queue)
-            if queue.max_offset > offset:
-                return True
-            left = deadline - time.monotonic()
-            if left <= 0 or self._closed:
-                return False
-            self._dispatcher.wait(queue, offset, left, self._wakeups.dispatcher.ring)
+        queue = self._queue(topic, queue_id, offset)
+        return self._news.wait(queue, offset, seconds(timeout, "timeout"), self._is_closed)
 
     def attend(self, waiting: bool) -> None:
         """Note whether somebody waits for `on_growth`. While this is so, what is put becomes visible at once, and not
@@ -549,6 +494,11 @@ class MessageStore(StoreWriter):
     # -- looking at it ----------------------------------------------------------------------------------------------
 
     @property
+    def pending_splice(self) -> Intent | None:
+        """Of a reader: the splice that its writer, or one that died, has under way."""
+        return self._file_news.pending_splice
+
+    @property
     def clean_shutdown(self) -> bool:
         """True if the last writer had closed the store when it was opened here."""
         return self.parts.clean
@@ -611,7 +561,7 @@ class MessageStore(StoreWriter):
             self._dispatcher.catch_up()
         else:
             if until is None and writer_alive(self.path, self.fs):
-                self._catch_up(None)
+                self._news.catch_up(None)
                 for queue in self._queues:
                     queue.refresh()
                 until = self.parts.listed_end()

@@ -130,7 +130,8 @@ def walk_queue(
     Raises TopicNotFoundError.
     """
     low, high = store.offsets(topic, queue_id)
-    queue = store._queue(topic, queue_id, 0)
+    queue = store.parts.queues.get(topic, queue_id)
+    assert queue is not None
     position = low if start is None else max(start, low)
     end = high if stop is None else min(stop, high)
     missing: set[str] = set()
@@ -148,7 +149,7 @@ def walk_queue(
             yield from messages
         else:
             units = queue.units(position, after - position)
-            front = store._find_front(queue)  # behind the look at the units: retention takes a record before its unit
+            front = store.find_front(queue)  # behind the look at the units: retention takes a record before its unit
             yield from _with_gaps(store, queue, position, messages, units, front, missing)
         position = after
 

@@ -211,7 +211,7 @@ class QueueScan:
             whole = _of_units(*queue.ref, np.arange(start, start + count, dtype=np.int64), units)
             live = (whole.sizes > 0) & (whole.physical >= 0)
             if not live.all():
-                store._find_news()
+                store.list_again()
                 queue.correct_min(store.min_offset)  # retention may have taken the file they were in
                 gone = ~live & (whole.slots < queue.min_offset)
                 if live[0] or gone[0]:

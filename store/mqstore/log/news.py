@@ -1,0 +1,141 @@
+"""How a store learns of new messages: its own from the dispatcher, those of another process from the files."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from mqstore.log.bulk.txn import Intent, IntentWatch
+from mqstore.log.commitlog import CommitLog
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.parts import StoreParts
+from mqstore.log.reput import Dispatcher
+from mqstore.log.wakeups import Wakeups
+
+__all__ = ["FileNews", "News", "OwnNews"]
+
+_PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.1
+
+
+class News(Protocol):
+    """What reading needs to know of a store's growth."""
+
+    def catch_up(self, queue: ConsumeQueue | None) -> None:
+        """Make what is new in `queue` (None: anywhere) visible."""
+
+    def list_again(self) -> None:
+        """List the segments again. Does nothing for the process that owns them."""
+
+    def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, is_closed: Callable[[], bool]) -> bool:
+        """Block until `queue` has a unit at `offset`. Return True if it has."""
+
+
+class OwnNews:
+    """News of a store that this process writes."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        wakeups: Wakeups,
+        *,
+        visible_end: Callable[[], int],
+        check_open: Callable[[], None],
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._ring = wakeups.dispatcher.ring
+        self._visible_end = visible_end
+        self._check_open = check_open
+
+    def catch_up(self, queue: ConsumeQueue | None) -> None:
+        """Dispatch what is visible, in this thread."""
+        if self._dispatcher.position < self._visible_end():
+            self._check_open()  # in a forked child a lock may be held by a thread that is not there
+            self._dispatcher.catch_up()
+
+    def list_again(self) -> None:
+        """Do nothing: this process makes and deletes the segments."""
+
+    def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, is_closed: Callable[[], bool]) -> bool:
+        """Wait for a pass of the dispatcher."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.catch_up(queue)
+            if queue.max_offset > offset:
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0 or is_closed():
+                return False
+            self._dispatcher.wait(queue, offset, left, self._ring)
+
+
+class FileNews:
+    """News of a store that another process writes, or nobody."""
+
+    def __init__(self, parts: StoreParts, log: CommitLog) -> None:
+        self.pending_splice: Intent | None = None
+        """The splice that the writer, or one that died, has under way."""
+        self._run, self._queues, self._index = parts.run, parts.queues, parts.index
+        self._log = log
+        self._intents = IntentWatch(parts.root, parts.fs)
+        self._lock = threading.RLock()
+        self._first_listed = 0
+        self._next_listing = 0.0
+
+    def begin(self) -> None:
+        """Take the segments as they were loaded."""
+        self._log.end = self._run.end
+        self._first_listed = self._run.min_offset
+
+    def stop_at_splice(self) -> None:
+        """Show nothing of a splice that is not recorded (spark B6): the log ends where it began."""
+        self.pending_splice = self._intents.pending()
+        self._run.limit = None if self.pending_splice is None else self.pending_splice.start
+
+    def list_again(self) -> None:
+        """List the segments again."""
+        with self._lock:  # an intent that one thread saw must not be put in place over later news of another
+            self.stop_at_splice()
+            self._run.refresh()
+            self._log.end = self._run.end
+
+    def catch_up(self, queue: ConsumeQueue | None) -> None:
+        """Look for new units, and once a second for new segments, queues and index files."""
+        if queue is not None:
+            cuts = queue.cuts
+            queue.refresh()
+            if queue.cuts != cuts:
+                self._run.map_anew()
+        now = time.monotonic()
+        if queue is None or now >= self._next_listing:
+            self._next_listing = now + 1.0
+            self.list_again()
+            if queue is not None:
+                changed = [queue]
+            else:
+                changed = self._queues.refresh()
+                self._index.refresh()
+                for each in self._queues:
+                    if not each.max_offset:  # of one with messages nobody asks more here than that it has some
+                        each.refresh()
+                        changed.append(each)
+            first = self._run.starts[0] if self._run.starts else 0
+            if queue is None and first != self._first_listed:
+                changed = [*self._queues]
+                self._first_listed = first
+            for each in changed:
+                each.correct_min(first)
+
+    def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, is_closed: Callable[[], bool]) -> bool:
+        """Look again and again."""
+        deadline = time.monotonic() + timeout_s
+        pause = _PAUSE_MIN_S
+        while queue.max_offset <= offset:
+            left = deadline - time.monotonic()
+            if left <= 0 or is_closed():
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _PAUSE_MAX_S)
+            self.catch_up(queue)
+        return True
