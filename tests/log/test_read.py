@@ -257,7 +257,8 @@ def test_no_change_to_any_byte_of_a_message_is_ever_served(tmp_path: Path, mode:
     for position in range(size, 2 * size):
         flip(segment, position, position % 8)
         with open_store(tmp_path / "s", "r") as store:
-            store._passes_over_bad = mode == "rw"  # what another process's writer may still be doing is stopped before
+            # What another process's writer may still be doing is stopped before.
+            store.checker.passes_over_bad = mode == "rw"
             assert [m.record_bytes() for m in store.read("t")] == [whole[0], whole[2]]
             assert store.read_columns("t", columns=["queue_offset"])["queue_offset"].tolist() == [0, 2]
             assert store.stats().bad_records == 1

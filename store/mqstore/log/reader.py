@@ -14,16 +14,14 @@ from __future__ import annotations
 import logging
 import mmap
 import time
-from collections import OrderedDict
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from heapq import merge
 from itertools import repeat
 from pathlib import Path
-from struct import Struct
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -38,21 +36,18 @@ from mqstore.errors import (
 )
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.lock import writer_alive
-from mqstore.files.segments import Segment, SegmentRun, place_in_file
+from mqstore.files.segments import SegmentRun, place_in_file
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_void
-from mqstore.layout.dispatch import Rows, is_listed, tags_code_at
+from mqstore.layout.dispatch import Rows, tags_code_at
 from mqstore.layout.messageid import decode_message_id
 from mqstore.layout.record import (
-    MAGIC_AT,
-    MAGIC_V1,
     MIN_RECORD_BYTES,
-    QUEUE_ID_AT,
     Checksum,
-    body_length_at,
     check_record,
     decode_record,
 )
-from mqstore.layout.scan import Headers, gather, ordinary_bodies, topic_is, verify
+from mqstore.layout.scan import Headers
+from mqstore.log.checking import RecordChecker
 from mqstore.log.columns import Columns, columns_of
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.foreign import foreign
@@ -62,18 +57,15 @@ from mqstore.log.message import Message, stored_bytes
 from mqstore.log.names import is_path_safe
 from mqstore.log.news import News
 from mqstore.log.recovery.report import Finding
-from mqstore.log.stretch import FEW, Few, Stretch
+from mqstore.log.stretch import Few, Stretch
 from mqstore.log.tagfilter import UnitFilter, parse_tags
 from mqstore.log.tip import QueueRef
-from mqstore.native import kernel
 
-__all__ = ["LOST_SEGMENTS", "Bound", "GetResult", "StoreReader", "sound_records"]
+__all__ = ["LOST_SEGMENTS", "Bound", "GetResult", "StoreReader"]
 
 _log = logging.getLogger("mqstore")
 
 Bound = Literal["lower", "upper"]
-_QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
-_I4 = Struct(">i").unpack_from
 _SCAN_UNITS = 800
 """Units looked at for one filtered read (store-format 10.1)."""
 _COMPILED_UNITS = 4096
@@ -82,7 +74,6 @@ _FOLLOW_MIN_S, _FOLLOW_MAX_S = 0.001, 0.1
 _FOLLOW_LOOK_S = 1.0
 """Who follows looks so often whether the end has moved back."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_BLOCK_UNITS = 4096
 _LOOK_AHEAD_UNITS = 256
 LOST_SEGMENTS = 1024
 """A unit that points further behind the end of the log is a damaged one, and no sign of a lost segment."""
@@ -117,48 +108,6 @@ class GetResult:
     max_offset: int
 
 
-class _Verified:
-    """Which units read lately lead to a record that verifies as theirs: once per record and process is enough.
-
-    Kept by slot of a queue, with what its unit said, and not by place in the log: a unit that is damaged, now or later,
-    may point at a sound record of another queue.
-    """
-
-    def __init__(self, blocks: int = 512) -> None:
-        self._limit = blocks
-        self._blocks: OrderedDict[tuple[ConsumeQueue, int], npt.NDArray[np.int64]] = OrderedDict()
-
-    def _block(self, queue: ConsumeQueue, number: int) -> npt.NDArray[np.int64]:
-        block = self._blocks.get((queue, number))
-        if block is None:
-            block = self._blocks[queue, number] = np.zeros(_BLOCK_UNITS, np.int64)
-            while len(self._blocks) > self._limit:
-                self._blocks.popitem(last=False)
-        return block
-
-    def _parts(
-        self, queue: ConsumeQueue, slots: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], slice]]:
-        """(a block, where in it some of `slots` are, which of `slots` those are), for `slots` that ascend."""
-        first, last = int(slots[0]) // _BLOCK_UNITS, int(slots[-1]) // _BLOCK_UNITS
-        for number in range(first, last + 1):
-            block = self._block(queue, number)
-            start = number * _BLOCK_UNITS
-            if first == last:
-                yield block, slots - start, slice(None)
-            else:
-                low, high = np.searchsorted(slots, (start, start + _BLOCK_UNITS))
-                yield block, slots[low:high] - start, slice(int(low), int(high))
-
-    def all_in(self, queue: ConsumeQueue, slots: npt.NDArray[np.int64], said: npt.NDArray[np.int64]) -> bool:
-        return all(bool((block[at] == said[which]).all()) for block, at, which in self._parts(queue, slots))
-
-    def add(self, queue: ConsumeQueue, slots: npt.NDArray[np.int64], said: npt.NDArray[np.int64]) -> None:
-        if len(slots):
-            for block, at, which in self._parts(queue, slots):
-                block[at] = said[which]
-
-
 def to_ms(when: datetime) -> int:
     """Milliseconds since the epoch of an aware datetime; InvalidMessageError for one that knows no zone.
 
@@ -168,18 +117,6 @@ def to_ms(when: datetime) -> int:
     if when.tzinfo is None:
         raise InvalidMessageError(f"{when!r} has no time zone; datetime.now(timezone.utc), for one, has", "when")
     return (when - _EPOCH) // timedelta(milliseconds=1)
-
-
-class _Checked(NamedTuple):
-    """What a look at the records of some units gave."""
-
-    buffer: mmap.mmap | None
-    """What holds them; None: there is no such file."""
-    good: npt.NDArray[np.bool_]
-    headers: Headers | None = None
-    """As the two that follow only if all are good, and it came by the way: see `Stretch`."""
-    body_ends: npt.NDArray[np.int64] | None = None
-    bodies: npt.NDArray[np.uint8] | None = None
 
 
 class StoreReader:
@@ -195,13 +132,11 @@ class StoreReader:
     fs: FileSystem
     clock: Clock
     _checksum: Checksum
-    _verify_reads: bool
     delay_table_ms: tuple[int, ...]
     _news: News
+    checker: RecordChecker
 
     def _init_reader(self) -> None:
-        self._verified = _Verified()
-        self._kernel = kernel if self._verify_reads and self._checksum == "crc32c-record" else None
         self._gets = 0
         self._get_bytes = 0
         self._bad: set[int] = set()
@@ -392,7 +327,8 @@ class StoreReader:
     ) -> tuple[list[Message], int, bool]:
         """(messages among units [offset, offset + count), offset behind the last unit consumed, whether to stop)."""
         asked = queue, offset, count, unit_filter, max_messages, max_bytes, first_is_free
-        found = None if self._kernel is None else self._compiled(self._kernel, *asked)
+        kernel = self.checker.kernel
+        found = None if kernel is None else self._compiled(kernel, *asked)
         if found is not None:
             messages, after, stop = found
         else:
@@ -440,7 +376,7 @@ class StoreReader:
         physical, size, _ = UNIT.unpack_from(units, first * UNIT_BYTES)
         if not 0 < size < VOID_SIZE or physical < 0:
             return None
-        there = self._segment_at(physical, physical + size)
+        there = self.checker.segment_at(physical, physical + size)
         if there is None:
             return None
         segment, buffer = there
@@ -522,7 +458,7 @@ class StoreReader:
             if low == high:
                 continue
             here = slice(low, high)
-            checked = self._check(queue, physical[here], sizes[here], slots[here], with_bodies)
+            checked = self.checker.check(queue, physical[here], sizes[here], slots[here], with_bodies)
             buffer, good = checked.buffer, checked.good
             if buffer is None and physical[low] < self._first_kept():
                 queue.correct_min(self._first_kept())  # retention took it meanwhile
@@ -533,7 +469,7 @@ class StoreReader:
             if not good.all():
                 self._check_open()  # a close meanwhile takes the segments away: no damage, and nothing to pass over
                 bad = ~good
-                if not self._passes_over_bad and high == len(physical) and bad[-1]:
+                if not self.checker.passes_over_bad and high == len(physical) and bad[-1]:
                     # Another process's writer may be at work there: what does not verify yet ends the read, unless
                     # something behind it does. Then it is damage.
                     whole = int(np.flatnonzero(good)[-1]) + 1 if good.any() else 0
@@ -561,8 +497,6 @@ class StoreReader:
             stretches.append(stretch if good.all() else stretch.only(good))
         return stretches, after, stop
 
-    _passes_over_bad = True
-
     def list_again(self) -> None:
         """List the segments of the log again, where another process may have changed them."""
         self._news.list_again()
@@ -589,7 +523,7 @@ class StoreReader:
             segments = physical // self._run.segment_bytes
             for segment in np.unique(segments):
                 here = segments == segment
-                if self._check(queue, physical[here], sizes[here], live[here] + slot).good.any():
+                if self.checker.check(queue, physical[here], sizes[here], live[here] + slot).good.any():
                     return True
             slot += count
         return False
@@ -632,84 +566,6 @@ class StoreReader:
                 *(self.path, finding.kind, finding.place, finding.detail, then),
             )
 
-    def _segment_at(self, physical: int, stop: int) -> tuple[Segment, mmap.mmap] | None:
-        """The segment of records in [physical, stop), and its mapping. What lies behind a file that ends early, as it
-        does for a reader where a splice has begun, may have come since: it is never judged before that was looked for.
-        """
-        segment = self._run.find(physical)
-        if segment is None or segment.start + segment.length < min(stop, segment.end):
-            self._news.list_again()
-            segment = self._run.find(physical)
-        if segment is None:
-            return None
-        try:
-            return segment, self._run.mapping(segment)
-        except FileNotFoundError:  # another process's retention took it
-            self._news.list_again()
-            return None
-
-    def _check(
-        self,
-        queue: ConsumeQueue,
-        physical: npt.NDArray[np.int64],
-        sizes: npt.NDArray[np.int64],
-        slots: npt.NDArray[np.int64],
-        with_bodies: bool = False,
-    ) -> _Checked:
-        """The mapping that holds these units' records, and which of them verify as what the units say (8.5, 9.2)."""
-        stops = physical + sizes
-        there = self._segment_at(int(physical[0]), int(stops.max()))
-        if there is None:
-            return _Checked(None, np.zeros(len(physical), np.bool_))
-        segment, buffer = there
-        starts = physical - segment.start
-        good = stops <= segment.start + len(buffer)
-        headers: Headers | None = None
-        if self._kernel is not None:
-            unit = queue.queue_id, queue.topic_bytes
-            found = ordinary_bodies(buffer, starts, physical, sizes, slots, *unit, copied=with_bodies, checksums=True)
-            if found is not None:
-                return _Checked(buffer, np.ones(len(starts), np.bool_), None, *found[:2])
-        said = (physical << 1 | 1) ^ sizes << 41  # odd, so never 0, which stands for "not looked at"
-        if self._passes_over_bad and self._verified.all_in(queue, slots, said):
-            return _Checked(buffer, good)
-        if not self._verify_reads:
-            # Without checksums lengths are still followed, so that garbage cannot lead out of the record.
-            rows = np.flatnonzero(good & (starts + MIN_RECORD_BYTES <= len(buffer)))
-            headers = gather(buffer, starts[rows])
-            good[:] = False
-            good[rows] = headers.ok
-            return _Checked(buffer, good, headers if good.all() else None)
-        if len(starts) <= FEW:
-            for i in range(len(starts)):
-                if good[i]:
-                    good[i] = self._check_one(
-                        queue, buffer, int(starts[i]), int(physical[i]), int(sizes[i]), int(slots[i])
-                    )
-        else:
-            rows, headers = sound_records(queue, buffer, starts, physical, sizes, slots, self._checksum)
-            good[:] = False
-            good[rows] = True
-        if self._passes_over_bad:
-            self._verified.add(queue, slots[good], said[good])
-        return _Checked(buffer, good, headers if good.all() else None)
-
-    def _check_one(
-        self, queue: ConsumeQueue, buffer: mmap.mmap, start: int, physical: int, size: int, slot: int
-    ) -> bool:
-        check = check_record(buffer, start, len(buffer), physical, self._checksum)
-        if check.status != "ok" or check.size != size:
-            return False
-        queue_id, _, queue_offset, _, sys_flag = _QUEUE(buffer, start + QUEUE_ID_AT)
-        if queue_id == queue.queue_id and queue_offset == slot:
-            at = start + body_length_at(sys_flag)
-            at += 4 + _I4(buffer, at)[0]
-            topic = queue.topic_bytes
-            length = len(topic).to_bytes(1 if _I4(buffer, start + MAGIC_AT)[0] == MAGIC_V1 else 2, "big")
-            if buffer[at : at + len(length) + len(topic)] == length + topic:
-                return True
-        return is_listed(buffer, start, queue.topic, queue.queue_id, slot)
-
     def read_columns(
         self,
         topic: str,
@@ -750,7 +606,8 @@ class StoreReader:
     def at(self, physical_offset: int) -> Message:
         """The message whose record starts at `physical_offset`. LookupError when no record that verifies does."""
         self._check_open()
-        there = self._segment_at(physical_offset, physical_offset + MIN_RECORD_BYTES) if physical_offset >= 0 else None
+        stop = physical_offset + MIN_RECORD_BYTES
+        there = self.checker.segment_at(physical_offset, stop) if physical_offset >= 0 else None
         if there is None:
             self._check_open()  # a close meanwhile takes the segments away
             missing = self.missing_segment(physical_offset)
@@ -842,7 +699,9 @@ class StoreReader:
         while slot < end:
             unit = queue.read(slot, 1)
             physical, size, _ = UNIT.unpack(unit)
-            there = self._segment_at(physical, physical + size) if 0 < size < VOID_SIZE and physical >= 0 else None
+            there = (
+                self.checker.segment_at(physical, physical + size) if 0 < size < VOID_SIZE and physical >= 0 else None
+            )
             if there is not None:
                 segment, buffer = there
                 start = physical - segment.start
@@ -997,31 +856,3 @@ class StoreReader:
             position,
         )
         return queue.cut_to
-
-
-def sound_records(
-    queue: ConsumeQueue,
-    buffer: mmap.mmap | bytes,
-    starts: npt.NDArray[np.int64],
-    physical: npt.NDArray[np.int64],
-    sizes: npt.NDArray[np.int64],
-    slots: npt.NDArray[np.int64],
-    checksum: Checksum | None,
-) -> tuple[npt.NDArray[np.intp], Headers]:
-    """Return which units of a queue lead to a record at `starts` that verifies as theirs, and the headers of these
-    (8.5, 9.2). `checksum` None: checksums are not compared."""
-    rows = np.flatnonzero((starts + sizes <= len(buffer)) & (sizes >= MIN_RECORD_BYTES))
-    headers = gather(buffer, starts[rows], topic=queue.topic_bytes)
-    fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])
-    if not fine.all():
-        rows = rows[fine]
-        headers = gather(buffer, starts[rows])
-    fine = np.ones(len(rows), np.bool_) if checksum is None else verify(buffer, headers, checksum)
-    own = (headers.queue_id == queue.queue_id) & (headers.queue_offset == slots[rows])
-    own &= topic_is(buffer, headers, queue.topic_bytes)
-    for i in np.flatnonzero(fine & ~own).tolist():
-        fine[i] = is_listed(buffer, int(starts[rows[i]]), queue.topic, queue.queue_id, int(slots[rows[i]]))
-    if not fine.all():
-        rows = rows[fine]
-        headers = gather(buffer, starts[rows])
-    return rows, headers

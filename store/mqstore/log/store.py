@@ -46,6 +46,7 @@ from mqstore.log.bulk.inbox import CreateTopics
 from mqstore.log.bulk.shard import Limits
 from mqstore.log.bulk.splice import Splicer, SpliceResult, would_undo
 from mqstore.log.bulk.txn import Intent, TxnFile
+from mqstore.log.checking import RecordChecker
 from mqstore.log.checkpointer import Checkpointer
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
@@ -139,7 +140,6 @@ class MessageStore(StoreWriter):
         self.fs = fs
         self.clock = config.clock or SYSTEM_CLOCK
         self._background = config.clock is None
-        self._verify_reads = config.verify_reads
         self._errors = TaskErrors(self.path)
         writer = mode == "rw"
         self.manifest = manifests.resolve(
@@ -214,6 +214,7 @@ class MessageStore(StoreWriter):
             if self.mode == "r"
             else OwnNews(self._dispatcher, self._wakeups, visible_end=self._visible_end, check_open=self._check_open)
         )
+        self.checker = RecordChecker(parts, self._news, passes_over_bad=self.mode == "rw")
         self._init_reader()
         self._init_writer()
 
@@ -252,7 +253,6 @@ class MessageStore(StoreWriter):
 
     def _open_for_reading(self) -> None:
         parts = self.parts
-        self._passes_over_bad = False
         self.recovery = RecoveryReport()
         self._file_news.stop_at_splice()
         parts.load_problems = self._run.load()

@@ -29,9 +29,9 @@ from mqstore.layout.consumequeue import UNIT_DTYPE, is_void
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.record import BODY_AT_V4, MIN_RECORD_BYTES, TRANSACTION_COMMIT, TRANSACTION_MASK, check_record
 from mqstore.layout.scan import Headers, gather, ordinary_bodies, topic_is, verify, walk
+from mqstore.log.checking import sound_records
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
-from mqstore.log.reader import sound_records
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import Bad, Good, first_good_in, scan_segment
 from mqstore.log.store import MessageStore
@@ -250,7 +250,8 @@ class QueueScan:
         for part in np.split(np.arange(len(whole)), np.flatnonzero(np.diff(segments)) + 1) if len(whole) else ():
             first, last = int(part[0]), int(part[-1]) + 1
             here = slice(first, last)
-            there = store._segment_at(int(whole.physical[first]), int((whole.physical[here] + whole.sizes[here]).max()))
+            stop = int((whole.physical[here] + whole.sizes[here]).max())
+            there = store.checker.segment_at(int(whole.physical[first]), stop)
             if there is None and int(whole.physical[first]) < store.min_offset:
                 policy.removed += last - first
                 continue
@@ -336,7 +337,7 @@ def at_once(store: MessageStore, parts: Sequence[tuple[str, int, int, int]], pol
         or (physical // size * size != base).any()
     ):
         return None
-    there = store._segment_at(base, int((physical + sizes).max())) if base >= 0 else None
+    there = store.checker.segment_at(base, int((physical + sizes).max())) if base >= 0 else None
     if there is None or base + len(there[1]) < int((physical + sizes).max()) or is_void(units).any():
         return None
     piece.buffer = buffer = there[1]
@@ -411,7 +412,7 @@ def _events(
     store: MessageStore, base: int, low: int, high: int, at_record: bool, policy: Policy
 ) -> Iterator[Good | Bad]:
     """The records that begin in [low, high) of the segment at `base`, and the bytes that are none."""
-    there = store._segment_at(low, high)
+    there = store.checker.segment_at(low, high)
     if there is None:
         if low < store.min_offset:
             policy.removed += 1  # at least: nobody knows how many they were

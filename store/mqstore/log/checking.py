@@ -1,0 +1,217 @@
+"""Whether the records that units lead to verify as theirs (store-format 8.5, 9.2).
+
+    units of one segment -> its mapping -> compiled check, or numpy, or one by one -> which of them are good
+
+A record that verified once is not read again: `_Verified` remembers it by its slot, with what its unit said.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import OrderedDict
+from collections.abc import Iterator
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.files.segments import Segment
+from mqstore.layout.dispatch import is_listed
+from mqstore.layout.record import (
+    MAGIC_AT,
+    MAGIC_V1,
+    MIN_RECORD_BYTES,
+    QUEUE_ID_AT,
+    Checksum,
+    body_length_at,
+    check_record,
+)
+from mqstore.layout.scan import Headers, gather, ordinary_bodies, topic_is, verify
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.news import News
+from mqstore.log.parts import StoreParts
+from mqstore.log.stretch import FEW
+from mqstore.native import kernel
+
+__all__ = ["Checked", "RecordChecker", "sound_records"]
+
+_QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
+_I4 = Struct(">i").unpack_from
+_BLOCK_UNITS = 4096
+
+
+class _Verified:
+    """Which units read lately lead to a record that verifies as theirs: once per record and process is enough.
+
+    Kept by slot of a queue, with what its unit said, and not by place in the log: a unit that is damaged, now or later,
+    may point at a sound record of another queue.
+    """
+
+    def __init__(self, blocks: int = 512) -> None:
+        self._limit = blocks
+        self._blocks: OrderedDict[tuple[ConsumeQueue, int], npt.NDArray[np.int64]] = OrderedDict()
+
+    def _block(self, queue: ConsumeQueue, number: int) -> npt.NDArray[np.int64]:
+        block = self._blocks.get((queue, number))
+        if block is None:
+            block = self._blocks[queue, number] = np.zeros(_BLOCK_UNITS, np.int64)
+            while len(self._blocks) > self._limit:
+                self._blocks.popitem(last=False)
+        return block
+
+    def _parts(
+        self, queue: ConsumeQueue, slots: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], slice]]:
+        """(a block, where in it some of `slots` are, which of `slots` those are), for `slots` that ascend."""
+        first, last = int(slots[0]) // _BLOCK_UNITS, int(slots[-1]) // _BLOCK_UNITS
+        for number in range(first, last + 1):
+            block = self._block(queue, number)
+            start = number * _BLOCK_UNITS
+            if first == last:
+                yield block, slots - start, slice(None)
+            else:
+                low, high = np.searchsorted(slots, (start, start + _BLOCK_UNITS))
+                yield block, slots[low:high] - start, slice(int(low), int(high))
+
+    def all_in(self, queue: ConsumeQueue, slots: npt.NDArray[np.int64], said: npt.NDArray[np.int64]) -> bool:
+        return all(bool((block[at] == said[which]).all()) for block, at, which in self._parts(queue, slots))
+
+    def add(self, queue: ConsumeQueue, slots: npt.NDArray[np.int64], said: npt.NDArray[np.int64]) -> None:
+        if len(slots):
+            for block, at, which in self._parts(queue, slots):
+                block[at] = said[which]
+
+
+class Checked(NamedTuple):
+    """What a look at the records of some units gave."""
+
+    buffer: mmap.mmap | None
+    """What holds them; None: there is no such file."""
+    good: npt.NDArray[np.bool_]
+    headers: Headers | None = None
+    """As the two that follow only if all are good, and it came by the way: see `Stretch`."""
+    body_ends: npt.NDArray[np.int64] | None = None
+    bodies: npt.NDArray[np.uint8] | None = None
+
+
+class RecordChecker:
+    """Finds the records of units in the log, and checks them."""
+
+    def __init__(self, parts: StoreParts, news: News, *, passes_over_bad: bool) -> None:
+        """`passes_over_bad`: a record that does not verify is damage. To a reader beside another process it may be one
+        that is just being written, so it is looked at again."""
+        self.passes_over_bad = passes_over_bad
+        self.kernel = kernel if parts.config.verify_reads and parts.checksum == "crc32c-record" else None
+        """Compiled checks, if there are some for these records."""
+        self._run = parts.run
+        self._news = news
+        self._checksum = parts.checksum
+        self._verify_reads = parts.config.verify_reads
+        self._verified = _Verified()
+
+    def segment_at(self, physical: int, stop: int) -> tuple[Segment, mmap.mmap] | None:
+        """The segment of records in [physical, stop), and its mapping. What lies behind a file that ends early, as it
+        does for a reader where a splice has begun, may have come since: it is never judged before that was looked for.
+        """
+        segment = self._run.find(physical)
+        if segment is None or segment.start + segment.length < min(stop, segment.end):
+            self._news.list_again()
+            segment = self._run.find(physical)
+        if segment is None:
+            return None
+        try:
+            return segment, self._run.mapping(segment)
+        except FileNotFoundError:  # another process's retention took it
+            self._news.list_again()
+            return None
+
+    def check(
+        self,
+        queue: ConsumeQueue,
+        physical: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64],
+        slots: npt.NDArray[np.int64],
+        with_bodies: bool = False,
+    ) -> Checked:
+        """The mapping that holds these units' records, and which of them verify as what the units say (8.5, 9.2)."""
+        stops = physical + sizes
+        there = self.segment_at(int(physical[0]), int(stops.max()))
+        if there is None:
+            return Checked(None, np.zeros(len(physical), np.bool_))
+        segment, buffer = there
+        starts = physical - segment.start
+        good = stops <= segment.start + len(buffer)
+        headers: Headers | None = None
+        if self.kernel is not None:
+            unit = queue.queue_id, queue.topic_bytes
+            found = ordinary_bodies(buffer, starts, physical, sizes, slots, *unit, copied=with_bodies, checksums=True)
+            if found is not None:
+                return Checked(buffer, np.ones(len(starts), np.bool_), None, *found[:2])
+        said = (physical << 1 | 1) ^ sizes << 41  # odd, so never 0, which stands for "not looked at"
+        if self.passes_over_bad and self._verified.all_in(queue, slots, said):
+            return Checked(buffer, good)
+        if not self._verify_reads:
+            # Without checksums lengths are still followed, so that garbage cannot lead out of the record.
+            rows = np.flatnonzero(good & (starts + MIN_RECORD_BYTES <= len(buffer)))
+            headers = gather(buffer, starts[rows])
+            good[:] = False
+            good[rows] = headers.ok
+            return Checked(buffer, good, headers if good.all() else None)
+        if len(starts) <= FEW:
+            for i in range(len(starts)):
+                if good[i]:
+                    good[i] = self._check_one(
+                        queue, buffer, int(starts[i]), int(physical[i]), int(sizes[i]), int(slots[i])
+                    )
+        else:
+            rows, headers = sound_records(queue, buffer, starts, physical, sizes, slots, self._checksum)
+            good[:] = False
+            good[rows] = True
+        if self.passes_over_bad:
+            self._verified.add(queue, slots[good], said[good])
+        return Checked(buffer, good, headers if good.all() else None)
+
+    def _check_one(
+        self, queue: ConsumeQueue, buffer: mmap.mmap, start: int, physical: int, size: int, slot: int
+    ) -> bool:
+        check = check_record(buffer, start, len(buffer), physical, self._checksum)
+        if check.status != "ok" or check.size != size:
+            return False
+        queue_id, _, queue_offset, _, sys_flag = _QUEUE(buffer, start + QUEUE_ID_AT)
+        if queue_id == queue.queue_id and queue_offset == slot:
+            at = start + body_length_at(sys_flag)
+            at += 4 + _I4(buffer, at)[0]
+            topic = queue.topic_bytes
+            length = len(topic).to_bytes(1 if _I4(buffer, start + MAGIC_AT)[0] == MAGIC_V1 else 2, "big")
+            if buffer[at : at + len(length) + len(topic)] == length + topic:
+                return True
+        return is_listed(buffer, start, queue.topic, queue.queue_id, slot)
+
+
+def sound_records(
+    queue: ConsumeQueue,
+    buffer: mmap.mmap | bytes,
+    starts: npt.NDArray[np.int64],
+    physical: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    slots: npt.NDArray[np.int64],
+    checksum: Checksum | None,
+) -> tuple[npt.NDArray[np.intp], Headers]:
+    """Return which units of a queue lead to a record at `starts` that verifies as theirs, and the headers of these
+    (8.5, 9.2). `checksum` None: checksums are not compared."""
+    rows = np.flatnonzero((starts + sizes <= len(buffer)) & (sizes >= MIN_RECORD_BYTES))
+    headers = gather(buffer, starts[rows], topic=queue.topic_bytes)
+    fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])
+    if not fine.all():
+        rows = rows[fine]
+        headers = gather(buffer, starts[rows])
+    fine = np.ones(len(rows), np.bool_) if checksum is None else verify(buffer, headers, checksum)
+    own = (headers.queue_id == queue.queue_id) & (headers.queue_offset == slots[rows])
+    own &= topic_is(buffer, headers, queue.topic_bytes)
+    for i in np.flatnonzero(fine & ~own).tolist():
+        fine[i] = is_listed(buffer, int(starts[rows[i]]), queue.topic, queue.queue_id, int(slots[rows[i]]))
+    if not fine.all():
+        rows = rows[fine]
+        headers = gather(buffer, starts[rows])
+    return rows, headers
