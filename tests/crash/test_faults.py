@@ -204,6 +204,20 @@ def test_a_sync_that_finds_no_descriptor_free_is_made_when_there_is_one(
     check(path, 3)
 
 
+def test_a_wanted_sync_without_a_descriptor_is_tried_again(tmp_path: Path) -> None:
+    """A put that does not wait, in a store that shows only what is on disk, has asked the flusher for it."""
+    fs, clock = FaultyFileSystem(), SimulatedClock()
+    with MessageStore(tmp_path / "store", durability="flush", config=config(clock), fs=fs) as store:
+        store.put("t", body_of(0), durability="append")
+        fs.fail("sync_directory", errno.EMFILE, path_part="commitlog", times=None)
+        store.run_once(clock.monotonic_ms())
+        assert "flush" in store.stats().errors
+        fs.heal()
+        clock.advance(1_000)
+        store.run_once(clock.monotonic_ms())
+        assert store.offsets("t") == (0, 1)
+
+
 @pytest.mark.parametrize("operation", ["open", "sync_directory"])
 def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_path: Path, operation: str) -> None:
     """Their sync passed for failed, and was never made again: the store could not be closed cleanly any more."""
