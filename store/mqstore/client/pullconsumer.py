@@ -99,11 +99,15 @@ class _Position:
 class Ready:
     """Somebody who waits until a poll may find something to do; `PullConsumer.when_ready` gives it."""
 
-    __slots__ = ("_broker", "_callback", "_consumer", "_lock", "_over", "_waiters")
+    __slots__ = ("_bell", "_broker", "_callback", "_lock", "_open", "_over", "_waiters")
 
-    def __init__(self, consumer: PullConsumer, callback: Callable[[], object]) -> None:
-        self._consumer = consumer
-        self._broker = consumer._broker
+    def __init__(
+        self, broker: Broker, bell: threading.Lock, waiting: set[Ready], callback: Callable[[], object]
+    ) -> None:
+        """`waiting`: those of the consumer that are not over; `bell` guards it."""
+        self._broker = broker
+        self._bell = bell
+        self._open = waiting
         self._callback = callback
         self._lock = threading.Lock()
         self._waiters: list[Waiter] = []
@@ -113,7 +117,7 @@ class Ready:
         """Wait no longer: the callback will not be called, unless it was already. Again is harmless."""
         self._end()
 
-    def _fire(self) -> None:
+    def fire(self) -> None:
         if self._end():
             try:
                 self._callback()
@@ -127,17 +131,17 @@ class Ready:
                 return False
             self._over = True
             waiters, self._waiters = self._waiters, []
-        with self._consumer._bell:
-            self._consumer._waiting.discard(self)
+        with self._bell:
+            self._open.discard(self)
         for waiter in waiters:
             self._broker.remove_waiter(waiter)
         return True
 
-    def _park(
+    def park(
         self, topic: str, queue_id: int, offset: int, filter: Filter | None = None, timeout_s: float | None = None
     ) -> None:
         waiter = self._broker.add_waiter(
-            topic, queue_id, offset, lambda worth: self._fire(), filter=filter, timeout=timeout_s, at_once=True
+            topic, queue_id, offset, lambda worth: self.fire(), filter=filter, timeout=timeout_s, at_once=True
         )
         with self._lock:
             if not self._over:
@@ -500,22 +504,22 @@ class PullConsumer:
 
     def _park(self, callback: Callable[[], object], timeout_ms: float | None) -> Ready:
         """Under the lock, so that nobody moves a position between the look and the parking."""
-        ready = Ready(self, callback)
+        ready = Ready(self._broker, self._bell, self._waiting, callback)
         with self._bell:
             news = self._changed or self._closed or bool(self._ahead)
             if not news:
                 self._waiting.add(ready)
         if news:
-            ready._fire()
+            ready.fire()
             return ready
         try:
             for position in self._turns:
                 # Of a topic that is gone units may be there all the same: it would be called again and again.
                 if not position.paused and not position.missing:
-                    ready._park(*position.queue, position.read, self._filter_of(position))
+                    ready.park(*position.queue, position.read, self._filter_of(position))
             if timeout_ms is not None and timeout_ms != math.inf:
                 # A place of its own to wait for the time: no topic bears such a name.
-                ready._park(f"@{self.client_id}", 0, 0, timeout_s=timeout_ms / 1000)
+                ready.park(f"@{self.client_id}", 0, 0, timeout_s=timeout_ms / 1000)
         except BaseException:
             ready.cancel()
             raise
@@ -526,7 +530,7 @@ class PullConsumer:
         with self._bell:
             waiting = list(self._waiting)
         for ready in waiting:
-            ready._fire()
+            ready.fire()
 
     def _shares_changed(self) -> None:
         """From any thread, at any time: it waits for nobody."""

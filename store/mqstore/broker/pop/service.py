@@ -5,15 +5,15 @@
     ack, change_invisible, nack, release, dead_letter ---- receipt says which queue, which of the two --^
     run_once: queues whose deliveries became visible; the log's replay position; consumerOrderInfo.json
 
-    module         knows
-    popask         arguments, deliveries, receipts as values
-    popstate       what is in flight in one queue, in memory
-    popquick       its fields, where compiled code hands out and takes back single messages
-    poplog         how records look
-    poptables      all states, locks, who is due when
-    poptime        pop times and visible times, by a clock that may be set back
-    popstandard    redelivery by copies             popfifo    redelivery by reading again
-    popreplay      start-up                         popkeep    how long the log is, consumerOrderInfo.json
+    module      knows
+    ask         arguments, deliveries, receipts as values
+    state       what is in flight in one queue, in memory
+    quick       its fields, where compiled code hands out and takes back single messages
+    log         how records look
+    tables      all states, locks, who is due when
+    time        pop times and visible times, by a clock that may be set back
+    standard    redelivery by copies              fifo    redelivery by reading again
+    replay      start-up                          keep    how long the log is, consumerOrderInfo.json
 
 Nothing here blocks but `wait_for` and a pop that is given time. Locks: one for each (topic, group, queue); under it the
 tables' own, then the store's. No callback is called under one. What a call appends it appends with durability "append",
@@ -189,7 +189,7 @@ class PopService:
                 if queue_id != -1:
                     self._check_queue(route, topic, queue_id)
                 state = route.queues[lucky % len(route.queues) if queue_id == -1 else queue_id]
-                delivery = self._tables._hand_out(state, now_ms, invisible_ms, topic, local)
+                delivery = self._tables.hand_out(state, now_ms, invisible_ms, topic, local)
                 if delivery is not None:
                     found = [delivery]
                     if self._waiters.parked and state.ahead:
@@ -390,7 +390,7 @@ class PopService:
         waits = self._flush_by_default if durability is None else self._waits(durability)
         if len(receipts) == 1 and not waits:
             route = self._routes.get((group, topic))
-            if route is not None and route.quick and self._tables._settle_one(route.queues, receipts[0]):
+            if route is not None and route.quick and self._tables.settle_one(route.queues, receipts[0]):
                 return
         late = self._each_queue(group, topic, receipts, self._standard.settle, self._fifo.settle)
         if waits:
