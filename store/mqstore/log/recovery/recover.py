@@ -177,7 +177,8 @@ class _Recovery:
         begin = time.monotonic()
         parts, report = self.parts, self.report
         for problem in self.problems:
-            self._note_load_problem(problem)
+            if problem.kind != "missing_segment":
+                self._note_load_problem(problem)
         self._lengthen_queue_files()
         if parts.run.starts:
             known = self._clean_end()
@@ -413,6 +414,9 @@ class _Recovery:
         doomed_index, index_from = self._plan_index(start)
         self._begin(mark, start, index_from)
         read_from = min(start, max([s for s in run.starts if s <= index_from], default=start))
+        for problem in self.problems:
+            if problem.kind == "missing_segment" and problem.position < read_from:  # else reading finds it
+                report.findings.append(finding_of(problem, run.segment_bytes))
         total = run.end - read_from
         end = read_from
         tail = ""
