@@ -44,6 +44,6 @@ class StoreParts:
         no writer has it open. `start` as of `log.watermark`. May read much of the log."""
         return watermark(self.run, self.checkpoint, self.checksum, clean=self.clean, start=start)
 
-    def torn_from(self) -> int:
+    def torn_from(self, start: int | None = None) -> int:
         """Return the physical offset from which bad bytes are a torn tail for the next opening, as `watermark` does."""
-        return NEVER_TORN if self.machine_ran_on else self.watermark()
+        return NEVER_TORN if self.machine_ran_on else self.watermark(start)
