@@ -115,7 +115,7 @@ def test_a_crash_in_retention_is_no_loss(tmp_path: Path) -> None:
 
 
 def test_a_log_whose_first_segment_was_never_synced_ends_before_it(tmp_path: Path) -> None:
-    """What remains is a prefix of the log, also of one whose first file's name a power cut took (P2)."""
+    """What remains is a prefix of the log, also of one whose first file's name a power cut took (reliability#p2)."""
     path = tmp_path / "store"
     make(path, crash=True, flush=False)
     reboot(path)

@@ -1,4 +1,4 @@
-"""What opening for writing does to a store that may be damaged (store-format 9.7, 9.8).
+"""What opening for writing does to a store that may be damaged (format#damage, format#opening).
 
 The commitlog alone is trusted. From it this finds the end of the log, tells a torn tail from damage, and brings
 consume queues and index in line with it:
@@ -259,7 +259,7 @@ class _Recovery:
     # -- where to read ----------------------------------------------------------------------------------------------
 
     def _clean_end(self) -> int | None:
-        """The end of the log when the last close vouches for it and nothing contradicts; None: read (9.8)."""
+        """The end of the log when the last close vouches for it and nothing contradicts; None: read."""
         parts = self.parts
         checkpoint = parts.checkpoint
         if self.whole or not parts.clean or checkpoint.clean_end is None or checkpoint.clean_end < 0:
@@ -322,7 +322,7 @@ class _Recovery:
         return NEVER_TORN if self.parts.machine_ran_on or (self.options.full and not self.parts.clean) else mark
 
     def _scan_start(self) -> int:
-        """S (9.8), always the start of a segment."""
+        """S (format#opening), always the start of a segment."""
         parts = self.parts
         first = parts.run.starts[0]
         if self.whole or not parts.has_checkpoint or not len(parts.queues):
@@ -471,7 +471,7 @@ class _Recovery:
 
     def _write_again(self, start: int, end: int) -> None:
         """Make the pages of [start, end) dirty, so that the sync that follows really writes them: after a failed fsync
-        the kernel takes what it could not write for written (8.1)."""
+        the kernel takes what it could not write for written (format#flush)."""
         run = self.parts.run
         position = start
         while position < end:
@@ -581,7 +581,7 @@ class _Recovery:
         queue.publish(first + len(units))
 
     def _void(self, queue: ConsumeQueue, low: int, high: int) -> None:
-        """Slots [low, high) have no record any more: they become void units (4.3)."""
+        """Slots [low, high) have no record any more: they become void units (format#void)."""
         if not queue.list_files() and queue not in self.touched:
             return
         for at in range(low, high, _VOIDS):
@@ -652,7 +652,7 @@ class _Recovery:
             yield segment.start + at - begin, buffer[at : min(at + _COPY_BYTES, end)]
 
     def _cut(self, end: int, cuts: Sequence[tuple[int, int]], why: str, *, keep: bool) -> None:
-        """Zeros from `end` to the end of its segment, unless there are; no segments behind (9.6). `cuts` tells what
+        """Zeros from `end` to the end of its segment, unless there are; no segments behind. `cuts` tells what
         is not zeros; with `keep` it is copied first."""
         run, report = self.parts.run, self.report
         for begin, stop in cuts:
