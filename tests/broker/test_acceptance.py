@@ -1,4 +1,4 @@
-"""What the specification says of the broker as a whole and no mechanism's own tests show, through its door."""
+"""Rules of the broker as a whole that no mechanism's own tests show, through its door."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.broker.close()
 
 
-# -- the number of queues, and order (12; client-semantics A1.12) ---------------------------------------------------
+# -- the number of queues, and order (delivery#queue-choice) -----------------------------------------------------------
 
 
 def _fifo_topic(bench: Bench) -> None:
@@ -81,7 +81,7 @@ def test_a_topic_may_not_become_fifo_and_change_its_queues_at_once(bench: Bench)
         bench.broker.topics.alter("t", write_queues=2, attributes={"+message.type": "FIFO"})
 
 
-# -- groups (1.4) ---------------------------------------------------------------------------------------------------
+# -- groups (delivery#groups) ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("attempts", "stored"), [(3, 2), (1, 0), (None, 2147483647)])
@@ -123,7 +123,7 @@ def test_creating_a_group_that_is_there_gives_it_as_it_is(bench: Bench) -> None:
         bench.broker.groups.create("g", exist_ok=False)
 
 
-# -- a broker that was closed (grpc-server 10; reliability P9) ---------------------------------------------------------
+# -- a broker that was closed (reliability#p9) -------------------------------------------------------------------------
 
 CALLS: dict[str, Callable[[Broker], object]] = {
     "put": lambda broker: broker.put("t", b"late"),
@@ -235,7 +235,7 @@ def test_recover_tells_of_messages_in_a_level_that_the_table_lost(tmp_path: Path
 
 
 def test_who_puts_into_a_retry_topic_meets_the_limit_and_the_locks_of_the_group(bench: Bench) -> None:
-    """broker-semantics 6.2: strictly beyond the limit, or while a member holds a queue, it is a dead letter."""
+    """delivery#retry-put: strictly beyond the limit, or while a member holds a queue, it is a dead letter."""
     broker = bench.broker
     with pytest.raises(NotPermittedError, match="put_retry"):
         broker.put("%RETRY%g", b"x")

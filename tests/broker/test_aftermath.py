@@ -330,7 +330,7 @@ def test_what_a_deleted_group_was_to_have_is_given_to_no_other(bench: Bench) -> 
 @pytest.mark.parametrize("old", [0, 3])
 @pytest.mark.parametrize("joins", ["start_of", "pop"])
 def test_a_group_that_begins_at_the_end_skips_nothing_when_the_process_dies(bench: Bench, joins: str, old: int) -> None:
-    """What was put between its coming and the crash was skipped for ever (P3)."""
+    """What was put between its coming and the crash was skipped for ever (reliability#p3)."""
     broker = bench.broker
     broker.topics.create("t", queues=2)
     for queue_id in range(2):

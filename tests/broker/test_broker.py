@@ -1,4 +1,4 @@
-"""The broker whole: mechanisms on one store, driven by one clock, through its door (client-semantics 0.4)."""
+"""The broker whole: mechanisms on one store, driven by one clock, through its door (clients#contract)."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_message_that_is_never_acknowledged_is_a_dead_letter_after_its_17_atte
 
 
 def test_a_nacked_message_waits_as_the_policy_says(bench: Bench) -> None:
-    """client-semantics A12: 1 s, 5 s, 10 s after attempts 1, 2, 3 of a popped message."""
+    """delivery#backoff: 1 s, 5 s, 10 s after attempts 1, 2, 3 of a popped message."""
     bench.broker.put("t", b"x")
     for wait_ms in (1000, 5000, 10_000):
         [delivery] = bench.broker.pop("g", "t")
@@ -199,7 +199,7 @@ def test_reading_by_offset_with_commits(bench: Bench) -> None:
 
 
 def test_a_commit_says_where_a_group_is_and_a_reset_stays_until_it_was_heard_of(bench: Bench) -> None:
-    """The vector of client-semantics A15.12, at the door that consumers commit by: the last one counts, also if it is
+    """The vector of clients#offset-vectors, at the door that consumers commit by: the last one counts, also if it is
     less; after a reset, which is the engine's freeze, late ones do not; of a group that is deleted nothing is known."""
     broker = bench.broker
     broker.topics.create("t", queues=1)

@@ -1,4 +1,4 @@
-"""What a review with hostile eyes found: races, errors half-way, arguments that spoil a file (P2, P3, P8, P11).
+"""What a review with hostile eyes found: races, errors half-way, arguments that spoil a file (reliability#p2).
 
 Each test tells what a user would have seen. They look at the broker as a whole, so they lie apart from the modules'.
 """
@@ -60,7 +60,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, target: object, name: str, *, cal
 
 def test_a_receipt_from_before_a_reset_acknowledges_nothing_in_order(tmp_path: Path) -> None:
     """A group was reset to have a day's messages again. A worker still had the receipt of the first of them, and its
-    acknowledgement, taken for one whose record is lost (9.8), made the group skip that message."""
+    acknowledgement, taken for one whose record is lost (delivery#order-missing), made the group skip that message."""
     with PopBench(tmp_path) as bench:
         bench.put("t", 3)
         first = bench.pop(order=True)

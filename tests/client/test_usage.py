@@ -1,5 +1,5 @@
 # ruff: noqa: N818, T201  (as the examples have it)
-"""The examples that the library was designed by (client-semantics B.10), as they stand there but for what they leave
+"""The examples that the library was designed by, as they stand there but for what they leave
 open: what handlers do, and when one has seen enough."""
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ def test_a_record_image_inside_a_body_at_its_own_offset_is_read_over(tmp_path: P
 
 def with_a_stale_record_in_a_blank(path: Path) -> Path:
     """A store whose first segment ends in a BLANK, and in it lies a record of an earlier life of the file: what a BLANK
-    holds is not defined (store-format 2.6)."""
+    holds is not defined (format#blank)."""
     write_store(path, [*many(3), Odd(body=bytes(9_000)), Odd(topic="large", body=bytes(9_000))])
     with MessageStore(path, "r") as store:
         at = 12_000

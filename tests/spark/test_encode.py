@@ -206,7 +206,7 @@ def test_a_group_goes_to_its_queue_with_its_delay_and_a_queue_id_wins_over_it() 
     assert (waiting.topic, waiting.queue_id) == ("SCHEDULE_TOPIC_XXXX", 1)
     assert waiting.properties.items() >= {"REAL_TOPIC": "t", "REAL_QID": "3", "__SHARDINGKEY": "order-1"}.items()
     assert (named.queue_id, named.properties["__SHARDINGKEY"]) == (6, "order-1")
-    assert plain.queue_id == 3  # broker-semantics 12
+    assert plain.queue_id == 3  # delivery#queue-choice
 
 
 @pytest.mark.parametrize("how", ["jump", "siphash24"])

@@ -1,4 +1,4 @@
-"""Check one store or many: `MessageStore.verify` with the ranges of the logs read by tasks (store-format 9.7).
+"""Check one store or many: `MessageStore.verify` with the ranges of the logs read by tasks (format#damage).
 
     here         lists the segments of every store, cuts them into ranges
     range task   every record: checksums, lengths, its own offset; its unit in the queue file; its keys in the index

@@ -1,4 +1,4 @@
-"""Rows of a frame as records of a store, adjacent and finished but for their place (spark.md A7, B6; store-format 2).
+"""Rows of a frame as records of a store, adjacent and finished but for their place (spark#encode).
 
     column            what becomes of it
     topic             the record's; distinct names are checked once a batch
@@ -641,7 +641,7 @@ class _Slice:
         return [whole, *cleared[1:]]
 
     def _routed(self, topic: str, queue_id: int, properties: dict[str, str]) -> tuple[str, int, dict[str, str]]:
-        """Where a record with these properties goes now: as `Road.route` has it (broker-semantics 4.2, 5.2)."""
+        """Where a record with these properties goes now: as `Road.route` has it (delivery#level-put)."""
         rules = self._rules
         delayed = delay_route(
             topic, queue_id, properties, lambda: self._now_ms, levels=rules.levels, max_delay_ms=rules.max_delay_ms
@@ -664,7 +664,7 @@ class _Copies(_Slice):
                 preparedTransactionOffset, which names a place in the log of the original
     given       topic and queue id, if the row or the option names others
     zero        queueOffset, physicalOffset, storeTimestamp, checksum, as in each staged record
-    left out    a CRC tail (store-format 2.5), which would be wrong
+    left out    a CRC tail (format#crc-tail), which would be wrong
 
     The store time is the target's, as in every record that is appended: retention, and every search by time, rely on
     times that do not step back within a log.

@@ -1,4 +1,4 @@
-"""Where messages with wanted keys lie, by the index files: option `keys` without reading whole queues (spark B2).
+"""Where messages with wanted keys lie, by the index files: option `keys` without reading whole queues.
 
     index      hash of topic#key -> physical offset        a suggestion: other keys have the same hash
     record     its queue and its queue offset

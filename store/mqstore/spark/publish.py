@@ -1,4 +1,4 @@
-"""Committing a write: staged shards become messages, all of them or none (spark.md B6, steps 2 to 6). Knows no Spark.
+"""Committing a write: staged shards become messages, all of them or none (spark#commit, steps 2 to 6). Knows no Spark.
 
     target   what counts                    the step by which it counts                         afterwards
     store    the log and its txn record     the record's rename, in `MessageStore.splice`       staging goes
@@ -19,7 +19,7 @@ commit of it does nothing but clean up. A batch job without a transaction id is 
 never committed again, so neither a set nor a store remembers it: its table would in time forget others for such. (The
 owner of an inbox does, as a crash may show him a bundle twice.)
 
-A commit keeps no file of how far it has come (spark.md B12 thought of one): by the intent of its splice a kill is
+A commit keeps no file of how far it has come: by the intent of its splice a kill is
 harmless, and doing a splice again from its beginning takes about two raw copies of its bytes (`bench.splice`).
 
 `abort` may come after a commit that succeeded and then raised: it deletes what is staged, and nothing that counts lies

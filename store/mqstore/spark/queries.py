@@ -1,4 +1,4 @@
-"""Stores as views of SQL: `messages`, and each of the source's small tables (spec `spark.md` B7).
+"""Stores as views of SQL: `messages`, and each of the source's small tables.
 
 Spark asks a Python source for every column that a frame has, whatever a query uses. So `sql` looks at the text first:
 columns that it does not name are left out of `messages`. When that cannot be told (a `*` that is no `count(*)`, a table

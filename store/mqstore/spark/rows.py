@@ -10,7 +10,7 @@ taken away is counted, not damage.
 
 The log scan lists what dispatch would: no prepared or rolled back record, no queue that cannot be. It needs no consume
 queue. A range may begin in the middle of a record: the first record that verifies there begins it, since a record
-names its own position (store-format 2.1), so ranges that follow each other share no record and lose none.
+names its own position (format#record), so ranges that follow each other share no record and lose none.
 """
 
 from __future__ import annotations

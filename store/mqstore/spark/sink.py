@@ -1,5 +1,5 @@
 """Writing frames: `df.write.format("mqstore").mode("append").save(path)` and `df.writeStream`. Thin: the rest is made
-elsewhere (spark.md A7, B6).
+elsewhere (spark#writer-calls, spark#commit).
 
     planner process     writer, streamWriter      options, columns and target are checked; rules for the tasks
     executors' workers  write                     rows -> records (`encode`) -> staged shards (`staging`)

@@ -1,6 +1,6 @@
 """The options of `df.write.format("mqstore")` and `df.writeStream`: a table (`optiontable`), as that of the source.
 
-Knows no Spark. Spec: spark.md B6.
+Knows no Spark. spark#commit.
 """
 
 from __future__ import annotations

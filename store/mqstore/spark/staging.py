@@ -1,4 +1,4 @@
-"""Shards: what a task of a write leaves for the commit, and how what was never committed goes (spark.md B6, step 1).
+"""Shards: what a task of a write leaves for the commit, and how what was never committed goes (spark#stage, step 1).
 
     <root>/_staging/<app>-<version>/<partition>-<attempt>-<random>/
         records.bin    adjacent records, places not known

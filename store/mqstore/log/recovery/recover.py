@@ -1,4 +1,4 @@
-"""What opening for writing does to a store that may be damaged (store-format 9.7, 9.8).
+"""What opening for writing does to a store that may be damaged (format#damage, format#opening).
 
 The commitlog alone is trusted. From it this finds the end of the log, tells a torn tail from damage, and brings
 consume queues and index in line with it:
@@ -351,7 +351,7 @@ class _Recovery:
 
     def _write_again(self, start: int, end: int) -> None:
         """Make the pages of [start, end) dirty, so that the sync that follows really writes them: after a failed fsync
-        the kernel takes what it could not write for written (8.1)."""
+        the kernel takes what it could not write for written (format#flush)."""
         run = self.parts.run
         position = start
         while position < end:
@@ -460,7 +460,7 @@ class _Recovery:
         queue.publish(first + len(units))
 
     def _void(self, queue: ConsumeQueue, low: int, high: int) -> None:
-        """Slots [low, high) have no record any more: they become void units (4.3)."""
+        """Slots [low, high) have no record any more: they become void units (format#void)."""
         if not queue.list_files() and queue not in self.touched:
             return
         for at in range(low, high, _VOIDS):

@@ -1,4 +1,4 @@
-"""Repair on request, away from the path that serves: what `mqstore recover` does (store-format 9.7, 11.2)."""
+"""Repair on request, away from the path that serves: what `mqstore recover` does (format#damage, format#json-load)."""
 
 from __future__ import annotations
 

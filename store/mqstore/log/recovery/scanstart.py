@@ -1,4 +1,4 @@
-"""Where recovery begins to read a log, or the end of the log if nothing has to be read (store-format 9.8)."""
+"""Where recovery begins to read a log, or the end of the log if nothing has to be read (format#opening)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ScanStart:
         self.last_store_timestamp_ms = 0
 
     def clean_end(self, log_start: int, problems: Sequence[LoadProblem]) -> int | None:
-        """The end of the log when the last close vouches for it and nothing contradicts; None: read (9.8).
+        """The end of the log when the last close vouches for it and nothing contradicts; None: read (format#opening).
 
         `log_start`: where the log should begin. `problems`: of listing its segments.
         """
@@ -95,7 +95,7 @@ class ScanStart:
         )
 
     def start(self) -> int:
-        """S (9.8), always the start of a segment."""
+        """S (format#opening), always the start of a segment."""
         parts = self._parts
         first = parts.run.starts[0]
         if self._whole or not parts.has_checkpoint or not len(parts.queues):

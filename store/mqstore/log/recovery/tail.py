@@ -1,5 +1,5 @@
 """What lies behind the end of a log: kept under `cut/` where it may be of use, then zeroed, or deleted with its
-segment (store-format 9.6)."""
+segment (format#zeros)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Tail:
     def cut(
         self, end: int, cuts: Sequence[tuple[int, int]], why: str, problems: Sequence[LoadProblem], *, keep: bool
     ) -> None:
-        """Zeros from `end` to the end of its segment, unless there are; no segments behind (9.6). `cuts` tells what
+        """Zeros from `end` to the end of its segment, unless there are; no segments behind. `cuts` tells what
         is not zeros; with `keep` it is copied first. `problems`: of listing the segments."""
         run, report = self._parts.run, self._report
         for begin, stop in cuts:
