@@ -126,7 +126,7 @@ def test_lag_is_shown_and_its_limits_are_findings(store: Path) -> None:
     [
         (("lag", "--topic", "nope"), "no store knows the topic 'nope'; there are"),
         (("lag", "--group", "nope"), "no store knows the group 'nope'; there are"),
-        (("dlq", "--group", "nope"), "has no group 'nope'"),
+        (("dlq", "--group", "nope"), "no store knows the group 'nope'; there are"),
         (("lag", "--wait", "foo"), "'foo' is no length of time; as in 36h"),
         (("lag", "--max-age", "foo"), "'foo' is no length of time; as in 36h"),
     ],
