@@ -320,7 +320,7 @@ def test_damage_stops_a_query_or_is_skipped_or_kept(spark: Any, tmp_path: Path) 
 def test_who_reads_all_columns_of_much_is_warned_once(
     spark: Any, store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from mqstore.spark import source, telling
+    from mqstore.spark import plan, source, telling
 
     def planned(**options: str) -> None:
         made = source.MQStoreDataSource({"path": str(store), **options})
@@ -329,7 +329,7 @@ def test_who_reads_all_columns_of_much_is_warned_once(
     monkeypatch.setattr(telling, "_told", set())
     with caplog.at_level("WARNING", "mqstore"):
         planned()
-        monkeypatch.setattr(source, "_MUCH", 0.0)
+        monkeypatch.setattr(plan, "_PARTITION_MESSAGES", 1)
         planned(columns="topic,body")
         planned(includeProperties="false")
         assert caplog.messages == []

@@ -160,13 +160,11 @@ def _one_path(value: str) -> list[str]:
 
 def _paths(text: str) -> dict[str, str] | list[str]:
     value = _parsed(text)
-    names = value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else []
-    if not names or not all(isinstance(name, str) and name for name in names):
+    found = value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else []
+    if not found or not all(isinstance(path, str) for path in found):
         raise ValueError("not that form")
-    found: dict[str, str] | list[str] = value
-    for name in names:
-        local_path(name)
-    return found
+    paths = [local_path(path) for path in found]
+    return dict(zip(value, paths, strict=True)) if isinstance(value, dict) else paths
 
 
 def _paths_file(text: str) -> dict[str, str] | list[str]:

@@ -191,17 +191,17 @@ _SCHEME: Final = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:|file://(?!/)")
 
 
 def local_path(value: str) -> str:
-    """A path of a mounted file system, perhaps behind `file:`. What else there is in front of a path would be taken for
-    a folder's name: a job would write below its driver's working directory, and say done.
+    """A path of a mounted file system, without the `file:` that may stand before it. What else there is in front of a
+    path would be taken for a folder's name: a job would write below its driver's working directory, and say done.
 
     >>> local_path("file:///var/mq")
-    'file:///var/mq'
+    '/var/mq'
     """
     if found := _SCHEME.match(value):
         raise ValueError(f"only local paths, of a mounted file system; {found[0]!r} leads elsewhere (a folder: ./NAME)")
     if value.startswith("~"):
         raise ValueError("'~' is not replaced here: give the whole path (a folder: ./NAME)")
-    return text(value)
+    return text(value.removeprefix("file://") if value.startswith("file://") else value.removeprefix("file:"))
 
 
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

@@ -16,6 +16,7 @@ from typing import Any
 
 from mqstore.errors import ConfigError, NotAStoreError
 from mqstore.log.reader import to_ms
+from mqstore.spark import optiontable
 from mqstore.spark.options import OPTIONS, SourceOptions
 from mqstore.spark.plan import (
     LogSlice,
@@ -233,9 +234,7 @@ def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
 def local_path(path: str | os.PathLike[str]) -> str:
     """The absolute path: executors have working directories of their own. ConfigError for a URL of what is no file
     system."""
-    text = os.fspath(path)
-    if text.startswith("file:"):
-        text = text.removeprefix("file://").removeprefix("file:")
-    elif "://" in text:
-        raise ConfigError(f"{text!r} is no path of a file system, which is where stores are read and files written")
-    return os.path.abspath(text)
+    try:
+        return os.path.abspath(optiontable.local_path(os.fspath(path)))
+    except ValueError as error:
+        raise ConfigError(f"{os.fspath(path)!r} is no path to read stores from or write files to: {error}") from error

@@ -47,16 +47,15 @@ from mqstore.errors import ConfigError
 from mqstore.spark.columns import COLUMNS, check_columns, check_once, default_columns
 from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
 from mqstore.spark.optiontable import refuse_table
-from mqstore.spark.plan import partitions, survey
+from mqstore.spark.plan import plan
 from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions
 from mqstore.spark.tasks import read_slices
-from mqstore.spark.telling import plain_errors, warn_once
+from mqstore.spark.telling import plain_errors, settle, warn_once
 from mqstore.spark.views import VIEWS, view_batch, view_stores
-from mqstore.spark.workers import settle
 
 __all__ = ["MQStoreDataSource", "register_source"]
 
-_MUCH: Final = 8.0
+_MUCH: Final = 8
 """Full partitions: about 1 GiB."""
 _ALL_COLUMNS: Final = (
     "mqstore: a query reads all columns of more than 1 GiB of messages. Spark does not tell a Python source which of "
@@ -223,10 +222,10 @@ class MQStoreReader(DataSourceReader):
         if self._options.view != "messages":
             # By name, not by number: a plan is used again, and of a glob or a set there may be others by then.
             return [InputPartition(name) for name in view_stores(self._options)]
-        found = survey(self._options, by_region=True)
-        if {*default_columns()} <= {*self._columns} and sum(each.weight for each in found) > _MUCH:
+        found = plan(self._options, by_region=True)
+        if {*default_columns()} <= {*self._columns} and len(found) > max(_MUCH, self._options.min_partitions):
             warn_once(_ALL_COLUMNS)
-        return [InputPartition(slices) for slices in partitions(found, self._options.min_partitions)]
+        return [InputPartition(slices) for slices in found]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         settle()
