@@ -76,7 +76,7 @@ def test_values_become_what_they_mean(name: str, text: str, field: str, value: A
         ({"tags": " || "}, r"option tags=' \|\| ': .*no tag between the bars"),
         ({"startingTimestamp": "yesterday"}, "ISO 8601"),
         ({"filter": "a >"}, "option filter='a >': "),
-        ({"paths": '["a"]'}, "path and paths both say"),
+        ({"paths": '["a"]'}, "options 'path' and 'paths' are the same; give one of them"),
         ({"subscribe": "a", "SUBSCRIBE": "b"}, "'subscribe' and 'SUBSCRIBE' are the same"),
         ({"topic": "a"}, r"no option 'topic'"),
         ({"scan": "log"}, r"no option 'scan'"),

@@ -20,10 +20,13 @@ __all__ = [
     "Option",
     "OptionTable",
     "boolean",
+    "choice",
     "count",
     "duration_s",
+    "flag",
     "local_path",
     "names",
+    "number",
     "option",
     "options_of",
     "refuse_table",
@@ -61,6 +64,21 @@ def option(
     told it; without it, its value.
     """
     return field(default=default, metadata={"option": (name, shown, accepts, meaning, parse)})
+
+
+def flag(default: bool, meaning: str) -> Any:
+    """Return a field that is true or false, as `option` does."""
+    return option(default, YES_NO, meaning, boolean)
+
+
+def choice(*words: str, meaning: str) -> Any:
+    """Return a field that is one of these words, in any case, as `option` does. The first word is the default."""
+    return option(words[0], f"{', '.join(words[:-1])} or {words[-1]}", meaning, word(*words))
+
+
+def number(default: int | None, meaning: str, most: int | None = None, *, shown: str | None = None) -> Any:
+    """Return a field that is a whole number from 1, to `most`, as `option` does."""
+    return option(default, "a number from 1" + (f" to {most}" if most else ""), meaning, count(1, most), shown=shown)
 
 
 def options_of(table: type) -> Iterator[Option]:

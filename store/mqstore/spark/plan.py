@@ -26,7 +26,7 @@ from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX, is_system_topic
 from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
-from mqstore.layout.consumequeue import UNIT, is_void
+from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.dispatch import LIGHT_PREFIX
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
@@ -50,7 +50,6 @@ __all__ = [
     "bounds_of",
     "bounds_of_log",
     "check_ids",
-    "has_all",
     "have_queues_lost",
     "is_wanted",
     "mean_size",
@@ -72,7 +71,6 @@ _PARTITION_MESSAGES = 500_000
 _LEAST_PARTITION = 0.5
 """Of the usual one: what is still worth a task."""
 _LAST = (1 << 63) - 1
-_FEW_UNITS = 4096
 _FEW_MAPPINGS = StoreConfig(max_mappings=4)
 """Mapped pages count as memory of a worker, and a mapping keeps the disk space of a segment that is deleted."""
 _REGION_BYTES = 64 << 20
@@ -203,16 +201,6 @@ class SlicedStore(MessageStore):
     def unbounded(self, topic: str, queue_id: int) -> ConsumeQueue:
         """A queue to read units of that are known to be there; where it begins and ends it does not know."""
         return ConsumeQueue(self._queues, topic, queue_id)
-
-
-def has_all(store: SlicedStore, topic: str, queue_id: int, start: int, stop: int) -> bool:
-    """Whether a queue has each of the units [start, stop), and retention has left its message at `start`. Looked for
-    only where that is little work. False: its bounds have to be found."""
-    if not (is_path_safe(topic) and queue_id >= 0 and 0 <= start < stop <= start + _FEW_UNITS):
-        return False
-    units = store.unbounded(topic, queue_id).units(start, stop - start)
-    oldest = int(units["physical_offset"][0])
-    return bool((units["size"] > 0).all() and oldest >= store.min_offset and not is_void(units[:1])[0])
 
 
 def open_sliced(store: StoreName) -> SlicedStore:

@@ -171,7 +171,8 @@ def select(
             raise ConfigError("a selection says all of it: give topics, bounds and options to `select`")
         return stores
     given = dict(options or {})
-    for name, value in (("subscribe", _names(topics)), ("filter", where), ("paths", json.dumps(_paths(stores)))):
+    topics = topics if topics is None or isinstance(topics, str) else ",".join(topics)
+    for name, value in (("subscribe", topics), ("filter", where), ("paths", json.dumps(_paths(stores)))):
         if value is not None:
             if name.lower() in {each.lower() for each in given}:
                 raise ConfigError(f"option {name!r} is given twice: by its argument, and among the options")
@@ -190,12 +191,6 @@ def select(
     return Selection(checked, (offsets[0], offsets[1]), (times_ms[0], times_ms[1]), given)
 
 
-def _names(topics: str | Sequence[str] | None) -> str | None:
-    if topics is None or isinstance(topics, str):
-        return topics
-    return ",".join(topics)
-
-
 def _paths(stores: Stores) -> list[str] | dict[str, str]:
     if isinstance(stores, Mapping):
         return {name: local_path(path) for name, path in stores.items()}
@@ -207,15 +202,11 @@ def _paths(stores: Stores) -> list[str] | dict[str, str]:
 def check_followed(selection: Selection, *followed: str, bounds: bool = False) -> None:
     """ConfigError for options of the source that a job does not go by, but for the fields that it does, and unless it
     goes by `bounds` for these: what was to leave messages out must not be passed over."""
-    options, unset = selection.options, SourceOptions()
-    plain = Selection(options)
+    plain = Selection(selection.options)
     if not bounds and (selection.offsets, selection.times_ms) != (plain.offsets, plain.times_ms):
         raise ConfigError("start and stop (--from, --to): this job does not go by it; leave it out")
-    ignored = [
-        name
-        for name, option in OPTIONS.items()
-        if option.field not in ("paths", *followed) and getattr(options, option.field) != getattr(unset, option.field)
-    ]
+    unused = [name for name, option in OPTIONS.items() if option.field not in ("paths", *followed)]
+    ignored = selection.options.set_among(unused)
     if ignored:
         raise ConfigError(f"option {', '.join(ignored)}: this job does not go by it; leave it out")
 
