@@ -38,7 +38,7 @@ _TABLE: Final = "provider"
 """`CREATE TABLE ... USING` and `saveAsTable` add it to the options; nothing else does."""
 YES_NO: Final = "true or false"
 _SHOWN: Final = 200
-"""Characters of a value in a message: JSON may name each queue of a fleet."""
+"""Most characters of a value in a message: JSON may name each queue of a fleet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +93,6 @@ def options_of(table: type) -> Iterator[Option]:
             yield Option(name, each.name, shown, accepts, meaning, parse)
 
 
-def _shown(value: str) -> str:
-    """For a message; of what is long, the beginning."""
-    return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}... ({len(value)} characters)"
-
-
 class OptionTable:
     """Options by their names, in any case."""
 
@@ -129,7 +124,7 @@ class OptionTable:
             except (ValueError, RecursionError) as error:
                 deep = isinstance(error, RecursionError)  # of json or re; its traceback is as long as that
                 why = "it is nested too deeply" if deep else str(error)
-                raise ConfigError(f"option {option.name}={_shown(value)}: {why}; {option.accepts}") from (
+                raise ConfigError(f"option {option.name}={value!r:.{_SHOWN}}: {why}; {option.accepts}") from (
                     None if deep else error
                 )
         return values

@@ -50,7 +50,6 @@ __all__ = [
     "bounds_of",
     "bounds_of_log",
     "check_ids",
-    "have_queues_lost",
     "is_wanted",
     "mean_size",
     "names_queue",
@@ -207,11 +206,6 @@ def open_sliced(store: StoreName) -> SlicedStore:
     """As `open_store`, to read slices."""
     with readable(store.path):
         return SlicedStore(store.path, "r", fs=QUIET, config=_FEW_MAPPINGS)
-
-
-def have_queues_lost(store: MessageStore) -> bool:
-    """Whether queues lack files, or ends, that they had when the store was closed. Opening warns of it."""
-    return store.clean_shutdown and store._have_queues_lost()
 
 
 def queues_of(store: MessageStore) -> list[ConsumeQueue]:

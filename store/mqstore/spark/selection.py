@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
@@ -19,11 +19,9 @@ from mqstore.log.reader import to_ms
 from mqstore.spark import optiontable
 from mqstore.spark.options import OPTIONS, SourceOptions
 from mqstore.spark.plan import (
-    LogSlice,
     QueueSlice,
     Slice,
     StoreName,
-    have_queues_lost,
     open_store,
     plan,
     queues_of,
@@ -58,19 +56,8 @@ class Shaped:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON: fields by name, tuples as lists, keys of mappings as text."""
-        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}  # type: ignore[arg-type]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Shaped):
-        return value.to_dict()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    raise TypeError(f"{type(value).__name__} does not belong into a result")
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # type: ignore[call-overload]
+        return found
 
 
 # -- which messages ----------------------------------------------------------------------------------------------------
@@ -116,20 +103,9 @@ class Selection:
         )
 
     def queue_tasks(self, *, by_region: bool = False, resumed: bool = False, slots: int = 1) -> list[list[QueueSlice]]:
-        """As `tasks`, for a job that goes by queues. ConfigError for a store that has records and no queues."""
-        found: list[list[QueueSlice]] = []
-        for task in self.tasks(by_region=by_region, resumed=resumed, slots=slots):
-            found.append([])
-            for piece in task:
-                if isinstance(piece, LogSlice):
-                    raise _no_queues(piece.store)
-                found[-1].append(piece)
-        return found
-
-    def check_queues(self) -> None:
-        """ConfigError for a store that has records and no queues, for a job that sets readBy=queue itself; as
-        `queue_tasks`, it does not mind where the user has said that. For one that lost some of its queues, too: opening
-        it brings them back, and who notes how far he has come would pass over them."""
+        """As `tasks`, for a job that goes by queues. ConfigError for a store that has records and no queues, unless the
+        user has said readBy=queue, and for a store that lost some of its queues: opening it brings them back, and a job
+        that notes how far it has come would pass over them."""
         for name in self.stores():
             try:
                 store = open_store(name)
@@ -137,19 +113,18 @@ class Selection:
                 continue  # what that means is for planning to say
             with store:
                 if self.options.read_by == "auto" and not queues_of(store) and store._has_records():
-                    raise _no_queues(name)
-                if have_queues_lost(store):
+                    raise ConfigError(
+                        f"{name.path} has records, and no consume queues to read them by: `mqstore recover` rebuilds "
+                        "these (and readBy=queue reads what there is, which is nothing)"
+                    )
+                if store.clean_shutdown and store._have_queues_lost():
                     raise ConfigError(
                         f"queues of {name.path} have lost files since it was closed: open it for writing once, or "
-                        "`mqstore recover` it; until then a copy would lack messages"
+                        "`mqstore recover` it; until then messages would be missing"
                     )
-
-
-def _no_queues(name: StoreName) -> ConfigError:
-    return ConfigError(
-        f"{name.path} has records, and no consume queues to read them by: `mqstore recover` makes these anew (and "
-        "readBy=queue reads what there is, which is nothing)"
-    )
+        by_queue = self.with_options(read_by="queue") if self.options.read_by == "auto" else self
+        found = by_queue.tasks(by_region=by_region, resumed=resumed, slots=slots)
+        return [[piece for piece in task if isinstance(piece, QueueSlice)] for task in found]
 
 
 def select(

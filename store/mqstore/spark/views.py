@@ -129,17 +129,14 @@ def _queues(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, 
             messages += int(there.sum())
             size += int(units["size"][there].sum(dtype=np.int64))
             holes |= bool((units["size"] <= 0).any())
-        first, last = (_time_of(store, ref, at) for at in (range(low, high), range(high - 1, low - 1, -1)))
+        first, last = (_time_of(store, ref, slot) if low < high else None for slot in (low, high - 1))
         yield ref.topic, ref.queue_id, low, high, messages, first, last, size, "holes" if holes else "whole"
 
 
-def _time_of(store: MessageStore, ref: QueueRef, slots: range) -> datetime | None:
-    """Store time of the first of these, up to a few, that can be read."""
-    for slot in slots[:64]:
-        found = store.get(*ref, slot, 1).messages
-        if found and found[0].offset == slot:
-            return _instant(found[0].store_timestamp_ms)
-    return None
+def _time_of(store: MessageStore, ref: QueueRef, slot: int) -> datetime | None:
+    """Store time of a message; None for one that cannot be read."""
+    found = store.get(*ref, slot, 1).messages
+    return _instant(found[0].store_timestamp_ms) if found and found[0].offset == slot else None
 
 
 @_view(
