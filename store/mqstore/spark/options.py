@@ -130,10 +130,7 @@ def _instant(text: str) -> int:
 
 
 def _group(text: str) -> str:
-    try:
-        group = check_group(text)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+    group = check_group(text)
     if is_system_group(group):
         raise ValueError("that is the engine's own bookkeeping")
     return group
@@ -149,10 +146,6 @@ def interval_ms(value: str) -> int:
     if found < 1000:
         raise ValueError("too short")
     return found
-
-
-def _one_path(value: str) -> list[str]:
-    return [local_path(value)]
 
 
 def _paths(text: str) -> dict[str, str] | list[str]:
@@ -182,7 +175,12 @@ _PATHS = 'a JSON array of paths, or {"id": "path"}'
 _PLACES: Final = tuple(
     Option(name, "paths", "", accepts, meaning, parse)
     for name, accepts, meaning, parse in (
-        ("path", "a path", "a store, a store set, or a glob of stores (as does `.load(path)`)", _one_path),
+        (
+            "path",
+            "a path",
+            "a store, a store set, or a glob of stores (as does `.load(path)`)",
+            lambda path: [local_path(path)],
+        ),
         ("paths", _PATHS, "many of them; the ids become column `store` (as does `.load([a, b])`)", _paths),
         ("pathsFile", f"a file that holds {_PATHS}", "the same from a file: a fleet's catalogue", _paths_file),
     )

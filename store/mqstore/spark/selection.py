@@ -112,12 +112,12 @@ class Selection:
             except NotAStoreError:
                 continue  # what that means is for planning to say
             with store:
-                if self.options.read_by == "auto" and not queues_of(store) and store._has_records():
+                if self.options.read_by == "auto" and not queues_of(store) and store.has_records():
                     raise ConfigError(
                         f"{name.path} has records, and no consume queues to read them by: `mqstore recover` rebuilds "
                         "these (and readBy=queue reads what there is, which is nothing)"
                     )
-                if store.clean_shutdown and store._have_queues_lost():
+                if store.clean_shutdown and store.have_queues_lost():
                     raise ConfigError(
                         f"queues of {name.path} have lost files since it was closed: open it for writing once, or "
                         "`mqstore recover` it; until then messages would be missing"

@@ -16,6 +16,7 @@ from mqstore.broker.parts import open_parts
 from mqstore.errors import NotAStoreError
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.commitlog import QueueRef
+from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.recovery.scanner import Good, scan_log
 from mqstore.log.recovery.verify import verified_ranges
 from mqstore.log.store import MessageStore
@@ -109,9 +110,9 @@ def _instant(ms: int | None) -> datetime | None:
         return None
 
 
-def _refs(store: MessageStore, options: SourceOptions) -> list[QueueRef]:
+def _wanted(store: MessageStore, options: SourceOptions) -> list[ConsumeQueue]:
     wanted = names_queue(options)
-    return [ref for topic in store.topics() for ref in store.queues(topic) if wanted(*ref)]
+    return [queue for queue in queues_of(store) if wanted(*queue.ref)]
 
 
 @_view(
@@ -119,24 +120,26 @@ def _refs(store: MessageStore, options: SourceOptions) -> list[QueueRef]:
     "first_store_timestamp timestamp, last_store_timestamp timestamp, bytes bigint, state string"
 )
 def _queues(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
-    for ref in _refs(store, options):
-        low, high = store.offsets(*ref)
+    for queue in _wanted(store, options):
+        ref, low, high = queue.ref, queue.min_offset, queue.max_offset
         messages = size = 0
         holes = False
-        queue = store._queues.get(*ref)
-        for _, units in queue.chunks(low, high) if queue is not None else ():
+        for _, units in queue.chunks(low, high):
             there = is_message(units)
             messages += int(there.sum())
             size += int(units["size"][there].sum(dtype=np.int64))
             holes |= bool((units["size"] <= 0).any())
-        first, last = (_time_of(store, ref, slot) if low < high else None for slot in (low, high - 1))
+        first, last = (_time_of(store, ref, at) for at in (range(low, high), range(high - 1, low - 1, -1)))
         yield ref.topic, ref.queue_id, low, high, messages, first, last, size, "holes" if holes else "whole"
 
 
-def _time_of(store: MessageStore, ref: QueueRef, slot: int) -> datetime | None:
-    """Store time of a message; None for one that cannot be read."""
-    found = store.get(*ref, slot, 1).messages
-    return _instant(found[0].store_timestamp_ms) if found and found[0].offset == slot else None
+def _time_of(store: MessageStore, ref: QueueRef, slots: range) -> datetime | None:
+    """Store time of the first of these, up to a few, that can be read."""
+    for slot in slots[:64]:
+        found = store.get(*ref, slot, 1).messages
+        if found and found[0].offset == slot:
+            return _instant(found[0].store_timestamp_ms)
+    return None
 
 
 @_view(
@@ -203,13 +206,14 @@ def _delay(store: MessageStore, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
 )
 def _traffic(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
     policy = policy_of(replace(options, on_corrupt="fail" if options.on_corrupt == "fail" else "skip"))
-    for ref in _refs(store, options):
+    for queue in _wanted(store, options):
         tally = Tally(options.interval_ms, by_interval=True)
-        for piece in ColumnReader(store, (), policy=policy).pieces(*ref, *store.offsets(*ref)):
+        reader = ColumnReader(store, (), policy=policy)
+        for piece in reader.pieces(*queue.ref, queue.min_offset, queue.max_offset):
             tally.add(piece)
         for number, messages, size, sizes in tally.rows():
             start = _instant(number * options.interval_ms)
-            yield *ref, start, messages, size, sizes.percentile(50), sizes.percentile(95), sizes.largest
+            yield *queue.ref, start, messages, size, sizes.percentile(50), sizes.percentile(95), sizes.largest
 
 
 @_view("store string, file string, first bigint, end bigint, records bigint, errors bigint, first_error string")
