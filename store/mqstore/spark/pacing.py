@@ -38,7 +38,7 @@ class Limit(NamedTuple):
 
 
 class Costs:
-    """What messages cost of a limit: 1 each."""
+    """Costs of messages against a limit: 1 each."""
 
     def __enter__(self) -> Self:
         return self

@@ -559,7 +559,7 @@ def _by_region(store: MessageStore, found: list[Weighed]) -> list[Weighed]:
 
 
 def _place(store: MessageStore, piece: QueueSlice, slot: int) -> int:
-    """Where in the log a message lies; 0 for a unit that does not say."""
+    """Return the physical offset of a message; 0 for a unit that does not say."""
     return int(store.units(piece.topic, piece.queue_id, slot, 1)["physical_offset"][0])
 
 

@@ -60,7 +60,7 @@ VIEWS: Final[dict[str, ViewTable]] = {}
 
 
 def _view(columns: str) -> Callable[[_Rows], _Rows]:
-    """Make a function a view of its name, with these columns, which are written as in SQL."""
+    """Return a decorator that adds a function to `VIEWS`, with these columns, which are written as in SQL."""
 
     def add(rows: _Rows) -> _Rows:
         VIEWS[rows.__name__.removeprefix("_")] = ViewTable(dict(each.split() for each in columns.split(", ")), rows)
