@@ -63,7 +63,7 @@ def with_tables(text: str) -> str:
     from mqstore.spark import columns, inputs, options, sinkoptions, views
 
     tables = {
-        "source options": options.as_markdown,
+        "source options": options.SOURCE_OPTIONS.as_markdown,
         "columns": columns.as_markdown,
         "views": views.as_markdown,
         "sink columns": inputs.as_markdown,

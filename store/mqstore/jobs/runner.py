@@ -28,7 +28,7 @@ from mqstore.errors import ConfigError, MQStoreError
 from mqstore.log.ahead import stay_alone
 from mqstore.spark.plan import StoreName
 from mqstore.spark.shipping import ship
-from mqstore.spark.workers import settle
+from mqstore.spark.telling import settle
 
 __all__ = ["Progress", "Runner"]
 

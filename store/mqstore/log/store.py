@@ -339,7 +339,7 @@ class MessageStore(StoreWriter):
         for problem in self._missing_in_front():  # no read comes there
             self._tell_lost(finding_of(problem, self._run.segment_bytes), "Its messages are passed over")
         self._queues.load(exact=not self.clean_shutdown)
-        lost = self.clean_shutdown and self._have_queues_lost()
+        lost = self.clean_shutdown and self.have_queues_lost()
         if lost or (self._have_no_queues() and not writer_alive(self.path, self.fs)):
             _log.warning(
                 "%s: queues have lost files, and messages of the log cannot be read by queue, until the store is "
@@ -351,14 +351,14 @@ class MessageStore(StoreWriter):
 
     def _have_no_queues(self) -> bool:
         """Whether the log holds records, and no queue is there: what a Java broker's directory says nothing of."""
-        return not (len(self._queues) or self._queues.in_rocksdb or self._queues.batch_topics) and self._has_records()
+        return not (len(self._queues) or self._queues.in_rocksdb or self._queues.batch_topics) and self.has_records()
 
-    def _has_records(self) -> bool:
+    def has_records(self) -> bool:
         """Whether anything is in the log, listed or not."""
         events = scan_log(self._run, self._run.min_offset, self._checksum, checksums=False, on_front=_unnoticed)
         return not isinstance(next(events), End)
 
-    def _have_queues_lost(self) -> bool:
+    def have_queues_lost(self) -> bool:
         """Whether queues have not the files or ends that the last clean close noted."""
         noted = self._checkpoint.current.queues
         return noted is not None and noted != self._queues.digest()
@@ -428,7 +428,7 @@ class MessageStore(StoreWriter):
             self.recovery.changed = True
         # Of a queue whose records retention took nobody but its files knew where it ended. Without them its numbers
         # begin anew, of which the log shows nothing.
-        lost = outcome.report.scanned_from is not None and self._have_queues_lost()
+        lost = outcome.report.scanned_from is not None and self.have_queues_lost()
         if lost:
             _log.warning("%s: the numbers of queues that were lost, or their ends, begin anew", self.path)
         ahead = not clean and is_progress_ahead(self.path, outcome.end, fs)
@@ -561,7 +561,7 @@ class MessageStore(StoreWriter):
         parts = self._parts()
         self.recovery = recover(parts, self._load_problems, options, progress).report
         self._report_renamed(places)
-        self.recovery.changed |= self.clean_shutdown and self._have_queues_lost()
+        self.recovery.changed |= self.clean_shutdown and self.have_queues_lost()
         if self._pending is not None:
             self._report_undone(would_undo(self._pending, self._run, self.fs))
         return self.recovery
@@ -581,7 +581,7 @@ class MessageStore(StoreWriter):
             return None
         parts = self._parts()
         wanted = (lambda topic: True) if topics is None else topics.__contains__
-        return unlisted_queue(parts, wanted, whole=self.clean_shutdown and self._have_queues_lost())
+        return unlisted_queue(parts, wanted, whole=self.clean_shutdown and self.have_queues_lost())
 
     def index_doubt(self) -> str:
         """Return why the index of a reader may lack keys, as the lists of its files show: "" if they show nothing."""
@@ -593,7 +593,7 @@ class MessageStore(StoreWriter):
             first_ms = first_record_time(self._run, self._run.starts[0], self._checksum)
             if first_ms is not None and first_ms <= synced_ms:  # else retention has taken those files
                 return "index files are missing"
-        return "" if self._index.files or not self._has_records() else "there is no index"
+        return "" if self._index.files or not self.has_records() else "there is no index"
 
     def _stored_delay_levels(self) -> str:
         value, _ = load_json(self.path / manifests.MANIFEST, writer=False, fs=self.fs)

@@ -47,7 +47,6 @@ from mqstore.spark.plan import (
     bounds_of,
     bounds_of_log,
     check_ids,
-    has_all,
     names_queue,
     open_sliced,
     open_store,
@@ -408,9 +407,6 @@ def _between(
         if not isinstance(store, SlicedStore):
             queue = None
             low, _, top = bounds_of_log(store, options)
-        elif has_all(store, key.topic, key.queue_id, begin.get(key, -1), end[key]):
-            yield weigh(name, store.unbounded(key.topic, key.queue_id), begin[key], end[key])
-            continue
         else:
             queue = store.load(key.topic, key.queue_id)
             if queue is None or not queue.next_offset:

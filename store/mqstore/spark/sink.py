@@ -36,8 +36,7 @@ from mqstore.spark.inputs import check_columns
 from mqstore.spark.publish import Commit, Plan, abort, check_lock, commit, make_member, plan_target
 from mqstore.spark.sinkoptions import APP_NAME, SinkOptions
 from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
-from mqstore.spark.telling import plain_errors
-from mqstore.spark.workers import settle
+from mqstore.spark.telling import plain_errors, settle
 
 __all__ = ["BATCH_PROPERTY", "QUERY_PROPERTY", "Staged", "batch_writer", "ordered", "stream_writer"]
 

@@ -36,8 +36,7 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.pacing import Limit
 from mqstore.spark.progress import StreamProgress
 from mqstore.spark.tasks import read_slices
-from mqstore.spark.telling import plain_errors
-from mqstore.spark.workers import settle
+from mqstore.spark.telling import plain_errors, settle
 
 __all__ = ["MQStoreStreamReader", "RefusedStream", "stream_reader"]
 
