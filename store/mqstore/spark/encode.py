@@ -26,7 +26,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import numpy as np
@@ -144,10 +144,9 @@ class Encoded(NamedTuple):
     """Bytes of each."""
     queues: dict[tuple[str, int], int]
     """(topic, queue id) -> records."""
-    topics: tuple[str, ...]
-    """Where they go at once or, if they wait, in the end; topics of the engine included."""
-    put: Mapping[str, int] = MappingProxyType({})
-    """The topics that rows were put to, as a producer does: of how many queues a key chose one, 0 if none did."""
+    topics: dict[str, TopicRule | None]
+    """Where they go at once or, if they wait, in the end, each with the rule that they were given queues by; None for
+    topics of the engine."""
 
     @property
     def records(self) -> int:
@@ -319,9 +318,10 @@ class _Slice:
         self._columns = columns
         self._rows = rows
         self._now_ms = encoder._clock.now_ms()
-        self._put: dict[str, int] = {}
         self._codes: dict[str, int] = {}
         """Topic -> number that rows have for it, in the order in which they come up."""
+        self._judged_by: list[TopicRule] = []
+        """What holds for each of them; topics of the engine, which come last, have none."""
 
     def encode(self) -> Encoded:
         body = self._body()
@@ -336,7 +336,7 @@ class _Slice:
         total = header["size"]
         assert np.array_equal(np.diff(edges), total), "a record is not as long as it says"
         counts = self._counted(topics, queues)
-        return Encoded(memoryview(data.data), total.astype(np.int64), counts, tuple(self._codes), self._put)
+        return Encoded(memoryview(data.data), total.astype(np.int64), counts, self._named())
 
     def _properties(self, topics: _Int32s, queues: _Int64s, groups: Any) -> tuple[list[Any], _Int64s]:
         """What stands in each row behind the lengths of its properties, in pieces that are to be joined, and how many
@@ -443,11 +443,11 @@ class _Slice:
         return numbers
 
     def _topic_rule(self, row: int, name: str) -> None:
-        self._judged(row, "topic", lambda: self._rules.topic(name))
+        self._judged_by.append(self._judged(row, "topic", lambda: self._rules.topic(name)))
         self._codes[name] = len(self._codes)
 
     def _queues(self, topics: _Int32s, keys: Any) -> _Int64s:
-        rules = [self._rules.topic(name) for name in self._codes]
+        rules = self._judged_by
         queues = np.full(self._rows, -1, np.int64)
         given = self._columns.get("queue_id")
         if given is not None:
@@ -462,14 +462,11 @@ class _Slice:
                     rule += "; it is not there yet: option queues gives it more"
                 self._refuse(row, "queue_id", str(queues[row]), rule)
         write = np.array([rule.write_queues for rule in rules], np.int64)[topics]
-        self._put = dict.fromkeys(self._codes, 0)
         if keys is not None:
             self._check_groups(keys)
             rows = np.flatnonzero((queues < 0) & ~_nulls(keys))
             if len(rows):
                 queues[rows] = self._group_queues(keys.take(pa.array(rows)), write[rows])
-                by_key = np.bincount(topics[rows], minlength=len(rules)) > 0
-                self._put = {name: rules[i].write_queues if by_key[i] else 0 for i, name in enumerate(self._codes)}
         free = np.flatnonzero(queues < 0)
         for number, name in enumerate(self._codes):
             mine = free[topics[free] == number] if len(self._codes) > 1 else free
@@ -648,6 +645,9 @@ class _Slice:
         )
         return delayed or (topic, queue_id, properties)
 
+    def _named(self) -> dict[str, TopicRule | None]:
+        return dict(zip_longest(self._codes, self._judged_by))
+
     def _counted(self, topics: _Int32s, queues: _Int64s) -> dict[tuple[str, int], int]:
         names = list(self._codes)
         pairs, counts = np.unique(topics.astype(np.int64) << 32 | queues, return_counts=True)
@@ -703,7 +703,7 @@ class _Copies(_Slice):
         _write(data, ">i8", starts + QUEUE_OFFSET_AT, 0)
         _write(data, ">i8", starts + PHYSICAL_OFFSET_AT, 0)
         _write(data, ">i8", starts + STORE_TIMESTAMP_AT_V4 + (headers.born_host_size - IPV4_BYTES), 0)
-        return Encoded(memoryview(data.data), sizes, self._counted(topics, queues), tuple(self._codes), self._put)
+        return Encoded(memoryview(data.data), sizes, self._counted(topics, queues), self._named())
 
     def _gather(self, data: memoryview, edges: _Int32s) -> Headers:
         """The fields of the records that fill `data`. Refuses what is no record, or a damaged one."""

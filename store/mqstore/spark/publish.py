@@ -29,10 +29,9 @@ there any more.
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,15 +48,14 @@ from mqstore.errors import (
     FormatError,
     MQStoreError,
     NotAStoreError,
-    ReadOnlyStoreError,
     StoreLockedError,
 )
 from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.jsonfile import decode_json, encode_json, load_json, read_json, save_json
+from mqstore.files.jsonfile import encode_json, load_json, save_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer, writer_alive
 from mqstore.layout.record import BLANK_BYTES
-from mqstore.log.bulk.inbox import check_highest, topics_entered
+from mqstore.log.bulk.inbox import topics_entered
 from mqstore.log.bulk.txn import read_txn
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.manifest import MANIFEST, NOT_YET
@@ -73,11 +71,11 @@ from mqstore.spark.staging import (
     ShardInfo,
     clean,
     discard,
+    folders,
     make_folders,
     transaction_folder,
     write_file,
 )
-from mqstore.spark.telling import readable
 
 __all__ = [
     "MEMBERS",
@@ -128,17 +126,8 @@ class Commit:
     """A batch of a streaming query. Such a batch comes again until the next one has come, and never after."""
 
     @property
-    def topics(self) -> list[str]:
-        return [*dict.fromkeys(topic for shard in self.shards for topic in shard.topics)]
-
-    @property
-    def put(self) -> dict[str, int]:
-        """As that of a shard."""
-        found: dict[str, int] = {}
-        for shard in self.shards:
-            for topic, queues in shard.put.items():
-                found[topic] = max(queues, found.get(topic, 0))
-        return found
+    def topics(self) -> dict[str, TopicRule | None]:
+        return {topic: rule for shard in self.shards for topic, rule in shard.topics.items()}
 
     @property
     def records(self) -> int:
@@ -161,7 +150,6 @@ def plan_target(options: SinkOptions) -> Plan:
     """Look at the target, without a lock and without a trace. ConfigError where it is not what `target` says;
     NotAStoreError and others as of opening a store."""
     root = Path(options.path)
-    _refuse_unwritable(root)
     is_set, is_store = (root / SET_FILE).exists(), (root / MANIFEST).exists() or (root / "commitlog").exists()
     if is_set and options.target != "set":
         raise ConfigError(f"{root} is a store set, and option target={options.target} wants a store: use target=set")
@@ -169,7 +157,7 @@ def plan_target(options: SinkOptions) -> Plan:
         if is_store:
             raise ConfigError(f"{root} is a store, and option target=set wants a folder of stores: use target=store")
         if not is_set:
-            _refuse_foreign(root)
+            _refuse_foreign(root, _OURS)
         _manifest(root)
         return Plan(Rules(new_queues=options.queues))
     try:
@@ -180,8 +168,7 @@ def plan_target(options: SinkOptions) -> Plan:
                 f"{root} is no store, and option target=inbox hands over to the process that has it open: use "
                 "target=store, which creates it"
             ) from None
-        if root.exists():
-            _refuse_other_files(root)
+        _refuse_foreign(root, NOT_YET)
         return Plan(Rules(new_queues=options.queues))
     with store:
         parts = open_parts(store)
@@ -225,39 +212,12 @@ def _rule(config: TopicConfig) -> TopicRule:
     return TopicRule(config.write_queues, max(config.write_queues, config.read_queues), refused)
 
 
-def _refuse_unwritable(root: Path) -> None:
-    """Whoever plans commits, too, so what he cannot make tasks need not try. Looks at where the first folder would be
-    made; a target that is a file is told of elsewhere."""
-    with readable(str(root)):
-        there = next(path for path in (root / STAGING, root, *root.absolute().parents) if path.exists())
-    if there == root and not there.is_dir():
-        return
-    if not there.is_dir():
-        raise NotAStoreError(f"{there} is a file, so there can be no {root}: give another path")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ReadOnlyStoreError(
-            f"{there} may not be written to by the user that Spark runs as (uid {os.getuid()}): let that user, or give "
-            "another path"
-        )
-
-
-def _refuse_foreign(root: Path) -> None:
-    """A folder with other things in it becomes no set: a reader would not see them, and nobody would know why."""
-    foreign = sorted(path.name for path in root.iterdir() if path.name not in _OURS) if root.is_dir() else []
+def _refuse_foreign(root: Path, known: Collection[str]) -> None:
+    """A folder with other things in it becomes no target: a reader would not see them, and nobody would know why."""
+    foreign = sorted(path.name for path in root.iterdir() if path.name not in known) if root.is_dir() else []
     if foreign or (root.exists() and not root.is_dir()):
-        raise ConfigError(
-            f"{root} holds {', '.join(foreign[:3]) or 'a file'} and no {SET_FILE}: option target=set wants a set, or a "
-            "folder of its own"
-        )
-
-
-def _refuse_other_files(root: Path) -> None:
-    """As opening for writing would, but before the tasks run."""
-    if not root.is_dir():
-        raise NotAStoreError(f"{root} is a file, and no store: give a folder of its own")
-    foreign = sorted(path.name for path in root.iterdir() if path.name not in NOT_YET)
-    if foreign:
-        raise NotAStoreError(f"{root} holds {', '.join(foreign[:3])} and is no store: give a folder of its own")
+        what = f"holds {', '.join(foreign[:3])}, and is no store or store set" if foreign else "is a file"
+        raise NotAStoreError(f"{root} {what}: give a folder of its own")
 
 
 # -- in the task: a shard as a store ---------------------------------------------------------------------------------
@@ -288,7 +248,7 @@ def make_member(
         clock=clock,  # with one of its own a store starts no threads: there is nothing for them to do
     )
     with MessageStore(folder / "store", config=config, fs=fs) as store:
-        _admit(open_parts(store), shard.topics, shard.queues, options)
+        _admit(open_parts(store), shard.topics, options)
         store.splice([folder], app=transaction.name, version=0)
     fs.unlink(folder / "shard.json")
     fs.unlink(folder / "records.bin")
@@ -378,10 +338,7 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
             if (last := store.spliced_version(wanted.app)) >= wanted.version:
                 return _already(root, wanted, last)
             store.enter_topics_by(lambda noted: _enter(parts, noted))
-            _admit(parts, wanted.topics, _counts(wanted.shards), options)
-            for topic, chosen in wanted.put.items():
-                config = parts.topics.need(topic)
-                _check_put(root, topic, chosen, config.write_queues, config.writable)
+            _admit(parts, wanted.topics, options)
             if wanted.overwrite:
                 _note_overwrite(parts, root, wanted, fs)
             shards = [transaction_folder(root, wanted.app, wanted.version) / each.name for each in wanted.shards]
@@ -437,45 +394,31 @@ def _unknown(path: Path, error: OSError) -> FlushFailedError:
     )
 
 
-def _counts(shards: Sequence[ShardInfo]) -> dict[tuple[str, int], int]:
-    return {key: count for shard in shards for key, count in shard.queues.items()}
-
-
 def _enter(parts: Parts, noted: Mapping[str, int]) -> None:
     """Enter the topics of a bundle that opening the store has taken from its inbox, as a broker does."""
     for name, queues in noted.items():
         parts.topics.ensure(check_user_topic(name), queues)
 
 
-def _admit(
-    parts: Parts,
-    topics: Sequence[str],
-    queues: Mapping[tuple[str, int], int],
-    options: SinkOptions,
-) -> None:
+def _admit(parts: Parts, topics: Mapping[str, TopicRule | None], options: SinkOptions) -> None:
     """Enter the topics that are missing. ConfigError if one has changed since the rows were given queues."""
-    for name in topics:
-        if is_system_topic(name):
+    for name, planned in topics.items():
+        if planned is None:
             parts.topics.ensure(name, len(parts.store.delay_table_ms) if name == SCHEDULE_TOPIC else 1)
-        elif parts.topics.get(name) is None:
+            continue
+        if parts.topics.get(name) is None:
             parts.topics.create(name, queues=options.queues)
-    for topic, queue_id in queues:
-        config = parts.topics.need(topic)
-        if queue_id >= max(config.write_queues, config.read_queues):
-            raise ConfigError(
-                f"{parts.store.path}: rows were written for queue {queue_id} of topic {topic!r}, which has "
-                f"{config.read_queues} queues now: it was altered meanwhile; write them again"
-            )
+        _refuse_altered(parts.store.path, name, planned, _rule(parts.topics.need(name)))
 
 
-def _check_put(root: Path, topic: str, chosen: int, queues: int, writable: bool) -> None:
-    """ConfigError if a topic that rows were put to has changed since: a message group would go on in another queue than
-    that in which producers have it (`chosen`: of how many queues its key chose one)."""
-    if not writable or chosen not in (0, queues):
-        what = f"has {queues} queues to write to now" if writable else "may not be written to any more"
-        among = f"by their key among {chosen} queues of" if chosen else "to"
+def _refuse_altered(root: str | Path, topic: str, planned: TopicRule, now: TopicRule) -> None:
+    """ConfigError if a topic is not what it was when rows were given queues: nobody might read some of them, and a
+    message group would go on in another queue than that in which producers have it."""
+    if now != planned:
+        what = f"has {now.write_queues} queues to write to and {now.queues} in all"
         raise ConfigError(
-            f"{root}: rows were put {among} topic {topic!r}, which {what}: altered meanwhile; write again"
+            f"{root}: topic {topic!r} was altered while rows for it were written: it "
+            f"{'may not be written to' if now.refused else what} now. Write them again"
         )
 
 
@@ -530,8 +473,12 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
             if _manifest(root) == wanted_manifest:
                 raise _unknown(root / SET_FILE, error) from error
             raise
-        if wanted.overwrite:
-            _delete_members(root, before, fs)
+        for where in before.values() if wanted.overwrite else ():
+            path = root / where
+            # The sink makes folders in one place: what lies deeper, or behind a link, is somebody else's.
+            if path.parent == root / MEMBERS and not path.is_symlink():
+                with _left_to_clean(root):
+                    fs.remove_tree(path)
         return Published(False, wanted.records)
 
 
@@ -581,19 +528,6 @@ def _move_in(root: Path, wanted: Commit, fs: FileSystem) -> list[str]:
     return names
 
 
-def _delete_members(root: Path, before: Mapping[str, Any], fs: FileSystem) -> None:
-    """The batch is in by now: what cannot be deleted is left to `clean_target`. The sink makes folders: what is reached
-    by a link, or by `..`, somebody else has made, wherever it lies."""
-    for where in before.values():
-        path = Path(str(where))
-        ours = path.parts[:1] == (MEMBERS,) and len(path.parts) == 2 and path.name != ".."
-        if ours and not (root / path).is_symlink():
-            try:
-                fs.remove_tree(root / path)
-            except OSError as error:
-                _log.warning("%s: an overwritten store stays on disk: %s; mqstore spark clean", root / path, error)
-
-
 # -- target=inbox ------------------------------------------------------------------------------------------------------
 
 
@@ -601,7 +535,9 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     """Hand the shards over: durable when this returns, spliced when the owner comes to it, or the next one opens."""
     folder = transaction_folder(root, wanted.app, wanted.version)
     target = root / _INBOX / folder.name
-    waiting = _waiting_in(root, wanted.app, fs)  # before the record: what is taken in meanwhile is in one of them
+    waiting = _waiting_in(
+        root / _INBOX, wanted.app, fs
+    )  # before the record: what is taken in meanwhile is in one of them
     last = read_txn(root, fs).version_of(wanted.app)
     newest = max(last, *waiting, -1)
     if wanted.version in waiting:
@@ -613,10 +549,11 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         return Published(False, 0)
     highest = _highest(wanted.shards)
     entered = topics_entered(root, fs)
-    check_highest(root, entered, highest)
-    for topic, chosen in wanted.put.items():
-        if has := entered.get(topic):
-            _check_put(root, topic, chosen, has.write_queues, has.perm & PERM_WRITE != 0)
+    for topic, planned in wanted.topics.items():
+        if planned is not None and (has := entered.get(topic)):
+            refused = "" if has.perm & PERM_WRITE else "closed"
+            now = TopicRule(has.write_queues, max(has.write_queues, has.read_queues), refused)
+            _refuse_altered(root, topic, planned, now)
     create = {  # a topic that was deleted meanwhile comes again, with the queues that rows were given by what it had
         name: max(options.queues, highest.get(name, -1) + 1) for name in wanted.topics if _is_users(name)
     }
@@ -635,8 +572,7 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     fs.replace(folder, target)
     try:
         fs.sync_directory(root / _INBOX)
-        with suppress(FileNotFoundError):  # another job has removed it, which was empty
-            fs.sync_directory(folder.parent)
+        fs.sync_directory(folder.parent)
     except OSError as error:
         raise _unknown(target, error) from error
     return Published(False, wanted.records)
@@ -645,7 +581,7 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
 def _refuse_behind_refused(root: Path, wanted: Commit, last: int, fs: FileSystem) -> None:
     """ConfigError where the owner has put aside a bundle of this application: it was told that it is in, and its rows
     are missing. `last`: the version that is in; one that came twice is no loss."""
-    lost = _waiting_in(root / _INBOX, wanted.app, fs, "refused") - {last}
+    lost = _waiting_in(root / _INBOX / "refused", wanted.app, fs) - {last}
     if lost and (wanted.remembered or wanted.version in lost):
         first = wanted.version if wanted.version in lost else min(lost)
         raise ConfigError(
@@ -655,35 +591,25 @@ def _refuse_behind_refused(root: Path, wanted: Commit, last: int, fs: FileSystem
         )
 
 
-def _waiting_in(root: Path, app: str, fs: FileSystem, folder: str = _INBOX) -> frozenset[int]:
-    """The versions of an application that lie in the inbox."""
-    try:
-        names = fs.scandir_directories(root / folder)
-    except FileNotFoundError:
-        return frozenset()
-    rests = (name.removeprefix(f"{app}-") for name in names if name.startswith(f"{app}-"))
-    return frozenset(int(rest) for rest in rests if rest.isdecimal())
+def _waiting_in(folder: Path, app: str, fs: FileSystem) -> frozenset[int]:
+    """The versions of an application that lie in the inbox, or in a folder of it."""
+    parts = (path.name.rpartition("-") for path in folders(folder, fs))
+    return frozenset(int(version) for name, _, version in parts if name == app and version.isdecimal())
 
 
 def _check_staged(folder: Path, shards: Sequence[ShardInfo], fs: FileSystem) -> None:
-    """FormatError unless the shards in `folder` are there as their tasks finished them. Whether each byte is right the
-    owner sees; a shard that is missing he could only refuse, when the job has long been told that it is done."""
+    """FormatError unless the files of the shards in `folder` are there. Whether each byte is right the owner sees; a
+    shard that is missing he could only refuse, when the job has long been told that it is done."""
     for shard in shards:
         path = folder / shard.name
-        try:
-            said = decode_json(read_json(path / "shard.json", fs))
-            files = dict(fs.scandir_files(path))
-        except FileNotFoundError as error:
-            raise _gone(path) from error
-        found = (said.get("records"), said.get("bytes"), files.get("records.bin"))
-        if found != (shard.records, shard.bytes, shard.bytes) or "records.idx" not in files:
+        if not all(fs.exists(path / name) for name in ("records.bin", "records.idx", "shard.json")):
             raise _gone(path)
 
 
 def _highest(shards: Sequence[ShardInfo]) -> dict[str, int]:
     """The highest queue that rows of each topic were given, of those that a bundle may ask for."""
     highest: dict[str, int] = {}
-    for topic, queue_id in _counts(shards):
+    for topic, queue_id in (key for shard in shards for key in shard.queues):
         if _is_users(topic):
             highest[topic] = max(queue_id, highest.get(topic, 0))
     return highest
