@@ -40,12 +40,12 @@ def stage(
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[ShardInfo]:
     """What the tasks of a job do, one after the other."""
-    plan = plan_target(options)
+    rules = plan_target(options)
     folder = transaction_folder(Path(options.path), app, version)
     shards: list[ShardInfo] = []
     for partition, batch in enumerate(partitions):
         encoder = Encoder(
-            plan.rules,
+            rules,
             app=app,
             version=version,
             partition=partition,
@@ -55,7 +55,7 @@ def stage(
         )
         pieces = encoder.encode(batch)
         for shard in write_shards(
-            pieces, folder, partition, attempt, profile=plan.profile, max_rows=options.max_rows_per_shard, fs=fs
+            pieces, folder, partition, attempt, profile=rules.profile, max_rows=options.max_rows_per_shard, fs=fs
         ):
             if options.target == "set":
                 make_member(folder, shard, options, fs=fs, clock=clock)

@@ -149,10 +149,10 @@ def test_what_is_old_enough_goes_and_nothing_else(root: Path) -> None:
     (root / STAGING / "link").symlink_to(root / "commitlog")
 
     [found] = clean_target(root, 3600, dry_run=True)
-    assert (Path(found.path), found.age_s > 1e9, found.bytes > 0, old.exists()) == (old, True, True, True)
-    assert {Path(each.path).name for each in clean(root, 0, dry_run=True)} == {"old-0", "new-3"}
+    assert (found, old.exists()) == (old, True)
+    assert {path.name for path in clean(root, 0, dry_run=True)} == {"old-0", "new-3"}
 
-    assert [Path(each.path) for each in clean_target(root, 3600)] == [old]
+    assert clean_target(root, 3600) == [old]
     assert staged(root) == ["link", "new-3"]
     assert clean(root / "nowhere", 0) == []
 
@@ -197,16 +197,16 @@ def test_the_rules_are_those_of_the_store(tmp_path: Path) -> None:
         store.broker.topics.create("wide", read_queues=9, write_queues=2)
         store.broker.topics.create("closed", perm=4)
         store.producer().send("found", b"")
-    plan = plan_target(options_of(tmp_path / "s", queues="5"))
+    rules = plan_target(options_of(tmp_path / "s", queues="5"))
 
-    assert plan.profile == "rocketmq"
-    assert (plan.rules.group_hash, plan.rules.levels, plan.rules.max_record_bytes) == ("siphash24", 2, (1 << 16) - 8)
-    assert (plan.rules.topic("wide"), plan.rules.topic("new")) == ((2, 9, ""), (5, 5, ""))
+    assert rules.profile == "rocketmq"
+    assert (rules.group_hash, rules.levels, rules.max_record_bytes) == ("siphash24", 2, (1 << 16) - 8)
+    assert (rules.topic("wide"), rules.topic("new")) == ((2, 9, ""), (5, 5, ""))
     with pytest.raises(MQStoreError, match="'closed' may not be written to"):
-        plan.rules.topic("closed")
+        rules.topic("closed")
     for name in ("SCHEDULE_TOPIC_XXXX", "rmq_sys_x"):
         with pytest.raises(MQStoreError, match="belongs to the engine"):
-            plan.rules.topic(name)
+            rules.topic(name)
 
 
 def test_a_target_that_is_not_what_the_option_says_is_refused(root: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from typing import Any, Final
 from mqstore.broker.configchecks import OVERWRITE_FILE, check_overwrite
 from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic, is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.parts import Parts, open_parts
-from mqstore.broker.topics import PERM_WRITE, TopicConfig
+from mqstore.broker.topics import TopicConfig
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import (
     ConfigError,
@@ -55,19 +55,17 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import encode_json, load_json, save_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer, writer_alive
 from mqstore.layout.record import BLANK_BYTES
-from mqstore.log.bulk.inbox import topics_entered
 from mqstore.log.bulk.txn import read_txn
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.manifest import MANIFEST, NOT_YET
 from mqstore.log.store import MessageStore
-from mqstore.options import Profile, StoreConfig
+from mqstore.options import StoreConfig
 from mqstore.spark.encode import Rules, TopicRule
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.sets import RECORDED, SET_FILE, read_set
 from mqstore.spark.sinkoptions import SinkOptions
 from mqstore.spark.staging import (
     STAGING,
-    Leftover,
     ShardInfo,
     clean,
     discard,
@@ -98,18 +96,11 @@ _OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak",
 _SEGMENT_BYTES = 64 << 20
 _PAGE = 4096
 _LOCK_POLL_S = 0.05
+_CLEAN_WAITS_S = 30.0
 _LOOK: Final = (
     "Look whether the messages are in before they are written again; with txnAppId and txnVersion they are not written "
     "twice"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What tasks have to know of the target. Plain values: it travels."""
-
-    rules: Rules
-    profile: Profile = "mqstore"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +137,7 @@ class Published:
 # -- planning ----------------------------------------------------------------------------------------------------------
 
 
-def plan_target(options: SinkOptions) -> Plan:
+def plan_target(options: SinkOptions) -> Rules:
     """Look at the target, without a lock and without a trace. ConfigError where it is not what `target` says;
     NotAStoreError and others as of opening a store."""
     root = Path(options.path)
@@ -159,7 +150,7 @@ def plan_target(options: SinkOptions) -> Plan:
         if not is_set:
             _refuse_foreign(root, _OURS)
         _manifest(root)
-        return Plan(Rules(new_queues=options.queues))
+        return Rules(new_queues=options.queues)
     try:
         store = open_store(StoreName(options.path, options.path))
     except NotAStoreError:
@@ -169,21 +160,21 @@ def plan_target(options: SinkOptions) -> Plan:
                 "target=store, which creates it"
             ) from None
         _refuse_foreign(root, NOT_YET)
-        return Plan(Rules(new_queues=options.queues))
+        return Rules(new_queues=options.queues)
     with store:
         parts = open_parts(store)
         config, manifest = parts.config, store.manifest
         room = manifest.commitlog_segment_bytes - BLANK_BYTES
         largest = min(config.max_message_size + ALLOWANCE, room)
-        rules = Rules(
+        return Rules(
             topics={each.name: _rule(each) for each in parts.topics.configs()},
             new_queues=options.queues,
             group_hash="siphash24" if manifest.group_hash == "siphash24" else "jump",
             levels=len(store.delay_table_ms),
             max_body_bytes=min(config.max_message_size, largest),
             max_record_bytes=largest,
+            profile=manifest.profile,
         )
-        return Plan(rules, manifest.profile)
 
 
 def check_lock(options: SinkOptions) -> None:
@@ -275,23 +266,19 @@ def abort(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL
         discard(root, app, version, fs)
 
 
-def clean_target(
-    root: Path,
-    ttl_s: float,
-    *,
-    dry_run: bool = False,
-    clock: Clock = SYSTEM_CLOCK,
-    fs: FileSystem = REAL,
-    lock_timeout_s: float = 30.0,
-) -> list[Leftover]:
-    """Delete what jobs left in a store or a set that nobody has touched for `ttl_s` seconds; those, or with `dry_run`
-    what they would be. Of a set also stores that its manifest does not name; then its lock is taken."""
+def clean_target(root: Path, ttl_s: float, *, dry_run: bool = False) -> list[Path]:
+    """Delete what jobs left in a store or a set that nobody has touched for `ttl_s` seconds.
+
+    In a set these are also stores that its manifest does not name; then its lock is taken. Returns the folders, with
+    `dry_run` those that would be deleted.
+    """
     root = Path(resolved(root))
     if not (root / SET_FILE).exists():
-        return clean(root, ttl_s, dry_run=dry_run, clock=clock, fs=fs)
-    with nullcontext() if dry_run else _locked_set(root, lock_timeout_s, fs):
+        return clean(root, ttl_s, dry_run=dry_run)
+    with nullcontext() if dry_run else _locked_set(root, _CLEAN_WAITS_S, REAL):
         named = _named(_manifest(root))
-        return clean(root, ttl_s, dry_run=dry_run, clock=clock, fs=fs, named=named, members=MEMBERS)
+        others = [path for path in folders(root / MEMBERS) if path.name not in named]
+        return clean(root, ttl_s, others=others, dry_run=dry_run)
 
 
 def _tidy(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> None:
@@ -535,9 +522,8 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     """Hand the shards over: durable when this returns, spliced when the owner comes to it, or the next one opens."""
     folder = transaction_folder(root, wanted.app, wanted.version)
     target = root / _INBOX / folder.name
-    waiting = _waiting_in(
-        root / _INBOX, wanted.app, fs
-    )  # before the record: what is taken in meanwhile is in one of them
+    # Before the record: what is taken in meanwhile is in one of them.
+    waiting = _waiting_in(root / _INBOX, wanted.app, fs)
     last = read_txn(root, fs).version_of(wanted.app)
     newest = max(last, *waiting, -1)
     if wanted.version in waiting:
@@ -547,13 +533,11 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         return _already(root, wanted, newest)
     if not wanted.shards:
         return Published(False, 0)
-    highest = _highest(wanted.shards)
-    entered = topics_entered(root, fs)
+    there = plan_target(options).topics
     for topic, planned in wanted.topics.items():
-        if planned is not None and (has := entered.get(topic)):
-            refused = "" if has.perm & PERM_WRITE else "closed"
-            now = TopicRule(has.write_queues, max(has.write_queues, has.read_queues), refused)
-            _refuse_altered(root, topic, planned, now)
+        if planned is not None and topic in there:
+            _refuse_altered(root, topic, planned, there[topic])
+    highest = _highest(wanted.shards)
     create = {  # a topic that was deleted meanwhile comes again, with the queues that rows were given by what it had
         name: max(options.queues, highest.get(name, -1) + 1) for name in wanted.topics if _is_users(name)
     }
@@ -565,7 +549,9 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         "create": create,
         "highest": highest,
     }
-    _check_staged(folder, wanted.shards, fs)
+    for shard in wanted.shards:  # one that is missing the owner could only refuse, when the job is long said to be done
+        if not all(fs.exists(folder / shard.name / each) for each in ("records.bin", "records.idx", "shard.json")):
+            raise _gone(folder / shard.name)
     fs.unlink(folder / "bundle.json", missing_ok=True)  # of a commit that was killed before the rename
     write_file(folder / "bundle.json", encode_json(bundle), fs=fs)
     make_folders(root / _INBOX, fs)
@@ -595,15 +581,6 @@ def _waiting_in(folder: Path, app: str, fs: FileSystem) -> frozenset[int]:
     """The versions of an application that lie in the inbox, or in a folder of it."""
     parts = (path.name.rpartition("-") for path in folders(folder, fs))
     return frozenset(int(version) for name, _, version in parts if name == app and version.isdecimal())
-
-
-def _check_staged(folder: Path, shards: Sequence[ShardInfo], fs: FileSystem) -> None:
-    """FormatError unless the files of the shards in `folder` are there. Whether each byte is right the owner sees; a
-    shard that is missing he could only refuse, when the job has long been told that it is done."""
-    for shard in shards:
-        path = folder / shard.name
-        if not all(fs.exists(path / name) for name in ("records.bin", "records.idx", "shard.json")):
-            raise _gone(path)
 
 
 def _highest(shards: Sequence[ShardInfo]) -> dict[str, int]:

@@ -89,13 +89,13 @@ class _Writer:
             options.check_stream()
         # Executors stand in folders of their own.
         self.options = replace(options, path=os.path.abspath(options.path))
-        self.plan = plan_target(self.options)
+        self.rules = plan_target(self.options)
         self.overwrite = overwrite
         self.batch = (options.txn_app_id or f"job-{uuid.uuid4().hex}", options.txn_version or 0)
         """Who writes, for a job. Of a stream only the tasks know it."""
         if options.topic is not None:  # judged here, and not in the first row of each task
             try:
-                self.plan.rules.topic(options.topic)
+                self.rules.topic(options.topic)
             except MQStoreError as error:
                 raise ConfigError(f"option topic={options.topic!r}: {error}") from error
 
@@ -108,7 +108,7 @@ class _Writer:
         options, partition = self.options, context.partitionId()
         max_rows = options.max_rows_per_shard
         encoder = Encoder(
-            self.plan.rules, app=app, version=version, partition=partition, topic=options.topic, max_rows=max_rows
+            self.rules, app=app, version=version, partition=partition, topic=options.topic, max_rows=max_rows
         )
         folder = transaction_folder(Path(options.path), app, version)
         shards = []
@@ -117,7 +117,7 @@ class _Writer:
             folder,
             partition,
             context.attemptNumber(),
-            profile=self.plan.profile,
+            profile=self.rules.profile,
             max_rows=max_rows,
             sync=options.flush == "commit",
         ):
@@ -189,15 +189,6 @@ def ordered(frame: DataFrame, *, key: str = "sharding_key", by: Sequence[str]) -
     messages of a key follow each other in a queue as `by` says. Across tasks Spark knows no order. Use it last before
     `write`: what comes after it may move rows, but for a `drop` of columns that a message does not have. Rows without a
     key all meet in one partition, which may become large.
-
-    ConfigError for a column that is not there, and for no `by`.
     """
-    by = [by] if isinstance(by, str) else list(by)
-    missing = [name for name in (key, *by) if name not in frame.columns]
-    if missing:
-        raise ConfigError(
-            f"ordered: the frame has no column {', '.join(map(repr, missing))}; there are {', '.join(frame.columns)}"
-        )
-    if not by:
-        raise ConfigError("ordered: by names no column; without one the rows of a key have no order, as in by=['time']")
+    by = [by] if isinstance(by, str) else by
     return frame.repartition(key).sortWithinPartitions(*by)

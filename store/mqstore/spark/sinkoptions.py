@@ -26,7 +26,7 @@ from mqstore.spark.optiontable import (
     word,
 )
 
-__all__ = ["APP_NAME", "FOR_THE_STREAM", "ONLY_FOR_WRITING", "SINK_OPTIONS", "SinkOptions", "Target", "as_markdown"]
+__all__ = ["APP_NAME", "FOR_THE_STREAM", "ONLY_FOR_WRITING", "SINK_OPTIONS", "SinkOptions", "Target"]
 
 Target = Literal["store", "set", "inbox"]
 
@@ -151,8 +151,3 @@ SINK_OPTIONS: Final = OptionTable([*options_of(SinkOptions)], FOR_THE_STREAM)
 ONLY_FOR_WRITING: Final = frozenset(name.lower() for name in SINK_OPTIONS.options) - {"path"} | FOR_THE_STREAM
 """Names in small letters. Spark makes one object for a format's options, and does not say whether to read or to write;
 one of these tells."""
-
-
-def as_markdown() -> str:
-    """The table for the documentation."""
-    return SINK_OPTIONS.as_markdown()

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,6 @@ from mqstore.spark.encode import Encoded, TopicRule
 
 __all__ = [
     "STAGING",
-    "Leftover",
     "ShardInfo",
     "ShardWriter",
     "clean",
@@ -199,44 +198,26 @@ def discard(root: Path, app: str, version: int, fs: FileSystem = REAL) -> None:
     fs.remove_tree(transaction_folder(root, app, version))
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """What a job left that was never committed."""
-
-    path: str
-    bytes: int
-    age_s: float
-    """Since anything in it was changed last."""
-
-
 def clean(
     root: Path,
     ttl_s: float,
     *,
+    others: Iterable[Path] = (),
     dry_run: bool = False,
     clock: Clock = SYSTEM_CLOCK,
     fs: FileSystem = REAL,
-    named: Collection[str] = (),
-    members: str = "",
-) -> list[Leftover]:
+) -> list[Path]:
     """Delete everything staged under `root` that nobody has touched for `ttl_s` seconds, of running jobs as well.
 
-    With `members`, also the stores in that folder that are not `named`. Returns what was deleted, or would be with
-    `dry_run`, newest last. For a store set use `publish.clean_target`, which knows what is named.
+    The same for `others`. Returns what was deleted, or would be with `dry_run`, newest last. For a store set use
+    `publish.clean_target`, which knows what counts.
     """
-    paths = folders(root / STAGING, fs)
-    if members:
-        paths += [path for path in folders(root / members, fs) if path.name not in named]
-    old = []
-    for path in paths:
-        size, changed_s = _measure(path)
-        age_s = max(0.0, clock.now_ms() / 1000 - changed_s)
-        if age_s >= ttl_s:
-            old.append(Leftover(str(path), size, age_s))
-    if not dry_run:
-        for each in old:
-            fs.remove_tree(each.path)
-    return sorted(old, key=lambda each: -each.age_s)
+    now_s = clock.now_ms() / 1000
+    ages_s = {path: max(0.0, now_s - _changed_s(path)) for path in (*folders(root / STAGING, fs), *others)}
+    old = sorted((path for path in ages_s if ages_s[path] >= ttl_s), key=lambda path: -ages_s[path])
+    for path in () if dry_run else old:
+        fs.remove_tree(path)
+    return old
 
 
 def folders(path: Path, fs: FileSystem = REAL) -> list[Path]:
@@ -248,15 +229,11 @@ def folders(path: Path, fs: FileSystem = REAL) -> list[Path]:
     return [each for each in found if not each.is_symlink()]
 
 
-def _measure(path: Path) -> tuple[int, float]:
-    """Bytes on disk, and when anything was changed last; of what goes meanwhile nothing."""
-    size, changed = 0, 0.0
-    with suppress(FileNotFoundError):
-        changed = os.lstat(path).st_mtime
+def _changed_s(path: Path) -> float:
+    """When anything in a folder was changed last; what goes meanwhile does not count."""
+    changed = 0.0
     for folder, _, names in os.walk(path):
         for each in (folder, *(os.path.join(folder, name) for name in names)):
             with suppress(FileNotFoundError):
-                found = os.lstat(each)
-                changed = max(changed, found.st_mtime)
-                size += found.st_blocks * 512
-    return size, changed
+                changed = max(changed, os.lstat(each).st_mtime)
+    return changed
