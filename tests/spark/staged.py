@@ -13,7 +13,7 @@ from mqstore import MessageStore
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.spark.encode import Encoder
-from mqstore.spark.publish import Commit, Published, commit, make_member, plan_target
+from mqstore.spark.publish import Commit, commit, make_member, plan_target
 from mqstore.spark.sinkoptions import SinkOptions
 from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
 
@@ -65,7 +65,7 @@ def stage(
 
 def write(
     options: SinkOptions, app: str, version: int, *partitions: Sequence[str], overwrite: bool = False, **how: Any
-) -> Published:
+) -> int | None:
     """A whole job."""
     shards = stage(options, app, version, [batch_of(bodies) for bodies in partitions], **how)
     return commit(options, Commit(app, version, shards, overwrite=overwrite), **how)

@@ -33,7 +33,7 @@ from mqstore.spark import publish
 from mqstore.spark.encode import Encoder, Rules
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import stores_of
-from mqstore.spark.publish import Commit, Published, abort, clean_target, commit, plan_target
+from mqstore.spark.publish import Commit, abort, clean_target, commit, plan_target
 from mqstore.spark.sinkoptions import SinkOptions
 from mqstore.spark.staging import STAGING, clean, transaction_folder, write_shards
 from tests.crash.recording import Event, RecordingFileSystem, build_image
@@ -105,14 +105,6 @@ def test_a_task_that_fails_takes_the_shard_it_was_at_away(tmp_path: Path) -> Non
         stage(options, "a", 0, [batch_of(ONE), batch_of(ONE, queue_id=[99] * 5)])
 
     assert [name[:4] for name in os.listdir(transaction_folder(tmp_path / "s", "a", 0))] == ["0-0-"]
-
-
-def test_without_flush_nothing_that_is_staged_is_synced(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    encoder = Encoder(Rules(), app="a", version=0, partition=0, topic="t")
-    [*write_shards(encoder.encode(batch_of(ONE)), tmp_path, 0, 0, profile="mqstore", sync=False, fs=fs)]
-
-    assert [call for call in fs.changes() if call.operation == "fdatasync"] == []
 
 
 def test_a_full_disk_while_staging_is_told_and_leaves_no_shard(tmp_path: Path) -> None:
@@ -248,7 +240,7 @@ def test_a_target_whose_creation_was_killed_is_written_to_all_the_same(tmp_path:
 def test_a_store_that_is_not_there_is_made_and_messages_lie_in_the_order_of_partitions(tmp_path: Path) -> None:
     options = options_of(tmp_path / "s", queues="1")
 
-    assert write(options, "a", 0, ONE, TWO, [], ["c"]).records == 10
+    assert write(options, "a", 0, ONE, TWO, [], ["c"]) == 10
 
     assert bodies(tmp_path / "s") == [*ONE, *TWO, "c"]
     assert staged(tmp_path / "s") == []
@@ -272,7 +264,7 @@ def test_what_was_written_before_stays_and_what_comes_later_goes_on(tmp_path: Pa
 def test_a_version_counts_once_and_an_older_one_never(root: Path) -> None:
     options = options_of(root)
 
-    results = [write(options, "a", version, [f"v{version}"]).already for version in (3, 3, 2, 4)]
+    results = [write(options, "a", version, [f"v{version}"]) is None for version in (3, 3, 2, 4)]
 
     assert results == [False, True, True, False]
     assert sorted(bodies(root)) == ["v3", "v4"]
@@ -286,19 +278,19 @@ def test_a_query_whose_checkpoint_was_put_back_is_refused(target: str, root: Pat
     where = root if target != "set" else tmp_path / "set"
     options = options_of(where, target="inbox" if target == "waiting" else target)
 
-    def batch(version: int, rows: list[str]) -> Published:
+    def batch(version: int, rows: list[str]) -> int | None:
         shards = stage(options, "q", version, [batch_of(rows)])
         done = commit(options, Commit("q", version, shards, query=True))
         if target == "inbox":
             MessageStore(where).close()  # its owner takes it in
         return done
 
-    assert [batch(version, [f"v{version}"]).already for version in (1, 2, 2, 3)] == [False, False, True, False]
+    assert [batch(version, [f"v{version}"]) is None for version in (1, 2, 2, 3)] == [False, False, True, False]
     for version in (0, 2):
         with pytest.raises(ConfigError, match=f"batch 3 of query 'q', which is at batch {version} again.*put back"):
             batch(version, ["other"])
         abort(options, "q", version)
-    assert batch(4, ["v4"]).already is False
+    assert batch(4, ["v4"]) is not None
 
     MessageStore(root).close()
     found = set_bodies(where) if target == "set" else bodies(where)
@@ -314,7 +306,7 @@ def test_a_store_remembers_no_job_that_never_comes_again(root: Path) -> None:
 
     assert [*read_txn(root, REAL).apps] == ["daily"]
     assert sorted(bodies(root)) == [*ONE, "once"]
-    assert write(options, "daily", 3, ["once"]).already
+    assert write(options, "daily", 3, ["once"]) is None
 
     shards = stage(options, "job-3", 0, [batch_of(TWO)])
     commit(options, Commit("job-3", 0, shards, remembered=False, overwrite=True))
@@ -458,8 +450,8 @@ def test_a_store_that_somebody_has_open_is_waited_for_and_then_named(root: Path)
 def test_overwriting_a_store_takes_the_old_messages_from_consumers_and_is_not_done_twice(root: Path) -> None:
     options = options_of(root, confirmOverwrite="true", queues="1")
     write(options, "a", 0, ONE)
-    assert write(options, "a", 1, TWO, overwrite=True).already is False
-    assert write(options, "a", 1, TWO, overwrite=True).already is True
+    assert write(options, "a", 1, TWO, overwrite=True) is not None
+    assert write(options, "a", 1, TWO, overwrite=True) is None
 
     with mqstore.open(root) as store:
         consumer = store.pull_consumer("g", start="earliest")
@@ -544,7 +536,7 @@ def test_a_damaged_note_of_an_overwrite_is_mended_by_the_command_that_the_error_
     assert mqstore_command(*command, "--yes").exit_code == 0
 
     assert mqstore_json("verify", root)["ok"]
-    assert write(options, "a", 2, ["more"]).already is False
+    assert write(options, "a", 2, ["more"]) is not None
     assert mqstore_command(*command).exit_code == 0
 
 
@@ -652,7 +644,7 @@ def test_a_set_gets_a_store_for_each_shard_which_a_query_finds(tmp_path: Path) -
 def test_a_set_knows_what_is_in_and_remembers_no_job_that_never_comes_again(tmp_path: Path) -> None:
     options = options_of(tmp_path / "set", target="set")
 
-    assert [write(options, "a", v, [f"v{v}"]).already for v in (1, 1, 0, 2)] == [False, True, True, False]
+    assert [write(options, "a", v, [f"v{v}"]) is None for v in (1, 1, 0, 2)] == [False, True, True, False]
     shards = stage(options, "job-1", 0, [batch_of(["once"])])
     commit(options, Commit("job-1", 0, shards, remembered=False))
 
@@ -960,7 +952,7 @@ def test_cleaning_up_that_fails_after_the_batch_is_in_is_no_failure_of_it(
     fs = FaultyFileSystem()
     fs.fail("rmdir", errno.EIO, path_part=STAGING, times=None)
 
-    assert write(options_of(root), "a", 0, ONE, fs=fs).records == 5
+    assert write(options_of(root), "a", 0, ONE, fs=fs) == 5
 
     assert sorted(bodies(root)) == ONE
     assert "mqstore spark clean" in caplog.text
@@ -1026,7 +1018,7 @@ def test_a_bundle_is_in_the_inbox_with_all_that_its_owner_needs(root: Path) -> N
 
         bundle = json.loads((root / "inbox" / "a-4" / "bundle.json").read_text())
 
-    assert (published.records, staged(root)) == (5, [])
+    assert (published, staged(root)) == (5, [])
     assert bundle == {
         "version": 1,
         "app": "a",
@@ -1096,8 +1088,8 @@ def test_a_topic_that_was_deleted_while_tasks_ran_comes_again_with_the_queues_th
 def test_a_bundle_that_waits_is_not_handed_over_twice(root: Path) -> None:
     options = options_of(root, target="inbox")
     with MessageStore(root, config=StoreConfig(clock=SimulatedClock(1))):
-        assert [write(options, "a", 0, ONE).already for _ in range(2)] == [False, True]
-        assert write(options, "b", 0).already is False
+        assert [write(options, "a", 0, ONE) is None for _ in range(2)] == [False, True]
+        assert write(options, "b", 0) is not None
 
     assert (os.listdir(root / "inbox"), staged(root)) == (["a-0"], [])
 

@@ -814,7 +814,8 @@ _LONG: Final = f"properties, the columns that become such included, take {MAX_PR
 
 
 def _large(limit: int) -> str:
-    who = "the target takes"
-    if limit == _DEFAULTS.max_message_size:  # a store does not say what its owner has set
-        who = "this sink goes by the default of max_message_size, whatever the target's owner has set:"
-    return f"{who} {limit} bytes at most; keep large bodies elsewhere, and send where they are"
+    """A store does not say what its owner has set, so the sink goes by the default, or by the size of a segment."""
+    return (
+        f"a message has at most {limit} bytes here (the default of max_message_size, or what a segment of the target "
+        "takes); keep large bodies elsewhere, and send where they are"
+    )

@@ -78,7 +78,6 @@ from mqstore.spark.staging import (
 __all__ = [
     "MEMBERS",
     "Commit",
-    "Published",
     "abort",
     "check_lock",
     "clean_target",
@@ -123,15 +122,6 @@ class Commit:
     @property
     def records(self) -> int:
         return sum(shard.records for shard in self.shards)
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What came of a commit."""
-
-    already: bool
-    """It was in before; nothing was written."""
-    records: int
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------
@@ -248,14 +238,17 @@ def make_member(
 # -- commit ------------------------------------------------------------------------------------------------------------
 
 
-def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock: Clock = SYSTEM_CLOCK) -> Published:
-    """Publish. Raises StoreLockedError naming who has the target (option lockTimeout), ConfigError where the target is
-    no longer what was planned, and what a splice raises: then nothing of it counts, unless FlushFailedError says that
-    this is not known; to commit again is right in any case."""
+def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock: Clock = SYSTEM_CLOCK) -> int | None:
+    """Publish. Returns the number of records that were written, None for a version that was in.
+
+    Raises StoreLockedError naming who has the target (option lockTimeout), ConfigError where the target is no longer
+    what was planned, and what a splice raises: then nothing of it counts, unless FlushFailedError says that this is not
+    known; to commit again is right in any case.
+    """
     root = Path(options.path)
-    published = _COMMITS[options.target](root, options, wanted, fs, clock)
+    written = _COMMITS[options.target](root, options, wanted, fs, clock)
     _tidy(root, options, wanted, fs, clock)
-    return published
+    return written
 
 
 def abort(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL) -> None:
@@ -314,10 +307,10 @@ def _waiting(root: Path, options: SinkOptions) -> Iterator[None]:
 # -- target=store ------------------------------------------------------------------------------------------------------
 
 
-def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
+def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> int | None:
     with _waiting(root, options):
         store = MessageStore(root, lock_timeout=options.lock_timeout_s, config=StoreConfig(clock=clock), fs=fs)
-    published: Published | None = None
+    written: int | None = None
     try:
         with store:
             parts = open_parts(store)
@@ -335,17 +328,17 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
                 result = store.splice(shards, app=wanted.app, version=wanted.version, remembered=remembered)
             except FlushFailedError as error:
                 raise FlushFailedError(f"{error}. {_LOOK}") from error
-            published = Published(result.already, result.records)
+            written = result.records
             _finish_overwrite(parts, root, fs)
     except (OSError, MQStoreError) as error:
-        if published is None:
+        if written is None:
             raise
         # Of a job that is told to have failed the messages would be written again.
         _log.error("%s: the messages are in, but what comes after them failed: %s; the next job ends it", root, error)
-    return published
+    return written
 
 
-def _already(root: Path, wanted: Commit, last: int) -> Published:
+def _already(root: Path, wanted: Commit, last: int) -> int | None:
     """For a version that is in. That is as it should be where a job or a batch is done again; where other rows come
     under a name that was used, they would be lost without a word. ConfigError for a query that has gone back."""
     if wanted.query and last > wanted.version:
@@ -362,7 +355,7 @@ def _already(root: Path, wanted: Commit, last: int) -> Published:
         wanted.app,
         last,
     )
-    return Published(True, 0)
+    return None
 
 
 def _gone(path: Path) -> FormatError:
@@ -438,7 +431,7 @@ def _finish_overwrite(parts: Parts, root: Path, fs: FileSystem) -> None:
 # -- target=set --------------------------------------------------------------------------------------------------------
 
 
-def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
+def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> int | None:
     make_folders(root, fs)
     with _waiting(root, options), _locked_set(root, options.lock_timeout_s, fs):
         manifest = _manifest(root)
@@ -466,7 +459,7 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
             if path.parent == root / MEMBERS and not path.is_symlink():
                 with _left_to_clean(root):
                     fs.remove_tree(path)
-        return Published(False, wanted.records)
+        return wanted.records
 
 
 @contextmanager
@@ -518,7 +511,7 @@ def _move_in(root: Path, wanted: Commit, fs: FileSystem) -> list[str]:
 # -- target=inbox ------------------------------------------------------------------------------------------------------
 
 
-def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
+def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> int | None:
     """Hand the shards over: durable when this returns, spliced when the owner comes to it, or the next one opens."""
     folder = transaction_folder(root, wanted.app, wanted.version)
     target = root / _INBOX / folder.name
@@ -532,7 +525,7 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     if last >= wanted.version or (wanted.query and newest > wanted.version):
         return _already(root, wanted, newest)
     if not wanted.shards:
-        return Published(False, 0)
+        return 0
     there = plan_target(options).topics
     for topic, planned in wanted.topics.items():
         if planned is not None and topic in there:
@@ -553,7 +546,7 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         if not all(fs.exists(folder / shard.name / each) for each in ("records.bin", "records.idx", "shard.json")):
             raise _gone(folder / shard.name)
     fs.unlink(folder / "bundle.json", missing_ok=True)  # of a commit that was killed before the rename
-    write_file(folder / "bundle.json", encode_json(bundle), fs=fs)
+    write_file(folder / "bundle.json", encode_json(bundle), fs)
     make_folders(root / _INBOX, fs)
     fs.replace(folder, target)
     try:
@@ -561,7 +554,7 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         fs.sync_directory(folder.parent)
     except OSError as error:
         raise _unknown(target, error) from error
-    return Published(False, wanted.records)
+    return wanted.records
 
 
 def _refuse_behind_refused(root: Path, wanted: Commit, last: int, fs: FileSystem) -> None:

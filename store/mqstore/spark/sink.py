@@ -119,7 +119,6 @@ class _Writer:
             context.attemptNumber(),
             profile=self.rules.profile,
             max_rows=max_rows,
-            sync=options.flush == "commit",
         ):
             if options.target == "set":
                 make_member(folder, shard, options)

@@ -69,7 +69,7 @@ class SinkOptions:
     flush: Literal["commit", "none"] = option(
         "commit",
         "commit or none",
-        "commit: all is on disk before it counts; none, for throw-away data: a power cut may damage it",
+        "none changes nothing: all is on disk before it counts",
         word("commit", "none"),
     )
     validate: bool = option(

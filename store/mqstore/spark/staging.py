@@ -86,10 +86,9 @@ def make_folders(path: Path, fs: FileSystem = REAL) -> None:
 class ShardWriter:
     """Writes one shard. Leaving the context before `finish` takes the shard away; what a kill leaves `clean` finds."""
 
-    def __init__(self, transaction: Path, partition: int, attempt: int, *, sync: bool, fs: FileSystem) -> None:
+    def __init__(self, transaction: Path, partition: int, attempt: int, fs: FileSystem) -> None:
         self.folder = transaction / f"{partition}-{attempt}-{secrets.token_hex(6)}"
         self.records = 0
-        self._sync = sync
         self._fs = fs
         self._sizes = [0, 0]
         self._crcs = [0, 0]
@@ -126,7 +125,7 @@ class ShardWriter:
 
     def finish(self, profile: Profile) -> ShardInfo:
         """Make it durable, records before the file that says they are whole."""
-        self._close(sync=self._sync)
+        self._close(sync=True)
         content = shard_json(
             profile,
             records=self.records,
@@ -136,7 +135,7 @@ class ShardWriter:
             queues=self._queues,
             index=self._crcs[1],
         )
-        write_file(self.folder / "shard.json", content, sync=self._sync, fs=self._fs)
+        write_file(self.folder / "shard.json", content, self._fs)
         return ShardInfo(
             self.folder.name, self.records, self._sizes[0], self._largest, dict(self._queues), self._topics
         )
@@ -151,17 +150,15 @@ class ShardWriter:
                 self._fs.close(fd)
 
 
-def write_file(path: Path, content: bytes, *, sync: bool = True, fs: FileSystem = REAL) -> None:
+def write_file(path: Path, content: bytes, fs: FileSystem = REAL) -> None:
     """A new file in a folder that is there, durable in it."""
     fd = fs.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         fs.pwrite(fd, content, 0)
-        if sync:
-            fs.fdatasync(fd)
+        fs.fdatasync(fd)
     finally:
         fs.close(fd)
-    if sync:
-        fs.sync_directory(path.parent)
+    fs.sync_directory(path.parent)
 
 
 def write_shards(
@@ -172,7 +169,6 @@ def write_shards(
     *,
     profile: Profile,
     max_rows: int | None = None,
-    sync: bool = True,
     fs: FileSystem = REAL,
 ) -> Iterator[ShardInfo]:
     """Stage what a task encoded: one shard, or several of `max_rows` rows at most, in the order of the rows; none if
@@ -184,7 +180,7 @@ def write_shards(
                 yield writer.finish(profile)
                 writer = None
             if writer is None:
-                writer = begun.enter_context(ShardWriter(transaction, partition, attempt, sync=sync, fs=fs))
+                writer = begun.enter_context(ShardWriter(transaction, partition, attempt, fs))
             writer.write(piece)
         if writer is not None:
             yield writer.finish(profile)
