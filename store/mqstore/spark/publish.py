@@ -55,6 +55,7 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import encode_json, load_json, save_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer, writer_alive
 from mqstore.layout.record import BLANK_BYTES
+from mqstore.log.bulk.inbox import topics_entered
 from mqstore.log.bulk.txn import read_txn
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.manifest import MANIFEST, NOT_YET
@@ -526,10 +527,11 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         return _already(root, wanted, newest)
     if not wanted.shards:
         return 0
+    entered = topics_entered(root, fs)  # a topic without an entry gets queues by puts
     there = plan_target(options).topics
     for topic, planned in wanted.topics.items():
-        if planned is not None and topic in there:
-            _refuse_altered(root, topic, planned, there[topic])
+        if planned is not None and topic in entered:
+            _refuse_altered(root, topic, planned, there.get(topic, planned))
     highest = _highest(wanted.shards)
     create = {  # a topic that was deleted meanwhile comes again, with the queues that rows were given by what it had
         name: max(options.queues, highest.get(name, -1) + 1) for name in wanted.topics if _is_users(name)
