@@ -444,7 +444,7 @@ class Store(AbstractContextManager["Store"]):
         ...         report.messages, report.findings, [m.body for m in copy.read(*receipt.queue, 0)]
         (1, [], [b'hello'])
         """
-        self.log._check_open()
+        self.log.check_open()
         if self._broker is not None:
             self._broker.save()
         return snapshot_store(

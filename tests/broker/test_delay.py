@@ -270,7 +270,7 @@ def test_a_message_put_after_the_time_that_run_once_was_given_is_not_early(delay
 def test_a_time_from_an_extension_address_is_worked_out_anew(delays: Delays) -> None:
     delays.put(3)
     delays.store.dispatch()
-    queue = delays.store._queues.get(SCHEDULE_TOPIC, 2)
+    queue = delays.store.queue_table.get(SCHEDULE_TOPIC, 2)
     assert queue is not None
     unit = queue.units(0, 1).copy()
     unit["tags_code"] = -(1 << 31) - 1

@@ -84,7 +84,7 @@ def run(path: Path, seed: int, **options: Any) -> tuple[object, ...]:
     store.dispatch()
     delays.pass_ms(10_000)
     snapshot = delays.parts.statistics.snapshot()
-    log = b"".join(store._run.mapping(segment)[:] for segment in store._run.segments())
+    log = b"".join(store.log_files.mapping(segment)[:] for segment in store.log_files.segments())
     queues = {topic: [store.offsets(*ref) for ref in store.queues(topic)] for topic in store.topics()}
     found = log, queues, delays.dead, snapshot.totals, delays.service.progress(), delays.service.errors
     delays.close()

@@ -95,7 +95,7 @@ def test_what_was_there_before_is_not_counted(bench: Bench, broker: Broker) -> N
 
 def test_a_slot_without_a_message_is_no_put(broker: Broker) -> None:
     broker.put("t", b"0")
-    queue = broker.store._queues.get("t", 0)
+    queue = broker.store.queue_table.get("t", 0)
     assert queue is not None
     queue.next_offset += 3  # numbers that were given and lost
     size = broker.put("t", b"4").size
@@ -106,7 +106,7 @@ def test_a_slot_without_a_message_is_no_put(broker: Broker) -> None:
 
 
 def test_a_queue_that_begins_high_begins_with_its_first_message(broker: Broker) -> None:
-    queue = broker.store._queues.create("t", 0)
+    queue = broker.store.queue_table.create("t", 0)
     queue.next_offset = 1000  # all before it was let go
     broker.put("t", b"x")
     assert totals(broker, "QUEUE_PUT_NUMS", key="t@0") == [1]
@@ -116,7 +116,7 @@ def test_what_retention_took_meanwhile_is_counted_all_the_same(bench: Bench, bro
     size = broker.put_many("t", [bytes(6000)] * 40)[0].size
     broker.store.dispatch()
     broker.store.flush()
-    third = broker.store._run.starts[2]
+    third = broker.store.log_files.starts[2]
     broker.store.drop_before(third)
     kept = 40 - broker.min_offset("t", 0)
     assert 0 < kept < 40
@@ -460,7 +460,7 @@ def test_a_queue_that_retention_shortened_has_only_what_it_has(bench: Bench, bro
     broker.put_many("t", [bytes(6000)] * 40)
     broker.start_of("g", "t", 0, "earliest")
     broker.store.flush()
-    broker.store.drop_before(broker.store._run.starts[2])
+    broker.store.drop_before(broker.store.log_files.starts[2])
     kept = broker.max_offset("t", 0) - broker.min_offset("t", 0)
     assert 0 < kept < 40
     assert broker.lag("g") == {QueueRef("t", 0): kept}

@@ -212,7 +212,7 @@ def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_pat
     with MessageStore(path, config=config(), fs=fs) as store:
         store.put("t", body_of(0), keys="k0", durability="flush")
         store.dispatch()
-        for file in list(store._queues._dirty):
+        for file in list(store.queue_table._dirty):
             store._descriptors.forget(file)
         fs.fail(operation, errno.EMFILE, path_part="consumequeue", times=None)
         assert not store._sync_units()

@@ -90,7 +90,7 @@ def make(path: Path, profile: Profile) -> Made:
     with MessageStore(path, "r") as store:
         assert list(store.verify()) == []
         made.messages = read_all(store)
-        made.end = store._checkpoint.current.clean_end or 0
+        made.end = store.checkpoint.current.clean_end or 0
     for folder, _, names in os.walk(path):
         for name in names:
             full = os.path.join(folder, name)

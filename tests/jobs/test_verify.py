@@ -212,7 +212,7 @@ def test_a_record_image_inside_a_body_at_its_own_offset_is_read_over(tmp_path: P
     """A range that began in that body took the image for its first record, and what followed for damage."""
     path = with_an_image_inside(tmp_path / "s")
     with MessageStore(path, "r") as store:
-        log = bytes(store._run.mapping(store._run.segments()[0]))
+        log = bytes(store.log_files.mapping(store.log_files.segments()[0]))
         assert find_next(log, log.index(b"never sent") - 91, len(log), 0, store.manifest.checksum) is not None
 
     reports = [verify(path, range_bytes=size) for size in (300, 700, 1_100, 1_600)]
@@ -366,7 +366,7 @@ def test_a_writer_that_comes_while_a_task_is_at_it_is_noticed(tmp_path: Path, mo
     assert sum(result.records for result in outcome.results) > 101
     with MessageStore(path, "r") as store:
         assert [part.findings for result in outcome.results for part in result.queues.values() if part.findings] == []
-        assert [finding for result in outcome.results for finding in result.index.findings(store._index)] == []
+        assert [finding for result in outcome.results for finding in result.index.findings(store.index)] == []
 
 
 @pytest.mark.parametrize("options", [{"range_bytes": 0}, {"max_errors": 0}])

@@ -411,7 +411,7 @@ def test_the_index_time_moves_only_with_a_sync_of_the_index(tmp_path: Path) -> N
             store.put("t", b"", i, keys="k")
         store.flush()
         store.dispatch()
-        assert store._index.full_end_timestamp_ms() > 0
+        assert store.index.full_end_timestamp_ms() > 0
 
         store._interval_checkpoint()
         assert decode((tmp_path / "s" / "checkpoint").read_bytes()).index_msg_timestamp_ms == 0

@@ -99,7 +99,7 @@ def test_duplicate_keys_prepared_and_rollback_records_in_the_index(tmp_path: Pat
         assert [len(store.find("t", key=f"k{i}")) for i in range(4)] == [1, 1, 1, 0]
         assert [len(store.find("t", unique_key=f"u{i}")) for i in range(4)] == [1, 1, 1, 0]
         assert [m.body for m in store.read("t")] == [b"0", b"2"]
-        assert sum(file.header.next_entry - 1 for file in store._index.files) == 3 * 3
+        assert sum(file.header.next_entry - 1 for file in store.index.files) == 3 * 3
 
 
 # -- what a log may hold that no put of ours writes ------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_a_full_disk_for_the_index_holds_up_no_queue_and_each_key_is_found_once(
         assert store.stats().index_pending == 0
         assert "index" not in store.stats().errors
         assert [[m.offset for m in store.find("t", key=f"k{i}")] for i in range(50)] == [[i] for i in range(50)]
-        assert sum(file.header.next_entry - 1 for file in store._index.files) == 50
+        assert sum(file.header.next_entry - 1 for file in store.index.files) == 50
 
 
 def test_keys_that_found_no_room_until_the_end_are_found_after_the_next_opening(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_who_waits_is_told_of_what_came_before_the_disk_was_full(tmp_path: Path)
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs) as store:
         store.put("t", b"0")
-        queue = store._queues.get("t", 0)
+        queue = store.queue_table.get("t", 0)
         assert queue is not None
         queue.next_offset += 1  # a number that was given and lost, so that the units are written in two pieces
         store.put("t", b"2")

@@ -652,7 +652,7 @@ def test_a_roll_that_failed_half_way_is_finished_by_a_later_put(tmp_path: Path, 
     with open_store(tmp_path / "s", fs=fs) as store:
         store.put("t", b"0" * 2000)
         if prepared:
-            store._run.prepare(SEGMENT)
+            store.log_files.prepare(SEGMENT)
         fs.fail("map", errno.EMFILE, times=3, path_part="commitlog")
         for put in (lambda: store.put("t", bytes(3000)), lambda: store.put_many("t", [bytes(3000)])):
             with pytest.raises(StoreIOError):
@@ -825,7 +825,7 @@ def test_a_put_of_a_signal_handler_while_a_segment_is_entered(
         real = getattr(SegmentRun, call)
 
         def interrupted(run: SegmentRun, segment: Segment) -> Any:
-            if run is store._run:
+            if run is store.log_files:
                 monkeypatch.undo()
                 receipts.extend(store.put("t", body) for body in bodies)
             return real(run, segment)
@@ -835,7 +835,7 @@ def test_a_put_of_a_signal_handler_while_a_segment_is_entered(
         receipts.append(store.put("t", b"behind"))
         assert [r.offset for r in receipts] == [*range(len(receipts))]
         if bodies == [b"handler"]:
-            assert len(store._run.starts) == filled + 1
+            assert len(store.log_files.starts) == filled + 1
         assert [m.physical_offset for m in store.read("t")] == [r.physical_offset for r in receipts]
         assert list(store.verify()) == []
 
@@ -855,7 +855,7 @@ def test_a_signal_handler_cannot_close_a_store_while_a_segment_is_made(
 
         def interrupted(run: SegmentRun, where: Any) -> Any:
             result = real(run, where)
-            if run is store._run:
+            if run is store.log_files:
                 monkeypatch.undo()
                 with pytest.raises(StoreBusyError):
                     store.close()
@@ -898,12 +898,12 @@ def test_a_signal_handler_while_a_put_waits_for_the_segment_that_is_made_in_the_
                 store.put("t", bytes(3000))
             receipts.append(store.put("t", b"fits"))
 
-        store._run._prepare_lock = Awaited(handler)  # type: ignore[assignment]
+        store.log_files._prepare_lock = Awaited(handler)  # type: ignore[assignment]
         receipts.append(store.put("t", bytes(3000)))
         assert [m.physical_offset for m in store.read("t")] == [r.physical_offset for r in [first, *receipts]]
     with open_store(tmp_path / "s") as store:
         assert store.recovery.scanned_from is None
-        assert store._run.starts == (0, store._run.segment_bytes)
+        assert store.log_files.starts == (0, store.log_files.segment_bytes)
         assert list(store.verify()) == []
 
 
@@ -947,7 +947,7 @@ def test_a_put_of_a_signal_handler_in_the_middle_of_a_system_call_is_refused(
 ) -> None:
     with open_store(tmp_path / "s", durability="flush") as store:
         store.put("t", b"0")
-        write = type(store._run).write
+        write = type(store.log_files).write
 
         def interrupted(*arguments: Any) -> None:
             with pytest.raises(StoreBusyError):
@@ -955,7 +955,7 @@ def test_a_put_of_a_signal_handler_in_the_middle_of_a_system_call_is_refused(
             write(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(store._run), "write", interrupted)
+            patch.setattr(type(store.log_files), "write", interrupted)
             assert store.put("t", b"1").offset == 1
         assert store.put("t", b"2").offset == 2
         assert [m.body for m in store.read("t")] == [b"0", b"1", b"2"]
@@ -1001,7 +1001,7 @@ def test_a_put_of_a_signal_handler_around_a_call_that_writes_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     with open_store(tmp_path / "s") as store:
-        log, run = type(store._log), type(store._run)
+        log, run = type(store._log), type(store.log_files)
         store_many, write = log._store, run.write
         receipts = [store.put("t", b"first")]
 
@@ -1119,7 +1119,7 @@ def test_a_handler_cannot_close_a_store_in_the_middle_of_a_call(
     """The call went on when the lock was given back, over what another process might have written by then."""
     with open_store(tmp_path / "s") as store:
         store.put("t", b"first")
-        write = type(store._run).write
+        write = type(store.log_files).write
 
         def within(*arguments: Any) -> None:
             with pytest.raises(StoreBusyError):
@@ -1127,7 +1127,7 @@ def test_a_handler_cannot_close_a_store_in_the_middle_of_a_call(
             write(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(store._run), "write", within)
+            patch.setattr(type(store.log_files), "write", within)
             store.put_many("t", [b"m" * 900, b"n" * 900])
         assert [m.body[:1] for m in store.read("t")] == [b"f", b"m", b"n"]
     assert open_store(tmp_path / "s").clean_shutdown
@@ -1139,13 +1139,13 @@ def test_pages_are_made_ready_for_single_puts_and_not_for_calls(
     """The kernel takes whole pages that a call writes as they come: to zero them first would be work for nothing."""
     with open_store(tmp_path / "s", segment_bytes=16 << 20) as store:
         ready: list[tuple[int, int]] = []
-        real = store._run.populate
+        real = store.log_files.populate
 
         def populate(segment: Any, position: int, length: int) -> bool:
             ready.append((position, length))
             return real(segment, position, length)
 
-        monkeypatch.setattr(type(store._run), "populate", lambda _, *arguments: populate(*arguments))
+        monkeypatch.setattr(type(store.log_files), "populate", lambda _, *arguments: populate(*arguments))
         store.put("t", b"first")
         store.run_once(0)
         assert [position for position, _ in ready] == [store.max_offset]
@@ -1170,7 +1170,7 @@ def test_the_faster_the_writer_the_more_pages_are_made_ready(tmp_path: Path, mon
             ready.append(segment.start + position + length - store.max_offset)
             return True
 
-        monkeypatch.setattr(type(store._run), "populate", lambda _, *arguments: populate(*arguments))
+        monkeypatch.setattr(type(store.log_files), "populate", lambda _, *arguments: populate(*arguments))
         paces = []
         for puts, milliseconds in ((1, 100), (4, 1), (50, 1), (1, 100)):
             begun = store.max_offset

@@ -1303,7 +1303,7 @@ def test_a_record_whose_keys_lie_in_two_index_files_keeps_them_all(tmp_path: Pat
                 assert [m.physical_offset for m in store.find("t", key=f"{letter}{n}")] == [receipt.physical_offset]
     with open_store(tmp_path / "store", "r") as store:
         assert list(store.verify()) == []
-        assert sum(file.header.next_entry - 1 for file in store._index.files) == 120
+        assert sum(file.header.next_entry - 1 for file in store.index.files) == 120
 
 
 def test_an_index_whose_header_a_power_cut_left_behind_its_slots_is_built_anew(tmp_path: Path) -> None:

@@ -279,7 +279,7 @@ def test_nothing_is_deleted_after_a_failed_sync_of_units(tmp_path: Path) -> None
         assert segments(store) == [n * SEGMENT for n in range(10)]
         assert "EIO" in store.stats().errors["units"] or "Input/output" in store.stats().errors["units"]
         store._interval_checkpoint()
-        assert (store._checkpoint.current.dispatched or 0) == 0
+        assert (store.checkpoint.current.dispatched or 0) == 0
     with open_store(tmp_path / "s") as store:
         assert len(store.drop_before(6 * SEGMENT)) == 6
         check_front(store, 4)

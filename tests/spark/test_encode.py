@@ -100,10 +100,10 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterable[Parts]:
 def put_bytes(parts: Parts, receipt: SendReceipt) -> bytes:
     """The record that a put wrote, with nothing in it that depends on where it lies."""
     store = parts.store
-    segment = store._run.find(receipt.physical_offset)
+    segment = store.log_files.find(receipt.physical_offset)
     assert segment is not None
     at = receipt.physical_offset - segment.start
-    record = bytearray(store._run.mapping(segment)[at : at + receipt.size])
+    record = bytearray(store.log_files.mapping(segment)[at : at + receipt.size])
     for part in _UNSET:
         record[part] = bytes(part.stop - part.start)
     return bytes(record)

@@ -47,10 +47,10 @@ def stored(path: Path) -> Queues:
             for ref in store.queues(topic):
                 low, high = store.offsets(*ref)
                 for physical, size, _ in store.units(*ref, low, high - low).tolist():
-                    segment = store._run.find(physical)
+                    segment = store.log_files.find(physical)
                     assert segment is not None
                     at = physical - segment.start
-                    record = decode_record(bytes(store._run.mapping(segment)[at : at + size]))
+                    record = decode_record(bytes(store.log_files.mapping(segment)[at : at + size]))
                     properties = record.properties_bytes
                     tail = CRC_TAIL_BYTES if decode_crc_tail(properties) is not None else 0
                     found[name, ref.queue_id].append(

@@ -150,7 +150,7 @@ def _cut(
                 verifier = store.verifier()
                 join.end, join.front = verifier.until, verifier.front
                 ranges += [_Piece(name, each) for each in verifier.ranges(range_bytes)]
-                files += [_Piece(name, file=file.name) for file in store._index.files]
+                files += [_Piece(name, file=file.name) for file in store.index.files]
         except ConfigError:
             raise
         except (MQStoreError, OSError) as error:
@@ -204,9 +204,9 @@ def _read(max_errors: int, config: StoreConfig | None, task: Sequence[_Piece]) -
 def _check_index_file(store: MessageStore, name: str) -> list[Finding]:
     return [
         finding
-        for file in store._index.files
+        for file in store.index.files
         if file.name == name
-        for finding in store._index.check_file(file, live=writer_alive(store.path, store.fs))
+        for finding in store.index.check_file(file, live=writer_alive(store.path, store.fs))
     ]
 
 

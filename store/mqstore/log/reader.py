@@ -188,18 +188,18 @@ class StoreReader:
     mode: str
     manifest: Manifest
     _closed: bool = False
-    _run: SegmentRun
-    _queues: QueueTable
-    _index: Index
+    log_files: SegmentRun
+    queue_table: QueueTable
+    index: Index
     fs: FileSystem
     clock: Clock
-    _checksum: Checksum
+    checksum: Checksum
     _verify_reads: bool
     delay_table_ms: tuple[int, ...]
 
     def _init_reader(self) -> None:
         self._verified = _Verified()
-        self._kernel = kernel if self._verify_reads and self._checksum == "crc32c-record" else None
+        self._kernel = kernel if self._verify_reads and self.checksum == "crc32c-record" else None
         self._gets = 0
         self._get_bytes = 0
         self._bad: set[int] = set()
@@ -230,7 +230,7 @@ class StoreReader:
         """Whether `close` was called, or this is a forked child of the process that opened the store."""
         return self._closed
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"{self.path} was closed (or this process was forked from its owner); open it again")
 
@@ -238,36 +238,36 @@ class StoreReader:
 
     def topics(self) -> list[str]:
         """Names of the topics that have a queue, sorted."""
-        self._check_open()
+        self.check_open()
         self._catch_up(None)
-        return sorted({queue.topic for queue in self._queues if queue.max_offset or queue.next_offset})
+        return sorted({queue.topic for queue in self.queue_table if queue.max_offset or queue.next_offset})
 
     def queues(self, topic: str) -> list[QueueRef]:
         """The queues of `topic`, by queue id; TopicNotFoundError without one."""
-        self._check_open()
+        self.check_open()
         self._catch_up(None)
-        found = [QueueRef(topic, q.queue_id) for q in self._queues.of(topic) if q.max_offset or q.next_offset]
+        found = [QueueRef(topic, q.queue_id) for q in self.queue_table.of(topic) if q.max_offset or q.next_offset]
         if not found:
             raise TopicNotFoundError(f"{self.path} has no topic {topic!r}")
         return found
 
     def foreign(self) -> list[str]:
         """What a RocketMQ broker keeps in this directory that mqstore does not know, a sentence each."""
-        return foreign(self.path, self._queues, self.fs)
+        return foreign(self.path, self.queue_table, self.fs)
 
     def rows_of(self, buffer: mmap.mmap | bytes, headers: Headers, base: int) -> Rows:
         """As `QueueTable.rows_of`."""
-        return self._queues.rows_of(buffer, headers, base)
+        return self.queue_table.rows_of(buffer, headers, base)
 
-    def _queue(self, topic: str, queue_id: int, offset: int | None = None) -> ConsumeQueue:
+    def queue_named(self, topic: str, queue_id: int, offset: int | None = None) -> ConsumeQueue:
         """The queue, brought up to date unless `offset` is known to be there already."""
         if self._closed:
-            self._check_open()
-        queue = self._queues.get(topic, queue_id)
+            self.check_open()
+        queue = self.queue_table.get(topic, queue_id)
         if queue is None or not queue.next_offset:  # a refused put may have left a queue without a message
             if is_path_safe(topic):
                 self._catch_up(None)
-                queue = self._queues.get(topic, queue_id)
+                queue = self.queue_table.get(topic, queue_id)
             if queue is None or not queue.next_offset:
                 raise TopicNotFoundError(f"{self.path} has no queue {queue_id} of topic {topic!r}")
         elif offset is None or offset >= queue.max_offset:
@@ -276,13 +276,13 @@ class StoreReader:
 
     def offsets(self, topic: str, queue_id: int = 0) -> tuple[int, int]:
         """(offset of the first message, offset of the next one to come) of a queue."""
-        queue = self._queue(topic, queue_id)
+        queue = self.queue_named(topic, queue_id)
         return queue.min_offset, queue.max_offset
 
     def offsets_or_none(self, topic: str, queue_id: int) -> tuple[int, int] | None:
         """As `offsets`, for who asks often: None for a queue that no message was put to, and no look for news of
         other processes."""
-        queue = self._queues.get(topic, queue_id)
+        queue = self.queue_table.get(topic, queue_id)
         if queue is None:
             return None
         if self.mode == "rw":
@@ -292,7 +292,7 @@ class StoreReader:
     def units(self, topic: str, queue_id: int, offset: int, max_units: int) -> npt.NDArray[np.void]:
         """Units of a queue from `offset` on as an array (physical_offset, size, tags_code), unread and unverified; none
         for a queue or an offset that does not exist."""
-        queue = self._queues.get(topic, queue_id)
+        queue = self.queue_table.get(topic, queue_id)
         if queue is None:
             return np.empty(0, UNIT_DTYPE)
         if offset + max_units > queue.max_offset:
@@ -349,7 +349,7 @@ class StoreReader:
         Without `tell` nothing is logged about messages that are passed over, for a caller that reports them itself.
         """
         # Who could be given more than is known looks for news first: a thread sees what it has put.
-        queue = self._queue(topic, queue_id, offset + max(max_messages, 1) - 1)
+        queue = self.queue_named(topic, queue_id, offset + max(max_messages, 1) - 1)
         low, high = queue.min_offset, queue.max_offset
         if high == 0:
             return GetResult("NO_MESSAGE_IN_QUEUE", [], 0, low, high)
@@ -454,7 +454,7 @@ class StoreReader:
         physical, size, _ = UNIT.unpack_from(units, first * UNIT_BYTES)
         if not 0 < size < VOID_SIZE or physical < 0:
             return None
-        there = self._segment_at(physical, physical + size)
+        there = self.segment_at(physical, physical + size)
         if there is None:
             return None
         segment, buffer = there
@@ -507,7 +507,7 @@ class StoreReader:
         if not live.all():
             chosen = np.flatnonzero(live)
             if (sizes <= 0).any():  # retention may have taken the file they were in
-                front = self._find_front(queue)
+                front = self.find_front(queue)
                 holes = offset + np.flatnonzero(sizes <= 0)
                 for slot in holes[holes >= front].tolist() if tell else ():
                     self._tell_lost(queue.missing_units(slot, slot))
@@ -531,7 +531,7 @@ class StoreReader:
         else:
             slots = np.arange(offset, offset + count)
         stretches: list[Stretch] = []
-        bounds = np.flatnonzero(np.diff(physical // self._run.segment_bytes)) + 1
+        bounds = np.flatnonzero(np.diff(physical // self.log_files.segment_bytes)) + 1
         for low, high in zip([0, *bounds.tolist()], [*bounds.tolist(), len(physical)], strict=True):
             if low == high:
                 continue
@@ -545,7 +545,7 @@ class StoreReader:
                     break
                 continue
             if not good.all():
-                self._check_open()  # a close meanwhile takes the segments away: no damage, and nothing to pass over
+                self.check_open()  # a close meanwhile takes the segments away: no damage, and nothing to pass over
                 bad = ~good
                 if not self._passes_over_bad and high == len(physical) and bad[-1]:
                     # Another process's writer may be at work there: what does not verify yet ends the read, unless
@@ -560,7 +560,7 @@ class StoreReader:
                 self._note_bad(queue, slots[here][bad], physical[here][bad], tell)
             if buffer is None:
                 continue
-            starts = physical[here] - physical[low] // self._run.segment_bytes * self._run.segment_bytes
+            starts = physical[here] - physical[low] // self.log_files.segment_bytes * self.log_files.segment_bytes
             stretch = Stretch(
                 queue.ref,
                 buffer,
@@ -577,15 +577,15 @@ class StoreReader:
 
     _passes_over_bad = True
 
-    def _find_front(self, queue: ConsumeQueue) -> int:
+    def find_front(self, queue: ConsumeQueue) -> int:
         """Return the first offset of `queue` that retention has left by now. Lists the log again."""
-        self._find_news()
+        self.find_news()
         queue.correct_min(self._first_kept())
         return queue.min_offset
 
     def _first_kept(self) -> int:
         """Where the log begins, as far as this process knows."""
-        starts = self._run.starts
+        starts = self.log_files.starts
         return starts[0] if starts else 0
 
     def _verifies_behind(self, queue: ConsumeQueue, slot: int) -> bool:
@@ -596,7 +596,7 @@ class StoreReader:
             live = np.flatnonzero((units["size"] > 0) & (units["physical_offset"] >= 0) & ~is_void(units))
             physical = units["physical_offset"][live].astype(np.int64)
             sizes = units["size"][live].astype(np.int64)
-            segments = physical // self._run.segment_bytes
+            segments = physical // self.log_files.segment_bytes
             for segment in np.unique(segments):
                 here = segments == segment
                 if self._check(queue, physical[here], sizes[here], live[here] + slot).good.any():
@@ -619,8 +619,8 @@ class StoreReader:
         missing = self.missing_segment(physical)
         if missing is not None:
             detail = f"{message}: the file that held it is missing"
-            return Finding("missing_segment", missing, 0, self._run.segment_bytes, detail)
-        place = place_in_file(max(physical, 0), self._run.segment_bytes)
+            return Finding("missing_segment", missing, 0, self.log_files.segment_bytes, detail)
+        place = place_in_file(max(physical, 0), self.log_files.segment_bytes)
         return Finding("bad_record", *place, length, f"{message}: the record does not verify")
 
     def missing_segment(self, physical: int) -> str | None:
@@ -628,7 +628,7 @@ class StoreReader:
 
         None also for an offset that retention has removed, or that lies far behind the end of the log.
         """
-        size, run = self._run.segment_bytes, self._run
+        size, run = self.log_files.segment_bytes, self.log_files
         if run.find(physical) is not None or not self._first_kept() <= physical < run.end + LOST_SEGMENTS * size:
             return None
         return place_in_file(physical, size)[0]
@@ -642,23 +642,23 @@ class StoreReader:
                 *(self.path, finding.kind, finding.place, finding.detail, then),
             )
 
-    def _segment_at(self, physical: int, stop: int) -> tuple[Segment, mmap.mmap] | None:
+    def segment_at(self, physical: int, stop: int) -> tuple[Segment, mmap.mmap] | None:
         """The segment of records in [physical, stop), and its mapping. What lies behind a file that ends early, as it
         does for a reader where a splice has begun, may have come since: it is never judged before that was looked for.
         """
-        segment = self._run.find(physical)
+        segment = self.log_files.find(physical)
         if segment is None or segment.start + segment.length < min(stop, segment.end):
-            self._find_news()
-            segment = self._run.find(physical)
+            self.find_news()
+            segment = self.log_files.find(physical)
         if segment is None:
             return None
         try:
-            return segment, self._run.mapping(segment)
+            return segment, self.log_files.mapping(segment)
         except FileNotFoundError:  # another process's retention took it
-            self._find_news()
+            self.find_news()
             return None
 
-    def _find_news(self) -> None:
+    def find_news(self) -> None:
         """List the folder again; only who does not own it needs to."""
 
     def _check(
@@ -671,7 +671,7 @@ class StoreReader:
     ) -> _Checked:
         """The mapping that holds these units' records, and which of them verify as what the units say."""
         stops = physical + sizes
-        there = self._segment_at(int(physical[0]), int(stops.max()))
+        there = self.segment_at(int(physical[0]), int(stops.max()))
         if there is None:
             return _Checked(None, np.zeros(len(physical), np.bool_))
         segment, buffer = there
@@ -700,7 +700,7 @@ class StoreReader:
                         queue, buffer, int(starts[i]), int(physical[i]), int(sizes[i]), int(slots[i])
                     )
         else:
-            rows, headers = sound_records(queue, buffer, starts, physical, sizes, slots, self._checksum)
+            rows, headers = sound_records(queue, buffer, starts, physical, sizes, slots, self.checksum)
             good[:] = False
             good[rows] = True
         if self._passes_over_bad:
@@ -710,7 +710,7 @@ class StoreReader:
     def _check_one(
         self, queue: ConsumeQueue, buffer: mmap.mmap, start: int, physical: int, size: int, slot: int
     ) -> bool:
-        check = check_record(buffer, start, len(buffer), physical, self._checksum)
+        check = check_record(buffer, start, len(buffer), physical, self.checksum)
         if check.status != "ok" or check.size != size:
             return False
         queue_id, _, queue_offset, _, sys_flag = _QUEUE(buffer, start + QUEUE_ID_AT)
@@ -737,7 +737,7 @@ class StoreReader:
         them. `columns` None means all (`columns.NAMES`); what is not asked for is not decoded. Raises as `read`, and
         ConfigError for an unknown column.
         """
-        queue = self._queue(topic, queue_id, offset + max_messages - 1)
+        queue = self.queue_named(topic, queue_id, offset + max_messages - 1)
         low, high = queue.min_offset, queue.max_offset
         if not low <= offset <= high:
             raise OffsetOutOfRangeError(
@@ -762,16 +762,16 @@ class StoreReader:
 
     def at(self, physical_offset: int) -> Message:
         """The message whose record starts at `physical_offset`. LookupError when no record that verifies does."""
-        self._check_open()
-        there = self._segment_at(physical_offset, physical_offset + MIN_RECORD_BYTES) if physical_offset >= 0 else None
+        self.check_open()
+        there = self.segment_at(physical_offset, physical_offset + MIN_RECORD_BYTES) if physical_offset >= 0 else None
         if there is None:
-            self._check_open()  # a close meanwhile takes the segments away
+            self.check_open()  # a close meanwhile takes the segments away
             missing = self.missing_segment(physical_offset)
             why = "" if missing is None else f": missing_segment: {missing}"
             raise LookupError(f"{self.path} holds nothing at physical offset {physical_offset}{why}")
         segment, buffer = there
         at = physical_offset - segment.start
-        check = check_record(buffer, at, len(buffer), physical_offset, self._checksum)
+        check = check_record(buffer, at, len(buffer), physical_offset, self.checksum)
         if check.status != "ok":
             raise LookupError(f"{self.path} holds no message at physical offset {physical_offset}: {check.detail}")
         record = decode_record(buffer, at)
@@ -803,7 +803,7 @@ class StoreReader:
 
         The index suggests by hash and second; topic, key and time are then compared on each record.
         """
-        self._check_open()
+        self.check_open()
         if (key is None) == (unique_key is None):
             raise InvalidMessageError("give key= or unique_key=, one of them", "key")
         wanted = key if key is not None else unique_key
@@ -812,7 +812,7 @@ class StoreReader:
         found: dict[int, Message] = {}
         asked = limit
         while True:
-            offsets = self._index.query(topic, wanted, start_ms, stop_ms, asked)
+            offsets = self.index.query(topic, wanted, start_ms, stop_ms, asked)
             for physical_offset in offsets:
                 if physical_offset in found:
                     continue
@@ -837,7 +837,7 @@ class StoreReader:
         at or before it, the first if there is none.
         """
         stamp = to_ms(when) if isinstance(when, datetime) else when
-        queue = self._queue(topic, queue_id)
+        queue = self.queue_named(topic, queue_id)
         low, high = queue.min_offset, queue.max_offset
         first, end = low, high
         # Smallest slot with time >= stamp ("lower") or > stamp ("upper").
@@ -855,7 +855,7 @@ class StoreReader:
         while slot < end:
             unit = queue.read(slot, 1)
             physical, size, _ = UNIT.unpack(unit)
-            there = self._segment_at(physical, physical + size) if 0 < size < VOID_SIZE and physical >= 0 else None
+            there = self.segment_at(physical, physical + size) if 0 < size < VOID_SIZE and physical >= 0 else None
             if there is not None:
                 segment, buffer = there
                 start = physical - segment.start
@@ -863,7 +863,7 @@ class StoreReader:
                     return slot, Message(Few(queue.ref, buffer, unit, slot), start, slot).store_timestamp_ms
             slot += 1
             if there is None and size != VOID_SIZE:  # retention may have taken it, and many behind it
-                slot = max(slot, self._find_front(queue))
+                slot = max(slot, self.find_front(queue))
         return end, None
 
     # -- iteration --------------------------------------------------------------------------------------------------
@@ -887,7 +887,7 @@ class StoreReader:
         `read`. An offset as `start` that is not there is an OffsetOutOfRangeError.
         """
         if queue_id is not None:
-            queue = self._queue(topic, queue_id)
+            queue = self.queue_named(topic, queue_id)
             position, named = self._start_of(queue, start), isinstance(start, int)
             if stop is None and not follow and position <= queue.max_offset:
                 stop = queue.max_offset
@@ -895,11 +895,11 @@ class StoreReader:
             return
         if isinstance(start, int) or stop is not None:
             raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
-        positions = {ref: self._start_of(self._queue(*ref), start) for ref in self.queues(topic)}
-        cuts = {ref: self._queue(*ref).cuts for ref in positions}
+        positions = {ref: self._start_of(self.queue_named(*ref), start) for ref in self.queues(topic)}
+        cuts = {ref: self.queue_named(*ref).cuts for ref in positions}
         while True:
             for ref in positions if follow else ():
-                queue = self._queue(*ref)
+                queue = self.queue_named(*ref)
                 if queue.cuts != cuts.setdefault(ref, 0):
                     cuts[ref] = queue.cuts
                     if positions[ref] > queue.cut_to:
@@ -913,11 +913,11 @@ class StoreReader:
                 self._wait_for_news(topic, positions)
             for ref in self.queues(topic):
                 if ref not in positions:
-                    positions[ref] = self._queue(*ref).min_offset
+                    positions[ref] = self.queue_named(*ref).min_offset
 
     def _round(self, ref: QueueRef, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
         """What `ref` holds now, from its position on, which then moves behind all that was looked at."""
-        queue = self._queue(*ref)
+        queue = self.queue_named(*ref)
         positions[ref] = yield from self._iter_queue(queue, positions[ref], queue.max_offset, False, tags)
 
     def _wait_for_news(self, topic: str, positions: dict[QueueRef, int]) -> None:
@@ -925,11 +925,11 @@ class StoreReader:
         pause = _FOLLOW_MIN_S
         polls = 0
         while True:
-            self._check_open()
+            self.check_open()
             time.sleep(pause)  # at least once: what is there beyond a position may not be readable yet
             pause = min(2 * pause, _FOLLOW_MAX_S)
             polls += 1
-            if any(self._queue(*ref, offset).max_offset != offset for ref, offset in positions.items()):
+            if any(self.queue_named(*ref, offset).max_offset != offset for ref, offset in positions.items()):
                 return
             # To another process a new queue is a new folder, which is not looked for at every turn.
             if (self.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in self.queues(topic)):
@@ -992,7 +992,7 @@ class StoreReader:
                 return position
             else:
                 size = 32
-                self._check_open()
+                self.check_open()
                 if queue.max_offset > position:
                     time.sleep(_FOLLOW_MAX_S)  # its record cannot be read yet
                 else:

@@ -216,9 +216,9 @@ class MessageStore(StoreWriter):
         # Cached descriptors and mappings; leave the program half of what is free.
         budget = max(4, min(config.max_mappings, free_descriptors() // 4))
         tmp = self.path / "tmp"
-        self._checksum = manifest.checksum
+        self.checksum = manifest.checksum
         self.delay_table_ms = delay_table_ms(manifest.delay_levels)
-        self._run = SegmentRun(
+        self.log_files = SegmentRun(
             self.path / "commitlog",
             tmp,
             manifest.commitlog_segment_bytes,
@@ -228,7 +228,7 @@ class MessageStore(StoreWriter):
             file_mode=config.file_mode,
         )
         self._descriptors = DescriptorCache(fs, budget, writable=writable)
-        self._queues = QueueTable(
+        self.queue_table = QueueTable(
             self.path / "consumequeue",
             tmp,
             manifest.consumequeue_segment_bytes,
@@ -238,7 +238,7 @@ class MessageStore(StoreWriter):
             delay_table_ms=self.delay_table_ms,
             own=writable,
         )
-        self._index = Index(
+        self.index = Index(
             self.path / "index",
             tmp,
             manifest.index_slots,
@@ -248,17 +248,21 @@ class MessageStore(StoreWriter):
             writable=writable,
             file_mode=config.file_mode,
         )
-        self._checkpoint = CheckpointFile(self.path, fs, config.file_mode)
+        self.checkpoint = CheckpointFile(self.path, fs, config.file_mode)
         self._store_host = encode_host(config.store_host)
         self._log = CommitLog(
-            self._run, checksum=self._checksum, clock=self.clock, store_host=self._store_host, on_alarm=self._on_alarm
+            self.log_files,
+            checksum=self.checksum,
+            clock=self.clock,
+            store_host=self._store_host,
+            on_alarm=self._on_alarm,
         )
         self._commit = GroupCommit(self._sync)
         self._dispatcher = Dispatcher(
             self._log,
-            self._queues,
-            self._index,
-            checksum=self._checksum,
+            self.queue_table,
+            self.index,
+            checksum=self.checksum,
             end_of=self._visible_end,
         )
         self.on_growth = self._dispatcher.listeners
@@ -300,14 +304,14 @@ class MessageStore(StoreWriter):
         self._init_writer()
         self._txn = TxnFile(self.path, fs, self.clock, config.file_mode)
         self._intents = IntentWatch(self.path, fs)
-        self._pending: Intent | None = None
+        self.pending_splice: Intent | None = None
         """Of a reader: the splice that its writer, or one that died, has under way."""
         self._splicer = Splicer(
             self._txn,
-            self._run,
+            self.log_files,
             self._log,
             limits=Limits(manifest.profile, manifest.commitlog_segment_bytes, config.max_message_size),
-            checksum=self._checksum,
+            checksum=self.checksum,
             clock=self.clock,
             fs=fs,
             queue_of=self._queue_to_put,
@@ -322,23 +326,23 @@ class MessageStore(StoreWriter):
         self._passes_over_bad = False
         self.recovery = RecoveryReport()
         self._stop_at_splice()
-        self._load_problems: list[LoadProblem] = self._run.load()
-        self._has_checkpoint = self._checkpoint.load()
-        self.clean_shutdown = not self._abort.exists() and self._checkpoint.current.clean_end != -1
+        self.load_problems: list[LoadProblem] = self.log_files.load()
+        self._has_checkpoint = self.checkpoint.load()
+        self.clean_shutdown = not self._abort.exists() and self.checkpoint.current.clean_end != -1
         self._machine_ran_on = self._abort.is_of_this_boot()
         self.recovery.clean_shutdown = self.clean_shutdown
         self._load_queues()
-        self._index_findings = self._index.load()
-        self._log.end = self._run.end
-        self._first_listed = self._run.min_offset
+        self.index_findings = self.index.load()
+        self._log.end = self.log_files.end
+        self._first_listed = self.log_files.min_offset
         self._next_listing = 0.0
         self._closed = self._released = False
 
     def _load_queues(self) -> None:
         """Of a reader: find every queue, and what of it can be read."""
-        for problem in self._missing_in_front():  # no read comes there
-            self._tell_lost(finding_of(problem, self._run.segment_bytes), "Its messages are passed over")
-        self._queues.load(exact=not self.clean_shutdown)
+        for problem in self.missing_in_front():  # no read comes there
+            self._tell_lost(finding_of(problem, self.log_files.segment_bytes), "Its messages are passed over")
+        self.queue_table.load(exact=not self.clean_shutdown)
         lost = self.clean_shutdown and self.have_queues_lost()
         if lost or (self._have_no_queues() and not writer_alive(self.path, self.fs)):
             _log.warning(
@@ -346,33 +350,38 @@ class MessageStore(StoreWriter):
                 "opened for writing or `mqstore recover` has run",
                 self.path,
             )
-        for queue in self._queues:
+        for queue in self.queue_table:
             self._bound(queue)
 
     def _have_no_queues(self) -> bool:
         """Whether the log holds records, and no queue is there: what a Java broker's directory says nothing of."""
-        return not (len(self._queues) or self._queues.in_rocksdb or self._queues.batch_topics) and self.has_records()
+        return (
+            not (len(self.queue_table) or self.queue_table.in_rocksdb or self.queue_table.batch_topics)
+            and self.has_records()
+        )
 
     def has_records(self) -> bool:
         """Whether anything is in the log, listed or not."""
-        events = scan_log(self._run, self._run.min_offset, self._checksum, checksums=False, on_front=_unnoticed)
+        events = scan_log(
+            self.log_files, self.log_files.min_offset, self.checksum, checksums=False, on_front=_unnoticed
+        )
         return not isinstance(next(events), End)
 
     def have_queues_lost(self) -> bool:
         """Whether queues have not the files or ends that the last clean close noted."""
-        noted = self._checkpoint.current.queues
-        return noted is not None and noted != self._queues.digest()
+        noted = self.checkpoint.current.queues
+        return noted is not None and noted != self.queue_table.digest()
 
     def has_all_queues(self) -> bool:
         """Return True if the last clean close noted which queues there are and where they end, and so they are."""
-        noted = self._checkpoint.current.queues
-        return self.clean_shutdown and noted is not None and noted == self._queues.digest()
+        noted = self.checkpoint.current.queues
+        return self.clean_shutdown and noted is not None and noted == self.queue_table.digest()
 
     def _bound(self, queue: ConsumeQueue) -> None:
         """Of a reader: where a queue that was loaded begins and ends."""
         if not self.clean_shutdown:
-            queue.stop_at_hole(self._checkpoint.current.dispatched or 0)
-        queue.correct_min(self._run.min_offset)
+            queue.stop_at_hole(self.checkpoint.current.dispatched or 0)
+        queue.correct_min(self.log_files.min_offset)
 
     def _open_for_writing(self, options: RecoverOptions, progress: Progress | None) -> None:
         fs = self.fs
@@ -392,31 +401,31 @@ class MessageStore(StoreWriter):
             manifests.save(self.manifest, self.path, fs)
         with self._taking_mark_back(clean):
             self._prepare_folders(created)
-            self._load_problems = self._run.load()
-        self._has_checkpoint = self._checkpoint.load()
+            self.load_problems = self.log_files.load()
+        self._has_checkpoint = self.checkpoint.load()
         if had_checkpoint is not None:
             self._has_checkpoint = had_checkpoint
         else:
-            clean = clean and self._checkpoint.current.clean_end != -1  # somebody took `abort` away
+            clean = clean and self.checkpoint.current.clean_end != -1  # somebody took `abort` away
         self._txn.load()
-        undone = undo(self._txn, self._run, self._checksum, self._checkpoint.current.flushed)
+        undone = undo(self._txn, self.log_files, self.checksum, self.checkpoint.current.flushed)
         if undone.start is not None:
             clean = False
             # Puts before the splice were perhaps not synced: then the log ends before it, and what was behind is gone.
-            end = min(undone.start, self._run.end)
-            self._load_problems = [each for each in self._load_problems if each.position < end]
+            end = min(undone.start, self.log_files.end)
+            self.load_problems = [each for each in self.load_problems if each.position < end]
         with self._taking_mark_back(clean):
-            self._queues.load(exact=not clean or options.full)
-        self._index_findings = self._index.load()
+            self.queue_table.load(exact=not clean or options.full)
+        self.index_findings = self.index.load()
         self.clean_shutdown = clean
         self._has_checkpoint |= created
         try:
-            outcome: Outcome = recover(self._parts(), self._load_problems, options, progress)
+            outcome: Outcome = recover(self._parts(), self.load_problems, options, progress)
         except MisnamedSegmentsError:
             if clean:
                 self._abort.clear()
             raise
-        self._index_findings = []
+        self.index_findings = []
         self.recovery = outcome.report
         self._report_renamed(renamed)
         self._report_undone(undone)
@@ -433,25 +442,25 @@ class MessageStore(StoreWriter):
             _log.warning("%s: the numbers of queues that were lost, or their ends, begin anew", self.path)
         ahead = not clean and is_progress_ahead(self.path, outcome.end, fs)
         if self.recovery.changed or self.recovery.findings or lost or ahead:
-            ends = {(queue.topic, queue.queue_id): queue.next_offset for queue in self._queues}
+            ends = {(queue.topic, queue.queue_id): queue.next_offset for queue in self.queue_table}
             note_ends(self.path, ends, outcome.end, fs, self.config.file_mode)
         end = outcome.end
         if outcome.report.scanned_from is not None:
             # What a killed process left in the page cache counts from now on, so it has to be on disk from now on.
-            self._run.sync(outcome.report.scanned_from, end)
+            self.log_files.sync(outcome.report.scanned_from, end)
         self._log.reset(end)
         self._commit.flushed = end
         self._first_put_position = end
-        self._numbered_before = sum(queue.next_offset for queue in self._queues)
+        self._numbered_before = sum(queue.next_offset for queue in self.queue_table)
         self._dispatcher.position = end
         self._dispatcher.last_store_timestamp_ms = outcome.last_store_timestamp_ms
         self._populated = end
         self._populate_seen = self.clock.monotonic_ms(), end
         if self.manifest.profile == "mqstore":
             # Segments that it has lost at its beginning stay noted, until retention comes there.
-            noted = self._checkpoint.current.log_start if self._run.starts else None
+            noted = self.checkpoint.current.log_start if self.log_files.starts else None
             self._log_start = self._log.min_offset if noted is None else min(noted, self._log.min_offset)
-        index_ms = self._index.full_end_timestamp_ms()
+        index_ms = self.index.full_end_timestamp_ms()
         self._write_checkpoint(end, end, index_ms=index_ms, clean_end=-1, last_record=max(0, outcome.last_record))
         if went_down:
             self._abort.set(os.getpid())
@@ -471,11 +480,11 @@ class MessageStore(StoreWriter):
         """Rename segment files with wrong names; return where they belong, by their old names."""
         self._build(writable=False)
         try:
-            self._run.load()
-            places = misnamed_segments(self._run, self._checksum, self.fs)
-            rename_segments(self._run, places, self.fs)
+            self.log_files.load()
+            places = misnamed_segments(self.log_files, self.checksum, self.fs)
+            rename_segments(self.log_files, places, self.fs)
         finally:
-            self._run.close()
+            self.log_files.close()
         return places
 
     def _report_renamed(self, places: Mapping[str, int]) -> None:
@@ -496,7 +505,7 @@ class MessageStore(StoreWriter):
     def listed_end(self) -> int:
         """Return the end of what queues list; of a store whose queues are lost, the end of its log."""
         end = 0
-        for queue in self._queues:
+        for queue in self.queue_table:
             for _, units in queue.held_before(queue.max_offset, 64):
                 live = units[is_message(units)]
                 if len(live):
@@ -509,7 +518,7 @@ class MessageStore(StoreWriter):
         a batch that was being put when its writer was killed, parts may lie behind a hole, and beyond the watermark the
         log ends at the first hole."""
         end = start
-        events = scan_log(self._run, start, self._checksum, checksums=False, on_front=_unnoticed)
+        events = scan_log(self.log_files, start, self.checksum, checksums=False, on_front=_unnoticed)
         for event in until_torn(events, self.torn_from):
             if isinstance(event, End):
                 end = event.position
@@ -517,24 +526,24 @@ class MessageStore(StoreWriter):
 
     def stop_at(self, end: int) -> None:
         """Hide the log at and beyond physical offset `end` until the next refresh. For readers only."""
-        self._run.limit = end if self._run.limit is None else min(self._run.limit, end)
-        self._run.refresh()
+        self.log_files.limit = end if self.log_files.limit is None else min(self.log_files.limit, end)
+        self.log_files.refresh()
 
     def _parts(self) -> StoreParts:
         return StoreParts(
             root=self.path,
-            run=self._run,
-            queues=self._queues,
-            index=self._index,
-            checkpoint=self._checkpoint.current,
+            run=self.log_files,
+            queues=self.queue_table,
+            index=self.index,
+            checkpoint=self.checkpoint.current,
             has_checkpoint=self._has_checkpoint,
             clean=self.clean_shutdown,
             machine_ran_on=self._machine_ran_on,
-            checksum=self._checksum,
+            checksum=self.checksum,
             fs=self.fs,
             clock=self.clock,
-            save_checkpoint=self._checkpoint.save,
-            index_findings=self._index_findings,
+            save_checkpoint=self.checkpoint.save,
+            index_findings=self.index_findings,
         )
 
     def place_segments(self) -> dict[str, int]:
@@ -542,12 +551,12 @@ class MessageStore(StoreWriter):
         opened for reading; does nothing beside a writer."""
         if self.mode != "r" or writer_alive(self.path, self.fs):
             return {}
-        places = misnamed_segments(self._run, self._checksum, self.fs)
+        places = misnamed_segments(self.log_files, self.checksum, self.fs)
         if places:
-            self._run.places = places
-            self._load_problems = self._run.load()
-            self._log.end = self._run.end
-            for queue in self._queues:
+            self.log_files.places = places
+            self.load_problems = self.log_files.load()
+            self._log.end = self.log_files.end
+            for queue in self.queue_table:
                 self._bound(queue)
         return places
 
@@ -556,14 +565,14 @@ class MessageStore(StoreWriter):
         assert self.mode == "r"
         assert options.dry_run
         places = self.place_segments()
-        self._queues.load(exact=True)
-        self._run.extend_in_memory()
+        self.queue_table.load(exact=True)
+        self.log_files.extend_in_memory()
         parts = self._parts()
-        self.recovery = recover(parts, self._load_problems, options, progress).report
+        self.recovery = recover(parts, self.load_problems, options, progress).report
         self._report_renamed(places)
         self.recovery.changed |= self.clean_shutdown and self.have_queues_lost()
-        if self._pending is not None:
-            self._report_undone(would_undo(self._pending, self._run, self.fs))
+        if self.pending_splice is not None:
+            self._report_undone(would_undo(self.pending_splice, self.log_files, self.fs))
         return self.recovery
 
     def has_unlisted(self) -> bool:
@@ -577,7 +586,7 @@ class MessageStore(StoreWriter):
 
         Cheap for a store that mqstore closed, and that has its queues. Else it reads headers of the part of the log
         that an opening would read, or of all if queues are known to be lost."""
-        if self.has_all_queues() or self._queues.in_rocksdb or writer_alive(self.path, self.fs):
+        if self.has_all_queues() or self.queue_table.in_rocksdb or writer_alive(self.path, self.fs):
             return None
         parts = self._parts()
         wanted = (lambda topic: True) if topics is None else topics.__contains__
@@ -585,15 +594,15 @@ class MessageStore(StoreWriter):
 
     def index_doubt(self) -> str:
         """Return why the index of a reader may lack keys, as the lists of its files show: "" if they show nothing."""
-        if self._index_findings:
-            return f"{self._index_findings[0].file} is damaged"
-        newest_ms = max((file.header.end_timestamp_ms for file in self._index.files), default=0)
-        synced_ms = self._checkpoint.current.index_msg_timestamp_ms
-        if newest_ms < synced_ms and self._run.starts:
-            first_ms = first_record_time(self._run, self._run.starts[0], self._checksum)
+        if self.index_findings:
+            return f"{self.index_findings[0].file} is damaged"
+        newest_ms = max((file.header.end_timestamp_ms for file in self.index.files), default=0)
+        synced_ms = self.checkpoint.current.index_msg_timestamp_ms
+        if newest_ms < synced_ms and self.log_files.starts:
+            first_ms = first_record_time(self.log_files, self.log_files.starts[0], self.checksum)
             if first_ms is not None and first_ms <= synced_ms:  # else retention has taken those files
                 return "index files are missing"
-        return "" if self._index.files or not self.has_records() else "there is no index"
+        return "" if self.index.files or not self.has_records() else "there is no index"
 
     def _stored_delay_levels(self) -> str:
         value, _ = load_json(self.path / manifests.MANIFEST, writer=False, fs=self.fs)
@@ -610,14 +619,14 @@ class MessageStore(StoreWriter):
             return None
         self._build(writable=False)
         try:
-            self._run.load()
-            if not self._run.starts or self._intents.pending() is not None:  # who spliced did not end cleanly
+            self.log_files.load()
+            if not self.log_files.starts or self._intents.pending() is not None:  # who spliced did not end cleanly
                 return None
-            start = self._run.min_offset
-            end = written_end(self._run, start, self._checksum)
+            start = self.log_files.min_offset
+            end = written_end(self.log_files, start, self.checksum)
             checkpoint.save(replace(known, flushed=end, dispatched=start, clean_end=-1))
         finally:
-            self._run.close()
+            self.log_files.close()
         return there
 
     def _prepare_folders(self, created: bool) -> None:
@@ -644,49 +653,49 @@ class MessageStore(StoreWriter):
     def _catch_up(self, queue: ConsumeQueue | None) -> None:
         if self.mode == "rw":
             if self._dispatcher.position < self._visible_end():
-                self._check_open()  # in a forked child a lock may be held by a thread that is not there
+                self.check_open()  # in a forked child a lock may be held by a thread that is not there
                 self._dispatcher.catch_up()
             return
         if queue is not None:
             cuts = queue.cuts
             queue.refresh()
             if queue.cuts != cuts:
-                self._run.map_anew()
+                self.log_files.map_anew()
         now = time.monotonic()
         if queue is None or now >= self._next_listing:
             self._next_listing = now + 1.0
-            self._find_news()
+            self.find_news()
             if queue is not None:
                 changed = [queue]
             else:
-                changed = self._queues.refresh()
-                self._index.refresh()
-                for each in self._queues:
+                changed = self.queue_table.refresh()
+                self.index.refresh()
+                for each in self.queue_table:
                     if not each.max_offset:  # of one with messages nobody asks more here than that it has some
                         each.refresh()
                         changed.append(each)
-            first = self._run.starts[0] if self._run.starts else 0
+            first = self.log_files.starts[0] if self.log_files.starts else 0
             if queue is None and first != self._first_listed:
-                changed = [*self._queues]
+                changed = [*self.queue_table]
                 self._first_listed = first
             for each in changed:
                 each.correct_min(first)
 
     def _stop_at_splice(self) -> None:
         """A reader sees nothing of a splice that is not recorded (spark#splice): the log ends where that began."""
-        self._pending = self._intents.pending()
-        self._run.limit = None if self._pending is None else self._pending.start
+        self.pending_splice = self._intents.pending()
+        self.log_files.limit = None if self.pending_splice is None else self.pending_splice.start
 
-    def _find_news(self) -> None:
+    def find_news(self) -> None:
         if self.mode == "r":
             with self._news_lock:  # an intent that one thread saw must not be put in place over later news of another
                 self._stop_at_splice()
-                self._run.refresh()
-                self._log.end = self._run.end
+                self.log_files.refresh()
+                self._log.end = self.log_files.end
 
     def wait(self, topic: str, queue_id: int, offset: int, timeout: Duration) -> bool:
         """Block until the queue has a message at `offset`, or `timeout` seconds have passed; whether it has."""
-        return self._wait_for(self._queue(topic, queue_id, offset), offset, seconds(timeout, "timeout"))
+        return self._wait_for(self.queue_named(topic, queue_id, offset), offset, seconds(timeout, "timeout"))
 
     def _wait_for(self, queue: ConsumeQueue, offset: int, timeout_s: float) -> bool:
         if self.mode == "r":
@@ -734,7 +743,7 @@ class MessageStore(StoreWriter):
     def _flusher_mark(self, end: int) -> int:
         """Where the flusher is wanted next by the log that ends at `end`: before the writer comes to pages that are not
         populated, if it stores and does not call; for the next segment; and once it has gone on to that."""
-        last = self._run.last
+        last = self.log_files.last
         if last is None:
             return 0
         mark = last.end
@@ -821,7 +830,7 @@ class MessageStore(StoreWriter):
 
     def _prepare_ahead(self) -> None:
         """Fault pages in and make the next segment before the writer needs them."""
-        last = self._run.last
+        last = self.log_files.last
         if last is None or self._stopping:
             return
         end = self._log.end
@@ -836,11 +845,11 @@ class MessageStore(StoreWriter):
                 start = max(end, self._populated)
                 stop = min(last.end, end + self._populate_bytes)
                 if stop > start:
-                    self._run.populate(last, start - last.start, stop - start)
+                    self.log_files.populate(last, start - last.start, stop - start)
                     self._populated = stop
             if end - last.start >= last.size * 3 // 4 and end > self._first_put_position:
                 self._prepared = last.end
-                self._run.prepare(last.end, populate_bytes=self._populate_bytes)
+                self.log_files.prepare(last.end, populate_bytes=self._populate_bytes)
         finally:  # on a full disk too: else every put to come calls for us
             if self._populated < last.start:
                 self._populated = min(last.end, last.start + self._populate_bytes)
@@ -874,13 +883,13 @@ class MessageStore(StoreWriter):
 
     def _interval_checkpoint(self) -> None:
         now = self.clock.monotonic_ms()
-        current = self._checkpoint.current
+        current = self.checkpoint.current
         dispatched, index_ms = current.dispatched or 0, current.index_msg_timestamp_ms
         self._attempt("index", self._dispatcher.put_pending)
         # Many small queues make a sync expensive; what it saves is only reading on the next crash.
-        if self._queues.dirty_count <= _FEW_FILES or now >= self._due_ms.get("queues", 0):
-            position, full_ms = self._dispatcher.position, self._index.full_end_timestamp_ms()
-            if not self._index.pending and self._sync_units():
+        if self.queue_table.dirty_count <= _FEW_FILES or now >= self._due_ms.get("queues", 0):
+            position, full_ms = self._dispatcher.position, self.index.full_end_timestamp_ms()
+            if not self.index.pending and self._sync_units():
                 dispatched, index_ms = position, full_ms
                 self._due_ms["queues"] = now + _QUEUE_SYNC_MS
         self._write_checkpoint(
@@ -899,8 +908,8 @@ class MessageStore(StoreWriter):
             if self._units_doubtful:
                 return False
             try:
-                self._queues.sync()
-                self._index.sync()
+                self.queue_table.sync()
+                self.index.sync()
             except OSError as error:
                 self._units_doubtful = not is_not_begun(error)
                 self._background_error("units", error)
@@ -921,13 +930,13 @@ class MessageStore(StoreWriter):
         """Times only move once what they stand for is on disk: the last dispatched message is the newest whose store
         time we know to lie below both watermarks. `index_ms`: end of the newest full index file that was synced."""
         with self._checkpoint_lock:
-            current = self._checkpoint.current
+            current = self.checkpoint.current
             physic = logics = self._dispatcher.last_store_timestamp_ms
             if self._dispatcher.position > flushed:
                 physic = current.physic_msg_timestamp_ms
             if self._dispatcher.position > dispatched:
                 logics = current.logics_msg_timestamp_ms
-            self._checkpoint.save(
+            self.checkpoint.save(
                 Checkpoint(
                     physic_msg_timestamp_ms=max(physic, 0),
                     logics_msg_timestamp_ms=max(logics, 0),
@@ -1058,7 +1067,7 @@ class MessageStore(StoreWriter):
 
     def _drop_before(self, physical_offset: int) -> list[str]:
         bound = min(physical_offset, self._log.end, self._dispatcher.position, self._commit.flushed)
-        starts = self._run.starts
+        starts = self.log_files.starts
         # With the records go the last witnesses of their numbers but the units: a queue that a power cut took them from
         # would count from 0 again.
         if len(starts) > 1 and starts[1] <= bound:
@@ -1066,23 +1075,23 @@ class MessageStore(StoreWriter):
                 advice = ": close the store and open it again" if self._units_doubtful else ""
                 why = f"consume queues may not be on disk ({self._errors.get('units')}), so no segment is deleted"
                 raise FlushFailedError(f"{self.path}: {why}{advice}")
-            ends = bound - self._run.segment_bytes
+            ends = bound - self.log_files.segment_bytes
             self._note_log_start(next((start for start in starts if start > ends), starts[-1]))
         try:
-            return self._run.drop_before(bound)
+            return self.log_files.drop_before(bound)
         finally:  # what is gone is gone, even if the next one could not be deleted
             first = self._log.min_offset
             if first > self._dropped_before:
-                for queue in self._queues:
+                for queue in self.queue_table:
                     queue.drop_before(first)
-                self._index.drop_before(first)
+                self.index.drop_before(first)
                 self._dropped_before = first
 
     def _note_log_start(self, start: int) -> None:
         """Before segments below `start` are deleted: a crash in between leaves too many of them, which is no loss."""
         with self._checkpoint_lock:
             if self._log_start is not None and self._log_start < start:
-                self._checkpoint.save(replace(self._checkpoint.current, log_start=start))
+                self.checkpoint.save(replace(self.checkpoint.current, log_start=start))
                 self._log_start = start  # only now: without the note on disk nothing may be deleted
 
     def clean(self, retention: Retention | None = None) -> list[str]:
@@ -1099,7 +1108,7 @@ class MessageStore(StoreWriter):
     def expired(self, retention: Retention) -> int:
         """The physical offset below which `retention` keeps nothing, whoever still needs it; 0: it keeps everything."""
         with self._retention_lock:
-            return expired_before(self._run, retention, self._log.end, self.clock.now_ms(), self._newest_times)
+            return expired_before(self.log_files, retention, self._log.end, self.clock.now_ms(), self._newest_times)
 
     # -- looking at it ----------------------------------------------------------------------------------------------
 
@@ -1116,10 +1125,12 @@ class MessageStore(StoreWriter):
     def stats(self) -> StoreStats:
         """A snapshot of counters, lags and sizes."""
         errors = dict(self._errors)
-        if self._index.dropped_entries:
-            errors["index"] = f"{self._index.dropped_entries} entries given up while the disk was full"
+        if self.index.dropped_entries:
+            errors["index"] = f"{self.index.dropped_entries} entries given up while the disk was full"
         return StoreStats(
-            puts=sum(queue.next_offset for queue in self._queues) - self._numbered_before if self.mode == "rw" else 0,
+            puts=sum(queue.next_offset for queue in self.queue_table) - self._numbered_before
+            if self.mode == "rw"
+            else 0,
             put_bytes=self._log.end - self._first_put_position if self.mode == "rw" else 0,
             gets=self._gets,
             get_bytes=self._get_bytes,
@@ -1130,14 +1141,14 @@ class MessageStore(StoreWriter):
             flush_latency_ns=self._flush_latency.buckets(),
             dispatch_lag_bytes=max(0, self._log.end - self._dispatcher.position) if self.mode == "rw" else 0,
             flush_lag_bytes=max(0, self._log.end - self._commit.flushed) if self.mode == "rw" else 0,
-            index_pending=self._index.pending,
+            index_pending=self.index.pending,
             min_offset=self.min_offset,
             max_offset=self.max_offset,
-            segments=len(self._run.starts),
-            commitlog_bytes=len(self._run.starts) * self._run.segment_bytes,
-            disk_ratio=disk_ratio(self._run),
+            segments=len(self.log_files.starts),
+            commitlog_bytes=len(self.log_files.starts) * self.log_files.segment_bytes,
+            disk_ratio=disk_ratio(self.log_files),
             opened_ms=self._opened_ms,
-            queues=len(self._queues),
+            queues=len(self.queue_table),
             bad_records=len(self._bad),
             inbox_spliced=self._inbox.spliced,
             inbox_refused=self._inbox.refused,
@@ -1156,30 +1167,32 @@ class MessageStore(StoreWriter):
         `until`: a writer has been at work since, and what lies at this physical offset or behind is not judged. Beside
         a writer that is there now it is the end of what queues list. `max_errors`: findings listed of a range of the
         log; None: all."""
-        self._check_open()
+        self.check_open()
         if self.mode == "rw":
             self._dispatcher.catch_up()
         else:
             if until is None and writer_alive(self.path, self.fs):
                 self._catch_up(None)
-                for queue in self._queues:
+                for queue in self.queue_table:
                     queue.refresh()
                 until = self.listed_end()
             if until is not None:
                 self.stop_at(until)
             self.place_segments()
             if self.clean_shutdown:
-                self._queues.find_short()
+                self.queue_table.find_short()
         return Verifier(
             self._parts(),
             live=self.mode == "rw" or until is not None,
             until=until,
             problems=[
-                *(self._load_problems if self.mode == "r" else ()),
-                *self._missing_in_front(),
+                *(self.load_problems if self.mode == "r" else ()),
+                *self.missing_in_front(),
                 *self._misplaced(),
             ],
-            unfinished=[] if self._pending is None else would_undo(self._pending, self._run, self.fs).findings,
+            unfinished=[]
+            if self.pending_splice is None
+            else would_undo(self.pending_splice, self.log_files, self.fs).findings,
             json_checks=json_checks,
             max_errors=max_errors,
         )
@@ -1188,20 +1201,20 @@ class MessageStore(StoreWriter):
         """Segment files with wrong names, which a reader shows where they belong."""
         return [
             LoadProblem(name, "segment_name", place, 0, f"holds the records of {segment_name(place)}")
-            for name, place in self._run.places.items()
+            for name, place in self.log_files.places.items()
         ]
 
-    def _missing_in_front(self) -> list[LoadProblem]:
+    def missing_in_front(self) -> list[LoadProblem]:
         """The segments that the log has lost at its beginning. The note of where that is was moved before retention
         deleted anything, so it is read after the segments were listed."""
-        starts = self._run.starts
+        starts = self.log_files.starts
         checkpoint = CheckpointFile(self.path, self.fs, self.config.file_mode)
         checkpoint.load()
         noted = checkpoint.current.log_start
         if not starts or noted is None or noted >= starts[0]:
             return []
         detail = f"the log begins at {noted}, and no file holds [{noted}, {starts[0]})"
-        path = str(self._run.directory / segment_name(noted))
+        path = str(self.log_files.directory / segment_name(noted))
         return [LoadProblem(path, "missing_segment", noted, starts[0] - noted, detail)]
 
     def verify(self) -> Iterator[Finding]:
@@ -1264,12 +1277,12 @@ class MessageStore(StoreWriter):
     def _finish(self) -> None:
         """Everything a clean end promises (format#opening); until the last line a crash is a crash."""
         if (soiled := self._log.settle()) is not None:
-            self._run.sync(*soiled)
+            self.log_files.sync(*soiled)
         if self._log.end > self._commit.flushed:
             self._commit.sync_now()
         try:
             # Ctrl-C in a put may have left a segment behind the end, which opening would take for another log's.
-            self._run.drop_from(max(self._log.end, self._run.min_offset + 1))
+            self.log_files.drop_from(max(self._log.end, self.log_files.min_offset + 1))
             self._dispatcher.run_once()
             self._dispatcher.put_pending()
         except OSError as error:
@@ -1279,22 +1292,22 @@ class MessageStore(StoreWriter):
             _log.error("%s: not closed cleanly: %s; the next opening reads the log again", self.path, self._errors)
             return
         end = self._log.end
-        index_ms = self._index.full_end_timestamp_ms()
-        digest, last = self._queues.digest(), self._last_record(end)
+        index_ms = self.index.full_end_timestamp_ms()
+        digest, last = self.queue_table.digest(), self._last_record(end)
         self._write_checkpoint(end, end, index_ms=index_ms, clean_end=end, last_record=last, queues=digest)
-        if (self._queues.batch_topics and not self.clean_shutdown) or self._queues.in_rocksdb:
+        if (self.queue_table.batch_topics and not self.clean_shutdown) or self.queue_table.in_rocksdb:
             return  # with the mark there RocketMQ reads the log again, and such queues get what they lack
         self._abort.clear()
 
     def _last_record(self, end: int) -> int:
         """Physical offset of the newest record, for the checkpoint: opening looks there for proof of a clean end."""
         newest = -1
-        for queue in self._queues:
+        for queue in self.queue_table:
             if queue.max_offset > queue.min_offset:
                 physical, size, _ = queue.units(queue.max_offset - 1, 1)[0].tolist()
                 if size < VOID_SIZE:
                     newest = max(newest, physical)
-        return newest if newest >= 0 else min(self._checkpoint.current.confirm_physical_offset, end)
+        return newest if newest >= 0 else min(self.checkpoint.current.confirm_physical_offset, end)
 
     def _release(self) -> None:
         if any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread()):
@@ -1302,7 +1315,7 @@ class MessageStore(StoreWriter):
             _log.error("%s: a background thread still runs, so its lock is kept; close the store again", self.path)
             return
         try:
-            for name in ("_run", "_descriptors", "_index"):
+            for name in ("log_files", "_descriptors", "index"):
                 if hasattr(self, name):  # opening may have ended before that
                     getattr(self, name).close()
         finally:

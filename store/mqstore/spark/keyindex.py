@@ -45,7 +45,7 @@ class KeyIndex:
         All keys of the records that begin there are in it. The records where one file ends and the next begins are in
         no range, since some of their keys may be in a file that is lost, as may those of all records in between.
         """
-        store, index = self._store, self._store._index
+        store, index = self._store, self._store.index
         try:
             files = [*index.files]
             while files and files[-1].header.next_entry <= 1:
@@ -55,11 +55,11 @@ class KeyIndex:
         except FileNotFoundError:  # another process's retention took one
             return ()
         whole = [span for span in spans if span is not None]
-        if store._index_findings or len(whole) < len(spans) or not full:
+        if store.index_findings or len(whole) < len(spans) or not full:
             return ()
         if any(before[1] > behind[0] for before, behind in pairwise(whole)):
             return ()
-        limit = _ALWAYS if store.clean_shutdown else store._checkpoint.current.dispatched or 0
+        limit = _ALWAYS if store.clean_shutdown else store.checkpoint.current.dispatched or 0
         return [(low + 1, min(high, limit)) for low, high in whole if low + 1 < min(high, limit)]
 
     def narrowed(
@@ -95,7 +95,7 @@ class KeyIndex:
         store = self._store
         places: set[int] = set()
         for key in self._keys:
-            places.update(store._index.query(topic, key, -_ALWAYS, _ALWAYS, HITS_MAX + 1 - len(places)))
+            places.update(store.index.query(topic, key, -_ALWAYS, _ALWAYS, HITS_MAX + 1 - len(places)))
             if len(places) > HITS_MAX:
                 return None
         found: dict[QueueRef, list[int]] = {}

@@ -189,17 +189,17 @@ class SlicedStore(MessageStore):
 
     def load(self, topic: str, queue_id: int) -> ConsumeQueue | None:
         """A queue, with its bounds as opening finds them. None: it is not there."""
-        queue = self._queues.get(topic, queue_id)
+        queue = self.queue_table.get(topic, queue_id)
         # A checkpoint may name whatever it likes.
         if queue is None and is_path_safe(topic) and os.path.isdir(self.unbounded(topic, queue_id).directory):
-            queue = self._queues.create(topic, queue_id)
+            queue = self.queue_table.create(topic, queue_id)
             queue.load(exact=not self.clean_shutdown)
             self._bound(queue)
         return queue
 
     def unbounded(self, topic: str, queue_id: int) -> ConsumeQueue:
         """A queue to read units of that are known to be there; where it begins and ends it does not know."""
-        return ConsumeQueue(self._queues, topic, queue_id)
+        return ConsumeQueue(self.queue_table, topic, queue_id)
 
 
 def open_sliced(store: StoreName) -> SlicedStore:
@@ -214,7 +214,7 @@ def queues_of(store: MessageStore) -> list[ConsumeQueue]:
     As `topics`, `queues` and `offsets` of the store have it, which look for news with every call: of a thousand stores
     that is half the time of planning.
     """
-    return sorted((queue for queue in store._queues if queue.next_offset), key=lambda queue: queue.ref)
+    return sorted((queue for queue in store.queue_table if queue.next_offset), key=lambda queue: queue.ref)
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
     # Queues may have listed more once: a topic that is deleted leaves its records in the log.
     top = max(listed, store.readable_end(max(low, listed)))
     if options.isolation == "flushed" and not store.clean_shutdown:
-        return Bounds(low, min(listed, store._checkpoint.current.flushed or 0), top)
+        return Bounds(low, min(listed, store.checkpoint.current.flushed or 0), top)
     return Bounds(low, listed, top)
 
 
@@ -592,7 +592,7 @@ def _slot_at(store: MessageStore, ref: QueueRef, low: int, high: int, physical: 
 
 def _flushed(store: MessageStore, ref: QueueRef, low: int, high: int) -> int:
     """Behind the last message that is known to be on disk."""
-    checkpoint = store._checkpoint.current
+    checkpoint = store.checkpoint.current
     if store.clean_shutdown:
         return high
     if checkpoint.flushed is not None:

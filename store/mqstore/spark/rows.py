@@ -195,7 +195,7 @@ class QueueScan:
     ) -> Iterator[list[Piece]]:
         """Messages of queue offsets [start, stop), in order. `records` False looks at units alone; `tags` lets pass
         what its hash lets pass, so some that it would not."""
-        queue = self._store._queues.get(topic, queue_id)
+        queue = self._store.queue_table.get(topic, queue_id)
         if queue is None:
             return iter(())
         pieces = self._pieces(queue, start, stop, records, tags)
@@ -211,7 +211,7 @@ class QueueScan:
             whole = _of_units(*queue.ref, np.arange(start, start + count, dtype=np.int64), units)
             live = (whole.sizes > 0) & (whole.physical >= 0)
             if not live.all():
-                store._find_news()
+                store.find_news()
                 queue.correct_min(store.min_offset)  # retention may have taken the file they were in
                 gone = ~live & (whole.slots < queue.min_offset)
                 if live[0] or gone[0]:
@@ -250,7 +250,7 @@ class QueueScan:
         for part in np.split(np.arange(len(whole)), np.flatnonzero(np.diff(segments)) + 1) if len(whole) else ():
             first, last = int(part[0]), int(part[-1]) + 1
             here = slice(first, last)
-            there = store._segment_at(int(whole.physical[first]), int((whole.physical[here] + whole.sizes[here]).max()))
+            there = store.segment_at(int(whole.physical[first]), int((whole.physical[here] + whole.sizes[here]).max()))
             if there is None and int(whole.physical[first]) < store.min_offset:
                 policy.removed += last - first
                 continue
@@ -265,7 +265,7 @@ class QueueScan:
             yield piece
             return
         store, policy = self._store, self._policy
-        checksum = store._checksum if policy.verify else None
+        checksum = store.checksum if policy.verify else None
         units = piece.physical, piece.sizes, piece.slots
         rows, headers = sound_records(queue, buffer, positions, *units, checksum)
         if len(rows) < len(piece):
@@ -287,7 +287,7 @@ class QueueScan:
         """Whether all records are sound and nothing rare, by compiled parts: one pass, in which is kept what is wanted.
         Of all else, `_checked` finds out what it is."""
         verifies = self._policy.verify
-        if verifies and self._store._checksum != "crc32c-record":
+        if verifies and self._store.checksum != "crc32c-record":
             return False
         found = ordinary_bodies(
             *(buffer, positions, piece.physical, piece.sizes, piece.slots, queue.queue_id, queue.topic_bytes),
@@ -318,7 +318,9 @@ def at_once(store: MessageStore, parts: Sequence[tuple[str, int, int, int]], pol
     or told, and a `QueueScan` of each part finds what it is.
     """
     # The bounds of a queue do not matter here, so none is looked for in the store, which may not have loaded it.
-    read = (ConsumeQueue(store._queues, topic, queue_id).read(low, high - low) for topic, queue_id, low, high in parts)
+    read = (
+        ConsumeQueue(store.queue_table, topic, queue_id).read(low, high - low) for topic, queue_id, low, high in parts
+    )
     units = np.frombuffer(b"".join(read), UNIT_DTYPE)
     counts = [stop - start for _, _, start, stop in parts]
     slots = np.concatenate([np.arange(start, stop, dtype=np.int64) for _, _, start, stop in parts])
@@ -334,7 +336,7 @@ def at_once(store: MessageStore, parts: Sequence[tuple[str, int, int, int]], pol
         or (physical // size * size != base).any()
     ):
         return None
-    there = store._segment_at(base, int((physical + sizes).max())) if base >= 0 else None
+    there = store.segment_at(base, int((physical + sizes).max())) if base >= 0 else None
     if there is None or base + len(there[1]) < int((physical + sizes).max()) or is_void(units).any():
         return None
     piece.buffer = buffer = there[1]
@@ -344,7 +346,7 @@ def at_once(store: MessageStore, parts: Sequence[tuple[str, int, int, int]], pol
     topics = [part[0].encode("utf-8", "surrogateescape") for part in parts]
     for topic in {*topics}:
         fine &= topic_is(buffer, headers, topic) | np.repeat([each != topic for each in topics], counts)
-    if not fine.all() or (policy.verify and not verify(buffer, headers, store._checksum).all()):
+    if not fine.all() or (policy.verify and not verify(buffer, headers, store.checksum).all()):
         return None
     return piece
 
@@ -405,7 +407,7 @@ def log_batches(
 
 def _events(store: MessageStore, base: int, low: int, high: int, policy: Policy) -> Iterator[Good | Bad]:
     """The records that begin in [low, high) of the segment at `base`, and the bytes that are none."""
-    there = store._segment_at(low, high)
+    there = store.segment_at(low, high)
     if there is None:
         if low < store.min_offset:
             policy.removed += 1  # at least: nobody knows how many they were
@@ -415,14 +417,14 @@ def _events(store: MessageStore, base: int, low: int, high: int, policy: Policy)
     segment, buffer = there
     start = _led_to(store, buffer, base, low - base)
     if start is None:
-        found = first_good_in(store._run, segment, low - base, store._checksum, high - base)
+        found = first_good_in(store.log_files, segment, low - base, store.checksum, high - base)
         start = None if found is None else found - base
     if start is not None and start < high - base:
-        scan = scan_segment(store._run, segment, start, store._checksum, stop=high - base, checksums=policy.verify)
+        scan = scan_segment(store.log_files, segment, start, store.checksum, stop=high - base, checksums=policy.verify)
         end = base + (yield from scan)
         if end < high:
             yield Bad(
-                "bad_record", end, high, check_record(buffer, end - base, len(buffer), end, store._checksum).detail
+                "bad_record", end, high, check_record(buffer, end - base, len(buffer), end, store.checksum).detail
             )
 
 
@@ -437,7 +439,7 @@ def _led_to(store: MessageStore, buffer: _Buffer, base: int, low: int) -> int | 
     _, end = walk(buffer, at, len(buffer), 1)
     if end > at:
         return end
-    return len(buffer) if check_record(buffer, at, len(buffer), base + at, store._checksum).status == "blank" else None
+    return len(buffer) if check_record(buffer, at, len(buffer), base + at, store.checksum).status == "blank" else None
 
 
 def _listed(found: Good, is_wanted: Callable[[bytes], bool]) -> _Bools:

@@ -147,9 +147,9 @@ def _time_of(store: MessageStore, ref: QueueRef, slots: range) -> datetime | Non
     "first_store_timestamp timestamp, last_store_timestamp timestamp, sealed boolean, modified timestamp"
 )
 def _segments(store: MessageStore, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
-    segments = store._run.segments()
+    segments = store.log_files.segments()
     seen: dict[int, tuple[int, int, int, int]] = {}
-    events = scan_log(*(store._run, store.min_offset, store._checksum), checksums=False, on_front=lambda _: None)
+    events = scan_log(*(store.log_files, store.min_offset, store.checksum), checksums=False, on_front=lambda _: None)
     for event in events if segments else ():
         if isinstance(event, Good):
             stamps = event.headers.store_timestamp_ms

@@ -88,18 +88,20 @@ def inspect_store(
         problems += manifest.problems
         problems += [
             f"{os.path.basename(p.file)}: {p.kind}: {p.detail}"
-            for p in [*store._load_problems, *store._missing_in_front()]
+            for p in [*store.load_problems, *store.missing_in_front()]
         ]
-        problems += [f"{finding.file}: {finding.detail}" for finding in store._index_findings]
-        problems += [f"consumequeue/{name}: no queue can be made of this folder" for name in store._queues.unsafe_names]
+        problems += [f"{finding.file}: {finding.detail}" for finding in store.index_findings]
+        problems += [
+            f"consumequeue/{name}: no queue can be made of this folder" for name in store.queue_table.unsafe_names
+        ]
         problems += store.foreign()
         topics: dict[str, Any] = {}
         dispatched = 0
-        for queue in sorted(store._queues, key=lambda q: (q.topic, q.queue_id)):
+        for queue in sorted(store.queue_table, key=lambda q: (q.topic, q.queue_id)):
             if not queue.max_offset:
                 continue
             first, end = _physical_bounds(queue)
-            if end <= store._run.end:  # else a unit that points nowhere; `verify` tells of it
+            if end <= store.log_files.end:  # else a unit that points nowhere; `verify` tells of it
                 dispatched = max(dispatched, end)
             topics.setdefault(queue.topic, {"queues": {}})["queues"][str(queue.queue_id)] = {
                 "min_offset": queue.min_offset,
@@ -109,11 +111,11 @@ def inspect_store(
             }
         commitlog, undispatched, torn = _walk_log(store, dispatched, problems, progress, live=live)
         incomplete = store.unlisted_queue()
-        checkpoint = store._checkpoint.current
+        checkpoint = store.checkpoint.current
         if torn and not live:
             problems.append(torn)
-        index_limit = store._index.entries_per_file
-        entries = sum(min(max(0, header.next_entry - 1), index_limit) for _, header in store._index.headers())
+        index_limit = store.index.entries_per_file
+        entries = sum(min(max(0, header.next_entry - 1), index_limit) for _, header in store.index.headers())
         found = {
             "path": os.fspath(path),
             "profile": manifest.profile,
@@ -127,9 +129,9 @@ def inspect_store(
             "commitlog": commitlog,
             "topics": topics,
             "index": {
-                "files": len(store._index.files),
+                "files": len(store.index.files),
                 "entries": entries,
-                "slots": store._index.slots,
+                "slots": store.index.slots,
                 "entries_per_file": index_limit,
             },
             "checkpoint": {
@@ -142,7 +144,7 @@ def inspect_store(
                 "clean_end": checkpoint.clean_end,
             },
         }
-        pending = store._pending
+        pending = store.pending_splice
         inbox = inbox_state(path, fs)
         found["splice"] = {
             "pending": None
@@ -197,7 +199,7 @@ def _walk_log(
 ) -> tuple[dict[str, Any], int, str]:
     """(the commitlog's part, bytes of whole records at or beyond `dispatched` that a queue should list, "" or what
     stands at the end of the log that is no record)."""
-    run = store._run
+    run = store.log_files
     size = run.segment_bytes
     segments: dict[int, dict[str, Any]] = {
         segment.start: {
@@ -219,7 +221,7 @@ def _walk_log(
         for start in [start for start in segments if start < front]:
             del segments[start]
 
-    events = scan_log(run, first, store._checksum, checksums=False, on_front=go_on_at)
+    events = scan_log(run, first, store.checksum, checksums=False, on_front=go_on_at)
     # What lies before the end that is looked at beside a writer was written whole.
     for event in until_torn(events, lambda: NEVER_TORN if live else store.torn_from()) if segments else ():
         if isinstance(event, Good):
