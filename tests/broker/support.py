@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from mqstore.broker.broker import Broker
 from mqstore.broker.parts import Mechanism, Parts, open_parts
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.options import Durability, Profile
 from tests.log.support import open_store
 
-__all__ = ["START_MS", "advance", "clock_of", "new_parts", "settle"]
+__all__ = ["START_MS", "Bench", "advance", "clock_of", "new_parts", "settle"]
 
 START_MS = 1_700_000_000_000
 """Where a `SimulatedClock` starts."""
@@ -63,3 +64,44 @@ def advance(parts: Parts, mechanisms: Sequence[Mechanism], duration_ms: int) -> 
         due_ms = settle(parts, mechanisms)
     clock.advance(until_ms - clock.now_ms())
     settle(parts, mechanisms)
+
+
+class Bench:
+    """A broker without threads and a clock moved by hand."""
+
+    def __init__(self, path: Path, **config: Any) -> None:
+        self.path = path
+        self.config = {"segment_bytes": 1 << 16, "consumequeue_units": 64, **config}
+        self.clock = SimulatedClock()
+        self.broker = self.open()
+
+    def open(self, **kwargs: Any) -> Broker:
+        self.broker = Broker(open_store(self.path, clock=self.clock, **{**self.config, **kwargs}))
+        return self.broker
+
+    def again(self) -> Broker:
+        self.broker.close()
+        return self.open()
+
+    def advance(self, duration_ms: int) -> None:
+        """Let time pass from one due time to the next, as the housekeeper would."""
+        until_ms = self.clock.now_ms() + duration_ms
+        while True:
+            due_ms = self.settle()
+            if due_ms is None or due_ms > until_ms:
+                break
+            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
+        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
+        self.settle()
+
+    def settle(self) -> int | None:
+        for _ in range(1000):
+            due_ms = self.broker.run_once()
+            if due_ms is None or due_ms > self.clock.now_ms():
+                return due_ms
+        raise AssertionError(f"something is due again and again: {self.broker.stats().errors}")
+
+    def bodies(self, group: str = "g", topic: str = "t", **options: Any) -> list[bytes]:
+        deliveries = self.broker.pop(group, topic, 32, **options)
+        self.broker.ack(group, topic, [each.receipt for each in deliveries])
+        return [each.message.body for each in deliveries]

@@ -13,7 +13,7 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidMessageError, NotPermittedError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
-from tests.broker.test_broker import Bench
+from tests.broker.support import Bench
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
 

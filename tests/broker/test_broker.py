@@ -31,52 +31,12 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Durability, Retention
+from tests.broker.support import Bench
 from tests.faults import FaultyFileSystem
 from tests.holding import new_threads
 from tests.log.support import Unsynced, open_store
 
 MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
-
-
-class Bench:
-    """A broker without threads and a clock moved by hand."""
-
-    def __init__(self, path: Path, **config: Any) -> None:
-        self.path = path
-        self.config = {"segment_bytes": 1 << 16, "consumequeue_units": 64, **config}
-        self.clock = SimulatedClock()
-        self.broker = self.open()
-
-    def open(self, **kwargs: Any) -> Broker:
-        self.broker = Broker(open_store(self.path, clock=self.clock, **{**self.config, **kwargs}))
-        return self.broker
-
-    def again(self) -> Broker:
-        self.broker.close()
-        return self.open()
-
-    def advance(self, duration_ms: int) -> None:
-        """Let time pass from one due time to the next, as the housekeeper would."""
-        until_ms = self.clock.now_ms() + duration_ms
-        while True:
-            due_ms = self.settle()
-            if due_ms is None or due_ms > until_ms:
-                break
-            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
-        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
-        self.settle()
-
-    def settle(self) -> int | None:
-        for _ in range(1000):
-            due_ms = self.broker.run_once()
-            if due_ms is None or due_ms > self.clock.now_ms():
-                return due_ms
-        raise AssertionError(f"something is due again and again: {self.broker.stats().errors}")
-
-    def bodies(self, group: str = "g", topic: str = "t", **options: Any) -> list[bytes]:
-        deliveries = self.broker.pop(group, topic, 32, **options)
-        self.broker.ack(group, topic, [each.receipt for each in deliveries])
-        return [each.message.body for each in deliveries]
 
 
 @pytest.fixture

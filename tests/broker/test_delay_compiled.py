@@ -14,7 +14,7 @@ from mqstore.broker.names import HALF_TOPIC, SCHEDULE_TOPIC
 from mqstore.layout.properties import decode_properties
 from mqstore.log import writer
 from mqstore.log.message import Message
-from tests.broker.test_delay import Delays
+from tests.broker.delaysupport import Delays
 from tests.without import compiled
 
 ENDS = [

@@ -17,9 +17,10 @@ from mqstore.broker.broker import Broker
 from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreClosedError
 from mqstore.log.commitlog import QueueRef
-from tests.broker.test_broker import HOUR, Bench
+from tests.broker.support import Bench
 from tests.faults import FaultyFileSystem
 
+HOUR = 3_600_000
 RETRY = "%RETRY%g+t"
 POP_LOG = "rmq_sys_pop_log"
 

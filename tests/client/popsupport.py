@@ -8,10 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import mqstore
 from mqstore import Broker, SimpleConsumer, SimulatedClock, StoreConfig
+from mqstore.client.poppush import PopEngine
 
-__all__ = ["Bench", "advance", "ended", "in_thread", "settle", "until"]
+__all__ = ["BOTH", "Bench", "Push", "advance", "ended", "in_thread", "settle", "until"]
 
 
 class Bench:
@@ -97,3 +100,70 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+BOTH = pytest.mark.parametrize("ordered", [False, True], ids=["standard", "ordered"])
+
+
+class Push:
+    """A push consumer and what its handler was given."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        act: Callable[[Any], object] = lambda _: None,
+        *topics: str,
+        group: str = "g",
+        start: bool = True,
+        tags: str = "*",
+        **options: Any,
+    ) -> None:
+        self.bench = bench
+        self.act = act
+        self.seen: list[tuple[bytes, int]] = []
+        """(body, attempt) of each message handled."""
+        self.consumer = bench.store.push_consumer(group, mode="pop", **{"workers": 2, **options})
+        for topic in topics or ("t",):
+            self.consumer.subscribe(topic, self.handle, tags=tags)
+        if start:
+            self.consumer.start()
+
+    def handle(self, given: Any) -> None:
+        for message in given if isinstance(given, list | tuple) else [given]:
+            self.seen.append((message.body, message.attempt))
+        self.act(given)
+
+    @property
+    def engine(self) -> PopEngine:
+        engine = self.consumer._engine
+        assert isinstance(engine, PopEngine)
+        return engine
+
+    def bodies(self) -> list[bytes]:
+        return [body for body, _ in self.seen]
+
+    def go(self) -> None:
+        """Until nothing is left to do now."""
+        turns = self.consumer._workers._turns
+        for _ in range(10_000):
+            self.bench.settle()
+            self.consumer.run_once()
+            self.bench.settle()
+            if turns.empty():
+                return
+        raise AssertionError("it never comes to rest")
+
+    def advance(self, duration_s: float) -> None:
+        clock = self.bench.clock
+        end_ms = clock.monotonic_ms() + round(duration_s * 1000)
+        while True:
+            self.go()
+            dues = [end_ms]
+            if (timer_ms := self.consumer._workers.run_once()) is not None:
+                dues.append(timer_ms)
+            if (wall_ms := self.bench.settle()) is not None:
+                dues.append(wall_ms - clock.now_ms() + clock.monotonic_ms())
+            step_ms = min(dues) - clock.monotonic_ms()
+            if step_ms <= 0 and clock.monotonic_ms() >= end_ms:
+                return
+            clock.advance(max(step_ms, 1))

@@ -11,8 +11,8 @@ import pytest
 
 import mqstore
 from mqstore import BatchFailure, Consumed, Interceptor, Message, Reject, Retry, RetryPolicy, aio
+from tests.client.aiosupport import with_store
 from tests.client.pushsupport import PushBench
-from tests.client.test_aio import with_store
 
 MODES: list[dict[str, Any]] = [
     {},

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from mqstore import Interceptor, QueueRef, Retention, SimulatedClock, StoreConfig, aio
-from tests.client.popsupport import Bench, advance
-from tests.client.test_pop_push import BOTH, Push
+from tests.client.popsupport import BOTH, Bench, Push, advance
 
 Told = list[tuple[QueueRef, int, int]]
 Q = QueueRef("t", 0)
