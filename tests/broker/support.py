@@ -10,8 +10,9 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.parts import Mechanism, Parts, open_parts
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
+from mqstore.log.message import Message
 from mqstore.options import Durability, Profile
-from tests.log.support import open_store
+from tests.log.support import kill, open_store
 
 __all__ = ["START_MS", "Bench", "advance", "clock_of", "new_parts", "settle"]
 
@@ -73,15 +74,27 @@ class Bench:
         self.path = path
         self.config = {"segment_bytes": 1 << 16, "consumequeue_units": 64, **config}
         self.clock = SimulatedClock()
+        self.asked: list[bytes] = []
+        """Bodies of the half messages that `check` was asked about."""
         self.broker = self.open()
 
     def open(self, **kwargs: Any) -> Broker:
         self.broker = Broker(open_store(self.path, clock=self.clock, **{**self.config, **kwargs}))
         return self.broker
 
-    def again(self) -> Broker:
+    def again(self, **config: Any) -> Broker:
         self.broker.close()
+        return self.open(**config)
+
+    def kill(self) -> Broker:
+        """Open the store again after its process died: locks and descriptors were given back, and nothing else."""
+        kill(self.broker.store)
         return self.open()
+
+    def jump(self, duration_ms: int) -> None:
+        """Move the clock at once, as if nothing had run meanwhile, then run what is due."""
+        self.clock.advance(duration_ms)
+        self.settle()
 
     def advance(self, duration_ms: int) -> None:
         """Let time pass from one due time to the next, as the housekeeper would."""
@@ -101,7 +114,16 @@ class Bench:
                 return due_ms
         raise AssertionError(f"something is due again and again: {self.broker.stats().errors}")
 
+    def check(self, half: Message) -> bool:
+        """Answer a question about a half message: it is to be committed."""
+        self.asked.append(half.body)
+        return True
+
     def bodies(self, group: str = "g", topic: str = "t", **options: Any) -> list[bytes]:
         deliveries = self.broker.pop(group, topic, 32, **options)
         self.broker.ack(group, topic, [each.receipt for each in deliveries])
         return [each.message.body for each in deliveries]
+
+    def drain(self, group: str = "g", topic: str = "t") -> list[bytes]:
+        """Bodies of several pops, acknowledged: not each pop looks at the retries of its topic."""
+        return [body for _ in range(5) for body in self.bodies(group, topic)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,8 +16,10 @@ from typing import Any
 
 import pytest
 
+import mqstore
 from mqstore.broker.broker import Broker
 from mqstore.broker.members import Mode
+from mqstore.broker.names import SCHEDULE_GROUP, dlq_topic
 from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     ConfigError,
@@ -23,6 +27,7 @@ from mqstore.errors import (
     FilterError,
     GroupNotFoundError,
     InvalidReceiptError,
+    MQStoreError,
     NotPermittedError,
     OffsetOutOfRangeError,
     ReadOnlyStoreError,
@@ -335,6 +340,73 @@ def test_a_message_in_flight_and_one_delayed_hold_the_log(tmp_path: Path) -> Non
     bench.broker.close()
 
 
+@pytest.mark.parametrize("order", [False, True])
+def test_deliveries_are_kept_where_what_is_unconsumed_is_not(tmp_path: Path, order: bool) -> None:
+    config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
+    bench = Bench(tmp_path / "store", **config)
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"in flight")
+    broker.put_many("t", [bytes(100)] * 100)
+    bench.jump(50_000)
+    [delivery] = broker.pop("g", "t", invisible=600, order=order)
+    for _ in range(6):
+        bench.jump(20_000)
+        broker.put_many("t", [bytes(100)] * 10)
+    pin = broker.stats().oldest_pin
+    assert pin is not None
+    assert (pin.topic, pin.group, pin.why) == ("t", "g", "in flight")
+    broker.nack("g", "t", delivery.receipt, delay=0)
+    bench.jump(1_000)
+    assert not broker.stats().counters.lost
+    assert b"in flight" in [each.message.body for _ in range(12) for each in broker.pop("g", "t", 32, order=order)]
+    broker.close()
+
+
+@pytest.mark.parametrize("how", ["released", "in order, too late"])
+def test_a_delivery_that_nobody_has_holds_nothing_there(tmp_path: Path, how: str) -> None:
+    """A group that went away filled the disk, under the policy that is to prevent that."""
+    config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
+    bench = Bench(tmp_path / "store", **config)
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.groups.create("g", max_attempts=None)
+    broker.put("t", b"x", queue_id=0)
+    [delivery] = broker.pop("g", "t", invisible=30, order=how != "released")
+    if how == "released":
+        broker.release("g", "t", [delivery.receipt])
+    for _ in range(40):
+        broker.put_many("t", [bytes(100)] * 20, queue_id=0)
+        bench.jump(30_000)
+    assert broker.store.min_offset > 0
+    broker.close()
+
+
+def test_a_delivery_whose_copy_cannot_be_put_is_kept_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time was over, so nothing held it; and on a full disk retention is busiest."""
+    config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
+    bench = Bench(tmp_path / "store", **config)
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"x", queue_id=0)
+    [_] = broker.pop("g", "t", invisible=90)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broker._parts.road, "copy", refuse)
+        for _ in range(20):
+            broker.put_many("t", [bytes(100)] * 20, queue_id=0)
+            bench.jump(30_000)
+    bench.jump(120_000)
+    assert not broker.stats().counters.lost
+    assert b"x" in [each.message.body for _ in range(20) for each in broker.pop("g", "t", 32)]
+    broker.close()
+
+
 # -- running it ---------------------------------------------------------------------------------------------------
 
 
@@ -635,3 +707,155 @@ def test_a_waiter_without_a_thread_is_called_when_a_pop_is_worth_it(bench: Bench
     assert told == [True]
     bench.advance(1000)
     assert timed == [False]
+
+
+def test_what_is_larger_than_may_be_put_by_now_is_delivered_all_the_same(bench: Bench) -> None:
+    """The timer threw it away; a level tried again for ever, and nothing behind it came."""
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"T" * 3000, delay=30)
+    broker.put("t", b"L" * 3000, delay_level=3)
+    broker.put("t", b"small", delay_level=3)
+    half = broker.transactions.begin("t", b"H" * 3000, producer_group="p")
+    bench.settle()
+    bench.again(max_message_size=1000)
+    bench.broker.transactions.end(half, "commit")
+    bench.jump(60_000)
+    assert sorted(body[:1] for body in bench.drain()) == [b"H", b"L", b"T", b"s"]
+    assert bench.broker.store.offsets_or_none(dlq_topic(SCHEDULE_GROUP), 0) is None
+
+
+def test_what_stops_a_level_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError("no space left")
+
+    bench.broker.put("t", b"x", delay_level=1)
+    monkeypatch.setattr(bench.broker._delay._road, "copy_many", refuse)
+    bench.jump(2_000)
+    assert bench.broker.stats().errors == {"delay level 1": "OSError: no space left"}
+
+
+def test_closing_while_the_housekeeper_delivers(tmp_path: Path) -> None:
+    """Both took from the same queue of callbacks; one found it empty, raised, and the store stayed open and locked."""
+    called: list[str] = []
+    broker = Bench(tmp_path).broker
+    broker.put("t", b"")
+
+    def housekeeper(_worth_a_read: bool) -> None:
+        called.append("first")
+        other = threading.Thread(target=broker._waiters.run_once, args=(0,))
+        other.start()
+        other.join()
+
+    broker.add_waiter("u", 0, 0, housekeeper)
+    broker.add_waiter("u", 0, 0, lambda _: called.append("second"))
+    broker.close()
+    assert called == ["first", "second"]
+    Bench(tmp_path).broker.close()
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        ("g", "t", 0, 2**63, 1),
+        ("g", "t", 0, 1, 2**31),
+        ("g", "t", -1, 1, 1),
+        ("g", "t", 2**31, 1, 1),
+        ("g", "t", 0, 1.5, 1),
+        ("a@b", "t", 0, 1, 1),
+    ],
+)
+def test_no_attempt_is_noted_with_which_the_file_could_not_be_read_again(tmp_path: Path, note: Any) -> None:
+    """The file was written, and the next open took it for damaged."""
+    with Bench(tmp_path).broker as broker:
+        broker.put("t", b"")
+        broker.groups.create("g")
+        with pytest.raises(ValueError, match="must be"):
+            broker.note_attempt(*note)
+    Bench(tmp_path).broker.close()
+
+
+def test_an_attempt_id_is_a_text(tmp_path: Path) -> None:
+    """As above: order info with another one cannot be read."""
+    with Bench(tmp_path).broker as broker:
+        broker.put("t", b"")
+        with pytest.raises(ConfigError, match="attempt id"):
+            broker.pop("g", "t", order=True, attempt_id=5)  # type: ignore[arg-type]
+        assert len(broker.pop("g", "t", order=True, attempt_id="5")) == 1
+    Bench(tmp_path).broker.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda broker: broker.pop("g", "t", invisible=math.inf),
+        lambda broker: broker.change_invisible("g", "t", "0 0 0 0 0 mqstore 0 0", math.inf),
+        lambda broker: broker.nack("g", "t", "0 0 0 0 0 mqstore 0 0", math.inf),
+        lambda broker: broker.send_back("g", 0, delay=math.inf),
+        lambda broker: broker.groups.create("h", retry_policy=mqstore.RetryPolicy(delays=[1, math.inf])),
+        lambda broker: broker.groups.create("h", retry_policy=mqstore.RetryPolicy.exponential(maximum=math.inf)),
+    ],
+)
+def test_a_time_without_end_is_refused(tmp_path: Path, call: Callable[[Broker], object]) -> None:
+    """OverflowError, from deep inside."""
+    with Bench(tmp_path).broker as broker:
+        broker.put("t", b"")
+        with pytest.raises(ConfigError, match="ends"):
+            call(broker)
+        assert broker.stats().in_flight == 0
+
+
+def test_but_one_may_wait_without_end(tmp_path: Path) -> None:
+    with Bench(tmp_path).broker as broker:
+        broker.put("t", b"")
+        assert len(broker.pop("g", "t", poll=math.inf)) == 1
+        woken: list[bool] = []
+        broker.add_waiter("u", 0, 0, woken.append, timeout=math.inf)
+        broker.put("u", b"", queue_id=0)
+        broker.run_once()
+        assert woken == [True]
+
+
+@pytest.mark.parametrize("queues", [0, -1])
+def test_a_topic_whose_file_gives_it_no_queues_is_named(tmp_path: Path, queues: int) -> None:
+    """ZeroDivisionError, or a message in queue 0 that nobody reads."""
+    with Bench(tmp_path).broker as broker:
+        broker.topics.create("t")
+    file = tmp_path / "config" / "topics.json"
+    value = json.loads(file.read_bytes())
+    value["topicConfigTable"]["t"] |= {"readQueueNums": queues, "writeQueueNums": queues}
+    file.write_text(json.dumps(value))
+    with Bench(tmp_path).broker as broker:
+        for call in (lambda: broker.put("t", b""), lambda: broker.put_many("t", [b""]), lambda: broker.pop("g", "t")):
+            with pytest.raises(NotPermittedError, match="queues"):
+                call()
+        broker.topics.alter("t", write_queues=2, read_queues=2)
+        broker.put("t", b"")
+        assert len(broker.pop("g", "t")) == 1
+
+
+def test_an_async_put_checks_its_durability(tmp_path: Path) -> None:
+    with Bench(tmp_path).broker as broker:
+        future = broker.put_async("t", b"", durability="fast")  # type: ignore[arg-type]
+        assert isinstance(future.exception(0), MQStoreError | ValueError)
+
+
+def test_a_callback_of_an_async_put_may_close(tmp_path: Path) -> None:
+    """The thread that calls it waited for itself: RuntimeError, and no table was written."""
+    closed: Future[None] = Future()
+    broker = Bench(tmp_path).broker
+
+    def close(_: object) -> None:
+        try:
+            broker.commit("g", "t", 0, 1)
+            broker.close()
+        except BaseException as error:
+            closed.set_exception(error)
+        else:
+            closed.set_result(None)
+
+    broker.put("t", b"", queue_id=0)
+    broker.put_async("t", b"", durability="flush").add_done_callback(close)
+    closed.result(30)
+    with Bench(tmp_path).broker as broker:
+        assert broker.committed("g", "t", 0) == 1

@@ -1,0 +1,297 @@
+"""Topics with fewer queues, deleted topics and deleted groups, and what was under way for them.
+
+Under way is what waits for a level or a moment, a half message, a retry, a delivery in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import Retention, TransactionStateError
+from mqstore.broker.names import POP_LOG_TOPIC
+from mqstore.broker.pop.state import QueueKey
+from mqstore.errors import ReceiptExpiredError
+from mqstore.layout.properties import SHARDINGKEY
+from tests.broker.popsupport import PopBench, bodies, fail_once
+from tests.broker.support import Bench
+from tests.log.support import kill
+
+DAY = 86_400_000
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "store")
+    yield bench
+    bench.broker.close()
+
+
+def three_under_way(bench: Bench, topic: str = "t", queue_id: int = 3) -> Any:
+    """One by level, one by timer, and a half message, which is returned."""
+    bench.broker.put(topic, b"level", queue_id=queue_id, delay_level=3)
+    bench.broker.put(topic, b"timer", queue_id=queue_id, delay=10)
+    return bench.broker.transactions.begin(topic, b"half", producer_group="p", queue_id=queue_id)
+
+
+# -- fewer queues -----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_to_come_into_a_queue_that_is_no_more_comes_into_another(bench: Bench) -> None:
+    """Three messages were stored where nobody may read, and held the log for ever."""
+    bench.broker.topics.create("t", queues=4)
+    assert bench.drain() == []
+    half = three_under_way(bench)
+    bench.broker.topics.alter("t", write_queues=2)
+    bench.broker.topics.alter("t", read_queues=2)
+    bench.broker.transactions.end(half, "commit")
+    bench.jump(20_000)
+    assert sorted(bench.drain()) == [b"half", b"level", b"timer"]
+    assert bench.broker.store.offsets_or_none("t", 3) is None
+
+
+def test_a_half_message_of_a_group_goes_where_its_group_goes_now(bench: Bench) -> None:
+    bench.broker.topics.create("t", queues=8)
+    names = [f"g{i}" for i in range(20)]
+    prepare = bench.broker.transactions.prepare
+    halves = [prepare("t", b"", {SHARDINGKEY: name}, producer_group="p", queue_id=7) for name in names]
+    bench.broker.topics.alter("t", write_queues=3)
+    bench.broker.topics.alter("t", read_queues=3)
+    for half, name in zip(halves, names, strict=True):
+        receipt = bench.broker.transactions.end(half, "commit")
+        assert receipt is not None
+        assert receipt.queue == bench.broker.put("t", b"", message_group=name).queue
+
+
+# -- deleted topics ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_waited_for_a_deleted_topic_does_not_bring_it_back_nor_come_into_a_new_one(
+    bench: Bench, again: bool
+) -> None:
+    bench.broker.topics.create("t", queues=2)
+    half = three_under_way(bench, queue_id=1)
+    bench.broker.put("t", b"far", queue_id=1, delay=5 * 86_400)  # rolled on its way
+    bench.settle()
+    bench.broker.topics.delete("t")
+    if again:
+        bench.broker.topics.create("t", queues=1)
+        bench.broker.put("t", b"new", delay=5)
+    bench.again()
+    bench.jump(20_000)
+    with pytest.raises(TransactionStateError, match="deleted"):
+        bench.broker.transactions.end(half, "commit")
+    assert bench.broker.stats().open_transactions == 0
+    for _ in range(7):
+        bench.jump(DAY)
+    if again:
+        assert bench.drain() == [b"new"]
+    else:
+        assert "t" not in bench.broker.topics.names()
+    assert bench.broker.stats().timer_waiting == 0
+    pin = bench.broker.stats().oldest_pin
+    assert pin is None or pin.topic == POP_LOG_TOPIC, "nothing of them holds the log"
+
+
+def test_a_check_of_a_half_message_of_a_deleted_topic_ends_it(bench: Bench) -> None:
+    bench.broker.topics.create("t", queues=2)
+    bench.broker.transactions.begin("t", b"half", producer_group="p")
+    bench.broker.transactions.on_check("p", bench.check)
+    bench.broker.topics.delete("t")
+    bench.jump(60_000)
+    assert bench.asked == [b"half"]
+    assert bench.broker.stats().open_transactions == 0
+    assert "t" not in bench.broker.topics.names()
+
+
+def test_a_lost_tail_of_the_log_does_not_make_a_deletion_reach_what_comes_later(bench: Bench) -> None:
+    """Where the log ended is where a topic was deleted; if it ends before that now, positions mean other messages."""
+    bench.broker.topics.create("t", queues=1)
+    bench.broker.put_many("fill", [bytes(1000)] * 50, queue_id=0)
+    bench.broker.topics.delete("t")
+    table = bench.broker._parts.offsets
+    table._committed["t"]["CID_RMQ_SYS_DELETED"][0] += 1 << 20  # as if so much were gone
+    table._changes += 1
+    bench.again()
+    bench.broker.topics.create("t", queues=1)
+    bench.broker.put("t", b"new", delay=5)
+    bench.jump(20_000)
+    assert bench.drain() == [b"new"]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_retries_of_pop_go_with_their_topic(bench: Bench, version: Any) -> None:
+    bench.again(pop_retry_version=version)
+    broker = bench.broker
+    broker.topics.create("orders", queues=1)
+    broker.put("orders", b"old")
+    [delivery] = broker.pop("g", "orders")
+    broker.nack("g", "orders", delivery.receipt, delay=0)
+    bench.jump(1)
+    broker.topics.delete("orders", force=True)
+    assert broker.topics.names() == []
+    broker.topics.create("orders", queues=1)
+    broker.put("orders", b"new")
+    assert bench.drain("g", "orders") == [b"new"]
+
+
+def test_retries_whose_name_another_group_shares_stay(bench: Bench) -> None:
+    """Version 1: group `a`, topic `b_c` and group `a_b`, topic `c` have one retry topic."""
+    bench.again(pop_retry_version=1)
+    broker = bench.broker
+    for group, topic in (("a", "b_c"), ("a_b", "c")):
+        broker.topics.create(topic, queues=1)
+        broker.put(topic, topic.encode())
+        [delivery] = broker.pop(group, topic)
+        broker.nack(group, topic, delivery.receipt, delay=0)
+    bench.jump(1)
+    broker.topics.delete("b_c", force=True)
+    assert b"c" in bench.drain("a_b", "c")
+
+
+@pytest.mark.parametrize("deleted", ["group", "topic"])
+def test_the_retries_of_a_group_whose_name_meets_those_of_another_group_and_a_topic_stay(
+    bench: Bench, deleted: str
+) -> None:
+    """`%RETRY%a_b` is of group `a_b`, and was taken for that of group `a` and topic `b`."""
+    broker = bench.broker
+    for topic in ("orders", "b"):
+        broker.topics.create(topic, queues=1)
+        broker.put(topic, topic.encode())
+    assert bench.drain("a", "b") == [b"b"]
+    broker.groups.create("a_b")  # it has no progress anywhere yet
+    [message] = broker.read("orders", 0, 0, 1).messages
+    broker.send_back("a_b", message.physical_offset, delay_level=1)
+    if deleted == "group":
+        broker.delete_group("a")
+    else:
+        broker.topics.delete("b", force=True)
+    bench.jump(2_000)
+    assert broker.store.offsets_or_none("%RETRY%a_b", 0) == (0, 1)
+    assert bench.drain("a_b", "%RETRY%a_b") == [b"orders"]
+
+
+def test_retries_of_pop_whose_name_is_that_of_a_groups_retry_topic_stay(bench: Bench) -> None:
+    bench.again(pop_retry_version=1)
+    broker = bench.broker
+    broker.topics.create("b", queues=1)
+    broker.put("b", b"x")
+    [delivery] = broker.pop("a", "b")
+    broker.nack("a", "b", delivery.receipt, delay=0)
+    bench.jump(1)
+    broker.groups.create("a_b")
+    broker.delete_group("a_b")
+    assert bench.drain("a", "b") == [b"x"]
+
+
+def test_who_waited_while_the_topic_was_deleted_is_told_that_it_is_too_late(tmp_path: Path) -> None:
+    """`ack` raised ConfigError: offset -1 cannot be committed."""
+    with PopBench(tmp_path) as bench:
+        bench.put("t", 1)
+        [delivery] = bench.pop()
+        state = bench.service._tables.states[QueueKey("t", "g", 0)]
+        find = bench.service._state_of
+        bench.service._state_of = lambda *args: (find(*args), bench.parts.topics.delete("t", force=True))[0]  # type: ignore[method-assign,func-returns-value]
+        with pytest.raises(ReceiptExpiredError):
+            bench.ack(delivery)
+        assert state.gone
+
+
+def test_a_topic_is_forgotten_even_if_the_log_cannot_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`delete` raised after the topic was gone, its other queues stayed in flight, and other listeners never heard."""
+    told: list[str] = []
+    with PopBench(tmp_path) as bench:
+        bench.put("t", 1)
+        bench.put("t", 1, queue_id=1)
+        bench.pop(n=2)
+        bench.parts.topics.on_change.append(told.append)
+        fail_once(monkeypatch, bench.service._tables.log, "put_reset")
+        bench.parts.topics.delete("t", force=True)
+        assert told == ["t"]
+        assert bench.service.in_flight() == 0
+        bench.put("t", 1, first=7)
+        assert bodies(bench.pop(n=8)) == [b"7"]
+
+
+# -- deleted groups ---------------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_the_same_name_does_not_get_what_was_to_come_again(bench: Bench) -> None:
+    """It was acknowledged, even; the copy among the retries came again, since nobody's progress said so any more."""
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.groups.create("g", start="latest")
+    assert broker.start_of("g", "t", 0) == 0
+    for body in (b"acknowledged", b"waits"):
+        broker.put("t", body)
+        [delivery] = broker.pop("g", "t")
+        broker.nack("g", "t", delivery.receipt, delay=0)
+        bench.jump(1)
+        if body == b"acknowledged":
+            assert bench.drain() == [body]
+    [message] = broker.read("t", 0, 0, 1).messages
+    broker.send_back("g", message.physical_offset)  # due in ten seconds
+    broker.delete_group("g")
+    assert not [name for name in broker.topics.names() if name.startswith("%RETRY%")]
+    broker.groups.create("g", start="latest")
+    bench.jump(20_000)
+    assert bench.drain() == []
+
+
+def test_nothing_of_a_deleted_group_holds_the_log(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "store", segment_bytes=4096, retention=Retention(age=60))
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"x")
+    [delivery] = broker.pop("g", "t")
+    broker.nack("g", "t", delivery.receipt, delay=0)
+    bench.jump(1)
+    broker.delete_group("g")
+    broker.groups.create("h")
+    for _ in range(30):
+        broker.put_many("t", [bytes(100)] * 20, queue_id=0)
+        while bench.drain("h"):
+            pass
+        bench.jump(30_000)
+    assert broker.store.min_offset > 0
+    bench.broker.close()
+
+
+def test_what_a_deleted_group_was_to_have_is_given_to_no_other(bench: Bench) -> None:
+    """`%RETRY%a_b` is the retry topic of group `a_b`, and of group `a` and topic `b` in version 1."""
+    broker = bench.broker
+    broker.topics.create("x", queues=1)
+    broker.topics.create("b", queues=1)
+    broker.put("x", b"of a_b")
+    [delivery] = broker.pop("a_b", "x")
+    broker.send_back("a_b", delivery.message.physical_offset, delay=0)
+    broker.delete_group("a_b")
+    broker.put("b", b"for a")
+    assert bench.drain("a", "b") == [b"for a"]
+
+
+def test_a_deleted_group_is_forgotten_over_a_crash(tmp_path: Path) -> None:
+    """Its settings were gone and its progress was not: a new group of that name never got what the old had consumed."""
+    broker = Bench(tmp_path).broker
+    broker.put("t", b"", queue_id=0)
+    broker.commit("g", "t", 0, 1, durability="flush")
+    broker.delete_group("g")
+    kill(broker.store)
+    with Bench(tmp_path).broker as broker:
+        assert broker.committed("g", "t", 0) is None
+        assert len(broker.pop("g", "t", queue_id=0)) == 1
+
+
+def test_a_group_of_the_same_name_does_not_inherit_failed_attempts(tmp_path: Path) -> None:
+    """Its first delivery of a message counted as the seventeenth, and made a dead letter of it."""
+    with Bench(tmp_path).broker as broker:
+        broker.put("t", b"", queue_id=0)
+        broker.groups.create("g")
+        broker.note_attempt("g", "t", 0, 0, 16)
+        broker.delete_group("g")
+        broker.groups.create("g")
+        assert broker.attempts("g", "t", 0) == {}

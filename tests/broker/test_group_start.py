@@ -1,0 +1,98 @@
+"""Where a group begins, in memory and on disk: what it has seen of a queue when the process dies at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.broker.support import Bench
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path / "store")
+    yield bench
+    bench.broker.close()
+
+
+@pytest.mark.parametrize("old", [0, 3])
+@pytest.mark.parametrize("joins", ["start_of", "pop"])
+def test_a_group_that_begins_at_the_end_skips_nothing_when_the_process_dies(bench: Bench, joins: str, old: int) -> None:
+    """What was put between its coming and the crash was skipped for ever (P3)."""
+    broker = bench.broker
+    broker.topics.create("t", queues=2)
+    for queue_id in range(2):
+        broker.put_many("t", [b"old"] * old, queue_id=queue_id)
+    broker.groups.create("g", start="latest")
+    if joins == "pop":
+        assert broker.pop("g", "t") == []
+    else:
+        assert broker.start_of("g", "t", 0) == old
+    for queue_id in (0, 1):
+        broker.put("t", b"new", queue_id=queue_id)
+    broker.store.flush()
+    bench.kill()
+    assert bench.drain() == [b"new", b"new"]
+
+
+def test_a_beginning_that_could_not_be_saved_is_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.groups.create("g", start="latest")
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broker._parts.offsets._file, "save", refuse)
+        with pytest.raises(OSError, match="no space"):
+            broker.start_of("g", "t", 0)
+        assert broker.committed("g", "t", 0) is None
+    broker.put("t", b"old", queue_id=0)
+    assert broker.start_of("g", "t", 0) == 1
+    broker.put("t", b"new", queue_id=0)
+    bench.kill()
+    assert bench.drain() == [b"new"]
+
+
+def test_nobody_counts_on_a_beginning_before_it_is_on_disk(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two members that come at once the second took what the first was just saving; and when that failed, what the
+    second had committed since was taken back with it."""
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put_many("t", [b"old"] * 3, queue_id=0)
+    broker.groups.create("g", start="latest")
+    file = broker._parts.offsets._file
+    saving, go_on, save = threading.Event(), threading.Event(), file.save
+
+    def slow(value: Any, **options: Any) -> None:
+        saving.set()
+        assert go_on.wait(30)
+        save(value, **options)
+
+    monkeypatch.setattr(file, "save", slow)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(broker.start_of, "g", "t", 0)
+        assert saving.wait(30)
+        second = pool.submit(broker.start_of, "g", "t", 0)
+        assert broker.committed("g", "t", 0) is None
+        with pytest.raises(TimeoutError):
+            second.result(0.1)
+        go_on.set()
+        assert (first.result(30), second.result(30)) == (3, 3)
+
+
+def test_where_a_group_that_begins_at_the_end_was_put_at_the_front_it_stays(bench: Bench) -> None:
+    broker = bench.broker
+    broker.topics.create("t", queues=2)
+    broker.groups.create("g", start="latest")
+    assert broker.start_of("g", "t", 0, "earliest") == 0
+    broker.put("t", b"new", queue_id=0)
+    broker.store.flush()
+    bench.kill()
+    assert bench.drain() == [b"new"]
