@@ -13,6 +13,7 @@ from mqstore.clock import SimulatedClock
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from tests.broker.support import advance, clock_of, new_parts, settle
+from tests.log.support import kill
 
 
 class Delays:
@@ -79,6 +80,5 @@ class Delays:
 
     def killed(self, **options: Any) -> Delays:
         """Opened after the process died: nothing was written at the end."""
-        self.store._closed = True
-        self.store._release()
+        kill(self.store)
         return Delays(self.path, **{"clock": self.clock, **options})

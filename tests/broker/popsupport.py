@@ -18,6 +18,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.log.message import Message
 from mqstore.options import Durability
 from tests.broker.support import advance, new_parts, settle
+from tests.log.support import kill
 
 __all__ = ["PopBench", "bodies", "fail_once"]
 
@@ -65,8 +66,7 @@ class PopBench:
 
     def kill(self) -> None:
         """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
-        self.parts.store._closed = True
-        self.parts.store._release()
+        kill(self.parts.store)
         self._opened = False
 
     def reopen(self, **config: Any) -> None:

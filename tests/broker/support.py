@@ -14,7 +14,7 @@ from mqstore.log.message import Message
 from mqstore.options import Durability, Profile
 from tests.log.support import kill, open_store
 
-__all__ = ["START_MS", "Bench", "advance", "clock_of", "new_parts", "settle"]
+__all__ = ["START_MS", "Bench", "advance", "advance_broker", "clock_of", "new_parts", "settle", "settle_broker"]
 
 START_MS = 1_700_000_000_000
 """Where a `SimulatedClock` starts."""
@@ -67,6 +67,24 @@ def advance(parts: Parts, mechanisms: Sequence[Mechanism], duration_ms: int) -> 
     settle(parts, mechanisms)
 
 
+def settle_broker(broker: Broker, clock: SimulatedClock) -> int | None:
+    """Run what is due now, until nothing is, and return when the next is (wall ms)."""
+    for _ in range(1000):
+        due_ms = broker.run_once()
+        if due_ms is None or due_ms > clock.now_ms():
+            return due_ms
+    raise AssertionError(f"something is due again and again: {broker.stats().errors}")
+
+
+def advance_broker(broker: Broker, clock: SimulatedClock, duration_ms: int) -> None:
+    """Let time pass from one due time to the next, as the housekeeper would."""
+    until_ms = clock.now_ms() + duration_ms
+    while (due_ms := settle_broker(broker, clock)) is not None and due_ms <= until_ms:
+        clock.advance(max(1, due_ms - clock.now_ms()))
+    clock.advance(max(0, until_ms - clock.now_ms()))
+    settle_broker(broker, clock)
+
+
 class Bench:
     """A broker without threads and a clock moved by hand."""
 
@@ -97,22 +115,10 @@ class Bench:
         self.settle()
 
     def advance(self, duration_ms: int) -> None:
-        """Let time pass from one due time to the next, as the housekeeper would."""
-        until_ms = self.clock.now_ms() + duration_ms
-        while True:
-            due_ms = self.settle()
-            if due_ms is None or due_ms > until_ms:
-                break
-            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
-        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
-        self.settle()
+        advance_broker(self.broker, self.clock, duration_ms)
 
     def settle(self) -> int | None:
-        for _ in range(1000):
-            due_ms = self.broker.run_once()
-            if due_ms is None or due_ms > self.clock.now_ms():
-                return due_ms
-        raise AssertionError(f"something is due again and again: {self.broker.stats().errors}")
+        return settle_broker(self.broker, self.clock)
 
     def check(self, half: Message) -> bool:
         """Answer a question about a half message: it is to be committed."""

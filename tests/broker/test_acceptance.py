@@ -116,13 +116,6 @@ def test_a_group_is_dead_lettered_after_the_attempts_it_was_created_with(bench: 
     assert attempts == [1, 2, 3]
 
 
-def test_creating_a_group_that_is_there_gives_it_as_it_is(bench: Bench) -> None:
-    first = bench.broker.groups.create("g", max_attempts=3)
-    assert bench.broker.groups.create("g", max_attempts=9) is first
-    with pytest.raises(ConfigError, match="exists already"):
-        bench.broker.groups.create("g", exist_ok=False)
-
-
 # -- a broker that was closed (grpc-server 10; reliability P9) ---------------------------------------------------------
 
 CALLS: dict[str, Callable[[Broker], object]] = {

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from mqstore.errors import (
     CorruptStoreError,
     FilterError,
     GroupNotFoundError,
-    InvalidReceiptError,
     MQStoreError,
     NotPermittedError,
     OffsetOutOfRangeError,
@@ -51,40 +49,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.broker.close()
 
 
-def test_a_two_hour_delay_comes_after_two_hours(bench: Bench) -> None:
-    bench.broker.put("t", b"x", delay_level=18)
-
-    bench.advance(2 * HOUR - 1)
-    assert bench.bodies() == []
-    bench.advance(1)
-    assert bench.bodies() == [b"x"]
-
-
-def test_a_delay_of_a_year_comes_over_restarts_and_rolls(bench: Bench) -> None:
-    bench.broker.put("t", b"x", delay=timedelta(days=365))
-
-    for _ in range(73):
-        bench.clock.advance(5 * DAY - 1)
-        bench.settle()
-        assert bench.bodies() == []
-        bench.again()
-        bench.clock.advance(1)
-    bench.advance(1000)
-    assert bench.bodies() == [b"x"]
-
-
-def test_a_recalled_message_does_not_come(bench: Bench) -> None:
-    receipt = bench.broker.put("t", b"x", delay=60)
-    assert receipt.recall_handle is not None
-
-    assert bench.broker.recall(receipt.recall_handle)
-
-    bench.advance(2 * MINUTE)
-    assert bench.broker.store.offsets_or_none("t", 0) is None
-    with pytest.raises(InvalidReceiptError):
-        bench.broker.recall("no handle")
-
-
 def test_a_message_that_is_never_acknowledged_is_a_dead_letter_after_its_17_attempts(bench: Bench) -> None:
     bench.broker.put("t", b"x", tag="a", keys="k")
     attempts = []
@@ -98,49 +62,12 @@ def test_a_message_that_is_never_acknowledged_is_a_dead_letter_after_its_17_atte
     assert bench.broker.lag("g") == dict.fromkeys(bench.broker.lag("g"), 0)
 
 
-def test_a_nacked_message_waits_as_the_policy_says(bench: Bench) -> None:
-    """client-semantics A12: 1 s, 5 s, 10 s after attempts 1, 2, 3 of a popped message."""
-    bench.broker.put("t", b"x")
-    for wait_ms in (1000, 5000, 10_000):
-        [delivery] = bench.broker.pop("g", "t")
-        bench.broker.nack("g", "t", delivery.receipt)
-        bench.advance(wait_ms - 1)
-        assert bench.broker.pop("g", "t") == []
-        bench.advance(1)
-    assert [each.attempt for each in bench.broker.pop("g", "t")] == [4]
-
-
-def test_an_ordered_group_gets_the_next_when_the_last_is_settled(bench: Bench) -> None:
-    bench.broker.topics.create("t", queues=1)
-    for body in (b"1", b"2", b"3"):
-        bench.broker.put("t", body, message_group="m")
-
-    [one, two] = bench.broker.pop("g", "t", 2, order=True)
-    assert bench.broker.pop("g", "t", 2, order=True) == []
-    bench.broker.ack("g", "t", [one.receipt])
-    bench.advance(60_000)
-
-    again = bench.broker.pop("g", "t", 3, order=True)
-    assert [(each.message.body, each.attempt) for each in again] == [(b"2", 2), (b"3", 1)]
-    assert two.attempt == 1
-
-
 def test_sql_and_tag_filters_choose(bench: Bench) -> None:
     for n in range(6):
         bench.broker.put("t", b"%d" % n, tag="odd" if n % 2 else "even", properties={"n": str(n)})
 
     assert sorted(bench.bodies("tags", filter="odd")) == [b"1", b"3", b"5"]
     assert sorted(bench.bodies("sql", filter=bench.broker.filter("n BETWEEN 2 AND 4", "SQL92"))) == [b"2", b"3", b"4"]
-
-
-def test_a_transaction_is_seen_once_committed(bench: Bench) -> None:
-    handle = bench.broker.transactions.begin("t", b"x", producer_group="p")
-    bench.settle()
-    assert bench.broker.store.offsets_or_none("t", 0) is None
-
-    bench.broker.transactions.end(handle, "commit")
-
-    assert bench.bodies() == [b"x"]
 
 
 def test_reading_by_offset_with_commits(bench: Bench) -> None:
@@ -416,17 +343,6 @@ def test_a_reader_is_no_broker(bench: Bench) -> None:
 
     with pytest.raises(ReadOnlyStoreError):
         Broker(open_store(bench.path, "r"))
-
-
-def test_what_is_asked_of_a_closed_broker_is_an_error(bench: Bench) -> None:
-    bench.broker.put("t", b"x")
-    bench.broker.close()
-
-    with pytest.raises(StoreClosedError):
-        bench.broker.put("t", b"x")
-    with pytest.raises(StoreClosedError):
-        bench.broker.pop("g", "t")
-    bench.broker.close()
 
 
 def test_a_mechanism_that_fails_shows_and_goes_on_when_the_cause_is_gone(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ import pytest
 import mqstore
 from mqstore import Broker, SimpleConsumer, SimulatedClock, StoreConfig
 from mqstore.client.poppush import PopEngine
+from tests.broker.support import advance_broker, settle_broker
+from tests.log.support import kill
 
-__all__ = ["BOTH", "Bench", "Push", "advance", "ended", "in_thread", "settle", "until"]
+__all__ = ["BOTH", "Bench", "Push", "ended", "in_thread", "until"]
 
 
 class Bench:
@@ -35,8 +37,7 @@ class Bench:
 
     def kill(self) -> None:
         """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
-        self.store.log._closed = True
-        self.store.log._release()
+        kill(self.store.log)
 
     def put(self, *bodies: bytes, topic: str = "t", queue_id: int | None = None, **options: Any) -> None:
         for body in bodies:
@@ -47,29 +48,11 @@ class Bench:
         return self.store.simple_consumer(group, dict.fromkeys(topics or ("t",), "*"), **options)
 
     def advance(self, duration_s: float) -> None:
-        advance(self.broker, self.clock, round(duration_s * 1000))
+        advance_broker(self.broker, self.clock, round(duration_s * 1000))
 
     def settle(self) -> int | None:
         """Run what is due; when to come again."""
-        return settle(self.broker, self.clock)
-
-
-def advance(broker: Broker, clock: SimulatedClock, duration_ms: int) -> None:
-    """Let time pass, from one due time to the next."""
-    until_ms = clock.now_ms() + duration_ms
-    while (due_ms := settle(broker, clock)) is not None and due_ms <= until_ms:
-        clock.advance(max(1, due_ms - clock.now_ms()))
-    clock.advance(max(0, until_ms - clock.now_ms()))
-    settle(broker, clock)
-
-
-def settle(broker: Broker, clock: SimulatedClock) -> int | None:
-    """Run what is due; when to come again (wall ms)."""
-    for _ in range(1000):
-        due_ms = broker.run_once()
-        if due_ms is None or due_ms > clock.now_ms():
-            return due_ms
-    raise AssertionError("something is due again and again")
+        return settle_broker(self.broker, self.clock)
 
 
 def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:

@@ -314,15 +314,6 @@ def test_queues_of_one_name_are_no_members_and_the_last_policy_holds(
     assert other.get(timeout=0).value == b"a"
 
 
-def test_a_simple_consumer_that_is_refused_changes_nothing(bench: PushBench) -> None:
-    first = joined(bench, "simple")
-    before = bench.broker.groups.need("g")
-    with pytest.raises(SubscriptionConflictError):
-        mqstore.SimpleConsumer(bench.broker, "g", {"t": "other"}, retry=THREE)
-    assert bench.broker.groups.need("g") == before
-    assert bench.broker.members.members("g") == [first.client_id]
-
-
 def test_a_member_may_subscribe_anew_whatever_became_of_the_policy(bench: PushBench) -> None:
     consumer = bench.consumer(retry=THREE)
     bench.consumers[-1].subscribe("t", print)

@@ -48,7 +48,8 @@ from mqstore.client.producer import Producer
 from mqstore.client.submitter import Submitter
 from mqstore.client.transaction import Transaction
 from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB
-from tests.client.popsupport import advance, ended, in_thread, until
+from tests.broker.support import advance_broker
+from tests.client.popsupport import ended, in_thread, until
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
 
@@ -83,7 +84,7 @@ class Bench:
         return [message.body for message in self.stored(topic)]
 
     def advance(self, duration_ms: int) -> None:
-        advance(self.broker, self.clock, duration_ms)
+        advance_broker(self.broker, self.clock, duration_ms)
 
 
 @pytest.fixture
