@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,6 @@ from mqstore.errors import ConfigError, GroupNotFoundError, InvalidMessageError,
 from mqstore.log.commitlog import QueueRef
 from tests.broker.support import Bench
 from tests.tools.support import mqstore, mqstore_json, snapshot
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "store")
-    yield bench
-    bench.broker.close()
-
 
 # -- the number of queues, and order (12; client-semantics A1.12) ---------------------------------------------------
 

@@ -7,7 +7,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -40,13 +40,6 @@ from tests.holding import new_threads
 from tests.log.support import Unsynced, open_store
 
 MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "store")
-    yield bench
-    bench.broker.close()
 
 
 def test_a_message_that_is_never_acknowledged_is_a_dead_letter_after_its_17_attempts(bench: Bench) -> None:

@@ -5,7 +5,6 @@ Under way is what waits for a level or a moment, a half message, a retry, a deli
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,6 @@ from tests.broker.support import Bench
 from tests.log.support import kill
 
 DAY = 86_400_000
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "store")
-    yield bench
-    bench.broker.close()
 
 
 def three_under_way(bench: Bench, topic: str = "t", queue_id: int = 3) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,6 @@ from tests.broker.support import Bench
 from tests.log.support import kill
 
 DAY = 86_400_000
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "store")
-    yield bench
-    bench.broker.close()
 
 
 def test_a_half_message_that_is_larger_than_may_be_put_by_now_is_given_up_like_others(bench: Bench) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ from tests.faults import FaultyFileSystem
 HOUR = 3_600_000
 RETRY = "%RETRY%g+t"
 POP_LOG = "rmq_sys_pop_log"
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "store")
-    yield bench
-    bench.broker.close()
 
 
 @pytest.fixture

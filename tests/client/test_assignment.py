@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,6 @@ from mqstore.options import Retention
 from tests.client.pushsupport import PushBench, engine_of, pulls, unsettled
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PushBench]:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
 
 
 class Seen(list[bytes]):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,6 @@ from tests.faults import FaultyFileSystem
 
 NOON = datetime(2023, 11, 14, 12, 0, tzinfo=UTC)
 NOON_MS = 1_699_963_200_000
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PushBench]:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
 
 
 def pushed(bench: PushBench, **options: Any) -> list[bytes]:

@@ -101,13 +101,6 @@ GENERATORS = [
 PLAIN = [print, lambda given: None, Methods().plain, functools.partial(print, end=""), called_by(Methods.plain), list]
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PushBench]:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
-
-
 # --- what is to be seen before ---------------------------------------------------------------------------------------
 
 

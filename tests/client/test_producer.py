@@ -94,13 +94,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.broker.close()
 
 
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Broker]:
-    """One that has its threads."""
-    with Broker(mqstore.MessageStore(tmp_path / "store")) as broker:
-        yield broker
-
-
 class Gate:
     """Stands for `Broker.put`, and lets nothing through until it is opened."""
 

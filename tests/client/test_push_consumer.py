@@ -45,13 +45,6 @@ def nothing(message: Message) -> None:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PushBench]:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
-
-
-@pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
     """With the machine's clock, and threads."""
     with Broker(mqstore.MessageStore(tmp_path)) as broker:

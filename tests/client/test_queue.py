@@ -47,13 +47,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench.broker.close()
 
 
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Broker]:
-    """One that has its threads."""
-    with Broker(mqstore.MessageStore(tmp_path / "store")) as broker:
-        yield broker
-
-
 def taken(queue: Queue) -> list[Any]:
     """All that is ready, settled."""
     values = []

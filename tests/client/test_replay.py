@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import queue as queues
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -16,12 +15,6 @@ import mqstore
 from mqstore import Broker, Reject, RetryPolicy, SimulatedClock, Store, StoreConfig
 
 LONG_S = 30.0
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "mq") as store:
-        yield store
 
 
 def in_topic(store: Store, topic: str) -> int:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,12 +13,6 @@ import pytest
 
 import mqstore
 from mqstore import QueueRef, SimulatedClock, Store, StoreConfig
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "store") as store:
-        yield store
 
 
 def test_open_and_close(tmp_path: Path) -> None:
