@@ -261,7 +261,7 @@ def test_a_message_in_flight_and_one_delayed_hold_the_log(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("order", [False, True])
-def test_deliveries_are_kept_where_what_is_unconsumed_is_not(tmp_path: Path, order: bool) -> None:
+def test_unconsumed_drop_keeps_messages_in_flight(tmp_path: Path, order: bool) -> None:
     config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
     bench = Bench(tmp_path / "store", **config)
     broker = bench.broker
@@ -284,7 +284,7 @@ def test_deliveries_are_kept_where_what_is_unconsumed_is_not(tmp_path: Path, ord
 
 
 @pytest.mark.parametrize("how", ["released", "in order, too late"])
-def test_a_delivery_that_nobody_has_holds_nothing_there(tmp_path: Path, how: str) -> None:
+def test_unconsumed_drop_drops_released_and_late_deliveries(tmp_path: Path, how: str) -> None:
     """A group that went away filled the disk, under the policy that is to prevent that."""
     config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
     bench = Bench(tmp_path / "store", **config)
@@ -302,9 +302,7 @@ def test_a_delivery_that_nobody_has_holds_nothing_there(tmp_path: Path, how: str
     broker.close()
 
 
-def test_a_delivery_whose_copy_cannot_be_put_is_kept_until_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unconsumed_drop_keeps_a_delivery_until_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time was over, so nothing held it; and on a full disk retention is busiest."""
     config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
     bench = Bench(tmp_path / "store", **config)
@@ -618,7 +616,7 @@ def test_a_waiter_without_a_thread_is_called_when_a_pop_is_worth_it(bench: Bench
     assert timed == [False]
 
 
-def test_what_is_larger_than_may_be_put_by_now_is_delivered_all_the_same(bench: Bench) -> None:
+def test_delayed_messages_above_a_lowered_limit_are_delivered(bench: Bench) -> None:
     """The timer threw it away; a level tried again for ever, and nothing behind it came."""
     broker = bench.broker
     broker.topics.create("t", queues=1)
@@ -634,7 +632,7 @@ def test_what_is_larger_than_may_be_put_by_now_is_delivered_all_the_same(bench: 
     assert bench.broker.store.offsets_or_none(dlq_topic(SCHEDULE_GROUP), 0) is None
 
 
-def test_what_stops_a_level_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_delay_level_is_in_stats(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> int:
         raise OSError("no space left")
 
@@ -644,7 +642,7 @@ def test_what_stops_a_level_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatc
     assert bench.broker.stats().errors == {"delay level 1": "OSError: no space left"}
 
 
-def test_closing_while_the_housekeeper_delivers(tmp_path: Path) -> None:
+def test_close_while_another_thread_calls_waiters(tmp_path: Path) -> None:
     """Both took from the same queue of callbacks; one found it empty, raised, and the store stayed open and locked."""
     called: list[str] = []
     broker = Bench(tmp_path).broker
@@ -674,7 +672,7 @@ def test_closing_while_the_housekeeper_delivers(tmp_path: Path) -> None:
         ("a@b", "t", 0, 1, 1),
     ],
 )
-def test_no_attempt_is_noted_with_which_the_file_could_not_be_read_again(tmp_path: Path, note: Any) -> None:
+def test_impossible_attempts_are_refused(tmp_path: Path, note: Any) -> None:
     """The file was written, and the next open took it for damaged."""
     with Bench(tmp_path).broker as broker:
         broker.put("t", b"")
@@ -684,7 +682,7 @@ def test_no_attempt_is_noted_with_which_the_file_could_not_be_read_again(tmp_pat
     Bench(tmp_path).broker.close()
 
 
-def test_an_attempt_id_is_a_text(tmp_path: Path) -> None:
+def test_attempt_id_must_be_a_str(tmp_path: Path) -> None:
     """As above: order info with another one cannot be read."""
     with Bench(tmp_path).broker as broker:
         broker.put("t", b"")
@@ -705,7 +703,7 @@ def test_an_attempt_id_is_a_text(tmp_path: Path) -> None:
         lambda broker: broker.groups.create("h", retry_policy=mqstore.RetryPolicy.exponential(maximum=math.inf)),
     ],
 )
-def test_a_time_without_end_is_refused(tmp_path: Path, call: Callable[[Broker], object]) -> None:
+def test_infinite_times_are_refused(tmp_path: Path, call: Callable[[Broker], object]) -> None:
     """OverflowError, from deep inside."""
     with Bench(tmp_path).broker as broker:
         broker.put("t", b"")
@@ -714,7 +712,7 @@ def test_a_time_without_end_is_refused(tmp_path: Path, call: Callable[[Broker], 
         assert broker.stats().in_flight == 0
 
 
-def test_but_one_may_wait_without_end(tmp_path: Path) -> None:
+def test_infinite_waits_are_allowed(tmp_path: Path) -> None:
     with Bench(tmp_path).broker as broker:
         broker.put("t", b"")
         assert len(broker.pop("g", "t", poll=math.inf)) == 1
@@ -726,7 +724,7 @@ def test_but_one_may_wait_without_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("queues", [0, -1])
-def test_a_topic_whose_file_gives_it_no_queues_is_named(tmp_path: Path, queues: int) -> None:
+def test_topic_without_queues_in_its_file_is_named(tmp_path: Path, queues: int) -> None:
     """ZeroDivisionError, or a message in queue 0 that nobody reads."""
     with Bench(tmp_path).broker as broker:
         broker.topics.create("t")
@@ -743,13 +741,13 @@ def test_a_topic_whose_file_gives_it_no_queues_is_named(tmp_path: Path, queues: 
         assert len(broker.pop("g", "t")) == 1
 
 
-def test_an_async_put_checks_its_durability(tmp_path: Path) -> None:
+def test_async_put_checks_its_durability(tmp_path: Path) -> None:
     with Bench(tmp_path).broker as broker:
         future = broker.put_async("t", b"", durability="fast")  # type: ignore[arg-type]
         assert isinstance(future.exception(0), MQStoreError | ValueError)
 
 
-def test_a_callback_of_an_async_put_may_close(tmp_path: Path) -> None:
+def test_callback_of_an_async_put_may_close_the_broker(tmp_path: Path) -> None:
     """The thread that calls it waited for itself: RuntimeError, and no table was written."""
     closed: Future[None] = Future()
     broker = Bench(tmp_path).broker

@@ -27,9 +27,7 @@ def lose_tail(bench: Bench, physical_offset: int) -> None:
 
 
 @pytest.mark.parametrize("between", ["put", "twice", "nothing"])
-def test_a_group_skips_nothing_of_a_queue_that_was_cut_and_put_to_before_a_broker_came(
-    tmp_path: Path, between: str
-) -> None:
+def test_group_skips_no_message_put_after_a_cut(tmp_path: Path, between: str) -> None:
     """It had come to 100; the queue was cut at 40, and by the time that a broker looked it was longer than before."""
     path = tmp_path / "store"
     bench = Bench(path, segment_bytes=4096)
@@ -63,7 +61,7 @@ def test_a_group_skips_nothing_of_a_queue_that_was_cut_and_put_to_before_a_broke
 
 
 @pytest.mark.parametrize("between", ["nothing", "puts", "tables", "puts, crash", "crash"])
-def test_a_batch_in_order_of_a_queue_that_was_cut_leaves_no_gap(tmp_path: Path, between: str) -> None:
+def test_batch_in_order_skips_no_message_put_after_a_cut(tmp_path: Path, between: str) -> None:
     """The file of order info said that 4, 5 and 6 were acknowledged, and the queue ended at 5: what came as 5 and 6 was
     skipped."""
     path = tmp_path / "store"
@@ -103,7 +101,7 @@ def test_a_batch_in_order_of_a_queue_that_was_cut_leaves_no_gap(tmp_path: Path, 
     bench.broker.close()
 
 
-def test_attempts_of_a_queue_that_was_cut_are_no_other_messages(tmp_path: Path) -> None:
+def test_attempts_of_cut_messages_are_forgotten(tmp_path: Path) -> None:
     """A message that had failed fifteen times was cut; the new one of its number died of its first failure."""
     path = tmp_path / "store"
     bench = Bench(path)
@@ -123,7 +121,7 @@ def test_attempts_of_a_queue_that_was_cut_are_no_other_messages(tmp_path: Path) 
     bench.broker.close()
 
 
-def test_a_client_that_broadcasts_skips_nothing_in_a_queue_that_was_cut(tmp_path: Path) -> None:
+def test_broadcasting_client_skips_no_message_put_after_a_cut(tmp_path: Path) -> None:
     """Of a file that is damaged nothing is changed: its own client tells what to do."""
     path = tmp_path / "store"
     bench = Bench(path)
@@ -150,7 +148,7 @@ def test_a_client_that_broadcasts_skips_nothing_in_a_queue_that_was_cut(tmp_path
     bench.broker.close()
 
 
-def test_the_start_of_a_queue_that_was_cut_hides_nothing_new(tmp_path: Path) -> None:
+def test_start_of_a_cut_queue_hides_no_new_message(tmp_path: Path) -> None:
     """What a deletion had hidden began behind the new messages' numbers."""
     path = tmp_path / "store"
     bench = Bench(path)

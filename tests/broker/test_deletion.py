@@ -32,7 +32,7 @@ def three_under_way(bench: Bench, topic: str = "t", queue_id: int = 3) -> Any:
 # -- fewer queues -----------------------------------------------------------------------------------------------------
 
 
-def test_what_was_to_come_into_a_queue_that_is_no_more_comes_into_another(bench: Bench) -> None:
+def test_delayed_messages_of_a_removed_queue_come_into_another(bench: Bench) -> None:
     """Three messages were stored where nobody may read, and held the log for ever."""
     bench.broker.topics.create("t", queues=4)
     assert bench.drain() == []
@@ -45,7 +45,7 @@ def test_what_was_to_come_into_a_queue_that_is_no_more_comes_into_another(bench:
     assert bench.broker.store.offsets_or_none("t", 3) is None
 
 
-def test_a_half_message_of_a_group_goes_where_its_group_goes_now(bench: Bench) -> None:
+def test_half_message_of_a_group_goes_to_the_groups_new_queue(bench: Bench) -> None:
     bench.broker.topics.create("t", queues=8)
     names = [f"g{i}" for i in range(20)]
     prepare = bench.broker.transactions.prepare
@@ -62,9 +62,7 @@ def test_a_half_message_of_a_group_goes_where_its_group_goes_now(bench: Bench) -
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_what_waited_for_a_deleted_topic_does_not_bring_it_back_nor_come_into_a_new_one(
-    bench: Bench, again: bool
-) -> None:
+def test_messages_waiting_for_a_deleted_topic_are_dropped(bench: Bench, again: bool) -> None:
     bench.broker.topics.create("t", queues=2)
     half = three_under_way(bench, queue_id=1)
     bench.broker.put("t", b"far", queue_id=1, delay=5 * 86_400)  # rolled on its way
@@ -89,7 +87,7 @@ def test_what_waited_for_a_deleted_topic_does_not_bring_it_back_nor_come_into_a_
     assert pin is None or pin.topic == POP_LOG_TOPIC, "nothing of them holds the log"
 
 
-def test_a_check_of_a_half_message_of_a_deleted_topic_ends_it(bench: Bench) -> None:
+def test_check_ends_a_half_message_of_a_deleted_topic(bench: Bench) -> None:
     bench.broker.topics.create("t", queues=2)
     bench.broker.transactions.begin("t", b"half", producer_group="p")
     bench.broker.transactions.on_check("p", bench.check)
@@ -100,7 +98,7 @@ def test_a_check_of_a_half_message_of_a_deleted_topic_ends_it(bench: Bench) -> N
     assert "t" not in bench.broker.topics.names()
 
 
-def test_a_lost_tail_of_the_log_does_not_make_a_deletion_reach_what_comes_later(bench: Bench) -> None:
+def test_deletion_spares_later_messages_after_a_lost_log_end(bench: Bench) -> None:
     """Where the log ended is where a topic was deleted; if it ends before that now, positions mean other messages."""
     bench.broker.topics.create("t", queues=1)
     bench.broker.put_many("fill", [bytes(1000)] * 50, queue_id=0)
@@ -116,7 +114,7 @@ def test_a_lost_tail_of_the_log_does_not_make_a_deletion_reach_what_comes_later(
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_retries_of_pop_go_with_their_topic(bench: Bench, version: Any) -> None:
+def test_retries_of_pop_are_deleted_with_their_topic(bench: Bench, version: Any) -> None:
     bench.again(pop_retry_version=version)
     broker = bench.broker
     broker.topics.create("orders", queues=1)
@@ -131,7 +129,7 @@ def test_retries_of_pop_go_with_their_topic(bench: Bench, version: Any) -> None:
     assert bench.drain("g", "orders") == [b"new"]
 
 
-def test_retries_whose_name_another_group_shares_stay(bench: Bench) -> None:
+def test_retry_topic_shared_with_another_group_is_kept(bench: Bench) -> None:
     """Version 1: group `a`, topic `b_c` and group `a_b`, topic `c` have one retry topic."""
     bench.again(pop_retry_version=1)
     broker = bench.broker
@@ -146,9 +144,7 @@ def test_retries_whose_name_another_group_shares_stay(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("deleted", ["group", "topic"])
-def test_the_retries_of_a_group_whose_name_meets_those_of_another_group_and_a_topic_stay(
-    bench: Bench, deleted: str
-) -> None:
+def test_retry_topic_of_a_group_with_an_ambiguous_name_is_kept(bench: Bench, deleted: str) -> None:
     """`%RETRY%a_b` is of group `a_b`, and was taken for that of group `a` and topic `b`."""
     broker = bench.broker
     for topic in ("orders", "b"):
@@ -167,7 +163,7 @@ def test_the_retries_of_a_group_whose_name_meets_those_of_another_group_and_a_to
     assert bench.drain("a_b", "%RETRY%a_b") == [b"orders"]
 
 
-def test_retries_of_pop_whose_name_is_that_of_a_groups_retry_topic_stay(bench: Bench) -> None:
+def test_retries_of_pop_survive_deleting_a_group_of_that_name(bench: Bench) -> None:
     bench.again(pop_retry_version=1)
     broker = bench.broker
     broker.topics.create("b", queues=1)
@@ -180,7 +176,7 @@ def test_retries_of_pop_whose_name_is_that_of_a_groups_retry_topic_stay(bench: B
     assert bench.drain("a", "b") == [b"x"]
 
 
-def test_who_waited_while_the_topic_was_deleted_is_told_that_it_is_too_late(tmp_path: Path) -> None:
+def test_ack_during_a_topic_deletion_says_the_receipt_expired(tmp_path: Path) -> None:
     """`ack` raised ConfigError: offset -1 cannot be committed."""
     with PopBench(tmp_path) as bench:
         bench.put("t", 1)
@@ -193,7 +189,7 @@ def test_who_waited_while_the_topic_was_deleted_is_told_that_it_is_too_late(tmp_
         assert state.gone
 
 
-def test_a_topic_is_forgotten_even_if_the_log_cannot_be_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_topic_deletion_is_complete_though_the_pop_log_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`delete` raised after the topic was gone, its other queues stayed in flight, and other listeners never heard."""
     told: list[str] = []
     with PopBench(tmp_path) as bench:
@@ -212,7 +208,7 @@ def test_a_topic_is_forgotten_even_if_the_log_cannot_be_told(tmp_path: Path, mon
 # -- deleted groups ---------------------------------------------------------------------------------------------------
 
 
-def test_a_group_of_the_same_name_does_not_get_what_was_to_come_again(bench: Bench) -> None:
+def test_recreated_group_gets_no_retries_of_the_deleted_one(bench: Bench) -> None:
     """It was acknowledged, even; the copy among the retries came again, since nobody's progress said so any more."""
     broker = bench.broker
     broker.topics.create("t", queues=1)
@@ -234,7 +230,7 @@ def test_a_group_of_the_same_name_does_not_get_what_was_to_come_again(bench: Ben
     assert bench.drain() == []
 
 
-def test_nothing_of_a_deleted_group_holds_the_log(tmp_path: Path) -> None:
+def test_deleted_group_holds_no_part_of_the_log(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "store", segment_bytes=4096, retention=Retention(age=60))
     broker = bench.broker
     broker.topics.create("t", queues=1)
@@ -253,7 +249,7 @@ def test_nothing_of_a_deleted_group_holds_the_log(tmp_path: Path) -> None:
     bench.broker.close()
 
 
-def test_what_a_deleted_group_was_to_have_is_given_to_no_other(bench: Bench) -> None:
+def test_retries_of_a_deleted_group_go_to_no_other_group(bench: Bench) -> None:
     """`%RETRY%a_b` is the retry topic of group `a_b`, and of group `a` and topic `b` in version 1."""
     broker = bench.broker
     broker.topics.create("x", queues=1)
@@ -266,7 +262,7 @@ def test_what_a_deleted_group_was_to_have_is_given_to_no_other(bench: Bench) -> 
     assert bench.drain("a", "b") == [b"for a"]
 
 
-def test_a_deleted_group_is_forgotten_over_a_crash(tmp_path: Path) -> None:
+def test_group_deletion_survives_a_crash(tmp_path: Path) -> None:
     """Its settings were gone and its progress was not: a new group of that name never got what the old had consumed."""
     broker = Bench(tmp_path).broker
     broker.put("t", b"", queue_id=0)
@@ -278,7 +274,7 @@ def test_a_deleted_group_is_forgotten_over_a_crash(tmp_path: Path) -> None:
         assert len(broker.pop("g", "t", queue_id=0)) == 1
 
 
-def test_a_group_of_the_same_name_does_not_inherit_failed_attempts(tmp_path: Path) -> None:
+def test_recreated_group_inherits_no_attempts(tmp_path: Path) -> None:
     """Its first delivery of a message counted as the seventeenth, and made a dead letter of it."""
     with Bench(tmp_path).broker as broker:
         broker.put("t", b"", queue_id=0)

@@ -13,7 +13,7 @@ from tests.broker.support import Bench
 
 @pytest.mark.parametrize("old", [0, 3])
 @pytest.mark.parametrize("joins", ["start_of", "pop"])
-def test_a_group_that_begins_at_the_end_skips_nothing_when_the_process_dies(bench: Bench, joins: str, old: int) -> None:
+def test_group_that_begins_at_the_end_skips_nothing_after_a_kill(bench: Bench, joins: str, old: int) -> None:
     """What was put between its coming and the crash was skipped for ever (P3)."""
     broker = bench.broker
     broker.topics.create("t", queues=2)
@@ -31,7 +31,7 @@ def test_a_group_that_begins_at_the_end_skips_nothing_when_the_process_dies(benc
     assert bench.drain() == [b"new", b"new"]
 
 
-def test_a_beginning_that_could_not_be_saved_is_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_that_cannot_be_saved_is_not_used(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     broker = bench.broker
     broker.topics.create("t", queues=1)
     broker.groups.create("g", start="latest")
@@ -51,7 +51,7 @@ def test_a_beginning_that_could_not_be_saved_is_none(bench: Bench, monkeypatch: 
     assert bench.drain() == [b"new"]
 
 
-def test_nobody_counts_on_a_beginning_before_it_is_on_disk(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_is_used_by_others_only_once_it_is_saved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two members that come at once the second took what the first was just saving; and when that failed, what the
     second had committed since was taken back with it."""
     broker = bench.broker
@@ -78,7 +78,7 @@ def test_nobody_counts_on_a_beginning_before_it_is_on_disk(bench: Bench, monkeyp
         assert (first.result(30), second.result(30)) == (3, 3)
 
 
-def test_where_a_group_that_begins_at_the_end_was_put_at_the_front_it_stays(bench: Bench) -> None:
+def test_start_given_by_a_call_survives_a_kill(bench: Bench) -> None:
     broker = bench.broker
     broker.topics.create("t", queues=2)
     broker.groups.create("g", start="latest")

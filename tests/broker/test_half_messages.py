@@ -16,7 +16,7 @@ from tests.log.support import kill
 DAY = 86_400_000
 
 
-def test_a_half_message_that_is_larger_than_may_be_put_by_now_is_given_up_like_others(bench: Bench) -> None:
+def test_half_message_above_a_lowered_limit_is_given_up(bench: Bench) -> None:
     bench.broker.topics.create("t", queues=1)
     bench.broker.transactions.begin("t", b"H" * 3000, producer_group="p")
     bench.again(max_message_size=1000)
@@ -27,7 +27,7 @@ def test_a_half_message_that_is_larger_than_may_be_put_by_now_is_given_up_like_o
     assert bench.broker.store.offsets_or_none("TRANS_CHECK_MAX_TIME_TOPIC", 0) == (0, 1)
 
 
-def test_producers_are_asked_however_long_the_store_was_closed(bench: Bench) -> None:
+def test_producers_are_asked_after_four_closed_days(bench: Bench) -> None:
     bench.broker.topics.create("t", queues=1)
     bench.broker.transactions.begin("t", b"half", producer_group="p")
     bench.broker.close()
@@ -42,7 +42,7 @@ def test_producers_are_asked_however_long_the_store_was_closed(bench: Bench) -> 
     assert bench.drain() == [b"half"]
 
 
-def test_one_that_nobody_asks_about_is_given_up_all_the_same(bench: Bench) -> None:
+def test_half_message_without_a_checker_is_given_up(bench: Bench) -> None:
     bench.broker.topics.create("t", queues=1)
     bench.broker.transactions.begin("t", b"half", producer_group="p")
     bench.broker.close()
@@ -53,7 +53,7 @@ def test_one_that_nobody_asks_about_is_given_up_all_the_same(bench: Bench) -> No
     assert bench.broker.stats().open_transactions == 0
 
 
-def test_an_immunity_longer_than_the_age_does_not_keep_it_from_being_asked(tmp_path: Path) -> None:
+def test_half_message_is_checked_after_an_immunity_above_age(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "store", retention=Retention(age=3600))
     bench.broker.topics.create("t", queues=1)
     bench.broker.transactions.on_check("p", bench.check)
@@ -66,12 +66,12 @@ def test_an_immunity_longer_than_the_age_does_not_keep_it_from_being_asked(tmp_p
 
 
 @pytest.mark.parametrize("immunity", [float("inf"), 10**400, 1e18])
-def test_an_immunity_that_cannot_be_is_refused_by_name(bench: Bench, immunity: Any) -> None:
+def test_impossible_immunity_is_refused(bench: Bench, immunity: Any) -> None:
     with pytest.raises(ConfigError, match="immunity"):
         bench.broker.transactions.begin("t", b"", producer_group="p", immunity=immunity)
 
 
-def test_a_transaction_whose_timer_leaves_it_no_room_is_refused_when_it_begins(tmp_path: Path) -> None:
+def test_half_message_without_room_for_its_timer_is_refused(tmp_path: Path) -> None:
     """The half message fitted, its commit did not: it could only be given up, after 15 questions."""
     with Bench(tmp_path).broker as broker:
         refused = 0
@@ -87,7 +87,7 @@ def test_a_transaction_whose_timer_leaves_it_no_room_is_refused_when_it_begins(t
         assert broker.transactions.end(half, "commit") is not None
 
 
-def test_what_was_committed_before_a_crash_cannot_be_rolled_back(tmp_path: Path) -> None:
+def test_commit_before_a_crash_cannot_be_rolled_back(tmp_path: Path) -> None:
     """It was rolled back, said the answer, while everybody could read it."""
     broker = Bench(tmp_path).broker
     half = broker.transactions.begin("t", b"paid", producer_group="till", queue_id=0)
@@ -102,7 +102,7 @@ def test_what_was_committed_before_a_crash_cannot_be_rolled_back(tmp_path: Path)
         assert [message.body for message in broker.store.read("t", 0)] == [b"paid"]
 
 
-def test_transactions_that_ended_do_not_wait_for_their_immunity(bench: Bench) -> None:
+def test_ended_transactions_leave_the_list_of_checks(bench: Bench) -> None:
     """Each stayed on the list of those to ask about for as long as it might have taken."""
     transactions = bench.broker.transactions
     transactions.on_check("p", bench.check)

@@ -854,7 +854,7 @@ def test_the_pop_log_is_what_the_specification_says(bench: PopBench) -> None:
 
 
 @pytest.mark.parametrize("order", [False, True])
-def test_a_receiver_waits_while_the_group_has_messages_in_flight_the_other_way(tmp_path: Path, order: bool) -> None:
+def test_receiver_waits_for_deliveries_of_the_other_order(tmp_path: Path, order: bool) -> None:
     """It looked again at once, found nothing, and so on: a core at 100% until its time was over."""
     with PopBench(tmp_path) as bench:
         bench.put("t", 4)
@@ -869,7 +869,7 @@ def test_a_receiver_waits_while_the_group_has_messages_in_flight_the_other_way(t
             assert woken == [True]
 
 
-def test_a_receiver_of_another_queue_is_woken_for_a_retry_that_was_given_back(tmp_path: Path) -> None:
+def test_released_retry_wakes_a_receiver_of_another_queue(tmp_path: Path) -> None:
     """Whoever waits on a queue is given retries as well, but only who waited on queue 0 was told."""
     woken: list[bool] = []
     with PopBench(tmp_path) as bench:

@@ -13,7 +13,7 @@ from tests.broker.popsupport import PopBench, bodies, fail_once
 # -- errors half-way --------------------------------------------------------------------------------------------------
 
 
-def test_a_pop_from_a_queue_that_is_not_there_hands_out_nothing(tmp_path: Path) -> None:
+def test_pop_from_a_missing_queue_leaves_nothing_in_flight(tmp_path: Path) -> None:
     """When luck had it look at the retry topic first, what it found there was in flight with nobody."""
     with PopBench(tmp_path, rng=lambda: 0.0) as bench:
         bench.put("t", 1)
@@ -25,7 +25,7 @@ def test_a_pop_from_a_queue_that_is_not_there_hands_out_nothing(tmp_path: Path) 
         assert bench.service.pending("g") == []
 
 
-def test_what_one_queue_gave_is_returned_when_another_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pop_returns_what_it_found_before_a_queue_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was in flight, and its receiver got an exception: it came again when its time was over, an attempt less."""
     with PopBench(tmp_path, rng=lambda: 0.0) as bench:
         bench.put("t", 2)
@@ -40,9 +40,7 @@ def test_what_one_queue_gave_is_returned_when_another_fails(tmp_path: Path, monk
         assert bodies(bench.pop(n=8)) == [b"4"]
 
 
-def test_a_reset_that_meets_a_full_disk_is_made_up_for_by_the_next_pop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reset_on_a_full_disk_is_completed_by_the_next_pop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table said 0 and pops went on behind the end: until a restart the group was in two places."""
     with PopBench(tmp_path) as bench:
         bench.put("t", 3)
@@ -57,9 +55,7 @@ def test_a_reset_that_meets_a_full_disk_is_made_up_for_by_the_next_pop(
         assert bodies(bench.pop(n=3)) == [b"0", b"1", b"2"]
 
 
-def test_a_dead_letter_in_order_that_could_not_be_filed_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dead_letter_in_order_is_filed_again_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody came back to it: a receiver that was parked waited for ever on a queue that was free."""
     woken: list[bool] = []
     with PopBench(tmp_path) as bench:
@@ -93,7 +89,7 @@ def put_longest(bench: PopBench) -> int:
 
 
 @pytest.mark.parametrize("max_attempts", [1, 16])
-def test_a_message_that_no_copy_fits_comes_again_from_where_it_lies(tmp_path: Path, max_attempts: int) -> None:
+def test_message_too_long_to_copy_is_redelivered_in_place(tmp_path: Path, max_attempts: int) -> None:
     """Neither its copy nor its dead letter fit a segment: it stayed in flight for ever, an error every ten seconds."""
     with PopBench(tmp_path) as bench:
         bench.parts.groups.create("g", max_attempts=max_attempts)
@@ -115,7 +111,7 @@ def test_a_message_that_no_copy_fits_comes_again_from_where_it_lies(tmp_path: Pa
         assert bench.committed() == 2
 
 
-def test_a_dead_letter_goes_without_our_marks_where_the_record_has_no_room_for_them(tmp_path: Path) -> None:
+def test_dead_letter_without_room_has_no_added_properties(tmp_path: Path) -> None:
     with PopBench(tmp_path) as bench:
         bench.parts.groups.create("g", max_attempts=1)
         longest = put_longest(bench)
@@ -125,7 +121,7 @@ def test_a_dead_letter_goes_without_our_marks_where_the_record_has_no_room_for_t
         assert [(letter.body[:1], letter.stored_properties()) for letter in bench.read("%DLQ%g")] == [(b"y", {})]
 
 
-def test_in_order_it_goes_on_being_delivered(tmp_path: Path) -> None:
+def test_message_too_long_to_copy_is_redelivered_in_order(tmp_path: Path) -> None:
     """Every pop of the queue raised: all behind it was out of reach."""
     with PopBench(tmp_path) as bench:
         bench.parts.groups.create("g", max_attempts=1)
@@ -142,7 +138,7 @@ def test_in_order_it_goes_on_being_delivered(tmp_path: Path) -> None:
 # -- many in flight ---------------------------------------------------------------------------------------------------
 
 
-def test_others_have_their_turn_while_very_many_come_again(tmp_path: Path) -> None:
+def test_redelivery_of_many_messages_is_done_in_steps(tmp_path: Path) -> None:
     """A million deliveries that ended at once held the housekeeper for a minute and a half."""
     count = 1_000
     with PopBench(tmp_path) as bench:
@@ -157,9 +153,7 @@ def test_others_have_their_turn_while_very_many_come_again(tmp_path: Path) -> No
         assert bench.service.in_flight() == 0
 
 
-def test_changing_times_one_by_one_does_not_look_at_all_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_renewals_one_by_one_rarely_compact_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 20,000 messages popped by 32 and each given another time, every change went over all of them: 20 ms each."""
     looks = [0]
     compact = Timeline.compact
@@ -176,7 +170,7 @@ def test_changing_times_one_by_one_does_not_look_at_all_each_time(
         assert state.timeline.entries < 1_500  # and what is settled does go
 
 
-def test_a_delivery_far_ahead_is_on_the_agenda_once(tmp_path: Path) -> None:
+def test_delivery_far_ahead_is_on_the_agenda_once(tmp_path: Path) -> None:
     """Each look at its queue entered it anew: half a million entries a queue in twelve hours."""
     with PopBench(tmp_path) as bench:
         bench.put("t", 101)

@@ -410,7 +410,7 @@ def test_attempts_of_the_queue_model_are_on_disk_within_a_second_and_end_with_th
     assert bench.service.attempts("g", "t", 0) == {2: 1}
 
 
-def test_a_receipt_from_before_a_reset_acknowledges_nothing_in_order(tmp_path: Path) -> None:
+def test_receipt_from_before_a_reset_acknowledges_nothing(tmp_path: Path) -> None:
     """A group was reset to have a day's messages again. A worker still had the receipt of the first of them, and its
     acknowledgement, taken for one whose record is lost (9.8), made the group skip that message."""
     with PopBench(tmp_path) as bench:
@@ -424,7 +424,7 @@ def test_a_receipt_from_before_a_reset_acknowledges_nothing_in_order(tmp_path: P
         assert bodies(bench.pop(order=True, n=3)) == [b"0", b"1", b"2"]
 
 
-def test_nor_does_one_from_before_a_restart(tmp_path: Path) -> None:
+def test_receipt_from_before_a_restart_and_reset_is_refused(tmp_path: Path) -> None:
     with PopBench(tmp_path) as bench:
         bench.put("t", 2)
         old = bench.pop(order=True, n=2)
@@ -438,7 +438,7 @@ def test_nor_does_one_from_before_a_restart(tmp_path: Path) -> None:
         assert bodies(bench.pop(order=True, n=2)) == [b"0", b"1"]
 
 
-def test_a_receipt_in_order_settles_nothing_of_a_group_that_pops_without(tmp_path: Path) -> None:
+def test_receipt_in_order_settles_nothing_popped_without_order(tmp_path: Path) -> None:
     """The message that another receiver had in flight was forgotten: it never came again."""
     with PopBench(tmp_path) as bench:
         bench.put("t", 4)
@@ -453,7 +453,7 @@ def test_a_receipt_in_order_settles_nothing_of_a_group_that_pops_without(tmp_pat
         assert sorted(bodies(left)) == [b"0", b"1", b"2", b"3"]
 
 
-def test_order_info_of_before_the_clock_was_set_back_does_not_outlive_the_log(tmp_path: Path) -> None:
+def test_old_order_info_is_ignored_after_the_clock_was_set_back(tmp_path: Path) -> None:
     """The file's batch has the later pop time, and is the older one."""
     with PopBench(tmp_path) as bench:
         bench.put("t", 4)
@@ -470,7 +470,7 @@ def test_order_info_of_before_the_clock_was_set_back_does_not_outlive_the_log(tm
         assert bodies(bench.pop(order=True, n=4)) == [b"3"]
 
 
-def test_the_same_with_a_log_that_begins_behind_the_file(tmp_path: Path) -> None:
+def test_old_order_info_is_ignored_if_the_log_begins_behind_it(tmp_path: Path) -> None:
     with PopBench(tmp_path) as bench:
         bench.put("t", 4)
         bench.clock.advance(3_600_000)

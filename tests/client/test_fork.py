@@ -28,7 +28,7 @@ def in_a_child(work: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_forked_child_does_not_wait_at_what_was_drained(tmp_path: Path) -> None:
+def test_forked_child_does_not_wait_for_messages_of_its_parent(tmp_path: Path) -> None:
     """It was told that there is nothing, and waited for ever: what would come is its parent's."""
     with mqstore.open(tmp_path / "s") as store:
         queue = store.queue("jobs")
@@ -48,7 +48,7 @@ def test_a_forked_child_does_not_wait_at_what_was_drained(tmp_path: Path) -> Non
         assert in_a_child(lambda: queue.get()) == 1
 
 
-def test_a_forked_child_hangs_at_no_lock_that_another_thread_had(tmp_path: Path) -> None:
+def test_forked_child_hangs_at_no_lock_of_another_thread(tmp_path: Path) -> None:
     with mqstore.open(tmp_path / "s") as store:
         queue = store.queue("jobs")
         queue.put(b"x")
