@@ -1,4 +1,4 @@
-"""The one object that an application opens: a store directory with everything on it (client-semantics B.3).
+"""The one object that an application opens: a store directory with everything on it.
 
     Store ── put, put_many, recall, queue, dead_letters, commit_offset ...  the broker (mode "rw")
       └───── read, iter, find, get, read_columns, offsets, verify ...       the log (either mode)
@@ -418,7 +418,7 @@ class Store(AbstractContextManager["Store"]):
         return self.log.stats()
 
     def verify(self) -> Iterator[Finding]:
-        """Check every record, unit and index entry; changes nothing (store-format 9.7)."""
+        """Check every record, unit and index entry; changes nothing (format#damage)."""
         return self.log.verifier(CONFIG_CHECKS).findings()
 
     def snapshot(

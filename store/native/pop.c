@@ -1,4 +1,4 @@
-/* The hot path of pop: one message handed out, or settled, in one call (broker-semantics 8.10).
+/* The hot path of pop: one message handed out, or settled, in one call (delivery#pop-log).
 
    `Lending` is the base of a queue's state, `Lent` of a batch, `Timed` of the timeline, `Desk` of what all queues share. The
    rules are those of standard.py and state.py, which do whatever this declines. Declining means to return None or

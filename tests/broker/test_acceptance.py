@@ -1,4 +1,4 @@
-"""What the specification says of the broker as a whole and no mechanism's own tests show, through its door."""
+"""Rules of the broker as a whole that no mechanism's own tests show, through its door."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mqstore.log.commitlog import QueueRef
 from tests.broker.support import Bench
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
-# -- the number of queues, and order (12; client-semantics A1.12) ---------------------------------------------------
+# -- the number of queues, and order (delivery#queue-choice) -----------------------------------------------------------
 
 
 def _fifo_topic(bench: Bench) -> None:
@@ -73,7 +73,7 @@ def test_a_topic_may_not_become_fifo_and_change_its_queues_at_once(bench: Bench)
         bench.broker.topics.alter("t", write_queues=2, attributes={"+message.type": "FIFO"})
 
 
-# -- groups (1.4) ---------------------------------------------------------------------------------------------------
+# -- groups (delivery#groups) ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("attempts", "stored"), [(3, 2), (1, 0), (None, 2147483647)])
@@ -108,7 +108,7 @@ def test_a_group_is_dead_lettered_after_the_attempts_it_was_created_with(bench: 
     assert attempts == [1, 2, 3]
 
 
-# -- a broker that was closed (grpc-server 10; reliability P9) ---------------------------------------------------------
+# -- a broker that was closed (reliability#p9) -------------------------------------------------------------------------
 
 CALLS: dict[str, Callable[[Broker], object]] = {
     "put": lambda broker: broker.put("t", b"late"),
@@ -220,7 +220,7 @@ def test_recover_tells_of_messages_in_a_level_that_the_table_lost(tmp_path: Path
 
 
 def test_who_puts_into_a_retry_topic_meets_the_limit_and_the_locks_of_the_group(bench: Bench) -> None:
-    """broker-semantics 6.2: strictly beyond the limit, or while a member holds a queue, it is a dead letter."""
+    """delivery#retry-put: strictly beyond the limit, or while a member holds a queue, it is a dead letter."""
     broker = bench.broker
     with pytest.raises(NotPermittedError, match="put_retry"):
         broker.put("%RETRY%g", b"x")

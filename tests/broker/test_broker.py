@@ -1,4 +1,4 @@
-"""The broker whole: mechanisms on one store, driven by one clock, through its door (client-semantics 0.4)."""
+"""The broker whole: mechanisms on one store, driven by one clock, through its door (clients#contract)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_reading_by_offset_with_commits(bench: Bench) -> None:
 
 
 def test_a_commit_says_where_a_group_is_and_a_reset_stays_until_it_was_heard_of(bench: Bench) -> None:
-    """The vector of client-semantics A15.12, at the door that consumers commit by: the last one counts, also if it is
+    """The vector of clients#offset-vectors, at the door that consumers commit by: the last one counts, also if it is
     less; after a reset, which is the engine's freeze, late ones do not; of a group that is deleted nothing is known."""
     broker = bench.broker
     broker.topics.create("t", queues=1)

@@ -1,4 +1,4 @@
-"""Looking at dead letters, sending them again, letting go of them: broker-semantics 2.6, 6.3, X26."""
+"""Looking at dead letters, sending them again, letting go of them (delivery#dead-letters)."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_each_letter_goes_to_where_it_came_from_or_all_to_one_topic(parts: Parts
 
 
 def test_a_rocketmq_letter_goes_by_its_retry_topic_and_one_that_says_nothing_is_refused(parts: Parts) -> None:
-    """RocketMQ writes no DLQ_ORIGIN_TOPIC (X26)."""
+    """RocketMQ writes no DLQ_ORIGIN_TOPIC (delivery#x26)."""
     parts.topics.create("orders", queues=1)
     parts.topics.ensure("%DLQ%g", 1)
     parts.store.append("%DLQ%g", 0, b"0", properties={"RETRY_TOPIC": "orders", "REAL_TOPIC": "%RETRY%g"})

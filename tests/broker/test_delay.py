@@ -1,4 +1,4 @@
-"""Delay levels (broker-semantics 4): when a message comes, what comes, and what failure, damage and restarts change."""
+"""Delay levels (delivery#levels): when a message comes, what comes, and what failure, damage and restarts change."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def delays(tmp_path: Path) -> Delays:
     return Delays(tmp_path / "store")
 
 
-# -- the table (4.1), what is put (4.2), when it is due (4.3) --------------------------------------------------------
+# -- the table (delivery#levels), what is put (delivery#level-put), when it is due (delivery#level-unit) ---------------
 
 
 def test_the_default_table() -> None:
@@ -82,7 +82,7 @@ def test_level_0_is_no_delay(delays: Delays) -> None:
     assert delays.run() is None
 
 
-# -- on time (4.4, P4) ------------------------------------------------------------------------------------------------
+# -- on time (delivery#level-delivery, reliability#p4) -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", range(1, 19))
@@ -266,7 +266,7 @@ def test_a_step_is_bounded_and_says_that_there_is_more(delays: Delays) -> None:
     assert sorted(map(int, delays.delivered())) == list(range(5_000))
 
 
-# -- what is delivered (4.5) ------------------------------------------------------------------------------------------
+# -- what is delivered (delivery#restore) ------------------------------------------------------------------------------
 
 
 def test_the_copy_has_everything_of_the_message_but_its_delay(delays: Delays) -> None:
@@ -444,7 +444,7 @@ def test_damaged_records_are_passed_over_and_counted_once(delays: Delays) -> Non
     assert delays.counted("delay_unreadable") == 4
 
 
-# -- puts that fail (4.4 step 9) --------------------------------------------------------------------------------------
+# -- puts that fail (delivery#level-delivery) --------------------------------------------------------------------------
 
 
 def test_a_put_that_fails_is_tried_again_later_each_time_and_nothing_overtakes(
@@ -522,7 +522,7 @@ def test_messages_too_big_to_go_together_all_come_in_order(tmp_path: Path) -> No
     assert delays.delivered() == bodies
 
 
-# -- progress on disk (4.7, 4.8, X2) ----------------------------------------------------------------------------------
+# -- progress on disk (delivery#level-progress, delivery#level-crash, delivery#x2) -------------------------------------
 
 
 def test_the_file_says_which_unit_comes_next_by_level(delays: Delays) -> None:

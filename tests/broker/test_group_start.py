@@ -14,7 +14,7 @@ from tests.broker.support import Bench
 @pytest.mark.parametrize("old", [0, 3])
 @pytest.mark.parametrize("joins", ["start_of", "pop"])
 def test_group_that_begins_at_the_end_skips_nothing_after_a_kill(bench: Bench, joins: str, old: int) -> None:
-    """What was put between its coming and the crash was skipped for ever (P3)."""
+    """What was put between its coming and the crash was skipped for ever (reliability#p3)."""
     broker = bench.broker
     broker.topics.create("t", queues=2)
     for queue_id in range(2):

@@ -59,7 +59,7 @@ def groups(tmp_path: Path) -> Any:
     groups.store.close()
 
 
-# -- delays: the tables of client-semantics A12 ------------------------------------------------------------------------
+# -- delays: the tables of delivery#backoff ----------------------------------------------------------------------------
 
 SENT_BACK_MS = [10 * SECOND, 30 * SECOND, *(n * MINUTE for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30))]
 SENT_BACK_MS += [1 * HOUR, 2 * HOUR]

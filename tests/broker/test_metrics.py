@@ -1,4 +1,4 @@
-"""Metrics: what the broker counts and measures of itself (broker-semantics 13), through its door."""
+"""Metrics: what the broker counts and measures of itself (delivery#statistics), through its door."""
 
 from __future__ import annotations
 

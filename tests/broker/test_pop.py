@@ -1,4 +1,4 @@
-"""Popping without order: what is delivered, what settles it, and what comes again (broker-semantics 8)."""
+"""Popping without order: what is delivered, what settles it, and what comes again (delivery#pop)."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_copy_that_fails_is_copied_within_the_same_retry_topic(bench: PopBench
 
 
 def test_a_copy_is_not_delayed_again(bench: PopBench) -> None:
-    # A Java broker's delivered copy still bears DELAY (X3): the put hook would divert the retry copy once more.
+    # A Java broker's delivered copy still bears DELAY: the put hook would divert the retry copy once more.
     bench.parts.store.append("t", 0, b"late", properties={"DELAY": "3", "TIMER_DELAY_SEC": "9", "TAGS": "a"})
     bench.pop()
     bench.advance(INVISIBLE_MS)
@@ -834,7 +834,7 @@ def test_waiting_for_what_is_there_does_not_wait(bench: PopBench) -> None:
     assert not bench.service.wait_for("g", "t", -1, None, False, 0)
 
 
-def test_the_pop_log_is_what_the_specification_says(bench: PopBench) -> None:
+def test_the_pop_log_has_the_records_of_delivery_pop_log(bench: PopBench) -> None:
     bench.put("t", 4)
     now_ms = bench.now_ms
     first = bench.pop(n=3)

@@ -1,4 +1,4 @@
-"""Popping in order: blocking, partial commits, counts, dead letters (broker-semantics 8.9, 9)."""
+"""Popping in order: blocking, partial commits, counts, dead letters (delivery#pop-fifo, delivery#order-info)."""
 
 from __future__ import annotations
 
@@ -363,7 +363,7 @@ def test_a_pop_that_cannot_be_logged_changes_nothing(bench: PopBench, monkeypatc
     assert offsets(pop(bench)) == [0, 1, 2]
 
 
-def test_the_pop_log_is_what_the_specification_says(bench: PopBench) -> None:
+def test_the_pop_log_has_the_records_of_delivery_pop_log(bench: PopBench) -> None:
     bench.put("t", 3)
     now_ms = bench.now_ms
     first = pop(bench, 2, attempt_id="A1", local=False)
@@ -412,7 +412,7 @@ def test_attempts_of_the_queue_model_are_on_disk_within_a_second_and_end_with_th
 
 def test_receipt_from_before_a_reset_acknowledges_nothing(tmp_path: Path) -> None:
     """A group was reset to have a day's messages again. A worker still had the receipt of the first of them, and its
-    acknowledgement, taken for one whose record is lost (9.8), made the group skip that message."""
+    acknowledgement, taken for one whose record is lost (delivery#order-missing), made the group skip that message."""
     with PopBench(tmp_path) as bench:
         bench.put("t", 3)
         first = bench.pop(order=True)

@@ -1,4 +1,4 @@
-"""Taking over what a Java broker had handed out (broker-semantics 8.10, 8.5).
+"""Taking over what a Java broker had handed out (delivery#java-pop).
 
 Two grounds to stand on. `popjava.tar.xz` was written by the broker of RocketMQ 5.3.3, asked over its socket to pop, ack
 and change visible times, and halted in the midst of it; `popjava.jsonl.xz` is what its client saw. And for what no run
@@ -285,7 +285,7 @@ def test_looking_at_a_java_directory_changes_no_byte(folder: Path) -> None:
 
 def revived(bench: PopBench) -> dict[tuple[str, str, int], list[int]]:
     """What the Java broker's revive service would redeliver from what is in its revive queues, by its own rules: in the
-    order of a queue, from behind its offset on, acks count for a ck that came before them (5.3, PopReviveService)."""
+    order of a queue, from behind its offset on, acks count for a ck that came before them (PopReviveService)."""
     found: dict[tuple[str, str, int], list[int]] = {}
     for queue_id in (0, 1):
         last = bench.parts.offsets.committed(REVIVE_GROUP, REVIVE, queue_id)

@@ -1,4 +1,4 @@
-"""Counters and series by the names of broker-semantics 13."""
+"""Counters and series by the names of delivery#statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.faults import FaultyFileSystem
 
 DOCS = Path(__file__).parents[2] / "docs" / "statistics.md"
 
-# From the specification, by hand.
+# RocketMQ's names, by hand.
 COUNTERS = [
     "TOPIC_PUT_NUMS",
     "TOPIC_PUT_SIZE",

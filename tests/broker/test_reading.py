@@ -1,4 +1,4 @@
-"""Reads by offset: status, what a group is told, where it begins and begins anew (broker-semantics 2.3, 2.4, 3)."""
+"""Reads by offset: status, what a group is told, where it begins and begins anew (delivery#group-start)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one way in: which queue a put goes to, and what delay makes of it (broker-semantics 1.2, 4.2, 5.2, 12)."""
+"""The one way in: which queue a put goes to, and what delay makes of it (delivery#auto-create)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_without_a_queue_id_the_queues_of_a_topic_take_turns(parts: Parts) -> No
     assert ids[4:] == ids[:4]
 
 
-# broker-semantics 12: jump hash of the group's Java hash, measured against Guava, for n = 4.
+# delivery#queue-choice: jump hash of the group's Java hash, measured against Guava, for n = 4.
 @pytest.mark.parametrize(
     ("group", "queue_id"), [("a", 0), ("order-1", 3), ("order-2", 2), ("order-42", 3), ("用户-7", 1)]
 )

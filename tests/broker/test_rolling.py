@@ -1,8 +1,8 @@
-"""Messages that wait long do not hold the log (broker-semantics 2.6): they are put again at its end, and still come on
+"""Messages that wait long do not hold the log: they are put again at its end, and still come on
 their day, once, as if nothing had been.
 
 Moments are computed here from what was asked for. What is kept of the log is told from its bounds; what a message looks
-like, from the sections on delivery (4.5, 5.3).
+like, from the sections on delivery (delivery#restore, delivery#recall).
 """
 
 from __future__ import annotations

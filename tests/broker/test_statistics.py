@@ -1,4 +1,4 @@
-"""Statistics: counters, the windows of broker-semantics 13 against a model, losses, and what Prometheus is sent."""
+"""Statistics: counters, the windows of delivery#statistics against a model, losses, and what Prometheus is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arbitrary delay (broker-semantics 5): the rules of a put, and the mechanism over small stores with time by hand.
+"""Arbitrary delay (delivery#timer): the rules of a put, and the mechanism over small stores with time by hand.
 
 Expected times are computed here from the moments asked for: a message due at D is visible in [D, D + 1000).
 """

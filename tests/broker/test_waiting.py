@@ -1,5 +1,5 @@
 # ruff: noqa: A002  (`filter`, as in the contract)
-"""Who is woken, when, and who is not (broker-semantics 3.5, 8.8).
+"""Who is woken, when, and who is not (delivery#waiting).
 
 Most tests own the clock and the dispatcher: `Hall.put` makes a message visible, `Hall.turn` is the housekeeper's turn.
 Those with threads use none of either: whoever misses a wake-up there hangs, and the join finds it.

@@ -113,7 +113,7 @@ def engine_of(consumer: PushConsumer) -> Assignment:
 
 
 def pulls(consumer: PushConsumer) -> dict[QueueRef, list[str]]:
-    """Of each queue that a consumer at rest has, where its pull is (A15.7). Looks inside."""
+    """Of each queue that a consumer at rest has, where its pull is (clients#invariants). Looks inside."""
     engine, workers = engine_of(consumer), consumer._workers
     assert workers._turns.empty(), "it is not at rest"
     timers: Counter[tuple[str, int]] = Counter()

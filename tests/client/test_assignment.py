@@ -1,4 +1,4 @@
-"""Which queues a push consumer has, and what it pulls of them (client-semantics A2.3, A3, A5, A11)."""
+"""Which queues a push consumer has, and what it pulls of them (clients#subscription)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def place(bench: PushBench, index: int = 0) -> str:
 
 
 def test_tags_whose_codes_collide_are_told_apart(bench: PushBench) -> None:
-    """A2.3: "AaAa" and "BBBB" have the same code; what has no tag matches no list."""
+    """clients#subscription: "AaAa" and "BBBB" have the same code; what has no tag matches no list."""
     seen = Seen()
     bench.consumer(seen, tags="AaAa || C")
     for tag in ("AaAa", "BBBB", "C", None):
@@ -74,7 +74,7 @@ def test_everything_is_everything(bench: PushBench, tags: str) -> None:
 
 
 def test_a_stretch_of_which_nothing_is_wanted_is_committed(bench: PushBench) -> None:
-    """A5.5: NO_MATCHED_MSG with an empty cache."""
+    """clients#pull: NO_MATCHED_MSG with an empty cache."""
     consumer = bench.consumer(tags="A")
     for _ in range(3):
         bench.put(b"b", tag="B")
@@ -156,7 +156,7 @@ def test_an_interceptor_s_order_does_not_move_the_position_past_what_is_not_done
 def test_a_full_cache_is_not_added_to_until_there_is_room(
     bench: PushBench, limit: dict[str, int], stuck: int, pulled: int | None
 ) -> None:
-    """A5.2, gates 4 to 6a. A span is that of what a crash would bring again: one message that is stuck bounds it, be
+    """A span is that of what a crash would bring again: one message that is stuck bounds it, be
     all behind it done."""
 
     def send_back(*args: Any, **kwargs: Any) -> None:
@@ -225,8 +225,8 @@ def stick(bench: PushBench) -> Any:
 @pytest.mark.parametrize("ordered", [False, True], ids=["concurrent", "ordered"])
 @pytest.mark.parametrize("unit", ["messages", "bytes"])
 def test_a_total_is_divided_by_the_queues_here(tmp_path: Path, ordered: bool, unit: str) -> None:
-    """A3.4, A15.6 and 11: 16 messages of the topic, so 4, 8 and 4 again of each queue. Messages that a queue held when
-    its part shrank stay."""
+    """clients#topic-limits: 16 messages of the topic, so 4, 8 and 4 again of each queue. Messages that a queue
+    held when its part shrank stay."""
     bench = PushBench(tmp_path, queues=4)
     for queue_id in range(4):
         bench.put(*[b"%02d" % i for i in range(30)], queue_id=queue_id)
@@ -349,7 +349,7 @@ def test_an_empty_topic_is_waited_on(bench: PushBench) -> None:
 
 
 def test_what_expired_is_passed_over_and_told(bench: PushBench) -> None:
-    """A5.5: requested < min. The queue's logical start stands for retention, as an expired segment would."""
+    """clients#pull: requested < min. The queue's logical start stands for retention, as an expired segment would."""
     hook, seen = Told(), Seen()
     bench.put(b"0", b"1", b"2", b"3")
     consumer = bench.consumer(seen, interceptors=[hook], run=False)
@@ -383,7 +383,7 @@ def test_what_retention_took_from_under_a_paused_queue_is_passed_over_and_told(t
 
 
 def test_what_the_queue_does_not_have_yet_is_gone_back_from(bench: PushBench) -> None:
-    """A5.5: requested > max, as after a crash that cost the log its tail."""
+    """clients#pull: requested > max, as after a crash that cost the log its tail."""
     hook, seen = Told(), Seen()
     bench.put(b"0", b"1")
     consumer = bench.consumer(seen, interceptors=[hook], run=False)
@@ -740,7 +740,7 @@ def test_a_hook_that_stops_its_consumer_in_the_middle_of_a_rebalance_leaves_no_l
 
 
 def test_another_filter_counts_at_once_for_who_waits(bench: PushBench) -> None:
-    """A11.2: a pull that waits by the filter of before would have been five seconds late."""
+    """clients#broadcasting: a pull that waits by the filter of before would have been five seconds late."""
     seen = Seen()
     consumer = bench.consumer(seen, tags="A")
     bench.settle()
@@ -771,7 +771,7 @@ def test_another_handler_and_another_topic_while_running(bench: PushBench) -> No
     bench.put(b"4", topic="u")
     bench.settle()
     assert (second, other) == ([b"1"], [b"2", b"4"])
-    assert bench.committed() == 2  # A11.3: its position stays
+    assert bench.committed() == 2  # its position stays (clients#revoke)
     assert bench.broker.locks.owner("g", T0) is None
 
 
@@ -864,7 +864,7 @@ def test_a_seek_from_a_handler_voids_what_it_is_at(bench: PushBench) -> None:
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_queue_is_begun_anew_when_its_handlers_have_ended(bench: PushBench, ordered: bool) -> None:
-    """A11.5: a message is never in two handlers of one consumer."""
+    """clients#broadcasting: a message is never in two handlers of one consumer."""
     anew = list[bool]()
 
     def handler(message: Message) -> None:

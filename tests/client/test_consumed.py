@@ -1,4 +1,4 @@
-"""The hook that is told how each call of a handler ended: of which group, on which topic (client-semantics A6.4)."""
+"""The hook that is told how each call of a handler ended: of which group, on which topic (clients#handler-end)."""
 
 from __future__ import annotations
 

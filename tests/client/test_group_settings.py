@@ -1,5 +1,5 @@
 """A group's settings belong to the group: what consumers take from it, what they give it, when they are refused
-(client-semantics A2.7, A2.8)."""
+(clients#group)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the end of a handler means (client-semantics A6.4, B.6), on one thread."""
+"""What the end of a handler means (clients#handler-end), on one thread."""
 
 from __future__ import annotations
 

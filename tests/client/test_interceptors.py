@@ -1,4 +1,4 @@
-"""Hooks around messages: order, failures, and what a hook cannot do (client-semantics A10.1, B.9)."""
+"""Hooks around messages: order, failures, and what a hook cannot do (clients#interceptors)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator reads: no line a thousand times, no line without its place, none that hides another (A14.8)."""
+"""What an operator reads: no line a thousand times, no line without its place, none that hides another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a group that pops loses to retention its consumers are told, each loss once (broker-semantics 3.4, P13)."""
+"""What a group that pops loses to retention its consumers are told, each loss once (delivery#read-status)."""
 
 from __future__ import annotations
 

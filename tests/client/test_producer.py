@@ -130,7 +130,7 @@ def busy() -> StoreBusyError:
     return StoreBusyError("busy")
 
 
-# -- rules (A1.2) ----------------------------------------------------------------------------------------------------
+# -- rules (clients#message-rules) -------------------------------------------------------------------------------------
 
 MAX = 1000
 
@@ -375,7 +375,7 @@ def test_a_put_of_many_to_one_queue_refuses_what_it_cannot_do_for_one(bench: Ben
     assert len(bench.broker.put_many("orders", [OutgoingMessage(b"x", topic="orders")])) == 1
 
 
-# -- which queue (A1.4, A1.12) -----------------------------------------------------------------------------------------
+# -- which queue (delivery#queue-choice) -------------------------------------------------------------------------------
 
 
 def test_messages_without_a_group_go_to_the_queues_by_turns(bench: Bench) -> None:
@@ -458,7 +458,7 @@ def test_a_selector_names_a_queue_of_the_topic(bench: Bench, chosen: Any) -> Non
     assert bench.bodies() == []
 
 
-# -- attempts (A1.5) ---------------------------------------------------------------------------------------------------
+# -- attempts (clients#send-retry) -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["send", "submit", "hooked"])
@@ -556,7 +556,7 @@ def test_oneway_tries_once_and_logs_what_the_engine_says(bench: Bench, caplog: p
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
 
 
-# -- identity (A1.6) ---------------------------------------------------------------------------------------------------
+# -- identity (clients#unique-key) -------------------------------------------------------------------------------------
 
 
 def test_each_message_gets_a_unique_key_that_no_other_has(bench: Bench) -> None:
@@ -592,7 +592,7 @@ def test_a_unique_key_that_the_caller_gives_is_kept(bench: Bench) -> None:
         producer.send_many("orders", [b"x", b"y"], unique_key="e")
 
 
-# -- compression (A1.7) ------------------------------------------------------------------------------------------------
+# -- compression (clients#compression) ---------------------------------------------------------------------------------
 
 
 def is_compressed(message: Message) -> bool:
@@ -670,7 +670,7 @@ def test_what_the_caller_compressed_is_not_compressed_again(bench: Bench) -> Non
     assert bench.bodies() == [bytes(9000), bytes(9000), b"plain", bytes(9000)]
 
 
-# -- hooks (A10.1, B.9) ------------------------------------------------------------------------------------------------
+# -- hooks (clients#interceptors) --------------------------------------------------------------------------------------
 
 
 class Recorder(Interceptor):
@@ -801,7 +801,7 @@ def test_an_after_send_that_fails_is_logged_and_changes_nothing(bench: Bench, ca
     assert "in the hook" in caplog.text
 
 
-# -- many (A1.10) ------------------------------------------------------------------------------------------------------
+# -- many (format#batch) -----------------------------------------------------------------------------------------------
 
 
 def test_many_go_to_one_queue_one_behind_the_other_and_the_next_many_to_the_next(bench: Bench) -> None:
@@ -942,7 +942,7 @@ def syncs(fs: FaultyFileSystem) -> int:
     return sum(call.operation in ("fdatasync", "pwritev_dsync") and "commitlog" in call.path for call in fs.calls)
 
 
-# -- later (A1.11, A1.13) ----------------------------------------------------------------------------------------------
+# -- later (clients#submit) --------------------------------------------------------------------------------------------
 
 
 def test_what_is_submitted_is_stored_in_that_order_with_its_future(broker: Broker) -> None:
@@ -1335,7 +1335,7 @@ def test_the_line_keeps_order_and_bounds(
         line.put(0, 0)
 
 
-# -- transactions (A1.14) ----------------------------------------------------------------------------------------------
+# -- transactions (clients#transaction) --------------------------------------------------------------------------------
 
 
 def test_messages_of_a_transaction_are_seen_when_its_block_ends_well(bench: Bench) -> None:
@@ -1617,7 +1617,7 @@ def test_a_transaction_waits_for_the_disk_where_it_is_asked_to(tmp_path: Path) -
         assert syncs(fs) == before + 3
 
 
-# -- the end (A1.15) ---------------------------------------------------------------------------------------------------
+# -- the end -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)

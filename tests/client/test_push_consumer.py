@@ -1,5 +1,4 @@
-"""The push consumer from outside: what it refuses, its life, and a few runs with real threads (client-semantics A2,
-A10, A14, A15.8, B.6)."""
+"""The push consumer from outside: what it refuses, its life, and a few runs with real threads (clients#group)."""
 
 from __future__ import annotations
 

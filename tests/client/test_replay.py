@@ -1,5 +1,5 @@
 """Dead letters that are sent again come to the group that gave them up, whatever kind of group it is, and to no other
-(client-semantics B.6; broker-semantics 6)."""
+(delivery#send-back)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Power cuts under a whole broker whose groups read, commit, send back and bury (broker-semantics 2.5, 2.6, 6; P1-P3).
+"""Power cuts under a whole broker whose groups read, commit, send back and bury (delivery#saved-offsets).
 
 What pop, delays, timer and transactions do in a crash their own files ask. Here one group reads a topic and its retry
 topic by offset, gives messages back, has dead letters, replays and purges them; segments are dropped behind it; topics

@@ -1,7 +1,7 @@
-"""P8: what the system refuses is a named error, harms nothing that is stored, and is over when its cause is gone.
+"""What the system refuses is a named error, harms nothing stored, and ends with its cause (reliability#p8).
 
 A scripted run is done once to count its calls of a kind; then it is done again for every n with the n-th of them
-failing. A sync that failed is the exception: whoever met it must open the store anew (store-format 8.1).
+failing. A sync that failed is the exception: whoever met it must open the store anew (format#flush).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def test_a_failed_sync_of_the_log_poisons_until_the_store_is_opened_again(tmp_pa
 def test_a_sync_that_finds_no_descriptor_free_is_made_when_there_is_one(
     tmp_path: Path, operation: str, number: int
 ) -> None:
-    """Nothing was synced, so the system has dropped nothing; the store took no more puts until opened anew (P8)."""
+    """Nothing was synced, so the system has dropped nothing; the store took no more puts until opened anew."""
     path = tmp_path / "store"
     fs = FaultyFileSystem()
     with MessageStore(path, config=config(), fs=fs) as store:

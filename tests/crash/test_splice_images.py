@@ -1,4 +1,4 @@
-"""Power cuts around splices: of each one all is there or nothing, and a second try completes it (spark B6).
+"""Power cuts around splices: of each one all is there or nothing, and a second try completes it (spark#splice).
 
 A seeded script puts, splices, gives splices up half-way, leaves bundles in the inbox, dispatches, is closed and killed;
 `recording` notes every page and name. Each seed then picks a moment of one script and a subset of what was not synced

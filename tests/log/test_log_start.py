@@ -115,7 +115,7 @@ def test_a_crash_in_retention_is_no_loss(tmp_path: Path) -> None:
 
 
 def test_a_log_whose_first_segment_was_never_synced_ends_before_it(tmp_path: Path) -> None:
-    """What remains is a prefix of the log, also of one whose first file's name a power cut took (P2)."""
+    """What remains is a prefix of the log, also of one whose first file's name a power cut took (reliability#p2)."""
     path = tmp_path / "store"
     make(path, crash=True, flush=False)
     reboot(path)
@@ -136,7 +136,7 @@ def test_a_log_whose_first_segment_was_never_synced_ends_before_it(tmp_path: Pat
 
 
 def test_behind_the_end_that_a_power_cut_left_no_segment_is_missing(tmp_path: Path) -> None:
-    """The log ends at a torn record; of the segments behind it, never synced, a name in the middle is gone (P2)."""
+    """The log ends at a torn record; of the segments behind it, never synced, a name in the middle is gone."""
     path = tmp_path / "store"
     make(path, crash=True, flush=False)
     reboot(path)

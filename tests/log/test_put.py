@@ -1,6 +1,6 @@
 """Putting: what is refused and what that leaves behind, the bytes of what is accepted, and where they come to lie.
 
-Limits and statuses: store-format 2.6, 2.7, 2.9, 10.6, 15; client-semantics A1.1, A1.2.
+Limits and statuses: format#blank, format#limits, format#batch, format#put-errors, clients#message-rules.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def test_version_2_begins_where_a_topic_has_more_than_127_bytes(store: MessageSt
     assert list(store.verify()) == []
 
 
-# -- the bytes (vectors of store-format 13) --------------------------------------------------------------------------
+# -- the bytes (vectors of format#vectors) -----------------------------------------------------------------------------
 
 VECTOR = bytes.fromhex(
     "000000b0daa320a730f101360000000100000000000000000000000500000000000004000000000000000"
@@ -409,7 +409,7 @@ def test_a_field_that_its_bits_cannot_hold_is_refused(store: MessageStore, field
 
 @pytest.mark.parametrize("sys_flag", [0x80, 0x81, 0xC0])
 def test_a_batch_in_one_record_is_refused(store: MessageStore, sys_flag: int) -> None:
-    """Only queues of another kind list such records (store-format 2.9): it took a number of its queue, and nobody ever
+    """Only queues of another kind list such records (format#batch): it took a number of its queue, and nobody ever
     saw it."""
     with pytest.raises(InvalidMessageError) as caught:
         store.append("t", 0, b"x", sys_flag=sys_flag)
@@ -470,7 +470,7 @@ def test_a_batch_of_none_is_nothing(store: MessageStore) -> None:
 
 @pytest.mark.parametrize("free", range(0, 240, 7))
 def test_a_batch_that_does_not_fit_the_rest_goes_to_the_next_segment_whole(store: MessageStore, free: int) -> None:
-    """The roll test takes the sum (store-format 2.9)."""
+    """The roll test takes the sum (format#batch)."""
     store.put("t", bytes(SEGMENT - 8 - free - HEADER - 1))
     receipts = store.put_many("t", [b"", b""])
     total = 2 * (HEADER + 1)
@@ -513,7 +513,7 @@ def test_a_delayed_transactional_or_inner_batch_is_illegal(store: MessageStore, 
 
 def test_a_malformed_wire_batch_is_refused_at_every_cut_and_writes_nothing(store: MessageStore) -> None:
     element = encode_batch([(0, b"m1", b"TAGS\1a\2")])
-    assert element.hex() == "0000001f000000000000000000000000000000026d31000754414753016102"  # store-format 13.7
+    assert element.hex() == "0000001f000000000000000000000000000000026d31000754414753016102"  # format#vectors
     for cut in range(1, len(element)):
         with pytest.raises(FormatError):
             store.put_batch("t", element + element[:cut])
@@ -531,7 +531,7 @@ def blank_at(path: Path, position: int, segment_bytes: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_roll_at_every_position_of_a_segment(tmp_path: Path, profile: Any) -> None:
-    """A record fits iff its size + 8 is free; else a BLANK fills the rest, 8 bytes at the least (store-format 2.6)."""
+    """A record fits iff its size + 8 is free; else a BLANK fills the rest, 8 bytes at the least (format#blank)."""
     size, second = 1024, 150
     step = 1 if profile == "mqstore" else 9
     least = HEADER + 1
@@ -716,7 +716,7 @@ def test_every_put_with_durability_flush_has_its_bytes_synced_when_it_returns(tm
             assert store.stats().flush_lag_bytes >= 0
             fs.calls.clear()
             put()
-            assert store.stats().flush_lag_bytes == 0  # nor what was appended before it (store-format 8.1)
+            assert store.stats().flush_lag_bytes == 0  # nor what was appended before it (format#flush)
             assert [c for c in fs.calls if c.operation in ("fdatasync", "pwritev_dsync") and "commitlog" in c.path]
             store.put("t", b"not synced")
 
@@ -771,7 +771,7 @@ def test_put_many_that_runs_out_of_room_tells_what_it_stored(tmp_path: Path) -> 
 def test_a_number_that_recovery_could_not_read_is_refused(
     tmp_path: Path, topic: str, properties: dict[str, str]
 ) -> None:
-    """RocketMQ, and our own record check, take such a record for damage (store-format 9.2 row 7)."""
+    """RocketMQ, and our own record check, take such a record for damage (format#verifies)."""
     with open_store(tmp_path / "s") as store:
         with pytest.raises(InvalidMessageError) as caught:
             store.append(topic, 0, b"x", properties=properties)

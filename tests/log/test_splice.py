@@ -1,4 +1,4 @@
-"""Splicing staged shards: the result is that of puts one by one, all of it or nothing, and once (spark B6)."""
+"""Splicing staged shards: the result is that of puts one by one, all of it or nothing, and once (spark#splice)."""
 
 from __future__ import annotations
 
@@ -777,7 +777,7 @@ KINDS = sorted((CHANGES | {"pread", "open"}) - {"pwritev_dsync", "mkdir", "rmdir
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_call_fails_all_or_nothing_is_in_and_the_next_try_completes_it(tmp_path: Path, kind: str) -> None:
-    """P8. Disk errors at the n-th call of a kind, for every n of a splice; then the program goes on as one would."""
+    """Disk errors at the n-th call of a kind, for every n of a splice; then the program goes on (reliability#p8)."""
     shards = [stage(tmp_path / "a", ROWS[:30]), stage(tmp_path / "b", ROWS[30:])]
     total = sum(1 for row in ROWS if (row.topic, row.queue_id) == ("orders", 0))
     for nth in range(1, 60):

@@ -1,4 +1,4 @@
-"""Between a loop and the engine: one thread that calls, and one wake-up for all answers (client-semantics A14, B.10).
+"""Between a loop and the engine: one thread that calls, and one wake-up for all answers (clients#runtime).
 
     coroutine --- call, look ---> the line ---> the thread: one after the other ---> answers --+
         ^                           ^                                                          |

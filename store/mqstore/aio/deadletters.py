@@ -1,4 +1,4 @@
-"""`mqstore`'s dead letters with coroutines (client-semantics B.6)."""
+"""`mqstore`'s dead letters with coroutines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mqstore.Producer` with coroutines (client-semantics B.5, A1.11).
+"""`mqstore.Producer` with coroutines (clients#submit).
 
     send      on the loop, as a put, when it wants no sync and nothing is on its way before it; else as `submit`
     submit    the same; else checked here, and stored by the producer's writer, in the order of the calls

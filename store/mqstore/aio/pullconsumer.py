@@ -1,4 +1,4 @@
-"""`mqstore.PullConsumer` with coroutines (client-semantics A9.2, B.6).
+"""`mqstore.PullConsumer` with coroutines (clients#pull-consumer).
 
 A poll says that the caller is done with what polls before it returned. The sync consumer knows its caller by the
 thread. Here every call is made by the store's thread, and the caller is a task of the loop: what one polled, another

@@ -1,4 +1,4 @@
-"""`mqstore.PushConsumer` with handlers that are coroutines (client-semantics A6, A7, B.6).
+"""`mqstore.PushConsumer` with handlers that are coroutines (clients#concurrent, clients#orderly).
 
     a job of the sync consumer ---> the loop: a task for this call of the handler
              goes on when it ends <---          returns, raises: the outcome, as of any handler

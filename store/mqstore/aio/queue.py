@@ -1,4 +1,4 @@
-"""`mqstore.Queue` with coroutines (client-semantics B.4).
+"""`mqstore.Queue` with coroutines (clients#queue).
 
     put      on the loop: a few microseconds. On the store's thread: large items, and where there is a `maxsize`
     get      looks on the store's thread, and waits at the queue's callback door

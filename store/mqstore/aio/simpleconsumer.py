@@ -1,4 +1,4 @@
-"""`mqstore.SimpleConsumer` with coroutines (client-semantics B.6, A8.8)."""
+"""`mqstore.SimpleConsumer` with coroutines (clients#simple)."""
 
 from __future__ import annotations
 

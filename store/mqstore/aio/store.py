@@ -1,4 +1,4 @@
-"""`mqstore.Store` with coroutines (client-semantics B.3, B.10).
+"""`mqstore.Store` with coroutines.
 
     put                        on the loop (`puts.py`)
     reads, tables, the rest    on the store's thread (`bridge.py`), iterators a page at a time

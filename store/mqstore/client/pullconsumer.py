@@ -1,5 +1,5 @@
-# ruff: noqa: A002  (`filter` is the word of the engine contract, client-semantics 0.4)
-"""A consumer that reads when it is asked to, and keeps track of how far it has come (client-semantics A9.2, B.6).
+# ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
+"""A consumer that reads when it is asked to, and keeps track of how far it has come (clients#pull-consumer).
 
     subscribe ──► poll: join the group ──► rebalance ──► read ──► messages, or wait for some and begin again
     assign ─────────────────────────────────────────────►

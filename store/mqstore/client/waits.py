@@ -1,4 +1,4 @@
-"""Waiting until there may be something to pop, in one topic or in several at once (broker-semantics 8.8).
+"""Waiting until there may be something to pop, in one topic or in several at once (delivery#waiting).
 
     look, nothing there --> add: parked at every topic --+-- a topic calls --------> over; the turn is that topic's
                                                          +-- `ring` ---------------> over, and no turn

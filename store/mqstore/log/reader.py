@@ -1,4 +1,4 @@
-"""Reading a store: from (topic, queue, offset) to messages (store-format 8.5, 10).
+"""Reading a store: from (topic, queue, offset) to messages (format#readers, format#reads).
 
     unit of the queue -> record in a mapped segment -> checks -> Message, a view of the mapping
 
@@ -74,7 +74,7 @@ Bound = Literal["lower", "upper"]
 _QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
 _I4 = Struct(">i").unpack_from
 _SCAN_UNITS = 800
-"""Units looked at for one filtered read (store-format 10.1)."""
+"""Units looked at for one filtered read (format#reads)."""
 _COMPILED_UNITS = 4096
 """Units read at once: their messages keep them all."""
 _FOLLOW_MIN_S, _FOLLOW_MAX_S = 0.001, 0.1
@@ -89,7 +89,7 @@ LOST_SEGMENTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class GetResult:
-    """What a read found. `next_offset` is where to go on; bounds are those at the time of the read (10.1).
+    """What a read found. `next_offset` is where to go on; bounds are those at the time of the read (format#reads).
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -344,7 +344,7 @@ class StoreReader:
         tags: str | UnitFilter | None = "*",
         tell: bool = True,
     ) -> GetResult:
-        """As `read`, with a status in place of errors, and where to go on (store-format 10.1). `tags`: or a filter.
+        """As `read`, with a status in place of errors, and where to go on (format#reads). `tags`: or a filter.
 
         Without `tell` nothing is logged about messages that are passed over, for a caller that reports them itself.
         """
@@ -669,7 +669,7 @@ class StoreReader:
         slots: npt.NDArray[np.int64],
         with_bodies: bool = False,
     ) -> _Checked:
-        """The mapping that holds these units' records, and which of them verify as what the units say (8.5, 9.2)."""
+        """The mapping that holds these units' records, and which of them verify as what the units say."""
         stops = physical + sizes
         there = self._segment_at(int(physical[0]), int(stops.max()))
         if there is None:
@@ -731,7 +731,7 @@ class StoreReader:
         max_messages: int = 65_536,
         columns: Sequence[str] | None = None,
     ) -> Columns:
-        """The messages that `read` would give, as arrays: for analysis, export and Spark (client-semantics B.3).
+        """The messages that `read` would give, as arrays: for analysis, export and Spark.
 
         Numbers are numpy int32/int64, texts and bodies pairs of (int64 offsets, uint8 data) as Arrow's large binary has
         them. `columns` None means all (`columns.NAMES`); what is not asked for is not decoded. Raises as `read`, and
@@ -801,7 +801,7 @@ class StoreReader:
     ) -> list[Message]:
         """Messages of `topic` that bear `key` (or `unique_key`), stored in [start_ms, stop_ms], newest first.
 
-        The index suggests by hash and second; topic, key and time are then compared on each record (6.4).
+        The index suggests by hash and second; topic, key and time are then compared on each record.
         """
         self._check_open()
         if (key is None) == (unique_key is None):
@@ -831,7 +831,7 @@ class StoreReader:
     # -- time -------------------------------------------------------------------------------------------------------
 
     def offset_at(self, topic: str, queue_id: int, when: datetime | int, bound: Bound = "lower") -> int:
-        """The offset that belongs to a time (an aware datetime, or ms since the epoch), store-format 4.7.
+        """The offset that belongs to a time (an aware datetime, or ms since the epoch), format#time-search.
 
         `"lower"`: the first message stored at or after it, the end if there is none. `"upper"`: the last message stored
         at or before it, the first if there is none.
@@ -1000,7 +1000,7 @@ class StoreReader:
         return position
 
     def _back_to_cut(self, queue: ConsumeQueue, position: int) -> int:
-        """Where who follows goes on after the end of `queue` has moved back (8.5)."""
+        """Where who follows goes on after the end of `queue` has moved back (format#readers)."""
         _log.warning(
             "%s: the log was cut: %s/%d ended at %d and not behind %d; following goes on there",
             self.path,
@@ -1022,7 +1022,7 @@ def sound_records(
     checksum: Checksum | None,
 ) -> tuple[npt.NDArray[np.intp], Headers]:
     """Return which units of a queue lead to a record at `starts` that verifies as theirs, and the headers of these
-    (8.5, 9.2). `checksum` None: checksums are not compared."""
+    (format#readers, format#verifies). `checksum` None: checksums are not compared."""
     rows = np.flatnonzero((starts + sizes <= len(buffer)) & (sizes >= MIN_RECORD_BYTES))
     headers = gather(buffer, starts[rows], topic=queue.topic_bytes)
     fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])

@@ -1,4 +1,4 @@
-"""What a retention policy no longer keeps: whole segments, oldest first, never the last (store-format 8.3).
+"""What a retention policy no longer keeps: whole segments, oldest first, never the last (format#retention).
 
 Age is the store time of a segment's last record, not the file's: a directory that was copied is not young.
 

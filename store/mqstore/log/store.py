@@ -339,7 +339,7 @@ class MessageStore(StoreWriter):
         for problem in self._missing_in_front():  # no read comes there
             self._tell_lost(finding_of(problem, self._run.segment_bytes), "Its messages are passed over")
         self._queues.load(exact=not self.clean_shutdown)
-        lost = self.clean_shutdown and self._have_queues_lost()
+        lost = self.clean_shutdown and self.have_queues_lost()
         if lost or (self._have_no_queues() and not writer_alive(self.path, self.fs)):
             _log.warning(
                 "%s: queues have lost files, and messages of the log cannot be read by queue, until the store is "
@@ -351,14 +351,14 @@ class MessageStore(StoreWriter):
 
     def _have_no_queues(self) -> bool:
         """Whether the log holds records, and no queue is there: what a Java broker's directory says nothing of."""
-        return not (len(self._queues) or self._queues.in_rocksdb or self._queues.batch_topics) and self._has_records()
+        return not (len(self._queues) or self._queues.in_rocksdb or self._queues.batch_topics) and self.has_records()
 
-    def _has_records(self) -> bool:
+    def has_records(self) -> bool:
         """Whether anything is in the log, listed or not."""
         events = scan_log(self._run, self._run.min_offset, self._checksum, checksums=False, on_front=_unnoticed)
         return not isinstance(next(events), End)
 
-    def _have_queues_lost(self) -> bool:
+    def have_queues_lost(self) -> bool:
         """Whether queues have not the files or ends that the last clean close noted."""
         noted = self._checkpoint.current.queues
         return noted is not None and noted != self._queues.digest()
@@ -428,7 +428,7 @@ class MessageStore(StoreWriter):
             self.recovery.changed = True
         # Of a queue whose records retention took nobody but its files knew where it ended. Without them its numbers
         # begin anew, of which the log shows nothing.
-        lost = outcome.report.scanned_from is not None and self._have_queues_lost()
+        lost = outcome.report.scanned_from is not None and self.have_queues_lost()
         if lost:
             _log.warning("%s: the numbers of queues that were lost, or their ends, begin anew", self.path)
         ahead = not clean and is_progress_ahead(self.path, outcome.end, fs)
@@ -561,7 +561,7 @@ class MessageStore(StoreWriter):
         parts = self._parts()
         self.recovery = recover(parts, self._load_problems, options, progress).report
         self._report_renamed(places)
-        self.recovery.changed |= self.clean_shutdown and self._have_queues_lost()
+        self.recovery.changed |= self.clean_shutdown and self.have_queues_lost()
         if self._pending is not None:
             self._report_undone(would_undo(self._pending, self._run, self.fs))
         return self.recovery
@@ -581,7 +581,7 @@ class MessageStore(StoreWriter):
             return None
         parts = self._parts()
         wanted = (lambda topic: True) if topics is None else topics.__contains__
-        return unlisted_queue(parts, wanted, whole=self.clean_shutdown and self._have_queues_lost())
+        return unlisted_queue(parts, wanted, whole=self.clean_shutdown and self.have_queues_lost())
 
     def index_doubt(self) -> str:
         """Return why the index of a reader may lack keys, as the lists of its files show: "" if they show nothing."""
@@ -593,7 +593,7 @@ class MessageStore(StoreWriter):
             first_ms = first_record_time(self._run, self._run.starts[0], self._checksum)
             if first_ms is not None and first_ms <= synced_ms:  # else retention has taken those files
                 return "index files are missing"
-        return "" if self._index.files or not self._has_records() else "there is no index"
+        return "" if self._index.files or not self.has_records() else "there is no index"
 
     def _stored_delay_levels(self) -> str:
         value, _ = load_json(self.path / manifests.MANIFEST, writer=False, fs=self.fs)
@@ -673,7 +673,7 @@ class MessageStore(StoreWriter):
                 each.correct_min(first)
 
     def _stop_at_splice(self) -> None:
-        """A reader sees nothing of a splice that is not recorded (spark B6): the log ends where that began."""
+        """A reader sees nothing of a splice that is not recorded (spark#splice): the log ends where that began."""
         self._pending = self._intents.pending()
         self._run.limit = None if self._pending is None else self._pending.start
 
@@ -953,7 +953,7 @@ class MessageStore(StoreWriter):
         progress: Progress | None = None,
         remembered: bool = True,
     ) -> SpliceResult:
-        """Append the records of staged shards, in the given order, all of them or none, durably (spark B6 step 2).
+        """Append the records of staged shards, in the given order, all of them or none, durably (spark#splice).
 
         `shards`: folders as `log.shard` describes them. `app`, `version`: who splices what; a version that is not above
         the last one of that application is in already, and nothing is done. All shards are checked before anything is
@@ -1001,7 +1001,7 @@ class MessageStore(StoreWriter):
         return self._txn.state.version_of(app)
 
     def take_inbox(self) -> int:
-        """Splice the bundles that wait in `inbox/`, now, in this thread (spark B6); how many. Opening does it, and the
+        """Splice the bundles that wait in `inbox/`, now, in this thread; how many. Opening does it, and the
         background work from time to time. Raises what keeps one from being taken in; bad ones are moved aside."""
         with self._splicer.lock:
             self._check_writable()
@@ -1016,7 +1016,7 @@ class MessageStore(StoreWriter):
 
     def enter_topics_by(self, create_topics: CreateTopics) -> None:
         """For a broker: have topics of bundles entered by `create_topics` from now on, and those of bundles that were
-        spliced without a broker at once (spark B6, "create")."""
+        spliced without a broker at once (spark#splice)."""
         with self._splicer.lock:
             self._inbox.create_topics = create_topics
             if self._txn.state.create:
@@ -1034,7 +1034,7 @@ class MessageStore(StoreWriter):
 
     def _sync_beyond(self, end: int) -> None:
         """Make the log durable up to `end`, which lies beyond its end. As any sync it has to be the only one: an error
-        is told once, and to one caller (store-format 8.1)."""
+        is told once, and to one caller (format#flush)."""
         self._sync_to = end
         try:
             self._commit.sync_now()
@@ -1049,7 +1049,7 @@ class MessageStore(StoreWriter):
 
     def drop_before(self, physical_offset: int) -> list[str]:
         """Delete whole segments below `physical_offset`, oldest first, never the one being written; consume queues and
-        index follow. The names of the deleted segments. A view that is held stays valid (store-format 8.3).
+        index follow. The names of the deleted segments. A view that is held stays valid (format#retention).
 
         Raises FlushFailedError, nothing deleted, when the units of what stays cannot be made durable."""
         self._check_writable()
@@ -1205,7 +1205,7 @@ class MessageStore(StoreWriter):
         return [LoadProblem(path, "missing_segment", noted, starts[0] - noted, detail)]
 
     def verify(self) -> Iterator[Finding]:
-        """Everything in the store that is not as it should be (store-format 9.7); nothing for one in order."""
+        """Everything in the store that is not as it should be (format#damage); nothing for one in order."""
         return self.verifier().findings()
 
     # -- closing ----------------------------------------------------------------------------------------------------
@@ -1262,7 +1262,7 @@ class MessageStore(StoreWriter):
             thread.join(timeout_s)
 
     def _finish(self) -> None:
-        """Everything a clean end promises (store-format 9.8, Closing); until the last line a crash is a crash."""
+        """Everything a clean end promises (format#opening); until the last line a crash is a crash."""
         if (soiled := self._log.settle()) is not None:
             self._run.sync(*soiled)
         if self._log.end > self._commit.flushed:

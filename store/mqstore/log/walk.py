@@ -1,4 +1,4 @@
-"""Everything in a log, or in a queue, one message after the other, damaged or not: for exports (store-format 9.7).
+"""Everything in a log, or in a queue, one message after the other, damaged or not: for exports (format#damage).
 
 `MessageStore.read` serves consumers: a reader beside a writer stops before a record that does not verify, since it may
 be one that is just being written. Whoever copies a store out wants the opposite: all that can be read, and to be told

@@ -1,4 +1,4 @@
-"""Putting: from what a caller gives to a record in the log, and to the disk if asked (store-format 2.7, 8.1, 10.6).
+"""Putting: from what a caller gives to a record in the log, and to the disk if asked (format#limits).
 
     put        one message, the hot path: look up the queue, check, append, count
     put_many   many to one queue, encoded together
@@ -66,7 +66,7 @@ __all__ = ["MAX_QUEUE_ID", "Outlet", "StoreWriter", "Way"]
 
 MAX_QUEUE_ID = 16_383
 _NOT_IN_BATCH = (DELAY, TRAN_MSG, INNER_NUM, INNER_BASE)
-"""What makes a batch illegal (store-format 2.9, 10.6)."""
+"""What makes a batch illegal (format#batch, format#put-errors)."""
 _ORDINARY = Fields()
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -254,7 +254,7 @@ class StoreWriter(StoreReader):
 
     def _checked_tail(self, queue: ConsumeQueue, properties: Mapping[str, str]) -> bytes:
         tail = tail_of(queue.plain_tail, properties)
-        # What recovery would take for damage (store-format 9.2 row 7) does not get in.
+        # What recovery would take for damage (format#verifies) does not get in.
         wrong = unreadable_number(queue.topic.encode(), tail[len(queue.plain_tail) :])
         if wrong:
             raise InvalidMessageError(wrong, "properties")
@@ -352,7 +352,7 @@ class StoreWriter(StoreReader):
     def put_batch(
         self, topic: str, wire: bytes, queue_id: int = 0, *, durability: Durability | None = None
     ) -> SendReceipts:
-        """Append a batch in the producers' wire form (store-format 2.9), all or nothing. Raises FormatError when it is
+        """Append a batch in the producers' wire form (format#batch), all or nothing. Raises FormatError when it is
         malformed, InvalidMessageError when its records together do not fit a segment, or one is to be delayed."""
         queue = self._queue_to_put(topic, queue_id)
         waits = self._waits(durability)

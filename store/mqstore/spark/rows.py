@@ -10,7 +10,7 @@ taken away is counted, not damage.
 
 The log scan lists what dispatch would: no prepared or rolled back record, no queue that cannot be. It needs no consume
 queue. A range may begin in the middle of a record: the first record that verifies there begins it, since a record
-names its own position (store-format 2.1), so ranges that follow each other share no record and lose none.
+names its own position (format#record), so ranges that follow each other share no record and lose none.
 """
 
 from __future__ import annotations
@@ -374,13 +374,11 @@ def log_batches(
     stop: int,
     policy: Policy,
     wanted: Callable[[str], bool],
-    *,
-    at_record: bool = False,
 ) -> Iterator[list[Piece]]:
     """Messages, of the topics `wanted`, whose records begin at physical offsets [start, stop), in log order.
 
-    `stop` lies at or below the end of what has been dispatched, or in a segment's BLANK. `at_record`: a record is known
-    to begin at `start`; else the way there is found from the start of its segment.
+    `stop` lies at or below the end of what has been dispatched, or in a segment's BLANK. The first record at or behind
+    `start` is found from the start of its segment.
     """
     seen: dict[bytes, bool] = {}
 
@@ -393,7 +391,7 @@ def log_batches(
     size = store.manifest.commitlog_segment_bytes
     for base in range(start // size * size, stop, size):
         low, high = max(start, base), min(stop, base + size)
-        for found in _events(store, base, low, high, at_record or low == base, policy):
+        for found in _events(store, base, low, high, policy):
             if isinstance(found, Bad):
                 yield from _no_record(store, found, policy)
                 continue
@@ -405,9 +403,7 @@ def log_batches(
                 yield [Piece(None, None, *numbers, None, found.buffer, base, headers)]
 
 
-def _events(
-    store: MessageStore, base: int, low: int, high: int, at_record: bool, policy: Policy
-) -> Iterator[Good | Bad]:
+def _events(store: MessageStore, base: int, low: int, high: int, policy: Policy) -> Iterator[Good | Bad]:
     """The records that begin in [low, high) of the segment at `base`, and the bytes that are none."""
     there = store._segment_at(low, high)
     if there is None:
@@ -417,7 +413,7 @@ def _events(
             yield Bad("missing_segment", low, high, "no file holds these bytes")
         return
     segment, buffer = there
-    start = low - base if at_record else _led_to(store, buffer, base, low - base)
+    start = _led_to(store, buffer, base, low - base)
     if start is None:
         found = first_good_in(store._run, segment, low - base, store._checksum, high - base)
         start = None if found is None else found - base

@@ -271,7 +271,7 @@ def _without_queue(store: MessageStore, good: Good, dispatched: int) -> int:
 
 
 class _ConfigFiles:
-    """Progress that a broker has written down (store-format 11.3), in either dialect of JSON. What cannot be used is
+    """Progress that a broker has written down (format#json-files), in either dialect of JSON. What cannot be used is
     left out and told in `problems`; nothing here can fail."""
 
     def __init__(self, root: Path, fs: FileSystem, problems: list[str]) -> None:

@@ -1,5 +1,5 @@
-# ruff: noqa: A002  (`filter` is the word of the engine contract, client-semantics 0.4)
-"""Pop: messages handed out, each invisible until it is acknowledged or its time is over (broker-semantics 8, 9).
+# ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
+"""Pop: messages handed out, each invisible until it is acknowledged or its time is over (delivery#pop).
 
     pop ----> route: which queues, the retry topic first or last ----> StandardQueues | FifoQueues ----> pop log
     ack, change_invisible, nack, release, dead_letter ---- receipt says which queue, which of the two --^
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_BATCH", "Delivery", "Pending", "PopService"]
 
-"""Most messages of one pop (8.1): a batch's bitmap has room for no more than 63."""
+"""Most messages of one pop (delivery#pop-request): a batch's bitmap has room for no more than 63."""
 _MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
 _RETRY_PERCENT = 20
 """How often the retry topic is looked at first."""
@@ -278,7 +278,7 @@ class PopService:
 
     def retry_topics(self, group: str, topic: str) -> list[tuple[int, str]]:
         """(mark, name) of the topics that copies of popped messages may lie in, there or not. Version 1 may be another
-        group's: its name is ambiguous (8.2)."""
+        group's: its name is ambiguous (delivery#system-names)."""
         names = [(2, pop_retry_topic(group, topic, 2))]
         if self._parts.config.pop_retry_version == 1 or self._parts.groups.get(f"{group}_{topic}") is None:
             names.append((1, pop_retry_topic(group, topic, 1)))
@@ -301,7 +301,7 @@ class PopService:
         self._routes = {}
 
     def _in_order(self, topic: str, group: str) -> bool:
-        """Whether the group popped the topic in order, or has attempts of its messages counted (9.4)."""
+        """Whether the group popped the topic in order, or has attempts of its messages counted."""
         return any(key[:2] == (topic, group) for key in self._orders.records())
 
     # -- waiting ----------------------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ class PopService:
     def renew(
         self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None = None
     ) -> str:
-        """As `change_invisible`, but the given receipt stays good, and is what is returned (grpc-server 6.4)."""
+        """As `change_invisible`, but the given receipt stays good, and is what is returned."""
         return self._change(group, topic, receipt, invisible_ms, durability, renew=True)
 
     def _change(
@@ -662,7 +662,7 @@ class PopService:
 
     def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, count: int, error: str = "") -> None:
         """Note that the message at `offset` has failed `count` times, the last time by `error`; on disk within a second
-        (9.6)."""
+        (delivery#order-file)."""
         now_ms = self._clock.now_ms()
         self._orders.note_attempt(group, topic, queue_id, offset, count, now_ms, error)
         self._save_soon(now_ms)

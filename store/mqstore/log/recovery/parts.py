@@ -40,10 +40,10 @@ class StoreParts:
     """Index files of the wrong length: not among `index.files`, and in the way."""
 
     def watermark(self, start: int | None = None) -> int:
-        """Return the physical offset below which the log had been synced (store-format 9.8). The log is not empty, and
+        """Return the physical offset below which the log had been synced (format#watermark). The log is not empty, and
         no writer has it open. `start` as of `log.watermark`. May read much of the log."""
         return watermark(self.run, self.checkpoint, self.checksum, clean=self.clean, start=start)
 
-    def torn_from(self) -> int:
+    def torn_from(self, start: int | None = None) -> int:
         """Return the physical offset from which bad bytes are a torn tail for the next opening, as `watermark` does."""
-        return NEVER_TORN if self.machine_ran_on else self.watermark()
+        return NEVER_TORN if self.machine_ran_on else self.watermark(start)

@@ -1,4 +1,4 @@
-"""Compare every part of a store with the commitlog, and say what does not agree (store-format 9.7).
+"""Compare every part of a store with the commitlog, and say what does not agree (format#damage).
 
 Reads only, and never trusts: what is found is yielded as `Finding`s, in the order log, queues, index, JSON. `mqstore
 verify` prints them, tests assert on them, `mqstore recover` mends what they name.
@@ -183,7 +183,7 @@ class Verifier:
 
     @property
     def watermark(self) -> int:
-        """Physical offset below which the log had been synced (store-format 9.8)."""
+        """Physical offset below which the log had been synced (format#watermark)."""
         if self._watermark is None:
             self._watermark = self._parts.watermark()
         return self._watermark
