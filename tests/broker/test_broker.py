@@ -167,30 +167,6 @@ def test_a_commit_for_an_unknown_topic_or_group_is_refused(tmp_path: Path) -> No
     bench.broker.close()
 
 
-def test_deleting_a_topic_and_making_it_anew_starts_empty_and_goes_on_counting(bench: Bench) -> None:
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
-    broker.put("t", b"old")
-    assert bench.bodies() == [b"old"]
-    broker.topics.delete("t", force=True)
-
-    broker.topics.create("t", queues=1)
-
-    assert broker.put("t", b"new").offset == 1
-    assert bench.bodies() == [b"new"]
-
-
-def test_deleting_a_group_forgets_where_it_was(bench: Bench) -> None:
-    bench.broker.put("t", b"x")
-    assert bench.bodies() == [b"x"]
-
-    bench.broker.delete_group("g")
-
-    with pytest.raises(GroupNotFoundError, match="not known"):
-        bench.broker.lag("g")
-    assert bench.bodies() == [b"x"]
-
-
 # -- retention ----------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import pytest
 from mqstore import Retention, TransactionStateError
 from mqstore.broker.names import POP_LOG_TOPIC
 from mqstore.broker.pop.state import QueueKey
-from mqstore.errors import ReceiptExpiredError
+from mqstore.errors import GroupNotFoundError, ReceiptExpiredError
 from mqstore.layout.properties import SHARDINGKEY
 from tests.broker.popsupport import PopBench, bodies, fail_once
 from tests.broker.support import Bench
@@ -96,6 +96,19 @@ def test_check_ends_a_half_message_of_a_deleted_topic(bench: Bench) -> None:
     assert bench.asked == [b"half"]
     assert bench.broker.stats().open_transactions == 0
     assert "t" not in bench.broker.topics.names()
+
+
+def test_recreated_topic_is_empty_and_goes_on_counting(bench: Bench) -> None:
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"old")
+    assert bench.bodies() == [b"old"]
+    broker.topics.delete("t", force=True)
+
+    broker.topics.create("t", queues=1)
+
+    assert broker.put("t", b"new").offset == 1
+    assert bench.bodies() == [b"new"]
 
 
 def test_deletion_spares_later_messages_after_a_lost_log_end(bench: Bench) -> None:
@@ -283,3 +296,14 @@ def test_recreated_group_inherits_no_attempts(tmp_path: Path) -> None:
         broker.delete_group("g")
         broker.groups.create("g")
         assert broker.attempts("g", "t", 0) == {}
+
+
+def test_deleted_group_is_forgotten(bench: Bench) -> None:
+    bench.broker.put("t", b"x")
+    assert bench.bodies() == [b"x"]
+
+    bench.broker.delete_group("g")
+
+    with pytest.raises(GroupNotFoundError, match="not known"):
+        bench.broker.lag("g")
+    assert bench.bodies() == [b"x"]
