@@ -11,7 +11,7 @@ UNESCAPE = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
 
 
 def scraped(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """What a strict reader of the format finds: every line has its form, every series is announced once and whole."""
+    """Return the samples by name and labels. Each line must be well-formed, each series announced once and whole."""
     found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     announced: set[str] = set()
     current = ""

@@ -131,5 +131,5 @@ class Bench:
         return [each.message.body for each in deliveries]
 
     def drain(self, group: str = "g", topic: str = "t") -> list[bytes]:
-        """Bodies of several pops, acknowledged: not each pop looks at the retries of its topic."""
+        """Return the bodies of several pops, acknowledged. Not every pop looks at the retries of its topic."""
         return [body for _ in range(5) for body in self.bodies(group, topic)]

@@ -1,4 +1,4 @@
-"""Queues that ended earlier after a crash than before: offsets, attempts and starts skip nothing that is put anew."""
+"""Queues that a crash has shortened: offsets, attempts and starts skip no message that is put afterwards."""
 
 from __future__ import annotations
 

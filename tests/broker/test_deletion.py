@@ -1,6 +1,6 @@
-"""Topics with fewer queues, deleted topics and deleted groups, and what was under way for them.
+"""Messages under way when queues, topics or groups are removed.
 
-Under way is what waits for a level or a moment, a half message, a retry, a delivery in flight.
+Such a message waits for a delay level or a moment, is a half message or a retry, or is in flight.
 """
 
 from __future__ import annotations

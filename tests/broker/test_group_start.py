@@ -1,4 +1,4 @@
-"""Where a group begins, in memory and on disk: what it has seen of a queue when the process dies at once."""
+"""Start of a group in memory and on disk, also when the process dies at once."""
 
 from __future__ import annotations
 

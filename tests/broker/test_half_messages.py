@@ -1,4 +1,4 @@
-"""Half messages through the broker: over crashes and long pauses, with lower limits, and with a time of their own."""
+"""Half messages through the broker: crashes, long pauses, lowered limits and immunity."""
 
 from __future__ import annotations
 

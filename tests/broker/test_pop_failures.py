@@ -1,4 +1,4 @@
-"""Popping when a write fails half-way, when a record is as long as one can be, and when very many are in flight."""
+"""Popping when a write fails, when a record has the maximum size, and when many messages are in flight."""
 
 from __future__ import annotations
 

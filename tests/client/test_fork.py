@@ -1,4 +1,4 @@
-"""A forked child of a process that has a store open: it is refused, and waits for nothing of its parent."""
+"""Forked children of a process that has a store open are refused, and wait for no lock of their parent."""
 
 from __future__ import annotations
 
