@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,8 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidMessageError, NotPermittedError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
-from tests.broker.test_broker import Bench
+from tests.broker.support import Bench
 from tests.tools.support import mqstore, mqstore_json, snapshot
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "store")
-    yield bench
-    bench.broker.close()
-
 
 # -- the number of queues, and order (delivery#queue-choice) -----------------------------------------------------------
 
@@ -114,13 +106,6 @@ def test_a_group_is_dead_lettered_after_the_attempts_it_was_created_with(bench: 
         bench.broker.nack("g", "t", delivery.receipt, 0)
         bench.advance(10)
     assert attempts == [1, 2, 3]
-
-
-def test_creating_a_group_that_is_there_gives_it_as_it_is(bench: Bench) -> None:
-    first = bench.broker.groups.create("g", max_attempts=3)
-    assert bench.broker.groups.create("g", max_attempts=9) is first
-    with pytest.raises(ConfigError, match="exists already"):
-        bench.broker.groups.create("g", exist_ok=False)
 
 
 # -- a broker that was closed (reliability#p9) -------------------------------------------------------------------------

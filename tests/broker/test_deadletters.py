@@ -21,7 +21,7 @@ from mqstore.broker.retry import Retries
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
 from mqstore.log.message import Message
 from tests.broker.support import START_MS, clock_of, new_parts
-from tests.log.support import flip
+from tests.log.support import flip, kill
 
 DAY_MS = 86_400_000
 
@@ -254,8 +254,7 @@ def test_what_was_sent_alone_stays_so_after_a_kill(tmp_path: Path) -> None:
     parts = new_parts(tmp_path / "store")
     die(parts, 5)
     DeadLetters(parts, "g").replay([1, 3])
-    parts.store._closed = True
-    parts.store._release()  # as the system does for a dead process
+    kill(parts.store)
     again = new_parts(tmp_path / "store")
     letters = DeadLetters(again, "g")
     assert bodies(letters) == [0, 2, 4]
@@ -390,8 +389,7 @@ def test_what_was_let_go_of_stays_so_after_a_kill(tmp_path: Path) -> None:
     die(parts, 4)
     DeadLetters(parts, "g").purge(before_offset=1)
     DeadLetters(parts, "g").replay([1])
-    parts.store._closed = True
-    parts.store._release()  # as the system does for a dead process
+    kill(parts.store)
     again = new_parts(tmp_path / "store")
     assert bodies(DeadLetters(again, "g")) == [2, 3]
     assert again.offsets.committed(START_GROUP, "%DLQ%g", 0) == 2

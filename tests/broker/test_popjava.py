@@ -35,7 +35,7 @@ from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 from mqstore.log.message import Message
 from tests.broker.popsupport import PopBench
 from tests.broker.support import new_parts
-from tests.log.support import files, open_store
+from tests.log.support import files, kill, open_store
 
 HERE = Path(__file__).parent
 REVIVE = "rmq_sys_REVIVE_LOG_TestCluster"
@@ -1010,8 +1010,7 @@ def test_a_kill_at_any_write_of_a_take_over_loses_nothing_and_doubles_nothing(
             else:
                 break
             finally:
-                parts.store._closed = True
-                parts.store._release()
+                kill(parts.store)
         with PopBench(copy, clock=clock) as bench:
             assert in_flight(bench) == seen.flights(), at
             assert ck_records(bench) == 11, at  # one of them names the batch in order

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, pop_retry_topic
-from mqstore.broker.pop.ask import claim_of
 from mqstore.broker.pop.quick import Lending
 from mqstore.broker.pop.service import Delivery
 from mqstore.broker.pop.standard import StandardQueues
@@ -458,15 +457,6 @@ def test_forged_receipts_are_refused_as_by_python(
                 receipt = receipt[:each] if isinstance(each, int) else each
             pair.ack([receipt])
             pair.check()
-
-
-@compiled
-def test_a_receipt_is_read_as_python_reads_it(pair: Pair) -> None:
-    create(pair, 1)
-    pair.do(lambda bench: bench.put("t", 1))
-    pair.pop()
-    text = pair.deliveries[0][0].receipt
-    assert claim_of(text)[:6] == (0, pair.benches[0].now_ms, 60_000, False, 0, 0)
 
 
 @compiled

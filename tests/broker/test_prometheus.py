@@ -14,7 +14,7 @@ from mqstore.clock import SimulatedClock
 from mqstore.errors import InvalidMessageError, StoreFullError
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
-from tests.broker.test_broker import Bench
+from tests.broker.support import Bench
 from tests.faults import FaultyFileSystem
 
 DOCS = Path(__file__).parents[2] / "docs" / "statistics.md"

@@ -33,7 +33,7 @@ from mqstore.log import manifest
 from mqstore.log.message import Message
 from tests.broker.support import START_MS, advance, new_parts, settle
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.support import Unsynced
+from tests.log.support import Unsynced, kill
 
 S, MIN, HOUR, DAY = 1_000, 60_000, 3_600_000, 86_400_000
 NOW = START_MS
@@ -231,8 +231,7 @@ class Timers:
 
     def kill(self) -> None:
         """What the system does for a dead process."""
-        self.parts.store._closed = True
-        self.parts.store._release()
+        kill(self.parts.store)
 
     def reopen(self, fs: FileSystem | None = None) -> None:
         self.close()

@@ -31,6 +31,7 @@ from mqstore.errors import (
 )
 from mqstore.log.message import Message
 from tests.broker.support import START_MS, advance, clock_of, new_parts, settle
+from tests.log.support import kill
 
 GROUP = "payments"
 
@@ -68,8 +69,7 @@ class Bench:
         if save:
             self.parts.offsets.save()
         self.options["clock"] = clock_of(self.parts)
-        self.parts.store._closed = True
-        self.parts.store._release()
+        kill(self.parts.store)
         self._open()
 
     def close(self) -> None:

@@ -8,7 +8,6 @@ import asyncio
 import gc
 import inspect
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -27,23 +26,7 @@ from mqstore import SimulatedClock, StoreConfig, aio
 from mqstore.aio.bridge import Bridge
 from mqstore.broker import deadletters
 from mqstore.client import transaction
-
-
-def run(main: Coroutine[Any, Any, Any]) -> Any:
-    async def limited() -> Any:
-        async with asyncio.timeout(60):
-            return await main
-
-    return asyncio.run(limited())
-
-
-def with_store(test: Callable[[aio.Store], Awaitable[Any]], path: Path, **options: Any) -> Any:
-    async def main() -> Any:
-        async with aio.open(path / "store", **options) as store:
-            return await test(store)
-
-    return run(main())
-
+from tests.client.aiosupport import environment, run, with_store
 
 # -- the same objects -------------------------------------------------------------------------------------------------
 
@@ -126,12 +109,7 @@ def test_it_is_loaded_with_no_thread_when_it_is_first_asked_for() -> None:
         mqstore.aio.open
         assert threading.active_count() == 1
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, env=_environment())
-
-
-def _environment() -> dict[str, str]:
-
-    return {**os.environ, "PYTHONPATH": str(Path(mqstore.__file__).parent.parent)}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, env=environment())
 
 
 # -- a store ----------------------------------------------------------------------------------------------------------
@@ -978,7 +956,7 @@ def test_ctrl_c_leaves_a_store_that_was_closed(tmp_path: Path) -> None:
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "store")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=_environment(),
+        env=environment(),
     )
     with process:
         assert process.stdout is not None

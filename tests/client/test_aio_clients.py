@@ -18,8 +18,8 @@ import pytest
 
 import mqstore
 from mqstore import QueueRef, SimulatedClock, StoreConfig, aio
+from tests.client.aiosupport import environment, run, with_store
 from tests.client.popsupport import until
-from tests.client.test_aio import _environment, run, with_store
 
 AGAIN = mqstore.RetryPolicy(3, [0])
 
@@ -802,7 +802,7 @@ def test_run_ends_with_a_signal_when_handlers_have_ended(tmp_path: Path, number:
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "store")],
         stdout=subprocess.PIPE,
-        env=_environment(),
+        env=environment(),
     )
     with process:
         assert process.stdout is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,6 @@ from mqstore.options import Retention
 from tests.client.pushsupport import PushBench, engine_of, pulls, unsettled
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PushBench]:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
 
 
 class Seen(list[bytes]):
@@ -55,6 +47,16 @@ class Told(Interceptor):
 def place(bench: PushBench, index: int = 0) -> str:
     [where] = pulls(bench.consumers[index])[T0]
     return where
+
+
+def stick(bench: PushBench) -> Any:
+    """From now on nothing that fails can be sent back; what ends that."""
+
+    def send_back(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no")
+
+    real, bench.broker.send_back = bench.broker.send_back, send_back  # type: ignore[method-assign,assignment]
+    return lambda: setattr(bench.broker, "send_back", real)
 
 
 # --- filters -------------------------------------------------------------------------------------------------------
@@ -100,10 +102,7 @@ def test_a_stretch_that_is_passed_over_does_not_take_along_what_is_not_settled(
         def on_receive(self, messages: list[Message]) -> list[Message]:
             return [message for message in messages if message.body == b"a"]
 
-    def send_back(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no")
-
-    real, bench.broker.send_back = bench.broker.send_back, send_back  # type: ignore[method-assign,assignment]
+    free = stick(bench)
     options: dict[str, Any] = {"tags": "A"} if passed_over_by == "filter" else {"interceptors": [Drops()]}
     consumer = bench.consumer(lambda message: 1 / 0, **options)
     bench.put(b"a", tag="A")
@@ -114,7 +113,7 @@ def test_a_stretch_that_is_passed_over_does_not_take_along_what_is_not_settled(
     bench.advance(2.5)
     assert engine_of(consumer)._queues[T0].next_offset > 1
     assert bench.committed() == 0
-    bench.broker.send_back = real  # type: ignore[method-assign]
+    free()
     bench.advance(30)
     assert bench.committed() == 4
 
@@ -167,10 +166,7 @@ def test_a_full_cache_is_not_added_to_until_there_is_room(
     """A span is that of what a crash would bring again: one message that is stuck bounds it, be
     all behind it done."""
 
-    def send_back(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no")
-
-    real, bench.broker.send_back = bench.broker.send_back, send_back  # type: ignore[method-assign,assignment]
+    free = stick(bench)
 
     def handler(message: Message) -> None:
         if message.attempt == 1 and message.offset < stuck:
@@ -186,48 +182,15 @@ def test_a_full_cache_is_not_added_to_until_there_is_room(
         size = bench.broker.read("t", 0, 0, 1).messages[0].size
         pulled = -(-600 // size)
     assert queue.next_offset == pulled
-    bench.broker.send_back = real  # type: ignore[method-assign]
+    free()
     bench.advance(10)
     assert bench.committed() == 40
-    assert place(bench) == "waiting"
-
-
-def fill(bench: PushBench, prefetch: int, **options: Any) -> Any:
-    """A consumer whose cache is full of what cannot be sent back."""
-
-    def send_back(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no")
-
-    consumer = bench.consumer(lambda message: 1 / 0, prefetch=prefetch, **options)
-    real, bench.broker.send_back = bench.broker.send_back, send_back  # type: ignore[method-assign,assignment]
-    bench.put(*[b"%d" % i for i in range(3 * prefetch)])
-    bench.settle()
-    return consumer, real
-
-
-def test_the_cache_holds_no_more_than_it_may(bench: PushBench) -> None:
-    consumer, real = fill(bench, 4)
-    assert unsettled(consumer) == {T0: 4}
-    assert place(bench) == "full"
-    bench.broker.send_back = real
-    bench.advance(5)
-    assert bench.committed() == 12
     assert place(bench) == "waiting"
 
 
 def limits(consumer: PushConsumer) -> dict[QueueRef, int]:
     """How many messages it may hold of each queue."""
     return {ref: queue.limits.messages for ref, queue in engine_of(consumer)._queues.items()}
-
-
-def stick(bench: PushBench) -> Any:
-    """From now on nothing that fails can be sent back; what ends that."""
-
-    def send_back(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no")
-
-    real, bench.broker.send_back = bench.broker.send_back, send_back  # type: ignore[method-assign,assignment]
-    return lambda: setattr(bench.broker, "send_back", real)
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["concurrent", "ordered"])
@@ -409,8 +372,11 @@ def test_what_the_queue_does_not_have_yet_is_gone_back_from(bench: PushBench) ->
 def test_a_reset_finds_the_consumer_wherever_its_pull_is(bench: PushBench, where: str) -> None:
     hook = Told()
     if where == "full":
-        consumer, real = fill(bench, 4, interceptors=[hook])
-        bench.broker.send_back = real
+        consumer = bench.consumer(lambda message: 1 / 0, prefetch=4, interceptors=[hook])
+        free = stick(bench)
+        bench.put(*[b"m"] * 12)
+        bench.settle()
+        free()
         engine_of(consumer)._workers._heap[:] = [  # those that are tried again make room by themselves: not here
             entry for entry in engine_of(consumer)._workers._heap if "_run" not in repr(entry[2].call)
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,6 @@ T0 = QueueRef("t", 0)
 RETRIES = "%RETRY%g"
 LEVELS_S = [10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200]
 """Before delivery k + 1 (clients#backoff-vectors)."""
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PushBench]:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
 
 
 class Handler:

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mqstore import Message, QueueRef, Reject, Retry, RetryPolicy
-from tests.client.popsupport import Bench
-from tests.client.test_pop_push import Push
+from tests.client.popsupport import Bench, Push
 
 QUEUES = 2
 ATTEMPTS = 3

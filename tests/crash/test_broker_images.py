@@ -32,8 +32,7 @@ from mqstore.log.store import MessageStore
 from mqstore.options import Retention, StoreConfig
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.crash.test_images import kill
-from tests.log.support import Unsynced
+from tests.log.support import Unsynced, kill
 
 TOPICS = ("t", "%RETRY%g")
 SIZES = {"segment_bytes": 4096, "consumequeue_units": 16, "index_slots": 8, "index_entries": 32}

@@ -38,8 +38,7 @@ from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.crash.test_images import kill
-from tests.log.support import Unsynced
+from tests.log.support import Unsynced, kill
 
 TABLE_MS = (1_000, 5_000, 12_000)
 QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]

@@ -20,22 +20,18 @@ import random
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 from unittest import mock
 
 import pytest
 
-from mqstore.clock import SimulatedClock
 from mqstore.errors import MQStoreError
-from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log import commitlog
 from mqstore.log.store import MessageStore
-from mqstore.options import Profile, StoreConfig
+from mqstore.options import Profile
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
+from tests.crash.support import QUEUES, cut_short, open_store
 from tests.log.support import kill
-
-QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]
 
 
 @dataclass(frozen=True)
@@ -59,17 +55,6 @@ class Script:
     profile: Profile
     events: list[Event]
     puts: list[Put] = field(default_factory=list)
-
-
-def open_store(path: Path, mode: Literal["rw", "r"], profile: Profile, fs: FileSystem = REAL) -> MessageStore:
-    new = mode == "rw" and not any((path / name).exists() for name in ("mqstore.json", "mqstore.json.bak", "commitlog"))
-    sizes = (
-        {"segment_bytes": 8192, "consumequeue_units": 16, "index_slots": 8, "index_entries": 32}
-        if new or profile == "rocketmq"
-        else {}
-    )
-    config = StoreConfig(clock=SimulatedClock(), **sizes)
-    return MessageStore(path, mode, profile=profile, config=config, fs=fs)
 
 
 def run_script(seed: int, folder: Path) -> Script:
@@ -202,24 +187,6 @@ def check_recovered(store: MessageStore, puts: list[Put], flushed: int, dropping
         if mine:
             assert store.offsets(topic, queue_id)[1] == len(mine)
     return found
-
-
-def cut_short(image: Path, rng: random.Random, profile: Profile, *, in_order: bool) -> Path:
-    """What power cuts during the recovery of `image` leave of it: of up to two, or none (`image` itself)."""
-    source = image
-    for attempt in range(rng.choice((0, 0, 1, 2))):
-        copy = image.with_name(f"{image.name}-recording-{attempt}")
-        shutil.copytree(source, copy)
-        fs = RecordingFileSystem(copy)
-        baseline = len(fs.events)
-        store = open_store(copy, "rw", profile, fs)
-        fs.observe()
-        kill(store)
-        fs.dispose()
-        source = image.with_name(f"{image.name}-torn-{attempt}")
-        build_image(fs.events[: rng.randrange(baseline, len(fs.events) + 1)], rng, source, in_order=in_order)
-        shutil.rmtree(copy)
-    return source
 
 
 def check_seed(seed: int, tmp: Path) -> None:

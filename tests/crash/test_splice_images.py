@@ -28,8 +28,9 @@ from mqstore.log.store import MessageStore
 from mqstore.options import Profile
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.crash.test_images import QUEUES, cut_short, kill, open_store
+from tests.crash.support import QUEUES, cut_short, open_store
 from tests.log.splicesupport import Row, bundle, stage
+from tests.log.support import kill
 
 Splice = tuple[str, int]
 
