@@ -64,6 +64,10 @@ NOT_THERE = {
     (mqstore.Queue, "when_ready"),  # what a loop waits by
     (mqstore.SimpleConsumer, "when_ready"),
     (mqstore.PullConsumer, "when_ready"),
+    (mqstore.PullConsumer, "take"),  # what the asyncio classes are made of
+    (mqstore.PushConsumer, "run_on_loop"),
+    (mqstore.Store, "halt"),
+    (mqstore.Store, "close_halted"),
     (mqstore.DeadLetters, "as_new"),  # for jobs that send letters of many stores again
 }
 PLAIN = {  # called without await: iterators, what makes objects, decorators
