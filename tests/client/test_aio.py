@@ -101,6 +101,7 @@ def test_a_twin_offers_every_public_name_with_the_same_parameters(sync: type, tw
 
     ours = getattr(twin, name)
     assert (twin, name) in PLAIN or inspect.iscoroutinefunction(ours)
+    assert ours.__doc__
     assert [(p.name, p.kind, p.default) for p in inspect.signature(ours).parameters.values()] == [
         (p.name, p.kind, p.default) for p in inspect.signature(theirs).parameters.values()
     ]
@@ -190,6 +191,48 @@ def test_errors_are_those_of_the_sync_twin(tmp_path: Path) -> None:
                 pass
         with pytest.raises(mqstore.StoreLockedError):
             await aio.open(store.path)
+
+    with_store(test, tmp_path)
+
+
+def test_arguments_count_as_they_were_when_the_call_began(tmp_path: Path) -> None:
+    """A caller that does not wait, or was cancelled, may use its lists and buffers for something else."""
+
+    async def test(store: aio.Store) -> None:
+        queue = (await store.put_many("t", [b"0", b"1"], queue_id=0))[0].queue
+        async with (
+            store.producer() as producer,
+            store.pull_consumer("g", auto_commit=False) as consumer,
+            store.queue("q") as jobs,
+        ):
+            await consumer.assign(queue)
+            for body in (b"dead 0", b"dead 1"):
+                await jobs.put(body)
+                await (await jobs.get()).reject()
+            go_on = threading.Event()
+            store._bridge.submit(lambda: go_on.wait(20))  # nothing below begins before it is changed
+            bodies, buffer, offsets, commits = [b"2", bytearray(b"3")], bytearray(b"6"), [0], {queue: 1}
+            letters = jobs.dead_letters.select(offsets=offsets)
+            calls = [
+                store.put_many("t", bodies, queue_id=0),
+                producer.send_many("t", (each for each in [b"4", b"5"]), queue_id=0),
+                producer.send_oneway("t", buffer, queue_id=0),
+                consumer.commit(commits),
+                jobs.dead_letters.replay(offsets, dry_run=True),
+            ]
+            tasks = [asyncio.create_task(each) for each in calls]
+            await asyncio.sleep(0)
+            bodies[1][:] = b"x"  # type: ignore[index]
+            bodies.append(b"late")
+            buffer[:] = b"x"
+            offsets.append(1)
+            commits[queue] = 2
+            go_on.set()
+            *_, replay = await asyncio.gather(*tasks)
+            assert [m.body async for m in store.iter("t", 0)] == [b"%d" % i for i in range(7)]
+            assert await store.committed("g", queue) == 1
+            assert replay.count == 1
+            assert [letter.body async for letter in letters] == [b"dead 0"]
 
     with_store(test, tmp_path)
 

@@ -105,7 +105,7 @@ def on_loop(method: Callable[Concatenate[Any, P], T]) -> Forwarded[P, Coroutine[
 
     @_as(method, "Runs on the loop, and cannot be cancelled half way.")
     async def forward(self: Any, /, *args: Any, **options: Any) -> Any:
-        self._check()
+        self._bridge.check()
         return getattr(self.sync, name)(*args, **options)
 
     return cast(Forwarded[P, Coroutine[Any, Any, T]], forward)

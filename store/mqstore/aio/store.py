@@ -13,6 +13,7 @@ import asyncio
 import builtins
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from heapq import merge
@@ -245,105 +246,92 @@ class Store(Closable[store.Store]):
         await self.close()
 
 
+@dataclass(eq=False)
 class _Follower(AsyncIterator[Message]):
     """Messages of one queue, or of all of a topic, and those to come. A step that is cancelled skips nothing."""
 
-    def __init__(
-        self,
-        bridge: Bridge,
-        sync: store.Store,
-        topic: str,
-        queue_id: int | None,
-        start: Literal["earliest", "latest"] | datetime | int,
-        stop: int | None,
-        tags: str | None,
-    ) -> None:
-        self._bridge = bridge
-        self._sync = sync
-        self._topic = topic
-        self._queue_id = queue_id
-        self._start = start
-        self._stop = stop
-        self._tags = tags
-        self._positions: dict[int, int] | None = None
-        """Queue id -> offset behind what was looked at, on the thread."""
-        self._round: Pages[Message] | None = None
+    bridge: Bridge
+    sync: store.Store
+    topic: str
+    queue_id: int | None
+    start: Literal["earliest", "latest"] | datetime | int
+    stop: int | None
+    tags: str | None
+    positions: dict[int, int] | None = None
+    """Next offset to read by queue id. Only the store's thread uses it."""
+    round: Pages[Message] | None = None
+    """Messages that were there when the last look found some."""
 
     async def __anext__(self) -> Message:
         while True:
-            if self._round is None:
-                if not await self._bridge.look(self._find, self._park, timeout_s=None):
+            if self.round is None:
+                if not await self.bridge.look(self.find, partial(_News, self), timeout_s=None):
                     raise StopAsyncIteration
-                self._round = Pages(self._bridge, self._read)
+                self.round = Pages(self.bridge, self.read)
             try:
-                return await self._round.__anext__()
+                return await self.round.__anext__()
             except StopAsyncIteration:
-                self._round = None
+                self.round = None
 
-    def _find(self) -> bool | None:
-        """Whether there is something to read; None: not yet, False: it has come to its stop."""
-        if self._positions is None:
-            self._positions = {} if self._queue_id is None else {self._queue_id: self._begin(self._queue_id)}
-            if self._queue_id is None:
-                self._positions = {ref.queue_id: self._begin(ref.queue_id) for ref in self._sync.queues(self._topic)}
-        elif self._queue_id is None:
-            for ref in self._sync.queues(self._topic):
-                self._positions.setdefault(ref.queue_id, self._sync.offsets(*ref)[0])
-        if self._stop is not None and all(offset >= self._stop for offset in self._positions.values()):
+    def find(self) -> bool | None:
+        """Return True if there is something to read, None if not yet, and False at the stop."""
+        if self.positions is None:
+            ids = [ref.queue_id for ref in self.sync.queues(self.topic)] if self.queue_id is None else [self.queue_id]
+            self.positions = {each: self._begin(each) for each in ids}
+        elif self.queue_id is None:
+            for ref in self.sync.queues(self.topic):
+                self.positions.setdefault(ref.queue_id, self.sync.offsets(*ref)[0])
+        if self.stop is not None and all(offset >= self.stop for offset in self.positions.values()):
             return False
-        news = any(self._sync.offsets(self._topic, each)[1] > offset for each, offset in self._positions.items())
+        news = any(self.sync.offsets(self.topic, each)[1] > offset for each, offset in self.positions.items())
         return True if news else None
 
     def _begin(self, queue_id: int) -> int:
-        if isinstance(self._start, int):
-            return self._start
-        if isinstance(self._start, datetime):
-            return self._sync.offset_at(self._topic, queue_id, self._start)
-        low, high = self._sync.offsets(self._topic, queue_id)
-        return high if self._start == "latest" else low
+        if isinstance(self.start, int):
+            return self.start
+        if isinstance(self.start, datetime):
+            return self.sync.offset_at(self.topic, queue_id, self.start)
+        low, high = self.sync.offsets(self.topic, queue_id)
+        return high if self.start == "latest" else low
 
-    def _read(self) -> Iterator[Message]:
-        assert self._positions is not None
+    def read(self) -> Iterator[Message]:
+        """Iterate over what is there now, merged by the time of storing, and move the positions behind it."""
+        assert self.positions is not None
         scans = []
-        for queue_id, begin in self._positions.items():
-            end = self._sync.offsets(self._topic, queue_id)[1]
-            end = end if self._stop is None else min(end, self._stop)
+        for queue_id, begin in self.positions.items():
+            end = self.sync.offsets(self.topic, queue_id)[1]
+            end = end if self.stop is None else min(end, self.stop)
             if end > begin:
-                scans.append(self._sync.iter(self._topic, queue_id, start=begin, stop=end, tags=self._tags))
-                self._positions[queue_id] = end
+                scans.append(self.sync.iter(self.topic, queue_id, start=begin, stop=end, tags=self.tags))
+                self.positions[queue_id] = end
         return merge(*scans, key=lambda message: (message.store_timestamp_ms, message.physical_offset))
-
-    def _park(self, again: Callable[[], object]) -> _News:
-        return _News(self._bridge, self._sync, self._topic, self._positions or {}, self._tags, again)
 
 
 class _News:
-    """Calls once, when a follower may find something."""
+    """Calls `again` once, when a follower may find something. Made on the store's thread."""
 
-    def __init__(
-        self,
-        bridge: Bridge,
-        sync: store.Store,
-        topic: str,
-        positions: Mapping[int, int],
-        tags: str | None,
-        again: Callable[[], object],
-    ) -> None:
-        """On the store's thread."""
-        self._broker = sync.broker if sync.mode == "rw" else None
+    def __init__(self, follower: _Follower, again: Callable[[], object]) -> None:
+        self._broker = follower.sync.broker if follower.sync.mode == "rw" else None
         self._again = again
         self._over = False
         self._waiters: builtins.list[Waiter] = []
         if self._broker is None:
+            bridge = follower.bridge
             bridge.tell(lambda: bridge.loop.call_later(_LOOK_S, self._called))
             return
-        for queue_id, offset in positions.items():
+        for queue_id, offset in (follower.positions or {}).items():
             if self._over:  # called by the one before
                 self._let_go()
                 return
             self._waiters.append(
                 self._broker.add_waiter(
-                    topic, queue_id, offset, self._called, filter=tags, timeout=_NEW_QUEUES_S, at_once=True
+                    follower.topic,
+                    queue_id,
+                    offset,
+                    self._called,
+                    filter=follower.tags,
+                    timeout=_NEW_QUEUES_S,
+                    at_once=True,
                 )
             )
 
