@@ -167,6 +167,8 @@ def test_a_store_does_what_its_sync_twin_does(tmp_path: Path) -> None:
         assert (await store.stats()).puts >= 4
         assert store.path == tmp_path / "store"
         assert store.mode == "rw"
+        with pytest.raises(AttributeError, match="mode of <Store"):
+            store.mode = "r"  # type: ignore[assignment]
         assert not store.closed
 
     with_store(test, tmp_path)
@@ -261,6 +263,9 @@ def test_puts_are_stored_in_the_order_of_the_calls(tmp_path: Path, size: int, du
         receipts = await asyncio.gather(*(store.put("t", body, queue_id=0, durability=durability) for body in bodies))
         assert [each.offset for each in receipts] == list(range(200))
         assert [m.body for m in await store.read("t", 0, 0, 200)] == bodies
+        many = store.put_many("t", [b"many"] * 3, queue_id=0, durability=durability)
+        stored, last = await asyncio.gather(many, store.put("t", b"last", queue_id=0, durability=durability))
+        assert [each.offset for each in (*stored, last)] == [200, 201, 202, 203]
 
     with_store(test, tmp_path)
 
@@ -982,16 +987,21 @@ def test_every_loop_may_have_a_store_and_none_another_s(tmp_path: Path) -> None:
         async with aio.open(tmp_path / "b") as store:
             queue = await store.queue("jobs")
             theirs.extend((store, queue))
-            ready.set()
             await queue.put(b"b")
-            await (await queue.get()).ack()
+            task = await queue.get()
+            theirs.append(task)
+            ready.set()
             await asyncio.get_running_loop().run_in_executor(None, done.wait)
 
     async def main() -> None:
         async with aio.open(tmp_path / "a") as store:
             await store.put("t", b"a")
             await asyncio.get_running_loop().run_in_executor(None, ready.wait)
-            for use in (theirs[0].put("t", b""), theirs[0].topics(), theirs[1].get(), theirs[0].close()):
+            their_store, their_queue, their_task = theirs
+            for use in (
+                *(their_store.put("t", b""), their_store.put_many("t", [b""]), their_store.topics(), their_queue.get()),
+                *(their_task.ack(), their_task.nack(), their_task.extend(1), their_task.reject(), their_store.close()),
+            ):
                 with pytest.raises(RuntimeError, match="another event loop"):
                     await use
 
