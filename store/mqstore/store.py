@@ -70,9 +70,9 @@ def _close_all() -> None:
     stores = [store for store in list(_open) if not store.closed]
     until = time.monotonic() + _EXIT_S  # for all of them: who has several waits no longer
     for store in stores:
-        store._halt()
+        store.halt()
     for store in stores:
-        store._close(_EXIT_S, until)
+        store.close_halted(_EXIT_S, until)
 
 
 def _in_time(end: Callable[[float], object], until: float) -> None:
@@ -217,6 +217,7 @@ class Store(AbstractContextManager["Store"]):
 
     def put_many(
         self,
+        /,
         topic: str,
         bodies: Iterable[Body | OutgoingMessage],
         *,
@@ -468,18 +469,21 @@ class Store(AbstractContextManager["Store"]):
         call twice. In a forked child it does nothing: all of it is the parent's."""
         timeout_s = seconds(timeout, "timeout")
         until = time.monotonic() + timeout_s
-        self._halt()
-        self._close(timeout_s, until)
+        self.halt()
+        self.close_halted(timeout_s, until)
 
-    def _halt(self) -> None:
-        """Have push consumers begin nothing any more, before any is waited for: one that hangs must not leave the
-        others to go on."""
+    def halt(self) -> None:
+        """Let push consumers start no handler any more, as the first step of `close`.
+
+        It waits for none, so that a consumer that hangs does not leave the others running. An application calls
+        `close`.
+        """
         if os.getpid() != self._pid:  # locks may be held by threads that are not here
             return
         self._end_all(consumer._halt for consumer in tuple(self._consumers) if isinstance(consumer, PushConsumer))
 
-    def _close(self, timeout_s: float, until: float) -> None:
-        """After `_halt`; handlers are waited for until then (`time.monotonic`)."""
+    def close_halted(self, timeout_s: float, until: float) -> None:
+        """Close after `halt`, and wait for handlers until `until` (`time.monotonic`). An application calls `close`."""
         if os.getpid() != self._pid:
             return
         consumers = tuple(self._consumers)

@@ -239,8 +239,10 @@ class PullConsumer:
         """Whose `done` was not committed."""
         self._lost: set[QueueRef] = set()
         """Found gone, and `on_revoke` was not told yet."""
-        self._poller: threading.Thread | None = None
-        """The thread that polled last."""
+        self.caller: Callable[[], object] = threading.current_thread
+        """Returns the identity of the caller. `mqstore.aio` replaces it, since one thread calls for all tasks there."""
+        self._poller: object = None
+        """The caller that polled last."""
         self._polling = False
         now_ms = self._clock.monotonic_ms()
         self._rebalance_ms = self._renewed_ms = self._committed_ms = now_ms
@@ -367,16 +369,19 @@ class PullConsumer:
             raise ConfigError(f"max_messages is {max_messages!r}; give a number from 1")
         with self._lock:
             self._check_open()
-        return self._poll(math.inf if timeout is None else seconds(timeout, "timeout"), count, count)
+        return self.take(math.inf if timeout is None else seconds(timeout, "timeout"), count, count)
 
     def __iter__(self) -> Iterator[Message]:
         """Messages one at a time, waiting for ever, until the consumer is closed. Asking for the next one says that the
         caller is done with the last. Errors as `poll`."""
         while not self._closed:
-            yield from self._poll(math.inf, self.fetch_max, 1)
+            yield from self.take(math.inf, self.fetch_max, 1)
 
-    def _poll(self, timeout_s: float, read: int, give: int) -> list[Message]:
-        """`give` messages of those that are there, else of up to `read` that are read now, else waited for."""
+    def take(self, timeout_s: float, read: int, give: int) -> list[Message]:
+        """Return at most `give` messages: prefetched ones, else of up to `read` that are read now or waited for.
+
+        `poll` and the iterators are made of it, also those of `mqstore.aio`; an application calls `poll`.
+        """
         end_ms = self._clock.monotonic_ms() + timeout_s * 1000
         begun = False
         while True:
@@ -389,7 +394,7 @@ class PullConsumer:
                 try:
                     if not begun:
                         begun = True
-                        self._poller = threading.current_thread()
+                        self._poller = self.caller()
                         self._come_back()
                     self._do_duties()
                     goes_on = not self._ahead and self._read_some(read)
@@ -542,7 +547,7 @@ class PullConsumer:
 
     def _come_back(self) -> None:
         """The caller is done with what was returned, if it is the one who polls."""
-        if self._poller is threading.current_thread():
+        if self._poller is self.caller():
             self._settle()
 
     def _settle(self) -> None:
