@@ -117,7 +117,7 @@ class RetryPolicy:
         cls, max_attempts: int | None, kind: Kind, table_ms: tuple[int, ...] = _STANDARD_MS, **rest: Any
     ) -> RetryPolicy:
         policy = cls.__new__(cls)
-        policy._set(max_attempts, kind, table_ms, **rest)
+        cls._set(policy, max_attempts, kind, table_ms, **rest)
         return policy
 
     def _set(
