@@ -39,7 +39,7 @@ _offset_option = click.option(
     epilog="""\b
 Examples:
   mqstore dlq fleet/*                         # the same as: mqstore dlq list fleet/*
-  mqstore dlq show var/mq --group billing --offset 17
+  mqstore dlq show var/mq --group billing --json
   mqstore dlq replay var/mq --group billing --dry-run
   mqstore dlq purge var/mq --group billing --before 30d""",
 )
