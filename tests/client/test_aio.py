@@ -995,7 +995,8 @@ def test_every_loop_may_have_a_store_and_none_another_s(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to send")
 def test_ctrl_c_leaves_a_store_that_was_closed(tmp_path: Path) -> None:
     code = """
-        import asyncio, sys, mqstore
+        import asyncio, signal, sys, mqstore
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in a shell's background
         async def tick():  # asyncio.run does not hear a signal that comes just before its loop falls asleep
             while True:
                 await asyncio.sleep(0.05)
