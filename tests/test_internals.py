@@ -20,6 +20,7 @@ _OLD = re.compile(
     r"(?:store-format|broker-semantics|client-semantics|grpc-server|\bcompanion [AB]\d|\bspark(?:\.md)? [AB]\d"
     r"|(?<![\w#.])[AB]\d{1,2}\.\d|\([XP]\d{1,2}[,;:)])"
 )
+_BARE = re.compile(r"(?<= )\(\d{1,2}(?:\.\d{1,2})?\)[.:](?=\s|\")")
 
 
 def _sources() -> list[Path]:
@@ -61,6 +62,8 @@ def test_each_citation_leads_to_an_anchor() -> None:
 def test_no_citation_has_the_spelling_of_before() -> None:
     """Section numbers of documents that are not in the repository lead nowhere."""
     old = [(path, _OLD.findall(path.read_text(encoding="utf-8"))) for path in _sources()]
+    code = [path for path in _sources() if path.suffix == ".py" and "tests" not in path.parts]
+    old += [(path, _BARE.findall(path.read_text(encoding="utf-8"))) for path in code]
 
     assert {str(path.relative_to(ROOT)): found for path, found in old if found} == {}
 

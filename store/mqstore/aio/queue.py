@@ -112,7 +112,7 @@ class _Told(queue.Queue):
             self.note_delay(done.result(), delay)
 
     def note_delay(self, receipt: SendReceipt, delay: Duration) -> None:
-        """Let `join` wait for an item that was put with a delay."""
+        """Have `join` wait for an item that was put with a delay."""
         self._note_delay(receipt, delay)
 
 

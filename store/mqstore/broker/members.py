@@ -116,7 +116,7 @@ class Members:
         `retry` that a new member asks for becomes the group's.
 
         Only the owner that registered a client id may register it again, so a call that was interrupted can be
-        repeated. Raises ConfigError for an empty client id, `GroupInUseError` if the client id has another owner
+        repeated. Raises ConfigError for an empty client id, `GroupInUseError` if the client id has another owner,
         `GroupInUseError` and `SubscriptionConflictError` as the module's table says, NotPermittedError for
         broadcasting where the group's settings forbid it, StoreClosedError; for `retry` as `GroupTable.alter`.
         """

@@ -102,7 +102,7 @@ _MAX_TIMES: Final = 0x7FFF_FFFF
 
 
 class GroupLocks(Protocol):
-    """What of the queue locks matters here (7)."""
+    """What of the queue locks matters here (delivery#locks)."""
 
     def is_lock_all_expired(self, group: str) -> bool:
         """Whether no member of `group` holds a queue."""

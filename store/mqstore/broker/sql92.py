@@ -118,7 +118,7 @@ def _quote(text: str) -> str:
 
 
 def _java_integer(text: str, bits: int) -> int:
-    """`Integer.parseInt` (32 bits) or `Long.parseLong` (64)."""
+    """Java's `Integer.parseInt` for 32 bits, `Long.parseLong` for 64."""
     if _INTEGER.fullmatch(text):
         digits = text.lstrip("+-")
         if len(digits) > 19:  # zeros in front are free; int() would refuse thousands of them

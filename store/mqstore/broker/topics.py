@@ -339,7 +339,7 @@ class TopicTable:
 
         Queues are taken away from writers first, drained, and only then taken away from readers: what would hide
         messages in queues that nobody sees is a ConfigError without `force`. So is another number of write queues
-        while a group that relies on order has progress on the topic: message groups would go on in other queues (12).
+        while a group that relies on order has progress on the topic: message groups would go on in other queues.
         Other errors as `create`; TopicNotFoundError without such a topic, NotPermittedError for a system topic.
         """
         self._refuse_system(name, "altered")

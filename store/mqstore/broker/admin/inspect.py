@@ -292,7 +292,7 @@ class InFlight(NamedTuple):
 
 
 class OrderView(NamedTuple):
-    """The last batch of a FIFO queue, or the failed attempts of one that is consumed in order without popping (9)."""
+    """The last batch of a FIFO queue, or the failed attempts of one that is consumed in order without popping."""
 
     group: str
     topic: str
@@ -311,7 +311,7 @@ class OrderView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PopView:
-    """What order info file and pop log tell (delivery#pop-log)."""
+    """Messages in flight, as the order info file and the pop log have them (delivery#pop-log)."""
 
     in_flight: list[InFlight] = field(default_factory=list)
     orders: list[OrderView] = field(default_factory=list)
@@ -416,7 +416,7 @@ class QueueLag(NamedTuple):
     end: int
     """Offset of the next message to come."""
     messages: int
-    """Not consumed, those in flight included; 0 without progress, for nobody knows where it would begin (13)."""
+    """Not consumed, those in flight included; 0 without progress, for nobody knows where it would begin."""
     lost: int
     """Gone before the group came to them: retention, expiry, a purge."""
     in_flight: int

@@ -1,4 +1,5 @@
-"""Order info: the last batch that a FIFO group popped from each queue, and whether the next may be popped (9).
+"""Order info: the last batch that a FIFO group popped from each queue, and whether it may pop the next
+(delivery#order-info).
 
 One record a (topic, group, queue). Pure state: no clock (`now_ms` is a parameter), no file (the pop service writes
 `as_json` to ``consumerOrderInfo.json`` and replays its log), no idea of how messages are read or who waits for them.
