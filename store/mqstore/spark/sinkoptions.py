@@ -14,16 +14,16 @@ from mqstore.broker.topics import QUEUES_MAX
 from mqstore.errors import ConfigError
 from mqstore.files.beneath import resolved
 from mqstore.spark.optiontable import (
-    YES_NO,
     OptionTable,
-    boolean,
+    choice,
     count,
     duration_s,
+    flag,
     local_path,
+    number,
     option,
     options_of,
     text,
-    word,
 )
 
 __all__ = ["APP_NAME", "FOR_THE_STREAM", "ONLY_FOR_WRITING", "SINK_OPTIONS", "SinkOptions", "Target"]
@@ -42,7 +42,7 @@ _DURATION: Final = "seconds, or a number with ms, s, m, h or d"
 
 
 def _path(value: str) -> str:
-    return resolved(local_path(value).removeprefix("file://").removeprefix("file:"))
+    return resolved(local_path(value))
 
 
 def _app(value: str) -> str:
@@ -57,26 +57,17 @@ class SinkOptions:
 
     path: str = option("", "a path", "the store, or the store set (as does `.save(path)`)", _path)
     topic: str | None = option(None, "a topic", "where all rows go; wins over the column", text, shown="column `topic`")
-    target: Target = option(
-        "store",
-        "store, set or inbox",
-        "append to a store that nobody has open; add stores to a set; hand over to the process that has it open",
-        word("store", "set", "inbox"),
+    target: Target = choice(
+        *("store", "set", "inbox"),
+        meaning="append to a store that nobody has open; add stores to a set; hand over to the process that has it "
+        "open",
     )
-    queues: int = option(
-        8, f"a number from 1 to {QUEUES_MAX}", "queues of a topic that is not there yet", count(1, QUEUES_MAX)
+    queues: int = number(8, "queues of a topic that is not there yet", QUEUES_MAX)
+    flush: Literal["commit", "none"] = choice(
+        "commit", "none", meaning="none changes nothing: all is on disk before it counts"
     )
-    flush: Literal["commit", "none"] = option(
-        "commit",
-        "commit or none",
-        "none changes nothing: all is on disk before it counts",
-        word("commit", "none"),
-    )
-    validate: bool = option(
-        True,
-        YES_NO,
-        "false changes nothing: every rule of a put is checked. Column `record` copies messages as they are",
-        boolean,
+    validate: bool = flag(
+        True, "false changes nothing: every rule of a put is checked. Column `record` copies messages as they are"
     )
     txn_app_id: str | None = option(
         None,
@@ -85,12 +76,8 @@ class SinkOptions:
         _app,
     )
     txn_version: int | None = option(None, "a number from 0", "batch: see txnAppId", count(0, _LAST_VERSION))
-    max_rows_per_shard: int | None = option(
-        None,
-        "a number from 1",
-        "rows of a shard, which with target=set is a store: one task may make several",
-        count(1),
-        shown="no limit",
+    max_rows_per_shard: int | None = number(
+        None, "rows of a shard, which with target=set is a store: one task may make several", shown="no limit"
     )
     lock_timeout_s: float = option(
         30.0,
@@ -108,11 +95,8 @@ class SinkOptions:
         name="stagingTtl",
         shown="7d",
     )
-    confirm_overwrite: bool = option(
-        False,
-        YES_NO,
-        "lets overwrite take the old messages of a store's topics from their consumers (target=store)",
-        boolean,
+    confirm_overwrite: bool = flag(
+        False, "lets overwrite take the old messages of a store's topics from their consumers (target=store)"
     )
 
     @classmethod
