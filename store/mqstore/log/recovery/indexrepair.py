@@ -1,4 +1,4 @@
-"""What opening for writing does to the index: entries that are missing are added, files in doubt are built anew."""
+"""Repair of the index by opening for writing: missing entries are added, doubtful files are rebuilt."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ def is_nonsense(file: IndexFile, index: Index) -> bool:
 class IndexRepair:
     """`plan` first, then `take` what is read, in log order, then `finish`.
 
-    `whole`: the whole log will be taken, and every file is compared with it. `force`: build it anew even then.
+    `whole`: the whole log will be taken, and every file is compared with it. `force`: rebuild it even then.
+    Changes are noted in `report`; without `writing` they are only noted.
     """
 
-    def __init__(self, parts: StoreParts, *, whole: bool, force: bool) -> None:
+    def __init__(self, parts: StoreParts, report: RecoveryReport, *, whole: bool, force: bool, writing: bool) -> None:
         self._parts = parts
+        self._report = report
+        self._writing = writing
         self._whole = whole
         self._is_forced = force
         self._start = 0
@@ -34,7 +37,7 @@ class IndexRepair:
         self._entries: list[Wanted] = []
 
     def plan(self, start: int, first: int) -> int:
-        """Choose the files to be built anew; return the physical offset of the first record whose entries may be
+        """Choose the files to be rebuilt; return the physical offset of the first record whose entries may be
         missing. The log begins at `first`, and is read from `start` on."""
         self._start = self._plan(start, first)
         return self._start
@@ -74,26 +77,26 @@ class IndexRepair:
             self._entries.append(entries)
 
     def rebuild(self) -> None:
-        """Have all files built anew, whatever `plan` chose."""
+        """Have all files rebuilt, whatever `plan` chose."""
         self._doomed = list(self._parts.index.files)
         self._is_forced = True
 
-    def finish(self, end: int, report: RecoveryReport, *, writing: bool) -> None:
-        """Bring the index in line with a log that ends at `end`; say so in `report`. Not `writing`: say it only."""
-        index, doomed = self._parts.index, self._doomed
+    def finish(self, end: int) -> None:
+        """Bring the index in line with a log that ends at `end`."""
+        index, report, doomed = self._parts.index, self._report, self._doomed
         entries, self._entries = self._entries, []
         if self._whole:
             if not self._is_forced and not self._lacks_something(entries, end):
                 return
             doomed = list(index.files)
             report.changed |= bool(self._parts.index_findings)
-            for finding in self._parts.index_findings if writing else ():
+            for finding in self._parts.index_findings if self._writing else ():
                 self._parts.fs.unlink(self._parts.root / finding.file, missing_ok=True)
         else:
             entries = self._without_known([file for file in index.files if file not in doomed], entries)
         report.rebuilt.index_entries += sum(len(hashes) for hashes, _, _ in entries)
         report.changed |= bool(doomed or entries)
-        if writing:
+        if self._writing:
             index.remove(doomed)
             for hashes, physical, stamps in entries:
                 index.put(hashes, physical, stamps, end=int(physical[-1]) + 1)

@@ -39,6 +39,7 @@ from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import QUEUE_OFFSET_AT
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
+from mqstore.log.recovery.generations import TopicGenerations
 from mqstore.log.recovery.indexrepair import IndexRepair
 from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segments
 from mqstore.log.recovery.parts import StoreParts
@@ -46,7 +47,7 @@ from mqstore.log.recovery.report import Cut, Finding, RecoveryReport, finding_of
 from mqstore.log.recovery.scanner import Bad, Good, scan_log, until_torn
 from mqstore.log.recovery.scanstart import ScanStart, WholeLogNeededError
 from mqstore.log.recovery.slots import Misnumbered, SlotAssigner, first_slot_in_range, strays_in_front
-from mqstore.log.recovery.tail import Tail
+from mqstore.log.recovery.tail import COPY_BYTES, Tail
 from mqstore.log.recovery.watermark import NEVER_TORN
 from mqstore.log.tip import QueueRef
 
@@ -60,7 +61,6 @@ __all__ = [
 _log = logging.getLogger("mqstore")
 _VOIDS = 1 << 16
 """Void units written at a time: a damaged number may ask for many."""
-_COPY_BYTES = 1 << 20
 
 Progress = Callable[[int, int], None]
 """Called now and then with (bytes done, bytes in all)."""
@@ -106,7 +106,7 @@ def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: b
     nothing."""
     if not parts.run.starts:
         return None
-    recovery = _Recovery(parts, (), RecoverOptions(dry_run=True), None, whole=whole)
+    generations = TopicGenerations(parts.run, parts.checksum)
     start = ScanStart(parts, whole=whole).start()
     found = scan_log(parts.run, start, parts.checksum, checksums=False)
     for event in until_torn(found, lambda: parts.torn_from(start)):
@@ -120,7 +120,7 @@ def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: b
             if queue is None:
                 return QueueRef(topic, queue_id)
             offsets = rows.queue_offset[chosen]
-            kept = recovery.slots.generations.current(queue, offsets, rows.physical_offset[chosen])
+            kept = generations.current(queue, offsets, rows.physical_offset[chosen])
             if kept is not None:
                 offsets = offsets[kept]
             if len(offsets) and (offsets.max() >= queue.max_offset or 0 <= offsets.min() < queue.first_offset()):
@@ -155,7 +155,9 @@ class _Recovery:
         self.touched: set[ConsumeQueue] = set()
         self.has_short_files = False
         """A crash has left queue files that are too short."""
-        self.index = IndexRepair(parts, whole=self.whole, force=options.rebuild_index)
+        self.index = IndexRepair(
+            parts, self.report, whole=self.whole, force=options.rebuild_index, writing=self.writing
+        )
         self.tail = Tail(parts, self.report, writing=self.writing)
         self.last_record = -1
         self.last_store_timestamp_ms = 0
@@ -249,7 +251,7 @@ class _Recovery:
         self._begin(end, end, end)
         self._finish_queues(end)
         self.index.rebuild()
-        self.index.finish(end, self.report, writing=self.writing)
+        self.index.finish(end)
         return end
 
     def _torn_from(self, mark: int) -> int:
@@ -328,7 +330,7 @@ class _Recovery:
         self.tail.cut(end, cuts, why, self.problems, keep=torn is not None or end < mark)
         self.start = min(start, end)  # index entries may have been read from further in front
         self._finish_queues(end)
-        self.index.finish(end, report, writing=self.writing)
+        self.index.finish(end)
         if self.writing and not parts.clean and parts.checkpoint.flushed is not None:
             self._write_again(max(parts.checkpoint.flushed, self.first), end)
         if self.progress is not None:
@@ -360,7 +362,7 @@ class _Recovery:
                 position += run.segment_bytes - position % run.segment_bytes
                 continue
             at = position - segment.start
-            stop = min(segment.length, end - segment.start, at + _COPY_BYTES)
+            stop = min(segment.length, end - segment.start, at + COPY_BYTES)
             if stop <= at:
                 position = segment.end
                 continue

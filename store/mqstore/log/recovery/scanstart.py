@@ -96,12 +96,10 @@ class ScanStart:
 
     def start(self) -> int:
         """S (format#opening), always the start of a segment."""
-        parts = self._parts
-        first = parts.run.starts[0]
-        if self._whole or not parts.has_checkpoint or not len(parts.queues):
-            return first
+        if self._whole or not self._parts.has_checkpoint or not len(self._parts.queues):
+            return self._first
         start = self._start_by_checkpoint()
-        return start if start == first or self._last_units_hold(start, None) else first
+        return start if start == self._first or self._last_units_hold(start, None) else self._first
 
     def _start_by_checkpoint(self) -> int:
         parts = self._parts
@@ -109,19 +107,19 @@ class ScanStart:
         starts = parts.run.starts
         if checkpoint.flushed is not None and checkpoint.dispatched is not None and not parts.clean:
             mark = min(checkpoint.flushed, checkpoint.dispatched)
-            return max([s for s in starts if s <= mark], default=starts[0])
+            return max([s for s in starts if s <= mark], default=self._first)
         if parts.clean:
             dispatched = max((self._last_physical(queue)[0] for queue in parts.queues), default=-1)
             for start in reversed(starts):
                 if start <= dispatched and first_record_time(parts.run, start, parts.checksum) is not None:
                     return start
-            return starts[0]
+            return self._first
         limit = min_timestamp(checkpoint)
         for start in reversed(starts):
             stamp = first_record_time(parts.run, start, parts.checksum)
             if stamp is not None and stamp <= limit:
                 return start
-        return starts[0]
+        return self._first
 
     def _last_physical(self, queue: ConsumeQueue) -> tuple[int, int, int]:
         """(physical offset, size, slot) of the queue's newest unit that is a message; (-1, 0, -1) without one."""

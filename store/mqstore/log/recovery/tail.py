@@ -15,13 +15,14 @@ from mqstore.log.recovery.parts import StoreParts
 from mqstore.log.recovery.report import Cut, RecoveryReport
 from mqstore.log.recovery.scanner import Bad, Good, scan_log, used_end
 
-__all__ = ["Tail", "save_bytes"]
+__all__ = ["COPY_BYTES", "Tail", "save_bytes"]
 
-_COPY_BYTES = 1 << 20
+COPY_BYTES = 1 << 20
+"""Bytes of a log that are copied at a time."""
 
 
 class Tail:
-    """Ends a log. What it does it tells in `report`; not `writing`, it only tells."""
+    """Ends a log. Changes are noted in `report`; without `writing` they are only noted."""
 
     def __init__(self, parts: StoreParts, report: RecoveryReport, *, writing: bool) -> None:
         self._parts = parts
@@ -74,8 +75,8 @@ class Tail:
         assert segment is not None
         buffer = self._parts.run.mapping(segment)
         end = min(stop - segment.start, len(buffer))
-        for at in range(begin - segment.start, end, _COPY_BYTES):
-            yield segment.start + at - begin, buffer[at : min(at + _COPY_BYTES, end)]
+        for at in range(begin - segment.start, end, COPY_BYTES):
+            yield segment.start + at - begin, buffer[at : min(at + COPY_BYTES, end)]
 
     def cut(
         self, end: int, cuts: Sequence[tuple[int, int]], why: str, problems: Sequence[LoadProblem], *, keep: bool
