@@ -26,6 +26,15 @@ def lose_tail(bench: Bench, physical_offset: int) -> None:
     (bench.path / "abort").write_text("1")
 
 
+def put_eight_without_broker(bench: Bench) -> list[bytes]:
+    """Put eight messages into the closed store, and return their bodies. The broker opens it afterwards."""
+    bodies = [b"new %d" % n for n in range(8)]
+    with MessageStore(bench.path, config=StoreConfig(clock=bench.clock)) as store:
+        store.put_many("t", bodies, queue_id=0)
+    bench.open()
+    return bodies
+
+
 @pytest.mark.parametrize("between", ["put", "twice", "nothing"])
 def test_group_skips_no_message_put_after_a_cut(tmp_path: Path, between: str) -> None:
     """It had come to 100; the queue was cut at 40, and by the time that a broker looked it was longer than before."""
@@ -114,9 +123,7 @@ def test_attempts_of_cut_messages_are_forgotten(tmp_path: Path) -> None:
     bench.jump(10_000)
     broker.save()
     lose_tail(bench, sixth)
-    with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
-        store.put_many("t", [b"new"] * 8, queue_id=0)
-    bench.open()
+    put_eight_without_broker(bench)
     assert bench.broker.attempts("g", "t", 0) == {3: 15}
     bench.broker.close()
 
@@ -139,9 +146,7 @@ def test_broadcasting_client_skips_no_message_put_after_a_cut(tmp_path: Path) ->
     (path / LOCAL_OFFSETS / "bad").mkdir()
     (path / LOCAL_OFFSETS / "bad" / "prices.json").write_text("{")
     lose_tail(bench, sixth)
-    with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
-        store.put_many("t", [b"new"] * 8, queue_id=0)
-    bench.open()
+    put_eight_without_broker(bench)
     assert [offsets(client).get(QueueRef("t", 0)) for client in ("a-1", "b-1")] == [5, 3]
     assert [offsets(client).get(QueueRef("t", 1)) for client in ("a-1", "b-1")] == [0, 0]
     assert (path / LOCAL_OFFSETS / "bad" / "prices.json").read_text() == "{"
@@ -157,9 +162,7 @@ def test_start_of_a_cut_queue_hides_no_new_message(tmp_path: Path) -> None:
     sixth = ten_old(bench)
     broker.topics.delete("t")
     lose_tail(bench, sixth)
-    with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
-        store.put_many("t", [b"new %d" % n for n in range(8)], queue_id=0)
-    bench.open()
+    bodies = put_eight_without_broker(bench)
     bench.broker.topics.create("t", queues=1)
-    assert bench.drain() == [b"new %d" % n for n in range(8)]
+    assert bench.drain() == bodies
     bench.broker.close()

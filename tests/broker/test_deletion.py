@@ -126,14 +126,19 @@ def test_deletion_spares_later_messages_after_a_lost_log_end(bench: Bench) -> No
     assert bench.drain() == [b"new"]
 
 
+def fail_one(bench: Bench, group: str, topic: str, body: bytes) -> None:
+    """Create a topic with a message that a group pops and gives back, so that it goes to a retry topic."""
+    bench.broker.topics.create(topic, queues=1)
+    bench.broker.put(topic, body)
+    [delivery] = bench.broker.pop(group, topic)
+    bench.broker.nack(group, topic, delivery.receipt, delay=0)
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_retries_of_pop_are_deleted_with_their_topic(bench: Bench, version: Any) -> None:
     bench.again(pop_retry_version=version)
     broker = bench.broker
-    broker.topics.create("orders", queues=1)
-    broker.put("orders", b"old")
-    [delivery] = broker.pop("g", "orders")
-    broker.nack("g", "orders", delivery.receipt, delay=0)
+    fail_one(bench, "g", "orders", b"old")
     bench.jump(1)
     broker.topics.delete("orders", force=True)
     assert broker.topics.names() == []
@@ -147,10 +152,7 @@ def test_retry_topic_shared_with_another_group_is_kept(bench: Bench) -> None:
     bench.again(pop_retry_version=1)
     broker = bench.broker
     for group, topic in (("a", "b_c"), ("a_b", "c")):
-        broker.topics.create(topic, queues=1)
-        broker.put(topic, topic.encode())
-        [delivery] = broker.pop(group, topic)
-        broker.nack(group, topic, delivery.receipt, delay=0)
+        fail_one(bench, group, topic, topic.encode())
     bench.jump(1)
     broker.topics.delete("b_c", force=True)
     assert b"c" in bench.drain("a_b", "c")
@@ -179,10 +181,7 @@ def test_retry_topic_of_a_group_with_an_ambiguous_name_is_kept(bench: Bench, del
 def test_retries_of_pop_survive_deleting_a_group_of_that_name(bench: Bench) -> None:
     bench.again(pop_retry_version=1)
     broker = bench.broker
-    broker.topics.create("b", queues=1)
-    broker.put("b", b"x")
-    [delivery] = broker.pop("a", "b")
-    broker.nack("a", "b", delivery.receipt, delay=0)
+    fail_one(bench, "a", "b", b"x")
     bench.jump(1)
     broker.groups.create("a_b")
     broker.delete_group("a_b")

@@ -453,15 +453,21 @@ def test_receipt_in_order_settles_nothing_popped_without_order(tmp_path: Path) -
         assert sorted(bodies(left)) == [b"0", b"1", b"2", b"3"]
 
 
+def acknowledge_after_clock_was_set_back(bench: PopBench) -> None:
+    """Put four messages, and acknowledge the first. The saved order info has its batch, with a pop time an hour later
+    than all that follows."""
+    bench.put("t", 4)
+    bench.clock.advance(3_600_000)
+    first = bench.pop(order=True, n=1)
+    bench.service._keeper.save(bench.now_ms)
+    bench.clock.set_wall(bench.clock.now_ms() - 3_600_000)
+    bench.ack(*first)
+
+
 def test_old_order_info_is_ignored_after_the_clock_was_set_back(tmp_path: Path) -> None:
     """The file's batch has the later pop time, and is the older one."""
     with PopBench(tmp_path) as bench:
-        bench.put("t", 4)
-        bench.clock.advance(3_600_000)
-        first = bench.pop(order=True, n=1)
-        bench.service._keeper.save(bench.now_ms)
-        bench.clock.set_wall(bench.clock.now_ms() - 3_600_000)
-        bench.ack(*first)
+        acknowledge_after_clock_was_set_back(bench)
         for _ in range(2):
             bench.ack(*bench.pop(order=True, n=1))
         bench.kill()
@@ -472,12 +478,7 @@ def test_old_order_info_is_ignored_after_the_clock_was_set_back(tmp_path: Path) 
 
 def test_old_order_info_is_ignored_if_the_log_begins_behind_it(tmp_path: Path) -> None:
     with PopBench(tmp_path) as bench:
-        bench.put("t", 4)
-        bench.clock.advance(3_600_000)
-        first = bench.pop(order=True, n=1)
-        bench.service._keeper.save(bench.now_ms)
-        bench.clock.set_wall(bench.clock.now_ms() - 3_600_000)
-        bench.ack(*first)
+        acknowledge_after_clock_was_set_back(bench)
         bench.parts.offsets.commit(POP_LOG_GROUP, POP_LOG_TOPIC, 0, bench.parts.store.offsets(POP_LOG_TOPIC)[1])
         bench.parts.offsets.save()
         second = bench.pop(order=True, n=3)
