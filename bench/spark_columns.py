@@ -59,10 +59,10 @@ def _refs(store: MessageStore) -> list[Any]:
 
 def decoded(store: MessageStore, ref: QueueRef, low: int, high: int, *, verify: bool = False) -> Iterator[Record]:
     """The records of a part of a queue, one by one."""
-    for physical, _, _ in struct.iter_unpack(">qiq", store.parts.queues.get(*ref).read(low, high - low)):  # type: ignore[union-attr]
-        segment = store.parts.run.find(physical)
+    for physical, _, _ in struct.iter_unpack(">qiq", store.queue_table.get(*ref).read(low, high - low)):  # type: ignore[union-attr]
+        segment = store.log_files.find(physical)
         assert segment is not None
-        buffer, at = store.parts.run.mapping(segment), physical - segment.start
+        buffer, at = store.log_files.mapping(segment), physical - segment.start
         if verify:
             assert check_record(buffer, at, len(buffer), physical, store.manifest.checksum).status == "ok"
         yield decode_record(buffer, at)

@@ -11,20 +11,12 @@ import pytest
 
 import mqstore
 from mqstore.log.recovery.report import Kind
+from tests.pages import PAGES, ROOT, examples
 from tests.tools.support import mqstore as command
 
-ROOT = Path(__file__).parent.parent
-OF_ROOT = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")
-PAGES = [*(ROOT / name for name in OF_ROOT), *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def _examples(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
-
-
-SHARING = {page: [code for code in _examples(page) if "TemporaryDirectory(" not in code] for page in PAGES}
+SHARING = {page: [code for code in examples(page) if "TemporaryDirectory(" not in code] for page in PAGES}
 """Those that leave something behind, and find what others have left."""
-EXAMPLES = [pytest.param(code, id=f"{page.name}-{i}") for page in PAGES for i, code in enumerate(_examples(page))]
+EXAMPLES = [pytest.param(code, id=f"{page.name}-{i}") for page in PAGES for i, code in enumerate(examples(page))]
 
 
 def _type(code: str, name: str = "example") -> None:
@@ -82,14 +74,14 @@ def test_each_kind_of_finding_is_explained_once() -> None:
 
 
 def test_a_clock_that_is_moved_never_gets_the_directory_of_the_other_examples() -> None:
-    assert [code for page in PAGES for code in _examples(page) if "SimulatedClock(" in code and '"mq"' in code] == []
+    assert [code for page in PAGES for code in examples(page) if "SimulatedClock(" in code and '"mq"' in code] == []
 
 
 def test_the_five_lines_of_the_readme_print_what_was_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    queue, log, *_ = _examples(ROOT / "README.md")
+    queue, log, *_ = examples(ROOT / "README.md")
 
     _type(queue)
     _type(log)
@@ -136,7 +128,7 @@ def test_the_reading_loop_of_the_readme_reads_more_than_32_messages(
 ) -> None:
     """`read` returns 32 messages at most, and the loop ended there."""
     monkeypatch.chdir(tmp_path)
-    [code] = [code for code in _examples(ROOT / "README.md") if "receipt.offset" in code]
+    [code] = [code for code in examples(ROOT / "README.md") if "receipt.offset" in code]
     [put] = re.findall(r"^    receipt = store\.put\(.*\)$", code, re.M)
 
     _type(code.replace(put, f"{put}\n    store.put_many('orders', [b'more'] * 40, queue_id=receipt.queue.queue_id)"))

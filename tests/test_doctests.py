@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 
 import mqstore
-from tests.test_docs import PAGES, _examples
+from tests.pages import PAGES, examples
 
 
 def _public(module: ModuleType) -> Iterator[type]:
@@ -49,7 +49,7 @@ def _caught(code: str) -> Iterator[str]:
 
 def _shown() -> set[str]:
     shown: set[str] = set()
-    for code in [code for page in PAGES for code in _examples(page)]:
+    for code in [code for page in PAGES for code in examples(page)]:
         shown.update(_caught(code))
     finder = doctest.DocTestFinder(exclude_empty=True)
     for module in _parts():

@@ -351,7 +351,7 @@ def test_a_read_takes_no_more_at_once_than_others_may_wait_for(tmp_path: Path) -
         bodies = [bytes([i]) * (1 << 20) for i in range(12)]
         store.put_many("t", bodies)
         store.put_many("t", [b"%d" % i for i in range(9000)])
-        first = store._compiled(kernel, store._queue("t", 0, 12), 0, 12, None, 12, None, True)
+        first = store._compiled(kernel, store.queue_named("t", 0, 12), 0, 12, None, 12, None, True)
         assert first is not None
         assert (len(first[0]), first[1:]) == (4, (4, False))
         assert [message.body for message in store.read("t", 0, 0, 12)] == bodies
@@ -569,8 +569,8 @@ def test_a_put_of_something_else_is_refused(tmp_path: Path, arguments: tuple[Any
         with pytest.raises(TypeError):
             store._log._put(*arguments)
         with pytest.raises(TypeError):
-            store._log._put(store._queues.create("t", 0), b"")
-        assert store._log._put(store._queues.create("t", 0), bytearray(b"for Python"), b"", None) is None
+            store._log._put(store.queue_table.create("t", 0), b"")
+        assert store._log._put(store.queue_table.create("t", 0), bytearray(b"for Python"), b"", None) is None
         assert store.put("t", b"a").offset == 0
 
 

@@ -1,4 +1,4 @@
-"""Every error that mqstore raises, and when it occurs (client-semantics B.7).
+"""Every error that mqstore raises, and when it occurs.
 
 The tree is rooted at `MQStoreError`. Additional built-in bases keep existing `except` clauses working:
 `except OSError` sees a full disk, `except ValueError` a bad argument. Each message says what was wrong,
@@ -51,7 +51,7 @@ __all__ = [
 
 
 class ResultCode(IntEnum):
-    """RocketMQ's numbers for what went wrong, for tooling that knows them (broker-semantics 0.3).
+    """RocketMQ's numbers for what went wrong, for tooling that knows them (delivery#codes).
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:

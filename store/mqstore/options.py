@@ -1,4 +1,4 @@
-"""What a caller may choose, and what each choice defaults to (client-semantics B.3, store-format 1.2).
+"""What a caller may choose, and what each choice defaults to (format#sizes).
 
 `StoreConfig()` is the whole policy at a glance. The first six fields are fixed when a store is created and stand in
 its manifest; opening with another value is a `ConfigError`. The rest may differ from one opening to the next.
@@ -83,7 +83,7 @@ def _check_whole(name: str, value: object, low: int, high: int | None = None) ->
 
 
 def delay_table_ms(levels: str) -> tuple[int, ...]:
-    """Milliseconds of each delay level, level 1 first (broker-semantics 4).
+    """Milliseconds of each delay level, level 1 first (delivery#levels).
 
     >>> delay_table_ms("1s 5s 2h")
     (1000, 5000, 7200000)
@@ -105,7 +105,7 @@ def delay_table_ms(levels: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """When whole commitlog segments may go, oldest first, never the one being written (store-format 8.3).
+    """When whole commitlog segments may go, oldest first, never the one being written (format#retention).
 
     Without consumer groups above it, the message store drops what passes either limit; `None` means no such limit.
 

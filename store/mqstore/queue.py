@@ -1,4 +1,4 @@
-"""A queue that survives the process, with the verbs of `queue.Queue` (client-semantics B.4).
+"""A queue that survives the process, with the verbs of `queue.Queue` (clients#queue).
 
     put ---> topic NAME, queue 0 ---> get: a task, on loan for `visibility` seconds
                    ^                    |  ack, clean end of `with`    done
@@ -59,7 +59,7 @@ _MAX_NAME = 120
 _LOOK_S = 0.25
 """How often who waits for room, or for the end, looks by itself: others may settle items, too, and time does."""
 _SLOT_MS = 1000
-"""What is due within a second comes at the end of it (broker-semantics 5.2)."""
+"""What is due within a second comes at the end of it (delivery#timer-put)."""
 _LATE_MS = 60_000
 """How long `join` goes on to wait for a delayed item that should be there: not for ever, for it may have been recalled,
 or have come and gone long ago."""

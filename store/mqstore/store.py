@@ -1,4 +1,4 @@
-"""The one object that an application opens: a store directory with everything on it (client-semantics B.3).
+"""The one object that an application opens: a store directory with everything on it.
 
     Store ── put, put_many, recall, queue, dead_letters, commit_offset ...  the broker (mode "rw")
       └───── read, iter, find, get, read_columns, offsets, verify ...       the log (either mode)
@@ -70,9 +70,9 @@ def _close_all() -> None:
     stores = [store for store in list(_open) if not store.closed]
     until = time.monotonic() + _EXIT_S  # for all of them: who has several waits no longer
     for store in stores:
-        store._halt()
+        store.halt()
     for store in stores:
-        store._close(_EXIT_S, until)
+        store.close_halted(_EXIT_S, until)
 
 
 def _in_time(end: Callable[[float], object], until: float) -> None:
@@ -217,6 +217,7 @@ class Store(AbstractContextManager["Store"]):
 
     def put_many(
         self,
+        /,
         topic: str,
         bodies: Iterable[Body | OutgoingMessage],
         *,
@@ -418,7 +419,7 @@ class Store(AbstractContextManager["Store"]):
         return self.log.stats()
 
     def verify(self) -> Iterator[Finding]:
-        """Check every record, unit and index entry; changes nothing (store-format 9.7)."""
+        """Check every record, unit and index entry; changes nothing (format#damage)."""
         return self.log.verifier(CONFIG_CHECKS).findings()
 
     def snapshot(
@@ -444,7 +445,7 @@ class Store(AbstractContextManager["Store"]):
         ...         report.messages, report.findings, [m.body for m in copy.read(*receipt.queue, 0)]
         (1, [], [b'hello'])
         """
-        self.log._check_open()
+        self.log.check_open()
         if self._broker is not None:
             self._broker.save()
         return snapshot_store(
@@ -468,18 +469,21 @@ class Store(AbstractContextManager["Store"]):
         call twice. In a forked child it does nothing: all of it is the parent's."""
         timeout_s = seconds(timeout, "timeout")
         until = time.monotonic() + timeout_s
-        self._halt()
-        self._close(timeout_s, until)
+        self.halt()
+        self.close_halted(timeout_s, until)
 
-    def _halt(self) -> None:
-        """Have push consumers begin nothing any more, before any is waited for: one that hangs must not leave the
-        others to go on."""
+    def halt(self) -> None:
+        """Let push consumers start no handler any more, as the first step of `close`.
+
+        It waits for none, so that a consumer that hangs does not leave the others running. An application calls
+        `close`.
+        """
         if os.getpid() != self._pid:  # locks may be held by threads that are not here
             return
         self._end_all(consumer._halt for consumer in tuple(self._consumers) if isinstance(consumer, PushConsumer))
 
-    def _close(self, timeout_s: float, until: float) -> None:
-        """After `_halt`; handlers are waited for until then (`time.monotonic`)."""
+    def close_halted(self, timeout_s: float, until: float) -> None:
+        """Close after `halt`, and wait for handlers until `until` (`time.monotonic`). An application calls `close`."""
         if os.getpid() != self._pid:
             return
         consumers = tuple(self._consumers)

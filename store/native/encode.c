@@ -7,7 +7,7 @@
 /* assemble(headers, bodies, tails, out, checksums): header, body and tail of each record, one after the other in `out`.
 
    `headers` are all of one width, `bodies` a list of bytes, `tails` a list of as many or one for all. With `checksums`
-   the field for it is filled in, over the whole record (2.10). */
+   the field for it is filled in, over the whole record (format#checksum). */
 PyObject *native_assemble(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 5 || !PyList_Check(args[1]) || !(PyList_Check(args[2]) || PyBytes_Check(args[2]))) {

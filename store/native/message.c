@@ -1,4 +1,4 @@
-/* Reading: units of a consume queue to messages, each record checked in the same look (store-format 4.2, 8.5, 9.2).
+/* Reading: units of a consume queue to messages, each record checked in the same look (format#tags-code).
 
    `Located` is the base of `Message`: where a record lies, and its body. */
 
@@ -217,13 +217,13 @@ static PyGetSetDef located_attributes[] = {
     {"body", (getter)located_body, NULL,
      "The body as it was sent. Raises FormatError when a compressed one does not inflate.", NULL},
     {"encoded_properties", (getter)located_encoded_properties, NULL,
-     "The bytes of the properties, as stored (store-format 2.4).", NULL},
+     "The bytes of the properties, as stored (format#properties).", NULL},
     {"message_id", (getter)located_message_id, NULL,
-     "Offset message id, the address of this stored copy (store-format 2.8).", NULL},
+     "Offset message id, the address of this stored copy (format#ids).", NULL},
     NUMBER("size", size_field, "Bytes of the whole record."),
     NUMBER("flag", flag_field, "The sender's own number, 32 bits; 0 unless it was set."),
     NUMBER("physical_offset", physical_field, "Position of the record in the commitlog."),
-    NUMBER("sys_flag", sys_flag_field, "Bits of the record: compression, transaction, IPv6 hosts (store-format 2.3)."),
+    NUMBER("sys_flag", sys_flag_field, "Bits of the record: compression, transaction, IPv6 hosts (format#flags)."),
     NUMBER("born_timestamp_ms", born_field, "When it was made, by its sender's clock: ms since the epoch."),
     NUMBER("store_timestamp_ms", stored_field, "When this copy was stored: ms since the epoch."),
     NUMBER("reconsume_times", reconsume_field, "How many attempts have ended, as stored with this copy."),

@@ -10,13 +10,13 @@
 #include <string.h>
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 10
+#define NATIVE_VERSION 11
 
 #if !defined(__x86_64__) || !defined(__GNUC__)
 #error "built for x86-64 by GCC or Clang only; elsewhere mqstore runs on Python and numpy"
 #endif
 
-/* --- the record (store-format 2.1); store/mqstore/layout/record.py has the table, and the tests hold both together --- */
+/* --- the record (format#record); store/mqstore/layout/record.py has the table, and the tests hold both together --- */
 
 enum {
     CHECKSUM_AT = 8,
@@ -36,7 +36,7 @@ enum {
     PARTS = 6, /* `note_parts` */
     MANY_PAIRS = 64,
     MAX_PROPERTIES_BYTES = 32767,
-    CRC_TAIL_BYTES = 20, /* of the property __CRC32# (2.5) */
+    CRC_TAIL_BYTES = 20, /* of the property __CRC32# (format#crc-tail) */
     COMPRESSED = 0x01,
     TRANSACTION_MASK = 0x0C,
     TRANSACTION_COMMIT = 0x08,
@@ -70,7 +70,7 @@ static inline bool is_magic(uint32_t magic) { return magic == MAGIC_V1 || magic 
 
 /* The CRC-32C of `n` bytes, going on from `crc`, which is a finished one (0 at the start). */
 uint32_t crc32c(uint32_t crc, const uint8_t *data, size_t n);
-/* Of a whole record, its checksum field read as zero (2.10). `n` is at least 12. */
+/* Of a whole record, its checksum field read as zero (format#checksum). `n` is at least 12. */
 uint32_t crc32c_record(const uint8_t *record, size_t n);
 /* Of several of them, or fewer, side by side. */
 enum { SIDE_BY_SIDE = 3 };

@@ -1,7 +1,7 @@
-/* The hot path of pop: one message handed out, or settled, in one call (broker-semantics 8.10).
+/* The hot path of pop: one message handed out, or settled, in one call (delivery#pop-log).
 
    `Lending` is the base of a queue's state, `Lent` of a batch, `Timed` of the timeline, `Desk` of what all queues share. The
-   rules are those of popstandard.py and popstate.py, which do whatever this declines. Declining means to return None or
+   rules are those of standard.py and state.py, which do whatever this declines. Declining means to return None or
    False with nothing changed. As there, the record is in the log before memory changes; between the two nothing of Python
    runs, but for the alarm that a put may ring, and what that raises leaves memory as it was. */
 
@@ -11,7 +11,7 @@
 
 enum {
     MOST_BITS = 62,      /* of a batch, to be looked at here */
-    COMPACT_FROM = 1024, /* _COMPACT_FROM of popstate.py */
+    COMPACT_FROM = 1024, /* _COMPACT_FROM of state.py */
     HEAD_BYTES = 1024,   /* room for the names in a record: longer ones are for Python */
     NUMBER_BYTES = 20,   /* of 64 bits, with its sign */
     TEXT_BYTES = 192,    /* and for its numbers, or those of a receipt: six at most, and what stands around them */
@@ -420,12 +420,12 @@ done:
     return result;
 }
 
-/* _hand_out(state, now_ms, invisible_ms, topic, local) -> a Delivery; None when `StandardQueues.pop` must do it.
+/* hand_out(state, now_ms, invisible_ms, topic, local) -> a Delivery; None when `StandardQueues.pop` must do it.
 
    Of the queue's next message, if that was read ahead without a filter. The state's lock is taken here. */
 static PyObject *desk_hand_out(Desk *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("_hand_out", nargs, 5))
+    if (!has_arguments("hand_out", nargs, 5))
         return NULL;
     long long now_ms, invisible_ms;
     if (!has_log(self) || !is_whole(args[0]) || !number_of(args[1], &now_ms) || !number_of(args[2], &invisible_ms) ||
@@ -439,7 +439,7 @@ static PyObject *desk_hand_out(Desk *self, PyObject *const *args, Py_ssize_t nar
     return unlocked(lock, hand_out(self, state, now_ms, invisible_ms, args[3], args[4] == Py_True));
 }
 
-/* What a receipt of ours says, of an ordinary topic (`popask.claim_of`). */
+/* What a receipt of ours says, of an ordinary topic (`ask.claim_of`). */
 typedef struct {
     long long pop_time_ms, queue_id, offset;
 } Claim;
@@ -566,12 +566,12 @@ done:
     return result;
 }
 
-/* _settle_one(states, receipt) -> whether that was all; False: `StandardQueues.settle` must do it.
+/* settle_one(states, receipt) -> whether that was all; False: `StandardQueues.settle` must do it.
 
    Acknowledges one delivery that is in flight in one of `states`, a list by queue id. The state's lock is taken here. */
 static PyObject *desk_settle_one(Desk *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("_settle_one", nargs, 2))
+    if (!has_arguments("settle_one", nargs, 2))
         return NULL;
     Claim claim;
     if (!has_log(self) || !PyList_CheckExact(args[0]) || !claim_of(args[1], &claim) ||
@@ -592,8 +592,8 @@ static PyObject *desk_settle_one(Desk *self, PyObject *const *args, Py_ssize_t n
 }
 
 static PyMethodDef desk_methods[] = {
-    {"_hand_out", (PyCFunction)(void (*)(void))desk_hand_out, METH_FASTCALL, "One delivery, or None: see popquick.py."},
-    {"_settle_one", (PyCFunction)(void (*)(void))desk_settle_one, METH_FASTCALL, "Whether it is done: see popquick.py."},
+    {"hand_out", (PyCFunction)(void (*)(void))desk_hand_out, METH_FASTCALL, "One delivery, or None: see pop/quick.py."},
+    {"settle_one", (PyCFunction)(void (*)(void))desk_settle_one, METH_FASTCALL, "Whether it is done: see pop/quick.py."},
     {NULL},
 };
 

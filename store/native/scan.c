@@ -354,7 +354,7 @@ done:
     return result;
 }
 
-/* A record that verifies in full by a checksum over the whole (9.2; without `checksum` but for that), and is none of the
+/* A record that verifies in full by a checksum over the whole (without `checksum` but for that), and is none of the
    rare kinds that Python looks at with more patience: of the schedule topic with an odd DELAY, or with a property
    INNER_..., which need readable numbers, or with something like a CRC tail. Its size; 0 for all else. */
 int64_t sound_record(const uint8_t *data, int64_t length, int64_t position, int64_t physical_offset, bool checksum,

@@ -135,7 +135,7 @@ PyObject *native_content_end(PyObject *module, PyObject *const *args, Py_ssize_t
    The records that follow each other from `start` on and begin before `stop`, `limit` at most, up to the first that is none,
    does not lie where it says (`base` is the physical offset of the buffer's start), or, with `checksums`, does not hold what
    its CRC-32C says. Into the tables goes what the enums name; `topics` distinct ones were met, TOPIC says which, in order of
-   appearance. `tails`: how many seem to have a CRC tail, those that TAIL marks: Python must look at them (2.5). */
+   appearance. `tails`: how many seem to have a CRC tail, those that TAIL marks: Python must look at them. */
 PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("sweep", nargs, 9))
@@ -276,7 +276,7 @@ static bool note_entry(Entries *entries, int64_t row, uint32_t hash)
         entries->room = room;
     }
     int32_t value = (int32_t)hash;
-    /* Math.abs leaves the smallest number negative, and 0 is put in its place (6.2). */
+    /* Math.abs leaves the smallest number negative, and 0 is put in its place (format#key-hash). */
     entries->hash[entries->count] = value == INT32_MIN ? 0 : value < 0 ? -value : value;
     entries->row[entries->count++] = row;
     return true;
@@ -287,8 +287,8 @@ typedef struct {
     int64_t size; /* 0 for none: a value has a byte at least */
 } Value;
 
-/* The values that queues and index ask for, of several pairs of a name the last one (2.4). False when the record may name light
-   queues. */
+/* The values that queues and index ask for, of several pairs of a name the last one. False when the record may
+   name light queues. */
 static bool find_values(const uint8_t *at, int64_t size, Value *tags, Value *unique, Value *keys)
 {
     enum { INNER_MULTI_DISPATCH_BYTES = 20 };

@@ -110,7 +110,7 @@ static long long now_of(Tip *self)
     return now;
 }
 
-/* Fields 1 to 15 for an ordinary record, the checksum zero (2.1); how many bytes these are. */
+/* Fields 1 to 15 for an ordinary record, the checksum zero (format#record); how many bytes these are. */
 static size_t header_of(Tip *self, Numbered *queue, uint8_t *at, uint32_t size, long long position, long long now_ms,
                         uint32_t body_size)
 {

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mqstore.broker.parts import Mechanism, Parts
 from mqstore.broker.pop.service import Delivery, PopService
 from mqstore.broker.reading import Reads
@@ -16,8 +18,9 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.log.message import Message
 from mqstore.options import Durability
 from tests.broker.support import advance, new_parts, settle
+from tests.log.support import kill
 
-__all__ = ["PopBench"]
+__all__ = ["PopBench", "bodies", "fail_once"]
 
 
 class PopBench:
@@ -63,8 +66,7 @@ class PopBench:
 
     def kill(self) -> None:
         """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
-        self.parts.store._closed = True
-        self.parts.store._release()
+        kill(self.parts.store)
         self._opened = False
 
     def reopen(self, **config: Any) -> None:
@@ -126,3 +128,20 @@ class PopBench:
         """As `Broker.reset`."""
         self.reads.reset("g", topic, queue_id, offset, self.service.reset)
         self.parts.offsets.save()
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, target: object, name: str, *, call: int = 1) -> None:
+    """Let the `call`-th coming call of `target.name` meet a full disk."""
+    real, calls = getattr(target, name), [0]
+
+    def put(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise OSError("no space left")
+        return real(*args, **options)
+
+    monkeypatch.setattr(target, name, put)
+
+
+def bodies(deliveries: list[Delivery]) -> list[bytes]:
+    return [delivery.message.body for delivery in deliveries]

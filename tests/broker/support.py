@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from mqstore.broker.broker import Broker
 from mqstore.broker.parts import Mechanism, Parts, open_parts
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
+from mqstore.log.message import Message
 from mqstore.options import Durability, Profile
-from tests.log.support import open_store
+from tests.log.support import kill, open_store
 
-__all__ = ["START_MS", "advance", "clock_of", "new_parts", "settle"]
+__all__ = ["START_MS", "Bench", "advance", "advance_broker", "clock_of", "new_parts", "settle", "settle_broker"]
 
 START_MS = 1_700_000_000_000
 """Where a `SimulatedClock` starts."""
@@ -63,3 +65,71 @@ def advance(parts: Parts, mechanisms: Sequence[Mechanism], duration_ms: int) -> 
         due_ms = settle(parts, mechanisms)
     clock.advance(until_ms - clock.now_ms())
     settle(parts, mechanisms)
+
+
+def settle_broker(broker: Broker, clock: SimulatedClock) -> int | None:
+    """Run what is due now, until nothing is, and return when the next is (wall ms)."""
+    for _ in range(1000):
+        due_ms = broker.run_once()
+        if due_ms is None or due_ms > clock.now_ms():
+            return due_ms
+    raise AssertionError(f"something is due again and again: {broker.stats().errors}")
+
+
+def advance_broker(broker: Broker, clock: SimulatedClock, duration_ms: int) -> None:
+    """Let time pass from one due time to the next, as the housekeeper would."""
+    until_ms = clock.now_ms() + duration_ms
+    while (due_ms := settle_broker(broker, clock)) is not None and due_ms <= until_ms:
+        clock.advance(max(1, due_ms - clock.now_ms()))
+    clock.advance(max(0, until_ms - clock.now_ms()))
+    settle_broker(broker, clock)
+
+
+class Bench:
+    """A broker without threads and a clock moved by hand."""
+
+    def __init__(self, path: Path, **config: Any) -> None:
+        self.path = path
+        self.config = {"segment_bytes": 1 << 16, "consumequeue_units": 64, **config}
+        self.clock = SimulatedClock()
+        self.asked: list[bytes] = []
+        """Bodies of the half messages that `check` was asked about."""
+        self.broker = self.open()
+
+    def open(self, **kwargs: Any) -> Broker:
+        self.broker = Broker(open_store(self.path, clock=self.clock, **{**self.config, **kwargs}))
+        return self.broker
+
+    def again(self, **config: Any) -> Broker:
+        self.broker.close()
+        return self.open(**config)
+
+    def kill(self) -> Broker:
+        """Open the store again after its process died: locks and descriptors were given back, and nothing else."""
+        kill(self.broker.store)
+        return self.open()
+
+    def jump(self, duration_ms: int) -> None:
+        """Move the clock at once, as if nothing had run meanwhile, then run what is due."""
+        self.clock.advance(duration_ms)
+        self.settle()
+
+    def advance(self, duration_ms: int) -> None:
+        advance_broker(self.broker, self.clock, duration_ms)
+
+    def settle(self) -> int | None:
+        return settle_broker(self.broker, self.clock)
+
+    def check(self, half: Message) -> bool:
+        """Answer a question about a half message: it is to be committed."""
+        self.asked.append(half.body)
+        return True
+
+    def bodies(self, group: str = "g", topic: str = "t", **options: Any) -> list[bytes]:
+        deliveries = self.broker.pop(group, topic, 32, **options)
+        self.broker.ack(group, topic, [each.receipt for each in deliveries])
+        return [each.message.body for each in deliveries]
+
+    def drain(self, group: str = "g", topic: str = "t") -> list[bytes]:
+        """Return the bodies of several pops, acknowledged. Not every pop looks at the retries of its topic."""
+        return [body for _ in range(5) for body in self.bodies(group, topic)]

@@ -1,9 +1,9 @@
-"""What the specification says of the broker as a whole and no mechanism's own tests show, through its door."""
+"""Rules of the broker as a whole that no mechanism's own tests show, through its door."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,10 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidMessageError, NotPermittedError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
-from tests.broker.test_broker import Bench
+from tests.broker.support import Bench
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "store")
-    yield bench
-    bench.broker.close()
-
-
-# -- the number of queues, and order (12; client-semantics A1.12) ---------------------------------------------------
+# -- the number of queues, and order (delivery#queue-choice) -----------------------------------------------------------
 
 
 def _fifo_topic(bench: Bench) -> None:
@@ -81,7 +73,7 @@ def test_a_topic_may_not_become_fifo_and_change_its_queues_at_once(bench: Bench)
         bench.broker.topics.alter("t", write_queues=2, attributes={"+message.type": "FIFO"})
 
 
-# -- groups (1.4) ---------------------------------------------------------------------------------------------------
+# -- groups (delivery#groups) ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("attempts", "stored"), [(3, 2), (1, 0), (None, 2147483647)])
@@ -116,14 +108,7 @@ def test_a_group_is_dead_lettered_after_the_attempts_it_was_created_with(bench: 
     assert attempts == [1, 2, 3]
 
 
-def test_creating_a_group_that_is_there_gives_it_as_it_is(bench: Bench) -> None:
-    first = bench.broker.groups.create("g", max_attempts=3)
-    assert bench.broker.groups.create("g", max_attempts=9) is first
-    with pytest.raises(ConfigError, match="exists already"):
-        bench.broker.groups.create("g", exist_ok=False)
-
-
-# -- a broker that was closed (grpc-server 10; reliability P9) ---------------------------------------------------------
+# -- a broker that was closed (reliability#p9) -------------------------------------------------------------------------
 
 CALLS: dict[str, Callable[[Broker], object]] = {
     "put": lambda broker: broker.put("t", b"late"),
@@ -235,7 +220,7 @@ def test_recover_tells_of_messages_in_a_level_that_the_table_lost(tmp_path: Path
 
 
 def test_who_puts_into_a_retry_topic_meets_the_limit_and_the_locks_of_the_group(bench: Bench) -> None:
-    """broker-semantics 6.2: strictly beyond the limit, or while a member holds a queue, it is a dead letter."""
+    """delivery#retry-put: strictly beyond the limit, or while a member holds a queue, it is a dead letter."""
     broker = bench.broker
     with pytest.raises(NotPermittedError, match="put_retry"):
         broker.put("%RETRY%g", b"x")

@@ -1,28 +1,31 @@
-"""The broker whole: mechanisms on one store, driven by one clock, through its door (client-semantics 0.4)."""
+"""The broker whole: mechanisms on one store, driven by one clock, through its door (clients#contract)."""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mqstore
 from mqstore.broker.broker import Broker
 from mqstore.broker.members import Mode
+from mqstore.broker.names import SCHEDULE_GROUP, dlq_topic
 from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     ConfigError,
     CorruptStoreError,
     FilterError,
     GroupNotFoundError,
-    InvalidReceiptError,
+    MQStoreError,
     NotPermittedError,
     OffsetOutOfRangeError,
     ReadOnlyStoreError,
@@ -31,93 +34,12 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Durability, Retention
+from tests.broker.support import Bench
 from tests.faults import FaultyFileSystem
 from tests.holding import new_threads
 from tests.log.support import Unsynced, open_store
 
 MINUTE, HOUR, DAY = 60_000, 3_600_000, 86_400_000
-
-
-class Bench:
-    """A broker without threads and a clock moved by hand."""
-
-    def __init__(self, path: Path, **config: Any) -> None:
-        self.path = path
-        self.config = {"segment_bytes": 1 << 16, "consumequeue_units": 64, **config}
-        self.clock = SimulatedClock()
-        self.broker = self.open()
-
-    def open(self, **kwargs: Any) -> Broker:
-        self.broker = Broker(open_store(self.path, clock=self.clock, **{**self.config, **kwargs}))
-        return self.broker
-
-    def again(self) -> Broker:
-        self.broker.close()
-        return self.open()
-
-    def advance(self, duration_ms: int) -> None:
-        """Let time pass from one due time to the next, as the housekeeper would."""
-        until_ms = self.clock.now_ms() + duration_ms
-        while True:
-            due_ms = self.settle()
-            if due_ms is None or due_ms > until_ms:
-                break
-            self.clock.advance(max(1, due_ms - self.clock.now_ms()))
-        self.clock.advance(max(0, until_ms - self.clock.now_ms()))
-        self.settle()
-
-    def settle(self) -> int | None:
-        for _ in range(1000):
-            due_ms = self.broker.run_once()
-            if due_ms is None or due_ms > self.clock.now_ms():
-                return due_ms
-        raise AssertionError(f"something is due again and again: {self.broker.stats().errors}")
-
-    def bodies(self, group: str = "g", topic: str = "t", **options: Any) -> list[bytes]:
-        deliveries = self.broker.pop(group, topic, 32, **options)
-        self.broker.ack(group, topic, [each.receipt for each in deliveries])
-        return [each.message.body for each in deliveries]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "store")
-    yield bench
-    bench.broker.close()
-
-
-def test_a_two_hour_delay_comes_after_two_hours(bench: Bench) -> None:
-    bench.broker.put("t", b"x", delay_level=18)
-
-    bench.advance(2 * HOUR - 1)
-    assert bench.bodies() == []
-    bench.advance(1)
-    assert bench.bodies() == [b"x"]
-
-
-def test_a_delay_of_a_year_comes_over_restarts_and_rolls(bench: Bench) -> None:
-    bench.broker.put("t", b"x", delay=timedelta(days=365))
-
-    for _ in range(73):
-        bench.clock.advance(5 * DAY - 1)
-        bench.settle()
-        assert bench.bodies() == []
-        bench.again()
-        bench.clock.advance(1)
-    bench.advance(1000)
-    assert bench.bodies() == [b"x"]
-
-
-def test_a_recalled_message_does_not_come(bench: Bench) -> None:
-    receipt = bench.broker.put("t", b"x", delay=60)
-    assert receipt.recall_handle is not None
-
-    assert bench.broker.recall(receipt.recall_handle)
-
-    bench.advance(2 * MINUTE)
-    assert bench.broker.store.offsets_or_none("t", 0) is None
-    with pytest.raises(InvalidReceiptError):
-        bench.broker.recall("no handle")
 
 
 def test_a_message_that_is_never_acknowledged_is_a_dead_letter_after_its_17_attempts(bench: Bench) -> None:
@@ -133,49 +55,12 @@ def test_a_message_that_is_never_acknowledged_is_a_dead_letter_after_its_17_atte
     assert bench.broker.lag("g") == dict.fromkeys(bench.broker.lag("g"), 0)
 
 
-def test_a_nacked_message_waits_as_the_policy_says(bench: Bench) -> None:
-    """client-semantics A12: 1 s, 5 s, 10 s after attempts 1, 2, 3 of a popped message."""
-    bench.broker.put("t", b"x")
-    for wait_ms in (1000, 5000, 10_000):
-        [delivery] = bench.broker.pop("g", "t")
-        bench.broker.nack("g", "t", delivery.receipt)
-        bench.advance(wait_ms - 1)
-        assert bench.broker.pop("g", "t") == []
-        bench.advance(1)
-    assert [each.attempt for each in bench.broker.pop("g", "t")] == [4]
-
-
-def test_an_ordered_group_gets_the_next_when_the_last_is_settled(bench: Bench) -> None:
-    bench.broker.topics.create("t", queues=1)
-    for body in (b"1", b"2", b"3"):
-        bench.broker.put("t", body, message_group="m")
-
-    [one, two] = bench.broker.pop("g", "t", 2, order=True)
-    assert bench.broker.pop("g", "t", 2, order=True) == []
-    bench.broker.ack("g", "t", [one.receipt])
-    bench.advance(60_000)
-
-    again = bench.broker.pop("g", "t", 3, order=True)
-    assert [(each.message.body, each.attempt) for each in again] == [(b"2", 2), (b"3", 1)]
-    assert two.attempt == 1
-
-
 def test_sql_and_tag_filters_choose(bench: Bench) -> None:
     for n in range(6):
         bench.broker.put("t", b"%d" % n, tag="odd" if n % 2 else "even", properties={"n": str(n)})
 
     assert sorted(bench.bodies("tags", filter="odd")) == [b"1", b"3", b"5"]
     assert sorted(bench.bodies("sql", filter=bench.broker.filter("n BETWEEN 2 AND 4", "SQL92"))) == [b"2", b"3", b"4"]
-
-
-def test_a_transaction_is_seen_once_committed(bench: Bench) -> None:
-    handle = bench.broker.transactions.begin("t", b"x", producer_group="p")
-    bench.settle()
-    assert bench.broker.store.offsets_or_none("t", 0) is None
-
-    bench.broker.transactions.end(handle, "commit")
-
-    assert bench.bodies() == [b"x"]
 
 
 def test_reading_by_offset_with_commits(bench: Bench) -> None:
@@ -199,7 +84,7 @@ def test_reading_by_offset_with_commits(bench: Bench) -> None:
 
 
 def test_a_commit_says_where_a_group_is_and_a_reset_stays_until_it_was_heard_of(bench: Bench) -> None:
-    """The vector of client-semantics A15.12, at the door that consumers commit by: the last one counts, also if it is
+    """The vector of clients#offset-vectors, at the door that consumers commit by: the last one counts, also if it is
     less; after a reset, which is the engine's freeze, late ones do not; of a group that is deleted nothing is known."""
     broker = bench.broker
     broker.topics.create("t", queues=1)
@@ -282,30 +167,6 @@ def test_a_commit_for_an_unknown_topic_or_group_is_refused(tmp_path: Path) -> No
     bench.broker.close()
 
 
-def test_deleting_a_topic_and_making_it_anew_starts_empty_and_goes_on_counting(bench: Bench) -> None:
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
-    broker.put("t", b"old")
-    assert bench.bodies() == [b"old"]
-    broker.topics.delete("t", force=True)
-
-    broker.topics.create("t", queues=1)
-
-    assert broker.put("t", b"new").offset == 1
-    assert bench.bodies() == [b"new"]
-
-
-def test_deleting_a_group_forgets_where_it_was(bench: Bench) -> None:
-    bench.broker.put("t", b"x")
-    assert bench.bodies() == [b"x"]
-
-    bench.broker.delete_group("g")
-
-    with pytest.raises(GroupNotFoundError, match="not known"):
-        bench.broker.lag("g")
-    assert bench.bodies() == [b"x"]
-
-
 # -- retention ----------------------------------------------------------------------------------------------------
 
 
@@ -375,6 +236,71 @@ def test_a_message_in_flight_and_one_delayed_hold_the_log(tmp_path: Path) -> Non
     bench.broker.close()
 
 
+@pytest.mark.parametrize("order", [False, True])
+def test_unconsumed_drop_keeps_messages_in_flight(tmp_path: Path, order: bool) -> None:
+    config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
+    bench = Bench(tmp_path / "store", **config)
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"in flight")
+    broker.put_many("t", [bytes(100)] * 100)
+    bench.jump(50_000)
+    [delivery] = broker.pop("g", "t", invisible=600, order=order)
+    for _ in range(6):
+        bench.jump(20_000)
+        broker.put_many("t", [bytes(100)] * 10)
+    pin = broker.stats().oldest_pin
+    assert pin is not None
+    assert (pin.topic, pin.group, pin.why) == ("t", "g", "in flight")
+    broker.nack("g", "t", delivery.receipt, delay=0)
+    bench.jump(1_000)
+    assert not broker.stats().counters.lost
+    assert b"in flight" in [each.message.body for _ in range(12) for each in broker.pop("g", "t", 32, order=order)]
+    broker.close()
+
+
+@pytest.mark.parametrize("how", ["released", "in order, too late"])
+def test_unconsumed_drop_drops_released_and_late_deliveries(tmp_path: Path, how: str) -> None:
+    """A group that went away filled the disk, under the policy that is to prevent that."""
+    config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
+    bench = Bench(tmp_path / "store", **config)
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.groups.create("g", max_attempts=None)
+    broker.put("t", b"x", queue_id=0)
+    [delivery] = broker.pop("g", "t", invisible=30, order=how != "released")
+    if how == "released":
+        broker.release("g", "t", [delivery.receipt])
+    for _ in range(40):
+        broker.put_many("t", [bytes(100)] * 20, queue_id=0)
+        bench.jump(30_000)
+    assert broker.store.min_offset > 0
+    broker.close()
+
+
+def test_unconsumed_drop_keeps_a_delivery_until_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time was over, so nothing held it; and on a full disk retention is busiest."""
+    config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
+    bench = Bench(tmp_path / "store", **config)
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"x", queue_id=0)
+    [_] = broker.pop("g", "t", invisible=90)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broker._parts.road, "copy", refuse)
+        for _ in range(20):
+            broker.put_many("t", [bytes(100)] * 20, queue_id=0)
+            bench.jump(30_000)
+    bench.jump(120_000)
+    assert not broker.stats().counters.lost
+    assert b"x" in [each.message.body for _ in range(20) for each in broker.pop("g", "t", 32)]
+    broker.close()
+
+
 # -- running it ---------------------------------------------------------------------------------------------------
 
 
@@ -384,17 +310,6 @@ def test_a_reader_is_no_broker(bench: Bench) -> None:
 
     with pytest.raises(ReadOnlyStoreError):
         Broker(open_store(bench.path, "r"))
-
-
-def test_what_is_asked_of_a_closed_broker_is_an_error(bench: Bench) -> None:
-    bench.broker.put("t", b"x")
-    bench.broker.close()
-
-    with pytest.raises(StoreClosedError):
-        bench.broker.put("t", b"x")
-    with pytest.raises(StoreClosedError):
-        bench.broker.pop("g", "t")
-    bench.broker.close()
 
 
 def test_a_mechanism_that_fails_shows_and_goes_on_when_the_cause_is_gone(tmp_path: Path) -> None:
@@ -675,3 +590,155 @@ def test_a_waiter_without_a_thread_is_called_when_a_pop_is_worth_it(bench: Bench
     assert told == [True]
     bench.advance(1000)
     assert timed == [False]
+
+
+def test_delayed_messages_above_a_lowered_limit_are_delivered(bench: Bench) -> None:
+    """The timer threw it away; a level tried again for ever, and nothing behind it came."""
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"T" * 3000, delay=30)
+    broker.put("t", b"L" * 3000, delay_level=3)
+    broker.put("t", b"small", delay_level=3)
+    half = broker.transactions.begin("t", b"H" * 3000, producer_group="p")
+    bench.settle()
+    bench.again(max_message_size=1000)
+    bench.broker.transactions.end(half, "commit")
+    bench.jump(60_000)
+    assert sorted(body[:1] for body in bench.drain()) == [b"H", b"L", b"T", b"s"]
+    assert bench.broker.store.offsets_or_none(dlq_topic(SCHEDULE_GROUP), 0) is None
+
+
+def test_error_of_a_delay_level_is_in_stats(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError("no space left")
+
+    bench.broker.put("t", b"x", delay_level=1)
+    monkeypatch.setattr(bench.broker._delay._road, "copy_many", refuse)
+    bench.jump(2_000)
+    assert bench.broker.stats().errors == {"delay level 1": "OSError: no space left"}
+
+
+def test_close_while_another_thread_calls_waiters(tmp_path: Path) -> None:
+    """Both took from the same queue of callbacks; one found it empty, raised, and the store stayed open and locked."""
+    called: list[str] = []
+    broker = Bench(tmp_path).broker
+    broker.put("t", b"")
+
+    def housekeeper(_worth_a_read: bool) -> None:
+        called.append("first")
+        other = threading.Thread(target=broker._waiters.run_once, args=(0,))
+        other.start()
+        other.join()
+
+    broker.add_waiter("u", 0, 0, housekeeper)
+    broker.add_waiter("u", 0, 0, lambda _: called.append("second"))
+    broker.close()
+    assert called == ["first", "second"]
+    Bench(tmp_path).broker.close()
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        ("g", "t", 0, 2**63, 1),
+        ("g", "t", 0, 1, 2**31),
+        ("g", "t", -1, 1, 1),
+        ("g", "t", 2**31, 1, 1),
+        ("g", "t", 0, 1.5, 1),
+        ("a@b", "t", 0, 1, 1),
+    ],
+)
+def test_impossible_attempts_are_refused(tmp_path: Path, note: Any) -> None:
+    """The file was written, and the next open took it for damaged."""
+    with Bench(tmp_path).broker as broker:
+        broker.put("t", b"")
+        broker.groups.create("g")
+        with pytest.raises(ValueError, match="must be"):
+            broker.note_attempt(*note)
+    Bench(tmp_path).broker.close()
+
+
+def test_attempt_id_must_be_a_str(tmp_path: Path) -> None:
+    """As above: order info with another one cannot be read."""
+    with Bench(tmp_path).broker as broker:
+        broker.put("t", b"")
+        with pytest.raises(ConfigError, match="attempt id"):
+            broker.pop("g", "t", order=True, attempt_id=5)  # type: ignore[arg-type]
+        assert len(broker.pop("g", "t", order=True, attempt_id="5")) == 1
+    Bench(tmp_path).broker.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda broker: broker.pop("g", "t", invisible=math.inf),
+        lambda broker: broker.change_invisible("g", "t", "0 0 0 0 0 mqstore 0 0", math.inf),
+        lambda broker: broker.nack("g", "t", "0 0 0 0 0 mqstore 0 0", math.inf),
+        lambda broker: broker.send_back("g", 0, delay=math.inf),
+        lambda broker: broker.groups.create("h", retry_policy=mqstore.RetryPolicy(delays=[1, math.inf])),
+        lambda broker: broker.groups.create("h", retry_policy=mqstore.RetryPolicy.exponential(maximum=math.inf)),
+    ],
+)
+def test_infinite_times_are_refused(tmp_path: Path, call: Callable[[Broker], object]) -> None:
+    """OverflowError, from deep inside."""
+    with Bench(tmp_path).broker as broker:
+        broker.put("t", b"")
+        with pytest.raises(ConfigError, match="ends"):
+            call(broker)
+        assert broker.stats().in_flight == 0
+
+
+def test_infinite_waits_are_allowed(tmp_path: Path) -> None:
+    with Bench(tmp_path).broker as broker:
+        broker.put("t", b"")
+        assert len(broker.pop("g", "t", poll=math.inf)) == 1
+        woken: list[bool] = []
+        broker.add_waiter("u", 0, 0, woken.append, timeout=math.inf)
+        broker.put("u", b"", queue_id=0)
+        broker.run_once()
+        assert woken == [True]
+
+
+@pytest.mark.parametrize("queues", [0, -1])
+def test_topic_without_queues_in_its_file_is_named(tmp_path: Path, queues: int) -> None:
+    """ZeroDivisionError, or a message in queue 0 that nobody reads."""
+    with Bench(tmp_path).broker as broker:
+        broker.topics.create("t")
+    file = tmp_path / "config" / "topics.json"
+    value = json.loads(file.read_bytes())
+    value["topicConfigTable"]["t"] |= {"readQueueNums": queues, "writeQueueNums": queues}
+    file.write_text(json.dumps(value))
+    with Bench(tmp_path).broker as broker:
+        for call in (lambda: broker.put("t", b""), lambda: broker.put_many("t", [b""]), lambda: broker.pop("g", "t")):
+            with pytest.raises(NotPermittedError, match="queues"):
+                call()
+        broker.topics.alter("t", write_queues=2, read_queues=2)
+        broker.put("t", b"")
+        assert len(broker.pop("g", "t")) == 1
+
+
+def test_async_put_checks_its_durability(tmp_path: Path) -> None:
+    with Bench(tmp_path).broker as broker:
+        future = broker.put_async("t", b"", durability="fast")  # type: ignore[arg-type]
+        assert isinstance(future.exception(0), MQStoreError | ValueError)
+
+
+def test_callback_of_an_async_put_may_close_the_broker(tmp_path: Path) -> None:
+    """The thread that calls it waited for itself: RuntimeError, and no table was written."""
+    closed: Future[None] = Future()
+    broker = Bench(tmp_path).broker
+
+    def close(_: object) -> None:
+        try:
+            broker.commit("g", "t", 0, 1)
+            broker.close()
+        except BaseException as error:
+            closed.set_exception(error)
+        else:
+            closed.set_result(None)
+
+    broker.put("t", b"", queue_id=0)
+    broker.put_async("t", b"", durability="flush").add_done_callback(close)
+    closed.result(30)
+    with Bench(tmp_path).broker as broker:
+        assert broker.committed("g", "t", 0) == 1

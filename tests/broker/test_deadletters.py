@@ -1,4 +1,4 @@
-"""Looking at dead letters, sending them again, letting go of them: broker-semantics 2.6, 6.3, X26."""
+"""Looking at dead letters, sending them again, letting go of them (delivery#dead-letters)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mqstore.broker.retry import Retries
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
 from mqstore.log.message import Message
 from tests.broker.support import START_MS, clock_of, new_parts
-from tests.log.support import flip
+from tests.log.support import flip, kill
 
 DAY_MS = 86_400_000
 
@@ -142,7 +142,7 @@ def test_each_letter_goes_to_where_it_came_from_or_all_to_one_topic(parts: Parts
 
 
 def test_a_rocketmq_letter_goes_by_its_retry_topic_and_one_that_says_nothing_is_refused(parts: Parts) -> None:
-    """RocketMQ writes no DLQ_ORIGIN_TOPIC (X26)."""
+    """RocketMQ writes no DLQ_ORIGIN_TOPIC (delivery#x26)."""
     parts.topics.create("orders", queues=1)
     parts.topics.ensure("%DLQ%g", 1)
     parts.store.append("%DLQ%g", 0, b"0", properties={"RETRY_TOPIC": "orders", "REAL_TOPIC": "%RETRY%g"})
@@ -254,8 +254,7 @@ def test_what_was_sent_alone_stays_so_after_a_kill(tmp_path: Path) -> None:
     parts = new_parts(tmp_path / "store")
     die(parts, 5)
     DeadLetters(parts, "g").replay([1, 3])
-    parts.store._closed = True
-    parts.store._release()  # as the system does for a dead process
+    kill(parts.store)
     again = new_parts(tmp_path / "store")
     letters = DeadLetters(again, "g")
     assert bodies(letters) == [0, 2, 4]
@@ -390,8 +389,7 @@ def test_what_was_let_go_of_stays_so_after_a_kill(tmp_path: Path) -> None:
     die(parts, 4)
     DeadLetters(parts, "g").purge(before_offset=1)
     DeadLetters(parts, "g").replay([1])
-    parts.store._closed = True
-    parts.store._release()  # as the system does for a dead process
+    kill(parts.store)
     again = new_parts(tmp_path / "store")
     assert bodies(DeadLetters(again, "g")) == [2, 3]
     assert again.offsets.committed(START_GROUP, "%DLQ%g", 0) == 2

@@ -1,9 +1,8 @@
-"""Delay levels (broker-semantics 4): when a message comes, what comes, and what failure, damage and restarts change."""
+"""Delay levels (delivery#levels): when a message comes, what comes, and what failure, damage and restarts change."""
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import zlib
 from collections import Counter
@@ -20,89 +19,19 @@ import mqstore
 from mqstore import StoreConfig
 from mqstore.broker.delay.levels import DelayService, _parted, deliver_time_ms, restored
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, dlq_topic
-from mqstore.broker.parts import Parts
 from mqstore.broker.retry import Retries
 from mqstore.clock import SimulatedClock
 from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError, StoreFullError
 from mqstore.layout.properties import decode_properties
 from mqstore.log.checking import RecordChecker
 from mqstore.log.message import Message
-from mqstore.log.store import MessageStore
 from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms
-from tests.broker.support import START_MS, advance, clock_of, new_parts, settle
+from tests.broker.delaysupport import Delays
+from tests.broker.support import START_MS, advance, new_parts
 from tests.log.support import Unsynced, flip
 
 DEFAULT_MS = [1_000, 5_000, 10_000, 30_000, *(60_000 * n for n in range(1, 11)), 1_200_000, 1_800_000, 3_600_000]
 DEFAULT_MS.append(7_200_000)
-
-
-class Delays:
-    """A store with its delay service, and the dead letters that service wrote."""
-
-    def __init__(self, path: Path, **options: Any) -> None:
-        self.path = path
-        self.wakes = 0
-        self.dead: list[tuple[int, str, str]] = []
-        self.parts: Parts = new_parts(path, **options)
-        self.service = DelayService(self.parts, self._wake, self._bury)
-
-    def _wake(self) -> None:
-        self.wakes += 1
-
-    def _bury(self, message: Message, group: str, reason: str) -> None:
-        self.dead.append((message.offset, group, reason))
-
-    @property
-    def store(self) -> MessageStore:
-        return self.parts.store
-
-    @property
-    def clock(self) -> SimulatedClock:
-        return clock_of(self.parts)
-
-    def put(self, level: int, body: bytes = b"m", topic: str = "orders", queue_id: int = 0, **more: str) -> int:
-        """Put a delayed message; its offset in the level's queue."""
-        return self.parts.road.append(topic, queue_id, body, {**more, "DELAY": str(level)}).offset
-
-    def raw(self, level: int, properties: dict[str, str], body: bytes = b"m") -> int:
-        """Put a record into a level's queue as another program might have."""
-        return self.store.append(SCHEDULE_TOPIC, level - 1, body, properties={"DELAY": str(level), **properties}).offset
-
-    def run(self) -> int | None:
-        """Everything that is due now; when the next is."""
-        return settle(self.parts, [self.service])
-
-    def pass_ms(self, duration_ms: int) -> None:
-        advance(self.parts, [self.service], duration_ms)
-
-    def delivered(self, topic: str = "orders", queue_id: int = 0) -> list[bytes]:
-        return [message.body for message in self.messages(topic, queue_id)]
-
-    def messages(self, topic: str = "orders", queue_id: int = 0) -> list[Message]:
-        bounds = self.store.offsets_or_none(topic, queue_id)
-        return [] if bounds is None else self.store.read(topic, queue_id, bounds[0], 1_000_000)
-
-    def file(self) -> dict[str, Any]:
-        value: dict[str, Any] = json.loads((self.path / "config" / "delayOffset.json").read_bytes())
-        return value
-
-    def counted(self, name: str) -> int:
-        return sum(total[0] for (kind, _), total in self.parts.statistics.snapshot().totals.items() if kind == name)
-
-    def close(self) -> None:
-        self.service.close()
-        self.store.close()
-
-    def again(self, **options: Any) -> Delays:
-        """Closed and opened, at the same time of day."""
-        self.close()
-        return Delays(self.path, **{"clock": self.clock, **options})
-
-    def killed(self, **options: Any) -> Delays:
-        """Opened after the process died: nothing was written at the end."""
-        self.store._closed = True
-        self.store._release()
-        return Delays(self.path, **{"clock": self.clock, **options})
 
 
 @pytest.fixture
@@ -110,7 +39,7 @@ def delays(tmp_path: Path) -> Delays:
     return Delays(tmp_path / "store")
 
 
-# -- the table (4.1), what is put (4.2), when it is due (4.3) --------------------------------------------------------
+# -- the table (delivery#levels), what is put (delivery#level-put), when it is due (delivery#level-unit) ---------------
 
 
 def test_the_default_table() -> None:
@@ -154,7 +83,7 @@ def test_level_0_is_no_delay(delays: Delays) -> None:
     assert delays.run() is None
 
 
-# -- on time (4.4, P4) ------------------------------------------------------------------------------------------------
+# -- on time (delivery#level-delivery, reliability#p4) -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", range(1, 19))
@@ -271,7 +200,7 @@ def test_a_message_put_after_the_time_that_run_once_was_given_is_not_early(delay
 def test_a_time_from_an_extension_address_is_worked_out_anew(delays: Delays) -> None:
     delays.put(3)
     delays.store.dispatch()
-    queue = delays.store._queues.get(SCHEDULE_TOPIC, 2)
+    queue = delays.store.queue_table.get(SCHEDULE_TOPIC, 2)
     assert queue is not None
     unit = queue.units(0, 1).copy()
     unit["tags_code"] = -(1 << 31) - 1
@@ -338,7 +267,7 @@ def test_a_step_is_bounded_and_says_that_there_is_more(delays: Delays) -> None:
     assert sorted(map(int, delays.delivered())) == list(range(5_000))
 
 
-# -- what is delivered (4.5) ------------------------------------------------------------------------------------------
+# -- what is delivered (delivery#restore) ------------------------------------------------------------------------------
 
 
 def test_the_copy_has_everything_of_the_message_but_its_delay(delays: Delays) -> None:
@@ -517,7 +446,7 @@ def test_damaged_records_are_passed_over_and_counted_once(delays: Delays) -> Non
     assert delays.counted("delay_unreadable") == 4
 
 
-# -- puts that fail (4.4 step 9) --------------------------------------------------------------------------------------
+# -- puts that fail (delivery#level-delivery) --------------------------------------------------------------------------
 
 
 def test_a_put_that_fails_is_tried_again_later_each_time_and_nothing_overtakes(
@@ -595,7 +524,7 @@ def test_messages_too_big_to_go_together_all_come_in_order(tmp_path: Path) -> No
     assert delays.delivered() == bodies
 
 
-# -- progress on disk (4.7, 4.8, X2) ----------------------------------------------------------------------------------
+# -- progress on disk (delivery#level-progress, delivery#level-crash, delivery#x2) -------------------------------------
 
 
 def test_the_file_says_which_unit_comes_next_by_level(delays: Delays) -> None:

@@ -1,4 +1,4 @@
-"""Subscriptions by tag, as the table of broker-semantics 10.1 has them, and by SQL92 (the language: test_sql92.py)."""
+"""Subscriptions by tag, as the table of delivery#tags has them, and by SQL92 (the language: test_sql92.py)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.broker.groups import GroupConfig, GroupTable, RetryPolicy
+from mqstore.broker.groups import GroupConfig, GroupTable, RetryPolicy, backoff, exponential
 from mqstore.errors import (
     ConfigError,
     CorruptStoreError,
@@ -59,7 +59,7 @@ def groups(tmp_path: Path) -> Any:
     groups.store.close()
 
 
-# -- delays: the tables of client-semantics A12 ------------------------------------------------------------------------
+# -- delays: the tables of delivery#backoff ----------------------------------------------------------------------------
 
 SENT_BACK_MS = [10 * SECOND, 30 * SECOND, *(n * MINUTE for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30))]
 SENT_BACK_MS += [1 * HOUR, 2 * HOUR]
@@ -94,6 +94,8 @@ def test_a_negative_count_of_retries_counts_as_none() -> None:
     [
         (RetryPolicy.exponential(0.005, 5, 1), [5, 25, 125, 625, 1000, 1000]),
         (RetryPolicy.exponential(), [5_000, 10_000, 20_000, 40_000]),
+        (exponential(1, 2, 3), [1_000, 2_000, 3_000, 3_000]),
+        (backoff(1, 5), [1_000, 5_000, 5_000]),
         (RetryPolicy(delays=[0]), [0, 0, 0]),
         (RetryPolicy(delays=[1, 2]), [1_000, 2_000, 2_000, 2_000]),
         (RetryPolicy(delays=[timedelta(minutes=1), 0.25]), [60_000, 250, 250]),

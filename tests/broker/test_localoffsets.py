@@ -1,4 +1,4 @@
-"""The offsets of a broadcasting client: the vectors of client-semantics A15 (12), the table of A2.5, and the file."""
+"""The offsets of a broadcasting client: clients#offset-vectors, clients#positions, and the file."""
 
 from __future__ import annotations
 

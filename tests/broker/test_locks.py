@@ -1,4 +1,4 @@
-"""Queue locks: the table and the list of tests of broker-semantics 7, a model, and clients that race."""
+"""Queue locks: the table and the list of tests of delivery#locks, a model, and clients that race."""
 
 from __future__ import annotations
 

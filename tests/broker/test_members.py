@@ -1,4 +1,4 @@
-"""Group membership: who may join (client-semantics A2.7, A2.8), and who hears of it."""
+"""Group membership: who may join (clients#group), and who hears of it."""
 
 from __future__ import annotations
 

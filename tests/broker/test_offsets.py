@@ -861,7 +861,7 @@ GROUPS, TOPICS, QUEUES, END = ("g", "h"), ("t", "u"), (0, 1), 6
 
 
 class OffsetModel(RuleBasedStateMachine):
-    """Random calls against the three tables of 2.1 written down plainly, with crashes: after one, what was saved."""
+    """Random calls against the three tables written plainly, with crashes: after one, what was saved."""
 
     group, topic = st.sampled_from(GROUPS), st.sampled_from(TOPICS)
     queue_id, offset = st.sampled_from(QUEUES), st.integers(0, END)

@@ -1,4 +1,4 @@
-"""Order info: the vectors V1 to V24 of broker-semantics 9.7, a model of 9.2 in other words, and the file of 9.6."""
+"""Order info: delivery#order-vectors, a model of delivery#order-rules in other words, and the file."""
 
 from __future__ import annotations
 
@@ -408,7 +408,7 @@ def test_queues_groups_and_topics_are_apart() -> None:
     assert table.check_block(None, *KEY, INV, T0)
 
 
-# --- given back unseen (8.10, `rel`) -------------------------------------------------------------------------------
+# --- given back unseen (delivery#pop-log) -----------------------------------------------------------------------------
 
 
 def test_a_released_message_is_free_at_once_and_its_delivery_does_not_count() -> None:
@@ -443,7 +443,7 @@ def test_releasing_an_old_batch_changes_nothing() -> None:
     assert table.as_json() == before
 
 
-# --- attempts of the queue model (9.6, client-semantics A7.7) -------------------------------------------------------
+# --- attempts of the queue model (delivery#order-file) ----------------------------------------------------------------
 
 
 def test_attempts_survive_a_restart_in_the_documented_shape() -> None:
@@ -555,7 +555,7 @@ def test_more_attempts_than_a_batch_holds_are_kept() -> None:
     assert len(table.attempts("g", "t", 0)) == 100
 
 
-# --- cleaning (9.4) ------------------------------------------------------------------------------------------------
+# --- cleaning (delivery#order-clean) ----------------------------------------------------------------------------------
 
 DAY = 86_400_000
 
@@ -644,7 +644,7 @@ def test_a_batch_popped_while_cleaning_asks_about_its_topic_stays() -> None:
     assert table.commit_and_next(*KEY, 0, T0 + 1, 0) == 1
 
 
-# --- the file (9.1, 9.6) --------------------------------------------------------------------------------------------
+# --- the file (delivery#order-info, delivery#order-file) --------------------------------------------------------------
 
 SAMPLE = {
     "table": {
@@ -658,7 +658,7 @@ SAMPLE = {
 }  # fmt: skip
 
 
-def test_the_sample_of_the_specification_comes_back_the_same() -> None:
+def test_the_sample_of_the_file_comes_back_the_same() -> None:
     table = OrderInfoTable()
     table.load(SAMPLE)
     assert table.as_json() == SAMPLE

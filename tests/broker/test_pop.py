@@ -1,4 +1,4 @@
-"""Popping without order: what is delivered, what settles it, and what comes again (broker-semantics 8)."""
+"""Popping without order: what is delivered, what settles it, and what comes again (delivery#pop)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, dlq_topic, pop_retry_topic
-from mqstore.broker.pop.service import Delivery
 from mqstore.broker.pop.state import Batch, QueueKey, QueueState
 from mqstore.errors import (
     ConfigError,
@@ -23,7 +22,7 @@ from mqstore.errors import (
     StoreFullError,
     TopicNotFoundError,
 )
-from tests.broker.popsupport import PopBench
+from tests.broker.popsupport import PopBench, bodies
 
 RETRY = pop_retry_topic("g", "t")
 RETRY_V1 = pop_retry_topic("g", "t", 1)
@@ -36,10 +35,6 @@ def bench(tmp_path: Path) -> Iterator[PopBench]:
     with PopBench(tmp_path / "store") as bench:
         bench.parts.topics.create("t", queues=1)
         yield bench
-
-
-def bodies(deliveries: list[Delivery]) -> list[bytes]:
-    return [delivery.message.body for delivery in deliveries]
 
 
 # -- the first delivery -----------------------------------------------------------------------------------------------
@@ -197,7 +192,7 @@ def test_a_copy_that_fails_is_copied_within_the_same_retry_topic(bench: PopBench
 
 
 def test_a_copy_is_not_delayed_again(bench: PopBench) -> None:
-    # A Java broker's delivered copy still bears DELAY (X3): the put hook would divert the retry copy once more.
+    # A Java broker's delivered copy still bears DELAY: the put hook would divert the retry copy once more.
     bench.parts.store.append("t", 0, b"late", properties={"DELAY": "3", "TIMER_DELAY_SEC": "9", "TAGS": "a"})
     bench.pop()
     bench.advance(INVISIBLE_MS)
@@ -839,7 +834,7 @@ def test_waiting_for_what_is_there_does_not_wait(bench: PopBench) -> None:
     assert not bench.service.wait_for("g", "t", -1, None, False, 0)
 
 
-def test_the_pop_log_is_what_the_specification_says(bench: PopBench) -> None:
+def test_the_pop_log_has_the_records_of_delivery_pop_log(bench: PopBench) -> None:
     bench.put("t", 4)
     now_ms = bench.now_ms
     first = bench.pop(n=3)
@@ -856,3 +851,34 @@ def test_the_pop_log_is_what_the_specification_says(bench: PopBench) -> None:
         ("rel", {"k": 3, "o": [3]}),
         ("rev", {"k": 0, "o": [1]}),
     ]
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_receiver_waits_for_deliveries_of_the_other_order(tmp_path: Path, order: bool) -> None:
+    """It looked again at once, found nothing, and so on: a core at 100% until its time was over."""
+    with PopBench(tmp_path) as bench:
+        bench.put("t", 4)
+        bench.pop(order=not order)
+        assert not bench.service.wait_for("g", "t", -1, None, order, 0)
+        woken: list[bool] = []
+        bench.service.add_waiter("g", "t", -1, None, woken.append, order=order)
+        bench.settle()
+        assert woken == []
+        if not order:  # once the batch in order has ended
+            bench.advance(60_000)
+            assert woken == [True]
+
+
+def test_released_retry_wakes_a_receiver_of_another_queue(tmp_path: Path) -> None:
+    """Whoever waits on a queue is given retries as well, but only who waited on queue 0 was told."""
+    woken: list[bool] = []
+    with PopBench(tmp_path) as bench:
+        bench.put("t", 1, queue_id=3)
+        bench.pop(invisible_ms=1_000)
+        bench.advance(1_000)
+        [retry] = bench.pop()
+        bench.service.add_waiter("g", "t", 3, None, woken.append)
+        bench.release(retry)
+        bench.settle()
+        assert woken == [True]
+        assert bodies(bench.pop(queue_id=3)) == [b"0"]

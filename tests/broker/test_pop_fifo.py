@@ -1,4 +1,4 @@
-"""Popping in order: blocking, partial commits, counts, dead letters (broker-semantics 8.9, 9)."""
+"""Popping in order: blocking, partial commits, counts, dead letters (delivery#pop-fifo, delivery#order-info)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from mqstore.broker.filters import parse_filter
-from mqstore.broker.names import POP_LOG_TOPIC, dlq_topic, pop_retry_topic
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, dlq_topic, pop_retry_topic
 from mqstore.broker.pop.service import Delivery
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError, StoreFullError
-from tests.broker.popsupport import PopBench
+from tests.broker.popsupport import PopBench, bodies
 
 DLQ = dlq_topic("g")
 INVISIBLE_MS = 60_000
@@ -363,7 +363,7 @@ def test_a_pop_that_cannot_be_logged_changes_nothing(bench: PopBench, monkeypatc
     assert offsets(pop(bench)) == [0, 1, 2]
 
 
-def test_the_pop_log_is_what_the_specification_says(bench: PopBench) -> None:
+def test_the_pop_log_has_the_records_of_delivery_pop_log(bench: PopBench) -> None:
     bench.put("t", 3)
     now_ms = bench.now_ms
     first = pop(bench, 2, attempt_id="A1", local=False)
@@ -408,3 +408,84 @@ def test_attempts_of_the_queue_model_are_on_disk_within_a_second_and_end_with_th
     bench.service.note_attempt("g", "t", 0, 2, 1)
     bench.advance(1_000)
     assert bench.service.attempts("g", "t", 0) == {2: 1}
+
+
+def test_receipt_from_before_a_reset_acknowledges_nothing(tmp_path: Path) -> None:
+    """A group was reset to have a day's messages again. A worker still had the receipt of the first of them, and its
+    acknowledgement, taken for one whose record is lost (delivery#order-missing), made the group skip that message."""
+    with PopBench(tmp_path) as bench:
+        bench.put("t", 3)
+        first = bench.pop(order=True)
+        bench.ack(*first)
+        bench.pop(order=True)
+        bench.reset(0)
+        with pytest.raises(ReceiptExpiredError):
+            bench.ack(*first)
+        assert bodies(bench.pop(order=True, n=3)) == [b"0", b"1", b"2"]
+
+
+def test_receipt_from_before_a_restart_and_reset_is_refused(tmp_path: Path) -> None:
+    with PopBench(tmp_path) as bench:
+        bench.put("t", 2)
+        old = bench.pop(order=True, n=2)
+        bench.ack(*old)
+        bench.reopen()
+        bench.ack(old[0])  # again is harmless; and the queue is known now
+        bench.clock.advance(1)
+        bench.reset(0)
+        with pytest.raises(ReceiptExpiredError):
+            bench.ack(old[0])
+        assert bodies(bench.pop(order=True, n=2)) == [b"0", b"1"]
+
+
+def test_receipt_in_order_settles_nothing_popped_without_order(tmp_path: Path) -> None:
+    """The message that another receiver had in flight was forgotten: it never came again."""
+    with PopBench(tmp_path) as bench:
+        bench.put("t", 4)
+        ordered = bench.pop(order=True, n=3, invisible_ms=1_000)
+        bench.advance(2_000)
+        assert bodies(bench.pop()) == [b"0"]
+        with pytest.raises(ReceiptExpiredError):
+            bench.ack(ordered[1])
+        assert [each.offset for each in bench.service.pending("g")] == [0]
+        bench.advance(60_000)
+        left = bench.pop(n=8)
+        assert sorted(bodies(left)) == [b"0", b"1", b"2", b"3"]
+
+
+def acknowledge_after_clock_was_set_back(bench: PopBench) -> None:
+    """Put four messages, and acknowledge the first. The saved order info has its batch, with a pop time an hour later
+    than all that follows."""
+    bench.put("t", 4)
+    bench.clock.advance(3_600_000)
+    first = bench.pop(order=True, n=1)
+    bench.service._keeper.save(bench.now_ms)
+    bench.clock.set_wall(bench.clock.now_ms() - 3_600_000)
+    bench.ack(*first)
+
+
+def test_old_order_info_is_ignored_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    """The file's batch has the later pop time, and is the older one."""
+    with PopBench(tmp_path) as bench:
+        acknowledge_after_clock_was_set_back(bench)
+        for _ in range(2):
+            bench.ack(*bench.pop(order=True, n=1))
+        bench.kill()
+        bench.open()
+        bench.settle()
+        assert bodies(bench.pop(order=True, n=4)) == [b"3"]
+
+
+def test_old_order_info_is_ignored_if_the_log_begins_behind_it(tmp_path: Path) -> None:
+    with PopBench(tmp_path) as bench:
+        acknowledge_after_clock_was_set_back(bench)
+        bench.parts.offsets.commit(POP_LOG_GROUP, POP_LOG_TOPIC, 0, bench.parts.store.offsets(POP_LOG_TOPIC)[1])
+        bench.parts.offsets.save()
+        second = bench.pop(order=True, n=3)
+        bench.ack(second[0])
+        bench.kill()
+        bench.open(release_in_flight=False)
+        bench.settle()
+        assert bench.pop(order=True, n=4) == []  # two of the batch are still with their receiver
+        bench.advance(60_001)
+        assert bodies(bench.pop(order=True, n=4)) == [message.message.body for message in second[1:]]

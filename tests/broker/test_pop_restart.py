@@ -1,4 +1,4 @@
-"""Pop across restarts: what a close or a kill leaves, and what the next open makes of it (broker-semantics 8.10)."""
+"""Pop across restarts: what a close or a kill leaves, and what the next open makes of it (delivery#pop-replay)."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def test_a_batch_settled_after_the_file_was_written_blocks_nothing(bench: PopBen
 def test_a_late_receipt_is_refused_after_the_last_ordered_batch_was_settled_as_a_whole(
     bench: PopBench, restart: Any
 ) -> None:
-    """The settled batch was forgotten, and the next in line taken for one whose record was lost (9.8): a receipt of an
+    """The settled batch was forgotten, and the next in line taken for one whose record was lost: a receipt of an
     older batch settled it."""
     bench.put("t", 3)
     old = bench.pop(order=True, n=2)

@@ -1,4 +1,4 @@
-"""Taking over what a Java broker had handed out (broker-semantics 8.10, 8.5).
+"""Taking over what a Java broker had handed out (delivery#java-pop).
 
 Two grounds to stand on. `popjava.tar.xz` was written by the broker of RocketMQ 5.3.3, asked over its socket to pop, ack
 and change visible times, and halted in the midst of it; `popjava.jsonl.xz` is what its client saw. And for what no run
@@ -35,7 +35,7 @@ from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 from mqstore.log.message import Message
 from tests.broker.popsupport import PopBench
 from tests.broker.support import new_parts
-from tests.log.support import files, open_store
+from tests.log.support import files, kill, open_store
 
 HERE = Path(__file__).parent
 REVIVE = "rmq_sys_REVIVE_LOG_TestCluster"
@@ -285,7 +285,7 @@ def test_looking_at_a_java_directory_changes_no_byte(folder: Path) -> None:
 
 def revived(bench: PopBench) -> dict[tuple[str, str, int], list[int]]:
     """What the Java broker's revive service would redeliver from what is in its revive queues, by its own rules: in the
-    order of a queue, from behind its offset on, acks count for a ck that came before them (5.3, PopReviveService)."""
+    order of a queue, from behind its offset on, acks count for a ck that came before them (PopReviveService)."""
     found: dict[tuple[str, str, int], list[int]] = {}
     for queue_id in (0, 1):
         last = bench.parts.offsets.committed(REVIVE_GROUP, REVIVE, queue_id)
@@ -1010,8 +1010,7 @@ def test_a_kill_at_any_write_of_a_take_over_loses_nothing_and_doubles_nothing(
             else:
                 break
             finally:
-                parts.store._closed = True
-                parts.store._release()
+                kill(parts.store)
         with PopBench(copy, clock=clock) as bench:
             assert in_flight(bench) == seen.flights(), at
             assert ck_records(bench) == 11, at  # one of them names the batch in order

@@ -1,4 +1,4 @@
-"""Counters and series by the names of broker-semantics 13."""
+"""Counters and series by the names of delivery#statistics."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mqstore.clock import SimulatedClock
 from mqstore.errors import InvalidMessageError, StoreFullError
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
-from tests.broker.test_broker import Bench
+from tests.broker.support import Bench
 from tests.faults import FaultyFileSystem
 
 DOCS = Path(__file__).parents[2] / "docs" / "statistics.md"
 
-# From the specification, by hand.
+# RocketMQ's names, by hand.
 COUNTERS = [
     "TOPIC_PUT_NUMS",
     "TOPIC_PUT_SIZE",

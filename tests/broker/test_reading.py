@@ -1,4 +1,4 @@
-"""Reads by offset: status, what a group is told, where it begins and begins anew (broker-semantics 2.3, 2.4, 3)."""
+"""Reads by offset: status, what a group is told, where it begins and begins anew (delivery#group-start)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _fill(parts: Parts, topic: str = "t", queue_id: int = 0, count: int = 5, ste
 
 def _lose_front(parts: Parts, keep: int = 2) -> int:
     """Have retention drop all segments but the last `keep`; the first offset left."""
-    starts = parts.store._run.starts
+    starts = parts.store.log_files.starts
     parts.store.flush()
     parts.store.dispatch()
     parts.store.drop_before(starts[-keep])

@@ -1,4 +1,4 @@
-"""Receipts, recall handles and info strings: round trips, the forms of broker-semantics 8.3, 8.4 and 5.3."""
+"""Receipts, recall handles and info strings: round trips (delivery#receipt, delivery#info-strings)."""
 
 from __future__ import annotations
 

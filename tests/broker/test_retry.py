@@ -1,4 +1,4 @@
-"""Send-back, dead letters and plain puts into retry topics, held against broker-semantics 6 and companion A12."""
+"""Send-back, dead letters and plain puts into retry topics, held against delivery#send-back and delivery#backoff."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.broker.support import START_MS, new_parts
 
 
 class Locks:
-    """What 6.2 asks of the queue locks."""
+    """What delivery#retry-put asks of the queue locks."""
 
     def __init__(self, *held: str) -> None:
         self.held = held
@@ -55,7 +55,7 @@ def back(parts: Parts, message: Message, **options: Any) -> Message:
 
 
 def delivered(parts: Parts, waiting: Message) -> Message:
-    """What a delay service makes of a waiting message (4.5), which is not what is tested here."""
+    """What a delay service makes of a waiting message (delivery#restore), which is not what is tested here."""
     properties = waiting.stored_properties()
     topic, queue_id = properties["REAL_TOPIC"], int(properties["REAL_QID"])
     for name in ("DELAY", "TIMER_DELAY_MS", "TIMER_DELIVER_MS"):
@@ -65,7 +65,7 @@ def delivered(parts: Parts, waiting: Message) -> Message:
 
 # -- where a copy goes -----------------------------------------------------------------------------------------------
 
-# (reconsume times of what failed, options, level it waits in; None: dead letter), 6.1 steps 7, 8 and 6.3
+# (reconsume times of what failed, options, level it waits in; None: dead letter): delivery#send-back
 WAYS: list[tuple[int, dict[str, Any], int | None]] = [
     (0, {}, 3),
     (1, {}, 4),
@@ -110,7 +110,7 @@ def test_with_the_standard_table_retries_are_levels_from_3_on(parts: Parts, time
     assert back(parts, put(parts, reconsume=times)).stored_properties()["DELAY"] == str(min(3 + times, 18))
 
 
-# (table in force, reconsume times of what failed, level it waits in; None: the timer), companion A12: 10 s, 30 s, ...
+# (table in force, reconsume times of what failed, level it waits in; None: the timer): delivery#backoff
 TABLES: list[tuple[str, int, int | None]] = [
     ("1h 5h", 0, None),
     ("1h 5h", 13, None),
@@ -381,7 +381,7 @@ def test_a_message_that_another_writer_stored_with_a_separator_in_a_value_is_dea
 
 
 def test_retry_queues_of_none_dead_letter_at_once(tmp_path: Path) -> None:
-    """RocketMQ answers SUCCESS and writes nothing: the message is lost (X21)."""
+    """RocketMQ answers SUCCESS and writes nothing: the message is lost (delivery#x21)."""
     new_parts(tmp_path / "store").store.close()
     (tmp_path / "store" / "config").mkdir(exist_ok=True)
     (tmp_path / "store" / "config" / "subscriptionGroup.json").write_text(
@@ -401,7 +401,7 @@ def test_what_went_where_is_counted(parts: Parts) -> None:
     assert counted == {"SNDBCK_PUT_NUMS": 2, "SNDBCK2DLQ_TIMES": 1, "DLQ_PUT_NUMS": 2}
 
 
-# -- plain puts into a retry topic (6.2) -----------------------------------------------------------------------------
+# -- plain puts into a retry topic (delivery#retry-put) ----------------------------------------------------------------
 
 # (reconsume times, limit given, group holds a queue, ends as a dead letter)
 PLAIN: list[tuple[int, int | None, bool, bool]] = [

@@ -1,6 +1,6 @@
-"""The whole life of a message that nobody can consume: 17 attempts, 34 records, one dead letter (broker-semantics 6.1).
+"""The whole life of a message that nobody can consume: 17 attempts, 34 records, one dead letter (delivery#send-back).
 
-Held against companion A12's table of delays, typed in again, with the real delay service and a clock moved by hand.
+Held against delivery#backoff's table of delays, typed in again, with the real delay service and a clock moved by hand.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_seventeen_attempts_at_the_times_of_the_table_then_one_dead_letter(life:
             life.wait(1)
     elapsed_s = [sum(DELAYS_S[:i]) for i in range(ATTEMPTS)]
     assert seen == [(i + 1, elapsed_s[i]) for i in range(ATTEMPTS)]
-    assert elapsed_s[-1] == ((4 * 60) + 45) * 60 + 40, "4:45:40, as companion A12 adds them up"
+    assert elapsed_s[-1] == ((4 * 60) + 45) * 60 + 40, "4:45:40"
     life.wait(3 * 7_200_000)
     assert life.arrived() == []
     [letter] = DeadLetters(parts, "g")

@@ -1,4 +1,4 @@
-"""The one way in: which queue a put goes to, and what delay makes of it (broker-semantics 1.2, 4.2, 5.2, 12)."""
+"""The one way in: which queue a put goes to, and what delay makes of it (delivery#auto-create)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_without_a_queue_id_the_queues_of_a_topic_take_turns(parts: Parts) -> No
     assert ids[4:] == ids[:4]
 
 
-# broker-semantics 12: jump hash of the group's Java hash, measured against Guava, for n = 4.
+# delivery#queue-choice: jump hash of the group's Java hash, measured against Guava, for n = 4.
 @pytest.mark.parametrize(
     ("group", "queue_id"), [("a", 0), ("order-1", 3), ("order-2", 2), ("order-42", 3), ("用户-7", 1)]
 )
@@ -51,13 +51,6 @@ def test_a_level_diverts_to_its_queue_and_is_clamped(parts: Parts, asked: int, s
     [message] = parts.store.read(SCHEDULE_TOPIC, queue_id)
     properties = message.stored_properties()
     assert (properties["DELAY"], properties["REAL_TOPIC"], properties["REAL_QID"]) == (stored, "orders", "2")
-
-
-def test_level_0_is_no_delay(parts: Parts) -> None:
-    receipt = parts.road.put("orders", b"x", delay_level=0)
-
-    assert receipt.topic == "orders"
-    assert receipt.recall_handle is None
 
 
 def test_a_level_wins_over_a_timer(parts: Parts) -> None:
@@ -103,7 +96,9 @@ def test_a_moment_is_given_in_any_of_four_ways(parts: Parts, options: Any) -> No
     assert receipt.recall_handle is not None
 
 
-@pytest.mark.parametrize("options", [{"delay": 0}, {"delay": 0.0}, {"deliver_at": 0}, {"deliver_at": START_MS / 1000}])
+@pytest.mark.parametrize(
+    "options", [{"delay_level": 0}, {"delay": 0}, {"delay": 0.0}, {"deliver_at": 0}, {"deliver_at": START_MS / 1000}]
+)
 def test_a_moment_that_has_come_is_no_delay(parts: Parts, options: Any) -> None:
     assert parts.road.put("orders", b"x", **options).topic == "orders"
 
@@ -115,13 +110,16 @@ def test_a_moment_that_has_come_is_no_delay(parts: Parts, options: Any) -> None:
         ({"delay": float("nan")}, "delay"),
         ({"delay": float("inf")}, "delay"),
         ({"delay": "soon"}, "delay"),
+        ({"delay": True}, "delay"),
         ({"delay": timedelta(days=366, milliseconds=1)}, "delay"),
         ({"deliver_at": float("nan")}, "deliver_at"),
         ({"deliver_at": "tomorrow"}, "deliver_at"),
+        ({"deliver_at": True}, "deliver_at"),
         ({"deliver_at": datetime(2024, 1, 1)}, "when"),
         ({"deliver_at": START_MS / 1000 + 367 * 86400}, "properties"),
         ({"delay_level": -1}, "delay_level"),
         ({"delay_level": 1.5}, "delay_level"),
+        ({"delay_level": True}, "delay_level"),
         ({"delay": 1, "delay_level": 1}, "delay_level"),
         ({"message_group": "g", "delay": 1}, "delay"),
         ({"message_group": ""}, "message_group"),
@@ -130,6 +128,8 @@ def test_a_moment_that_has_come_is_no_delay(parts: Parts, options: Any) -> None:
         ({"message_group": True}, "message_group"),
         ({"message_group": " "}, "message_group"),
         ({"message_group": "g" * 64}, "message_group"),
+        ({"message_group": " ", "queue_id": 0}, "message_group"),
+        ({"message_group": 7.5, "queue_id": 0}, "message_group"),
         ({"queue_id": 4}, "queue_id"),
         ({"queue_id": -1}, "queue_id"),
         ({"queue_id": True}, "queue_id"),

@@ -1,8 +1,8 @@
-"""Messages that wait long do not hold the log (broker-semantics 2.6): they are put again at its end, and still come on
+"""Messages that wait long do not hold the log: they are put again at its end, and still come on
 their day, once, as if nothing had been.
 
 Moments are computed here from what was asked for. What is kept of the log is told from its bounds; what a message looks
-like, from the sections on delivery (4.5, 5.3).
+like, from the sections on delivery (delivery#restore, delivery#recall).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from mqstore.broker import retention
 from mqstore.broker.admin import inspect
-from mqstore.broker.broker import Broker
 from mqstore.broker.delay.route import level_properties
 from mqstore.broker.delay.timerfiles import Slot, TimerWheel
 from mqstore.broker.names import SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, dlq_topic
@@ -30,7 +29,6 @@ from mqstore.broker.parts import open_parts
 from mqstore.broker.pop.receipts import recall_handle
 from mqstore.broker.retention import worth_rolling
 from mqstore.broker.transactions import Transactions
-from mqstore.clock import SimulatedClock
 from mqstore.errors import InvalidMessageError, StoreFullError
 from mqstore.files.filesystem import FileSystem
 from mqstore.layout.properties import decode_properties
@@ -38,9 +36,10 @@ from mqstore.log import manifest
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 from mqstore.options import Retention, StoreConfig
+from tests.broker import support
 from tests.broker.support import START_MS
 from tests.faults import FaultyFileSystem
-from tests.log.support import Unsynced, flip, open_store
+from tests.log.support import Unsynced, flip
 
 S, HOUR, DAY = 1_000, 3_600_000, 86_400_000
 SEGMENT = 1 << 14
@@ -51,51 +50,22 @@ LARGE = bytes(12_000)
 KEPT = 4 * SEGMENT
 
 
-class Bench:
-    """A broker without threads under a policy by size, a clock moved by hand, and a topic that others keep busy."""
+class Bench(support.Bench):
+    """A broker without threads under a policy by size, and a topic that others keep busy."""
 
     def __init__(self, path: Path, fs: FileSystem | None = None, **config: Any) -> None:
-        self.path = path
-        self.clock = SimulatedClock(START_MS)
         policy = Retention(age=None, max_bytes=KEPT, unconsumed=config.pop("unconsumed", "keep"))
-        self.config = {"consumequeue_units": 64, "retention": policy, "delay_levels": "1s 10s 30d", **config}
-        self.open(fs)
-
-    def open(self, fs: FileSystem | None = None, **config: Any) -> None:
-        sizes = {} if self.path.exists() else {"segment_bytes": SEGMENT}
-        options = {**sizes, **self.config, **config}
-        self.broker = Broker(open_store(self.path, clock=self.clock, fs=fs or Unsynced(), **options))
-
-    def again(self, **config: Any) -> None:
-        self.broker.close()
-        self.open(**config)
-
-    def killed(self) -> None:
-        """What the system does for a dead process; another goes on."""
-        self.broker.store._closed = True
-        self.broker.store._release()
-        self.open()
+        sizes = {"segment_bytes": SEGMENT, "consumequeue_units": 64}
+        super().__init__(path, retention=policy, fs=fs, **{"delay_levels": "1s 10s 30d", **sizes, **config})
 
     @property
     def store(self) -> MessageStore:
         return self.broker.store
 
-    def settle(self) -> None:
-        for _ in range(1000):
-            due_ms = self.broker.run_once()
-            if due_ms is None or due_ms > self.clock.now_ms():
-                return
-        raise AssertionError(f"something is due again and again: {self.broker.stats().errors}")
-
-    def pass_ms(self, duration_ms: int) -> None:
-        """Let time pass at one go: whatever came due meanwhile is dealt with now."""
-        self.clock.advance(duration_ms)
-        self.settle()
-
     def house(self) -> None:
         """As long as rolling, its checkpoint and the deletion take."""
         for _ in range(4):
-            self.pass_ms(10 * S)
+            self.jump(10 * S)
 
     def busy(self, segments: int = 8) -> None:
         """Others put, and consume."""
@@ -146,7 +116,7 @@ def at_the_front(bench: Bench, *waits_ms: int) -> list[str]:
         assert receipt.recall_handle is not None
         handles.append(receipt.recall_handle)
     bench.settle()
-    bench.pass_ms(2 * S)
+    bench.jump(2 * S)
     bench.busy()
     return handles
 
@@ -167,12 +137,12 @@ def test_a_message_that_waits_300_days_neither_holds_the_log_nor_is_late_nor_com
         assert bench.kept <= KEPT + 2 * SEGMENT, f"day {day}"
         if restarts and day % 7 == 0:
             bench.again()
-        bench.pass_ms(START_MS + (day + 2) * DAY - bench.clock.now_ms())
+        bench.jump(START_MS + (day + 2) * DAY - bench.clock.now_ms())
     assert bench.counted("TIMER_ROLLED") >= (1 if restarts else 140), "else this was no test of rolling"
-    bench.pass_ms(2 * DAY - 1)
+    bench.jump(2 * DAY - 1)
     assert bench.arrived() == []
-    bench.pass_ms(S)
-    bench.pass_ms(10 * DAY)
+    bench.jump(S)
+    bench.jump(10 * DAY)
     assert [body for body, _ in bench.arrived()] == ["far"]
     assert 300 * DAY <= bench.arrived()[0][1] < 300 * DAY + S
     assert bench.counted("TIMER_UNREADABLE") == 0
@@ -196,11 +166,11 @@ def test_a_level_of_30_days_does_not_hold_the_log_either(tmp_path: Path, unconsu
             assert bench.broker.topics.get(TIMER_TOPIC) is not None
         if restarts:
             bench.again()
-        bench.pass_ms(START_MS + (day + 1) * DAY - bench.clock.now_ms())
-    bench.pass_ms(DAY - 1)
+        bench.jump(START_MS + (day + 1) * DAY - bench.clock.now_ms())
+    bench.jump(DAY - 1)
     assert bench.arrived() == []
-    bench.pass_ms(S)
-    bench.pass_ms(40 * DAY)
+    bench.jump(S)
+    bench.jump(40 * DAY)
     assert [body for body, _ in bench.arrived()] == ["far"]
     assert 30 * DAY <= bench.arrived()[0][1] < 30 * DAY + S
     bench.broker.close()
@@ -217,7 +187,7 @@ def test_what_a_level_held_comes_as_if_the_level_had_delivered_it(bench: Bench) 
     assert bench.counted("delay_rolled") == 2
     assert bench.store.min_offset > second.physical_offset > first.physical_offset
     for _ in range(31):
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     with_key, without = bench.messages("orders", 2)
     # 4.5: DELAY is gone, WAIT is false, REAL_TOPIC and REAL_QID stay. A copy without a key names the record that the
     # producer was told of.
@@ -233,17 +203,17 @@ def test_what_a_level_held_comes_as_if_the_level_had_delivered_it(bench: Bench) 
 def test_a_level_keeps_its_order_where_a_part_of_it_is_rolled(bench: Bench) -> None:
     for number in range(3):
         bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
-        bench.pass_ms(S)
+        bench.jump(S)
     bench.busy()
     for number in range(3, 6):
         bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
-        bench.pass_ms(S)
+        bench.jump(S)
     bench.house()
     assert bench.counted("delay_rolled") == 3
     assert bench.broker.stats().delay_levels == {3: (3, 6)}
-    bench.pass_ms(START_MS + 30 * DAY - bench.clock.now_ms())
+    bench.jump(START_MS + 30 * DAY - bench.clock.now_ms())
     for _ in range(50):
-        bench.pass_ms(S)
+        bench.jump(S)
     assert [body for body, _ in bench.arrived()] == [*"012345"]
     for number, (_, at_ms) in zip((0, 1, 2, 3, 4, 5), bench.arrived(), strict=True):
         assert at_ms >= 30 * DAY + number * S
@@ -285,10 +255,10 @@ def test_of_two_due_in_the_same_second_the_older_alone_is_rolled_and_both_come_o
     bench.settle()
     bench.house()
     assert bench.counted("TIMER_ROLLED") == 2
-    bench.pass_ms(START_MS + HOUR - bench.clock.now_ms() + S)
+    bench.jump(START_MS + HOUR - bench.clock.now_ms() + S)
     assert sorted(body for body, _ in bench.arrived()) == ["0", "same"]
     bench.again()
-    bench.pass_ms(HOUR)
+    bench.jump(HOUR)
     assert sorted(body for body, _ in bench.arrived()) == ["0", "1", "same", "same too"]
 
 
@@ -298,7 +268,7 @@ def test_so_it_is_before_the_first_records_are_deleted(bench: Bench, reopened: b
     bench.broker.put("orders", b"same", queue_id=0, deliver_at=(START_MS + HOUR) / 1000)
     bench.settle()
     assert bench.broker._timer.roll(SEGMENT, 1, bench.clock.now_ms()) == 1
-    bench.pass_ms(S)
+    bench.jump(S)
     if reopened:
         bench.again()
     assert bench.broker.stats().timer_waiting == 3
@@ -321,7 +291,7 @@ def test_a_level_message_in_the_timer_is_nobodys_to_recall(bench: Bench) -> None
     assert receipt.recall_handle == handle
     assert bench.broker.recall(handle) is True
     for _ in range(31):
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     assert [body for body, _ in bench.arrived()] == ["level"]
 
 
@@ -334,10 +304,10 @@ def test_a_timer_that_has_rolled_all_it_had_is_not_taken_for_a_damaged_one(
         assert timer.roll(SEGMENT, 100, now_ms) == 3
         assert timer.roll(SEGMENT, 100, now_ms) == 0
         assert timer.waiting() == 3
-        bench.pass_ms(S)
+        bench.jump(S)
         bench.again()
         for _ in range(40):
-            bench.pass_ms(DAY)
+            bench.jump(DAY)
     assert sorted(body for body, _ in bench.arrived()) == ["0", "1", "2"]
     assert caplog.records == []
 
@@ -360,7 +330,7 @@ def test_the_timers_own_log_is_let_go_too(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(30):
         for _ in range(10):
             bench.broker.put("other", b"soon", queue_id=0, delay=5)
-        bench.pass_ms(10 * S)
+        bench.jump(10 * S)
         bench.broker.commit("reader", "other", 0, bench.broker.max_offset("other", 0))
         bench.busy()
         bench.house()
@@ -416,8 +386,8 @@ def test_nor_is_what_a_level_has_to_deliver(bench: Bench) -> None:
     assert delay.roll(SEGMENT, 100, bench.clock.now_ms()) == 0
     bench.settle()
     assert delay.roll(SEGMENT, 100, bench.clock.now_ms()) == 1
-    bench.pass_ms(10 * S)
-    bench.pass_ms(S)
+    bench.jump(10 * S)
+    bench.jump(S)
     assert [body for body, _ in bench.arrived()] == ["due", "not due"]
 
 
@@ -505,7 +475,7 @@ def test_a_handle_from_before_recalls_what_was_rolled(bench: Bench, times: int) 
     for _ in range(21):
         bench.busy()
         bench.house()
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     assert [body for body, _ in bench.arrived()] == ["1"]
     assert bench.broker.recall(gone) is False
     assert bench.broker.recall(stays) is False
@@ -521,7 +491,7 @@ def test_a_recall_holds_when_message_and_cancellation_are_rolled(bench: Bench) -
         assert bench.kept <= KEPT + 2 * SEGMENT or day == 20, "what has come by then is not consumed"
         assert bench.broker.recall(gone) is (day < 20)
         bench.again()
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     assert [body for body, _ in bench.arrived()] == ["1"]
 
 
@@ -529,9 +499,9 @@ def test_a_recall_between_rolling_and_its_checkpoint_holds_over_a_crash(bench: B
     gone, _ = at_the_front(bench, 20 * DAY, 20 * DAY)
     assert bench.broker._timer.roll(SEGMENT, 100, bench.clock.now_ms()) == 2
     assert bench.broker.recall(gone) is True
-    bench.killed()
+    bench.kill()
     for _ in range(21):
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     assert {body for body, _ in bench.arrived()} == {"1"}
 
 
@@ -543,15 +513,15 @@ def test_a_recall_between_rolling_and_its_checkpoint_holds_over_a_crash(bench: B
 def test_a_pass_that_was_cut_short_goes_on_where_it_was(bench: Bench, rolled: int, killed: bool) -> None:
     at_the_front(bench, *[20 * DAY] * 5)
     assert bench.broker._timer.roll(SEGMENT, rolled, bench.clock.now_ms()) == rolled
-    bench.pass_ms(S)  # the checkpoint
+    bench.jump(S)  # the checkpoint
     if killed:
-        bench.killed()
+        bench.kill()
     else:
         bench.again()
     bench.house()
     assert bench.counted("TIMER_ROLLED") == 5 - rolled
     for _ in range(21):
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     assert sorted(body for body, _ in bench.arrived()) == [*"01234"]
 
 
@@ -561,13 +531,13 @@ def test_a_crash_before_the_checkpoint_doubles_what_was_rolled_since_and_no_more
     for number in range(4):
         bench.broker.put("orders", b"%d" % number, queue_id=0, **options)
     bench.settle()
-    bench.pass_ms(20 * S)
+    bench.jump(20 * S)
     bench.busy()
     roller = bench.broker._timer if kind == "timer" else bench.broker._delay
     assert roller.roll(SEGMENT, 2, bench.clock.now_ms()) == 2
-    bench.killed()
+    bench.kill()
     for _ in range(32):
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     assert Counter(body for body, _ in bench.arrived()) == {"0": 2, "1": 2, "2": 1, "3": 1}
     assert all(at_ms >= 30 * DAY for _, at_ms in bench.arrived())
 
@@ -582,10 +552,10 @@ def test_a_crash_loop_does_not_roll_again_and_again(bench: Bench, kind: str) -> 
     bench.clock.advance(20 * S)
     bench.busy()
     for _ in range(5):
-        bench.killed()
+        bench.kill()
         bench.settle()
     for _ in range(32):
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     assert Counter(body for body, _ in bench.arrived()) == {"0": 1, "1": 1, "2": 1, "3": 1}
 
 
@@ -630,7 +600,7 @@ def test_a_full_disk_while_rolling_loses_nothing_and_it_is_tried_again(
     assert bench.broker.stats().errors == {}
     assert bench.kept <= KEPT + 2 * SEGMENT
     for _ in range(32):
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     assert sorted(body for body, _ in bench.arrived()) == [*"012345"]
 
 
@@ -648,7 +618,7 @@ def test_a_disk_that_is_really_full_gets_room_by_rolling_once_there_is_some(tmp_
     assert bench.kept <= KEPT + 2 * SEGMENT
     fs.heal()
     for _ in range(21):
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     assert sorted(body for body, _ in bench.arrived()) == ["0", "1"]
     bench.broker.close()
 
@@ -680,7 +650,7 @@ def test_a_broken_record_is_passed_over_and_reported(
     assert bench.kept <= KEPT + 2 * SEGMENT
     assert "damaged" in caplog.text
     for _ in range(32):
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     assert sorted(body for body, _ in bench.arrived()) == ["0", "2", "3", "5"]
     if reopened:  # then the queue does not have the record either, and the timer builds its files again
         caplog.clear()
@@ -706,7 +676,7 @@ def test_a_level_message_that_cannot_be_restored_is_a_dead_letter_when_it_is_to_
     [letter] = bench.messages(dlq_topic(SCHEDULE_GROUP))
     assert (letter.text(), bench.counted("delay_rolled")) == ("bad", 2)
     for _ in range(31):
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     assert [body for body, _ in bench.arrived()] == ["good", "good too"]
 
 
@@ -726,11 +696,11 @@ def test_a_level_message_without_room_for_the_timers_marks_stays_and_comes_from_
     pin = bench.broker.stats().oldest_pin
     assert pin is not None
     assert (pin.topic, pin.rolls) == (SCHEDULE_TOPIC, False)
-    bench.pass_ms(START_MS + 30 * DAY - bench.clock.now_ms() - 1)
-    bench.pass_ms(S)
+    bench.jump(START_MS + 30 * DAY - bench.clock.now_ms() - 1)
+    bench.jump(S)
     assert sorted(body for body, _ in bench.arrived()) == [*"abc"]
     bench.broker.commit("shop", "orders", 0, 3)
-    bench.pass_ms(DAY)
+    bench.jump(DAY)
     bench.house()
     assert bench.store.min_offset > 0
     bench.broker.close()
@@ -805,7 +775,7 @@ def test_the_size_of_a_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.
     bench.house()
     assert (bench.counted("TIMER_ROLLED"), bench.counted("delay_rolled")) == (7, 5)
     for _ in range(32):
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     assert [body for body, _ in bench.arrived()] == [str(n) for n in range(12)]
     bench.broker.close()
 
@@ -813,17 +783,17 @@ def test_the_size_of_a_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.
 def test_a_clock_set_back_finds_what_was_rolled_where_it_is(bench: Bench) -> None:
     handles = at_the_front(bench, HOUR, 3 * DAY)
     assert bench.broker._timer.roll(SEGMENT, 1, bench.clock.now_ms()) == 1
-    bench.pass_ms(S)
+    bench.jump(S)
     bench.clock.set_wall(START_MS - HOUR)
     bench.settle()
     bench.again()
-    bench.pass_ms(2 * HOUR - 1)
+    bench.jump(2 * HOUR - 1)
     assert bench.arrived() == []
-    bench.pass_ms(S)
+    bench.jump(S)
     assert [body for body, _ in bench.arrived()] == ["0"]
     assert bench.broker.recall(handles[1]) is True
     for _ in range(5):
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     assert [body for body, _ in bench.arrived()] == ["0"]
 
 
@@ -864,13 +834,13 @@ def test_whatever_happens_each_message_comes_on_its_day_and_once(tmp_path: Path,
         elif choice < 0.95:
             bench.house()
         else:
-            bench.pass_ms(rng.choice((S, HOUR, DAY, 4 * DAY)))
+            bench.jump(rng.choice((S, HOUR, DAY, 4 * DAY)))
         bench.broker.commit("shop", "orders", 0, (bench.store.offsets_or_none("orders", 0) or (0, 0))[1])
     assert bench.counted("TIMER_ROLLED") + bench.counted("delay_rolled") > 0 or seed
     arrived: Counter[str] = Counter()
     seen = 0
     for _ in range(50):
-        bench.pass_ms(DAY)
+        bench.jump(DAY)
     bounds = bench.store.offsets("orders", 0)
     seen = bounds[0]
     for body, at_ms in bench.arrived():

@@ -1,4 +1,4 @@
-"""Queue selection: the hash vectors of broker-semantics 12 and client-semantics A15, models, and the round robin."""
+"""Queue selection: the hash vectors of delivery#queue-choice and clients#invariants, models, and the round robin."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GUAVA = [
     ("0123456789abcdef", 285443752, (1, 1, 1), -1016181572602893123, (1, 5, 13)),
 ]
 
-# Client-semantics A15, run through Java and Guava: key, javaHash, jump for 1, 2, 3, 4, 8, 16, the 4.x selector for 8.
+# Run through Java and Guava: key, javaHash, jump for 1, 2, 3, 4, 8, 16, the 4.x selector for 8.
 JAVA = [
     ("order-0", -1207111311, (0, 0, 0, 0, 0, 11), 7),
     ("order-1", -1207111310, (0, 0, 0, 3, 3, 3), 6),

@@ -1,4 +1,4 @@
-"""SQL92 filters against the vectors of broker-semantics 10.2, against answers of RocketMQ's own class, and against a
+"""SQL92 filters against the vectors of delivery#sql92, against answers of RocketMQ's own class, and against a
 second evaluator that shares no code or idea with the first: it works on tagged values and looks types up as it goes.
 
 Results: T, F and N (NULL) are values, E is an evaluation error, P a parse error.
@@ -41,7 +41,7 @@ def answer(expression: str, properties: Mapping[str, str]) -> str:
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
-# The vectors of the specification: answers of RocketMQ.
+# Answers of RocketMQ.
 VECTORS = [
     ("a = 3", {"a": "3"}, "T"),
     ("a = 3", {"a": "3.0"}, "E"),

@@ -1,10 +1,9 @@
-"""Statistics: counters, the windows of broker-semantics 13 against a model, losses, and what Prometheus is sent."""
+"""Statistics: counters, the windows of delivery#statistics against a model, losses, and what Prometheus is sent."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import threading
 from typing import Any
 
@@ -29,6 +28,7 @@ from mqstore.broker.admin.statistics import (
     Total,
 )
 from mqstore.clock import SimulatedClock
+from tests.broker.scraping import scraped
 
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 
@@ -230,38 +230,6 @@ def test_the_minute_is_that_of_a_model_that_keeps_whole_samples(steps: list[tupl
 
 
 # --- Prometheus ----------------------------------------------------------------------------------------------------
-
-SAMPLE = re.compile(r'([a-zA-Z_:][\w:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\[\\n"])*",?)*)\})? (\S+)')
-LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
-UNESCAPE = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
-
-
-def scraped(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """What a strict reader of the format finds: every line has its form, every series is announced once and whole."""
-    found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-    announced: set[str] = set()
-    current = ""
-    for line in text.split("\n")[:-1]:
-        if line.startswith("# HELP "):
-            current = line.split(" ")[2]
-            assert current not in announced
-            announced.add(current)
-        elif line.startswith("# TYPE "):
-            assert line.split(" ")[2] == current
-            assert line.split(" ")[3] in ("counter", "gauge", "summary")
-        else:
-            match = SAMPLE.fullmatch(line)
-            assert match is not None, line
-            assert match[1] in (current, f"{current}_sum", f"{current}_count")
-            labels = frozenset(
-                (name, re.sub(r"\\.", lambda escape: UNESCAPE[escape[0]], value))
-                for name, value in LABEL.findall(match[2] or "")
-            )
-            assert (match[1], labels) not in found
-            found[match[1], labels] = float(match[3])
-            assert math.isfinite(found[match[1], labels])
-    assert text == "" or text.endswith("\n")
-    return found
 
 
 def test_the_text_is_the_documented_form(statistics: Statistics) -> None:

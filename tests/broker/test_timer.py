@@ -1,4 +1,4 @@
-"""Arbitrary delay (broker-semantics 5): the rules of a put, and the mechanism over small stores with time by hand.
+"""Arbitrary delay (delivery#timer): the rules of a put, and the mechanism over small stores with time by hand.
 
 Expected times are computed here from the moments asked for: a message due at D is visible in [D, D + 1000).
 """
@@ -33,7 +33,7 @@ from mqstore.log import manifest
 from mqstore.log.message import Message
 from tests.broker.support import START_MS, advance, new_parts, settle
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.support import Unsynced
+from tests.log.support import Unsynced, kill
 
 S, MIN, HOUR, DAY = 1_000, 60_000, 3_600_000, 86_400_000
 NOW = START_MS
@@ -231,8 +231,7 @@ class Timers:
 
     def kill(self) -> None:
         """What the system does for a dead process."""
-        self.parts.store._closed = True
-        self.parts.store._release()
+        kill(self.parts.store)
 
     def reopen(self, fs: FileSystem | None = None) -> None:
         self.close()

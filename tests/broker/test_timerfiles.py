@@ -1,4 +1,4 @@
-"""The timer's files: bytes against the tables of broker-semantics 5.1, and what survives damage and full disks."""
+"""The timer's files: bytes against the tables (delivery#timer-files), and what survives damage and full disks."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_a_failed_sync_is_final(tmp_path: Path) -> None:
 def test_a_sync_that_finds_no_descriptor_free_is_made_by_the_next_write(
     tmp_path: Path, operation: str, number: int
 ) -> None:
-    """Nothing was synced, so nothing was dropped; the timer did nothing more until the store was opened again (P8)."""
+    """Nothing was synced, so nothing was dropped; the timer did nothing more until the store was opened again."""
     fs = FaultyFileSystem()
     log = new_log(tmp_path, fs)
     positions = [log.append(unit) for unit in units(4)]

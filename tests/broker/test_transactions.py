@@ -1,4 +1,4 @@
-"""Half messages: begun, committed, rolled back, asked about. broker-semantics 11, companion A1.14, grpc-server 8."""
+"""Half messages: begun, committed, rolled back, asked about. delivery#transactions."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from mqstore.errors import (
 )
 from mqstore.log.message import Message
 from tests.broker.support import START_MS, advance, clock_of, new_parts, settle
+from tests.log.support import kill
 
 GROUP = "payments"
 
@@ -68,8 +69,7 @@ class Bench:
         if save:
             self.parts.offsets.save()
         self.options["clock"] = clock_of(self.parts)
-        self.parts.store._closed = True
-        self.parts.store._release()
+        kill(self.parts.store)
         self._open()
 
     def close(self) -> None:
@@ -288,7 +288,7 @@ def test_a_commit_that_is_stored_but_perhaps_not_on_disk_is_a_commit(
 
 
 def test_a_half_that_is_perhaps_not_on_disk_is_rolled_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A1.14: any status but SEND_OK is a rollback, and the local transaction does not run."""
+    """clients#transaction: any status but SEND_OK is a rollback, and the local transaction does not run."""
     append = bench.parts.store.append
 
     def slow(*args: Any, **options: Any) -> None:

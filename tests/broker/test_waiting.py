@@ -1,5 +1,5 @@
 # ruff: noqa: A002  (`filter`, as in the contract)
-"""Who is woken, when, and who is not (broker-semantics 3.5, 8.8).
+"""Who is woken, when, and who is not (delivery#waiting).
 
 Most tests own the clock and the dispatcher: `Hall.put` makes a message visible, `Hall.turn` is the housekeeper's turn.
 Those with threads use none of either: whoever misses a wake-up there hangs, and the join finds it.
@@ -489,27 +489,19 @@ def test_one_that_only_hands_over_is_called_by_who_dispatches(hall: Hall) -> Non
     assert told[3:] == [(False, False)]
 
 
-def test_one_that_hands_over_and_raises_harms_nobody(hall: Hall, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(worth: bool) -> None:
-        raise ValueError("mine")
-
-    hall.waiters.add_waiter("t", 0, 0, None, fail, at_once=True)
-    hall.park("another", offset=0)
-    hall.put()
-    hall.turn()
-    assert hall.told == [("another", True)]
-    assert "a waiter's callback failed" in caplog.text
-
-
-def test_a_raising_callback_is_logged_and_harms_nobody(hall: Hall, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_raising_callback_is_logged_and_harms_nobody(
+    hall: Hall, caplog: pytest.LogCaptureFixture, at_once: bool
+) -> None:
     def fail(worth: bool) -> None:
         raise RuntimeError("event loop is closed")
 
-    hall.waiters.add_waiter("t", 0, 0, None, fail)
+    hall.waiters.add_waiter("t", 0, 0, None, fail, at_once=at_once)
     hall.park("w", offset=0)
-    hall.put()
     with caplog.at_level(logging.ERROR, "mqstore"):
+        hall.put()
         assert hall.woken() == ["w"]
+    assert "a waiter's callback failed" in caplog.text
     assert "event loop is closed" in caplog.text
     assert hall.is_empty()
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import mqstore
 import mqstore.aio
 from mqstore import SendReceipt
-from tests.campaigns import test_interrupts as calls
+from tests.campaigns import calls
 
 SLOW = {"snapshot", "verify", "push consumer", "push consumer, pop", "push consumer, ordered"}
 DEADLINE_S = 170

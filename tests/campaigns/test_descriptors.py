@@ -1,4 +1,4 @@
-"""Few descriptors: a store of 300 segments and 100 queues works with what the process has left (P8).
+"""Few descriptors: a store of 300 segments and 100 queues works with what the process has left (reliability#p8).
 
 Every door of a store, for writing, for reading, and each command that reads, is gone through under every limit from 32
 upward, and under one of 1,024 of which the program itself holds 900. With `NEEDED` descriptors free all of it works;

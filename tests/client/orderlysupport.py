@@ -10,6 +10,7 @@ from typing import Any
 
 import mqstore
 from mqstore import Broker, Message, PushConsumer, QueueRef, SimulatedClock, StoreConfig
+from tests.log.support import kill
 
 __all__ = ["Bench", "Call", "fire"]
 
@@ -67,8 +68,7 @@ class Bench:
         self.running.clear()
         self.store._consumers.clear()
         self.broker._closed = True
-        self.store.log._closed = True
-        self.store.log._release()
+        kill(self.store.log)
 
     def close(self) -> None:
         self.members.clear()

@@ -8,10 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import mqstore
 from mqstore import Broker, SimpleConsumer, SimulatedClock, StoreConfig
+from mqstore.client.poppush import PopEngine
+from tests.broker.support import advance_broker, settle_broker
+from tests.log.support import kill
 
-__all__ = ["Bench", "advance", "ended", "in_thread", "settle", "until"]
+__all__ = ["BOTH", "Bench", "Push", "ended", "in_thread", "until"]
 
 
 class Bench:
@@ -32,8 +37,7 @@ class Bench:
 
     def kill(self) -> None:
         """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
-        self.store.log._closed = True
-        self.store.log._release()
+        kill(self.store.log)
 
     def put(self, *bodies: bytes, topic: str = "t", queue_id: int | None = None, **options: Any) -> None:
         for body in bodies:
@@ -44,29 +48,11 @@ class Bench:
         return self.store.simple_consumer(group, dict.fromkeys(topics or ("t",), "*"), **options)
 
     def advance(self, duration_s: float) -> None:
-        advance(self.broker, self.clock, round(duration_s * 1000))
+        advance_broker(self.broker, self.clock, round(duration_s * 1000))
 
     def settle(self) -> int | None:
         """Run what is due; when to come again."""
-        return settle(self.broker, self.clock)
-
-
-def advance(broker: Broker, clock: SimulatedClock, duration_ms: int) -> None:
-    """Let time pass, from one due time to the next."""
-    until_ms = clock.now_ms() + duration_ms
-    while (due_ms := settle(broker, clock)) is not None and due_ms <= until_ms:
-        clock.advance(max(1, due_ms - clock.now_ms()))
-    clock.advance(max(0, until_ms - clock.now_ms()))
-    settle(broker, clock)
-
-
-def settle(broker: Broker, clock: SimulatedClock) -> int | None:
-    """Run what is due; when to come again (wall ms)."""
-    for _ in range(1000):
-        due_ms = broker.run_once()
-        if due_ms is None or due_ms > clock.now_ms():
-            return due_ms
-    raise AssertionError("something is due again and again")
+        return settle_broker(self.broker, self.clock)
 
 
 def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
@@ -97,3 +83,70 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+BOTH = pytest.mark.parametrize("ordered", [False, True], ids=["standard", "ordered"])
+
+
+class Push:
+    """A push consumer and what its handler was given."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        act: Callable[[Any], object] = lambda _: None,
+        *topics: str,
+        group: str = "g",
+        start: bool = True,
+        tags: str = "*",
+        **options: Any,
+    ) -> None:
+        self.bench = bench
+        self.act = act
+        self.seen: list[tuple[bytes, int]] = []
+        """(body, attempt) of each message handled."""
+        self.consumer = bench.store.push_consumer(group, mode="pop", **{"workers": 2, **options})
+        for topic in topics or ("t",):
+            self.consumer.subscribe(topic, self.handle, tags=tags)
+        if start:
+            self.consumer.start()
+
+    def handle(self, given: Any) -> None:
+        for message in given if isinstance(given, list | tuple) else [given]:
+            self.seen.append((message.body, message.attempt))
+        self.act(given)
+
+    @property
+    def engine(self) -> PopEngine:
+        engine = self.consumer._engine
+        assert isinstance(engine, PopEngine)
+        return engine
+
+    def bodies(self) -> list[bytes]:
+        return [body for body, _ in self.seen]
+
+    def go(self) -> None:
+        """Until nothing is left to do now."""
+        turns = self.consumer._workers._turns
+        for _ in range(10_000):
+            self.bench.settle()
+            self.consumer.run_once()
+            self.bench.settle()
+            if turns.empty():
+                return
+        raise AssertionError("it never comes to rest")
+
+    def advance(self, duration_s: float) -> None:
+        clock = self.bench.clock
+        end_ms = clock.monotonic_ms() + round(duration_s * 1000)
+        while True:
+            self.go()
+            dues = [end_ms]
+            if (timer_ms := self.consumer._workers.run_once()) is not None:
+                dues.append(timer_ms)
+            if (wall_ms := self.bench.settle()) is not None:
+                dues.append(wall_ms - clock.now_ms() + clock.monotonic_ms())
+            step_ms = min(dues) - clock.monotonic_ms()
+            if step_ms <= 0 and clock.monotonic_ms() >= end_ms:
+                return
+            clock.advance(max(step_ms, 1))

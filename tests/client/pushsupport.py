@@ -15,7 +15,7 @@ from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
-from tests.log.support import open_store
+from tests.log.support import kill, open_store
 
 __all__ = ["PushBench", "engine_of", "pulls", "unsettled"]
 
@@ -43,8 +43,7 @@ class PushBench:
     def kill(self) -> None:
         """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
         self.consumers.clear()
-        self.broker.store._closed = True
-        self.broker.store._release()
+        kill(self.broker.store)
 
     def close(self) -> None:
         for consumer in self.consumers:
@@ -114,7 +113,7 @@ def engine_of(consumer: PushConsumer) -> Assignment:
 
 
 def pulls(consumer: PushConsumer) -> dict[QueueRef, list[str]]:
-    """Of each queue that a consumer at rest has, where its pull is (A15.7). Looks inside."""
+    """Of each queue that a consumer at rest has, where its pull is (clients#invariants). Looks inside."""
     engine, workers = engine_of(consumer), consumer._workers
     assert workers._turns.empty(), "it is not at rest"
     timers: Counter[tuple[str, int]] = Counter()

@@ -8,7 +8,6 @@ import asyncio
 import gc
 import inspect
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -27,23 +26,7 @@ from mqstore import SimulatedClock, StoreConfig, aio
 from mqstore.aio.bridge import Bridge
 from mqstore.broker import deadletters
 from mqstore.client import transaction
-
-
-def run(main: Coroutine[Any, Any, Any]) -> Any:
-    async def limited() -> Any:
-        async with asyncio.timeout(60):
-            return await main
-
-    return asyncio.run(limited())
-
-
-def with_store(test: Callable[[aio.Store], Awaitable[Any]], path: Path, **options: Any) -> Any:
-    async def main() -> Any:
-        async with aio.open(path / "store", **options) as store:
-            return await test(store)
-
-    return run(main())
-
+from tests.client.aiosupport import environment, run, with_store
 
 # -- the same objects -------------------------------------------------------------------------------------------------
 
@@ -64,6 +47,10 @@ NOT_THERE = {
     (mqstore.Queue, "when_ready"),  # what a loop waits by
     (mqstore.SimpleConsumer, "when_ready"),
     (mqstore.PullConsumer, "when_ready"),
+    (mqstore.PullConsumer, "take"),  # what the asyncio classes are made of
+    (mqstore.PushConsumer, "run_on_loop"),
+    (mqstore.Store, "halt"),
+    (mqstore.Store, "close_halted"),
     (mqstore.DeadLetters, "as_new"),  # for jobs that send letters of many stores again
 }
 PLAIN = {  # called without await: iterators, what makes objects, decorators
@@ -97,6 +84,7 @@ def test_a_twin_offers_every_public_name_with_the_same_parameters(sync: type, tw
 
     ours = getattr(twin, name)
     assert (twin, name) in PLAIN or inspect.iscoroutinefunction(ours)
+    assert ours.__doc__
     assert [(p.name, p.kind, p.default) for p in inspect.signature(ours).parameters.values()] == [
         (p.name, p.kind, p.default) for p in inspect.signature(theirs).parameters.values()
     ]
@@ -126,12 +114,7 @@ def test_it_is_loaded_with_no_thread_when_it_is_first_asked_for() -> None:
         mqstore.aio.open
         assert threading.active_count() == 1
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, env=_environment())
-
-
-def _environment() -> dict[str, str]:
-
-    return {**os.environ, "PYTHONPATH": str(Path(mqstore.__file__).parent.parent)}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, env=environment())
 
 
 # -- a store ----------------------------------------------------------------------------------------------------------
@@ -162,6 +145,8 @@ def test_a_store_does_what_its_sync_twin_does(tmp_path: Path) -> None:
         assert (await store.stats()).puts >= 4
         assert store.path == tmp_path / "store"
         assert store.mode == "rw"
+        with pytest.raises(AttributeError, match="mode of <Store"):
+            store.mode = "r"  # type: ignore[assignment]
         assert not store.closed
 
     with_store(test, tmp_path)
@@ -190,6 +175,48 @@ def test_errors_are_those_of_the_sync_twin(tmp_path: Path) -> None:
     with_store(test, tmp_path)
 
 
+def test_arguments_count_as_they_were_when_the_call_began(tmp_path: Path) -> None:
+    """A caller that does not wait, or was cancelled, may use its lists and buffers for something else."""
+
+    async def test(store: aio.Store) -> None:
+        queue = (await store.put_many("t", [b"0", b"1"], queue_id=0))[0].queue
+        async with (
+            store.producer() as producer,
+            store.pull_consumer("g", auto_commit=False) as consumer,
+            store.queue("q") as jobs,
+        ):
+            await consumer.assign(queue)
+            for body in (b"dead 0", b"dead 1"):
+                await jobs.put(body)
+                await (await jobs.get()).reject()
+            go_on = threading.Event()
+            store._bridge.submit(lambda: go_on.wait(20))  # nothing below begins before it is changed
+            bodies, buffer, offsets, commits = [b"2", bytearray(b"3")], bytearray(b"6"), [0], {queue: 1}
+            letters = jobs.dead_letters.select(offsets=offsets)
+            calls = [
+                store.put_many("t", bodies, queue_id=0),
+                producer.send_many("t", (each for each in [b"4", b"5"]), queue_id=0),
+                producer.send_oneway("t", buffer, queue_id=0),
+                consumer.commit(commits),
+                jobs.dead_letters.replay(offsets, dry_run=True),
+            ]
+            tasks = [asyncio.create_task(each) for each in calls]
+            await asyncio.sleep(0)
+            bodies[1][:] = b"x"  # type: ignore[index]
+            bodies.append(b"late")
+            buffer[:] = b"x"
+            offsets.append(1)
+            commits[queue] = 2
+            go_on.set()
+            *_, replay = await asyncio.gather(*tasks)
+            assert [m.body async for m in store.iter("t", 0)] == [b"%d" % i for i in range(7)]
+            assert await store.committed("g", queue) == 1
+            assert replay.count == 1
+            assert [letter.body async for letter in letters] == [b"dead 0"]
+
+    with_store(test, tmp_path)
+
+
 def test_a_store_opened_for_reading_refuses_what_writes(tmp_path: Path) -> None:
     with mqstore.open(tmp_path / "store") as store:
         store.put("t", b"a", queue_id=0)
@@ -214,6 +241,9 @@ def test_puts_are_stored_in_the_order_of_the_calls(tmp_path: Path, size: int, du
         receipts = await asyncio.gather(*(store.put("t", body, queue_id=0, durability=durability) for body in bodies))
         assert [each.offset for each in receipts] == list(range(200))
         assert [m.body for m in await store.read("t", 0, 0, 200)] == bodies
+        many = store.put_many("t", [b"many"] * 3, queue_id=0, durability=durability)
+        stored, last = await asyncio.gather(many, store.put("t", b"last", queue_id=0, durability=durability))
+        assert [each.offset for each in (*stored, last)] == [200, 201, 202, 203]
 
     with_store(test, tmp_path)
 
@@ -935,16 +965,21 @@ def test_every_loop_may_have_a_store_and_none_another_s(tmp_path: Path) -> None:
         async with aio.open(tmp_path / "b") as store:
             queue = await store.queue("jobs")
             theirs.extend((store, queue))
-            ready.set()
             await queue.put(b"b")
-            await (await queue.get()).ack()
+            task = await queue.get()
+            theirs.append(task)
+            ready.set()
             await asyncio.get_running_loop().run_in_executor(None, done.wait)
 
     async def main() -> None:
         async with aio.open(tmp_path / "a") as store:
             await store.put("t", b"a")
             await asyncio.get_running_loop().run_in_executor(None, ready.wait)
-            for use in (theirs[0].put("t", b""), theirs[0].topics(), theirs[1].get(), theirs[0].close()):
+            their_store, their_queue, their_task = theirs
+            for use in (
+                *(their_store.put("t", b""), their_store.put_many("t", [b""]), their_store.topics(), their_queue.get()),
+                *(their_task.ack(), their_task.nack(), their_task.extend(1), their_task.reject(), their_store.close()),
+            ):
                 with pytest.raises(RuntimeError, match="another event loop"):
                     await use
 
@@ -960,7 +995,8 @@ def test_every_loop_may_have_a_store_and_none_another_s(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT to send")
 def test_ctrl_c_leaves_a_store_that_was_closed(tmp_path: Path) -> None:
     code = """
-        import asyncio, sys, mqstore
+        import asyncio, signal, sys, mqstore
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in a shell's background
         async def tick():  # asyncio.run does not hear a signal that comes just before its loop falls asleep
             while True:
                 await asyncio.sleep(0.05)
@@ -978,7 +1014,7 @@ def test_ctrl_c_leaves_a_store_that_was_closed(tmp_path: Path) -> None:
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "store")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=_environment(),
+        env=environment(),
     )
     with process:
         assert process.stdout is not None

@@ -18,8 +18,8 @@ import pytest
 
 import mqstore
 from mqstore import QueueRef, SimulatedClock, StoreConfig, aio
+from tests.client.aiosupport import environment, run, with_store
 from tests.client.popsupport import until
-from tests.client.test_aio import _environment, run, with_store
 
 AGAIN = mqstore.RetryPolicy(3, [0])
 
@@ -148,6 +148,8 @@ def test_a_transaction_is_seen_when_its_block_ends_well(tmp_path: Path) -> None:
                 assert await store.offsets("t", 0) == (0, 0)
             assert [m.body async for m in store.iter("t", 0)] == [b"paid"]
             assert len(tx.receipts) == 1
+            with pytest.raises(mqstore.TransactionStateError, match="one `with` block"):
+                await tx.__aenter__()
 
             async def fails() -> None:
                 async with producer.transaction() as tx:
@@ -162,8 +164,9 @@ def test_a_transaction_is_seen_when_its_block_ends_well(tmp_path: Path) -> None:
             await producer.send_oneway("t", b"oneway", queue_id=0)
             await producer.send_many("t", [b"a", b"b"], queue_id=0)
             assert await store.offsets("t", 0) == (0, 4)
-        with pytest.raises(mqstore.StoreClosedError):
-            await producer.send("t", b"late")
+        for late in (producer.send("t", b""), producer.send_oneway("t", b""), producer.send_many("t", [b""])):
+            with pytest.raises(mqstore.StoreClosedError, match="producer 'g' was closed"):
+                await late
 
     with_store(test, tmp_path)
 
@@ -802,7 +805,7 @@ def test_run_ends_with_a_signal_when_handlers_have_ended(tmp_path: Path, number:
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "store")],
         stdout=subprocess.PIPE,
-        env=_environment(),
+        env=environment(),
     )
     with process:
         assert process.stdout is not None

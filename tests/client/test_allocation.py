@@ -1,4 +1,4 @@
-"""Strategies: the tables of client-semantics A3.3, the formula there, and what every strategy must keep."""
+"""Strategies: the tables of clients#strategies, the formula there, and what every strategy must keep."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_circle_gives_in_turns(queue_count: int, member_count: int, expected: li
 
 
 @given(st.integers(1, 60), st.integers(1, 20))
-def test_avg_is_the_formula_of_the_specification(n: int, c: int) -> None:
+def test_avg_is_the_formula_of_clients_strategies(n: int, c: int) -> None:
     for i, share in enumerate(shares(avg, n, members(c))):
         m = n % c
         size = 1 if n <= c else n // c + (1 if m > 0 and i < m else 0)

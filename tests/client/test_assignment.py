@@ -1,9 +1,8 @@
-"""Which queues a push consumer has, and what it pulls of them (client-semantics A2.3, A3, A5, A11)."""
+"""Which queues a push consumer has, and what it pulls of them (clients#subscription)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,6 @@ from mqstore.options import Retention
 from tests.client.pushsupport import PushBench, engine_of, pulls, unsettled
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PushBench]:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
 
 
 class Seen(list[bytes]):
@@ -57,11 +49,21 @@ def place(bench: PushBench, index: int = 0) -> str:
     return where
 
 
+def stick(bench: PushBench) -> Any:
+    """From now on nothing that fails can be sent back; what ends that."""
+
+    def send_back(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no")
+
+    real, bench.broker.send_back = bench.broker.send_back, send_back  # type: ignore[method-assign,assignment]
+    return lambda: setattr(bench.broker, "send_back", real)
+
+
 # --- filters -------------------------------------------------------------------------------------------------------
 
 
 def test_tags_whose_codes_collide_are_told_apart(bench: PushBench) -> None:
-    """A2.3: "AaAa" and "BBBB" have the same code; what has no tag matches no list."""
+    """clients#subscription: "AaAa" and "BBBB" have the same code; what has no tag matches no list."""
     seen = Seen()
     bench.consumer(seen, tags="AaAa || C")
     for tag in ("AaAa", "BBBB", "C", None):
@@ -82,7 +84,7 @@ def test_everything_is_everything(bench: PushBench, tags: str) -> None:
 
 
 def test_a_stretch_of_which_nothing_is_wanted_is_committed(bench: PushBench) -> None:
-    """A5.5: NO_MATCHED_MSG with an empty cache."""
+    """clients#pull: NO_MATCHED_MSG with an empty cache."""
     consumer = bench.consumer(tags="A")
     for _ in range(3):
         bench.put(b"b", tag="B")
@@ -100,10 +102,7 @@ def test_a_stretch_that_is_passed_over_does_not_take_along_what_is_not_settled(
         def on_receive(self, messages: list[Message]) -> list[Message]:
             return [message for message in messages if message.body == b"a"]
 
-    def send_back(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no")
-
-    real, bench.broker.send_back = bench.broker.send_back, send_back  # type: ignore[method-assign,assignment]
+    free = stick(bench)
     options: dict[str, Any] = {"tags": "A"} if passed_over_by == "filter" else {"interceptors": [Drops()]}
     consumer = bench.consumer(lambda message: 1 / 0, **options)
     bench.put(b"a", tag="A")
@@ -114,7 +113,7 @@ def test_a_stretch_that_is_passed_over_does_not_take_along_what_is_not_settled(
     bench.advance(2.5)
     assert engine_of(consumer)._queues[T0].next_offset > 1
     assert bench.committed() == 0
-    bench.broker.send_back = real  # type: ignore[method-assign]
+    free()
     bench.advance(30)
     assert bench.committed() == 4
 
@@ -164,13 +163,10 @@ def test_an_interceptor_s_order_does_not_move_the_position_past_what_is_not_done
 def test_a_full_cache_is_not_added_to_until_there_is_room(
     bench: PushBench, limit: dict[str, int], stuck: int, pulled: int | None
 ) -> None:
-    """A5.2, gates 4 to 6a. A span is that of what a crash would bring again: one message that is stuck bounds it, be
+    """A span is that of what a crash would bring again: one message that is stuck bounds it, be
     all behind it done."""
 
-    def send_back(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no")
-
-    real, bench.broker.send_back = bench.broker.send_back, send_back  # type: ignore[method-assign,assignment]
+    free = stick(bench)
 
     def handler(message: Message) -> None:
         if message.attempt == 1 and message.offset < stuck:
@@ -186,32 +182,9 @@ def test_a_full_cache_is_not_added_to_until_there_is_room(
         size = bench.broker.read("t", 0, 0, 1).messages[0].size
         pulled = -(-600 // size)
     assert queue.next_offset == pulled
-    bench.broker.send_back = real  # type: ignore[method-assign]
+    free()
     bench.advance(10)
     assert bench.committed() == 40
-    assert place(bench) == "waiting"
-
-
-def fill(bench: PushBench, prefetch: int, **options: Any) -> Any:
-    """A consumer whose cache is full of what cannot be sent back."""
-
-    def send_back(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no")
-
-    consumer = bench.consumer(lambda message: 1 / 0, prefetch=prefetch, **options)
-    real, bench.broker.send_back = bench.broker.send_back, send_back  # type: ignore[method-assign,assignment]
-    bench.put(*[b"%d" % i for i in range(3 * prefetch)])
-    bench.settle()
-    return consumer, real
-
-
-def test_the_cache_holds_no_more_than_it_may(bench: PushBench) -> None:
-    consumer, real = fill(bench, 4)
-    assert unsettled(consumer) == {T0: 4}
-    assert place(bench) == "full"
-    bench.broker.send_back = real
-    bench.advance(5)
-    assert bench.committed() == 12
     assert place(bench) == "waiting"
 
 
@@ -220,21 +193,11 @@ def limits(consumer: PushConsumer) -> dict[QueueRef, int]:
     return {ref: queue.limits.messages for ref, queue in engine_of(consumer)._queues.items()}
 
 
-def stick(bench: PushBench) -> Any:
-    """From now on nothing that fails can be sent back; what ends that."""
-
-    def send_back(*args: Any, **kwargs: Any) -> None:
-        raise OSError("no")
-
-    real, bench.broker.send_back = bench.broker.send_back, send_back  # type: ignore[method-assign,assignment]
-    return lambda: setattr(bench.broker, "send_back", real)
-
-
 @pytest.mark.parametrize("ordered", [False, True], ids=["concurrent", "ordered"])
 @pytest.mark.parametrize("unit", ["messages", "bytes"])
 def test_a_total_is_divided_by_the_queues_here(tmp_path: Path, ordered: bool, unit: str) -> None:
-    """A3.4, A15.6 and 11: 16 messages of the topic, so 4, 8 and 4 again of each queue. Messages that a queue held when
-    its part shrank stay."""
+    """clients#topic-limits: 16 messages of the topic, so 4, 8 and 4 again of each queue. Messages that a queue
+    held when its part shrank stay."""
     bench = PushBench(tmp_path, queues=4)
     for queue_id in range(4):
         bench.put(*[b"%02d" % i for i in range(30)], queue_id=queue_id)
@@ -357,7 +320,7 @@ def test_an_empty_topic_is_waited_on(bench: PushBench) -> None:
 
 
 def test_what_expired_is_passed_over_and_told(bench: PushBench) -> None:
-    """A5.5: requested < min. The queue's logical start stands for retention, as an expired segment would."""
+    """clients#pull: requested < min. The queue's logical start stands for retention, as an expired segment would."""
     hook, seen = Told(), Seen()
     bench.put(b"0", b"1", b"2", b"3")
     consumer = bench.consumer(seen, interceptors=[hook], run=False)
@@ -391,7 +354,7 @@ def test_what_retention_took_from_under_a_paused_queue_is_passed_over_and_told(t
 
 
 def test_what_the_queue_does_not_have_yet_is_gone_back_from(bench: PushBench) -> None:
-    """A5.5: requested > max, as after a crash that cost the log its tail."""
+    """clients#pull: requested > max, as after a crash that cost the log its tail."""
     hook, seen = Told(), Seen()
     bench.put(b"0", b"1")
     consumer = bench.consumer(seen, interceptors=[hook], run=False)
@@ -409,8 +372,11 @@ def test_what_the_queue_does_not_have_yet_is_gone_back_from(bench: PushBench) ->
 def test_a_reset_finds_the_consumer_wherever_its_pull_is(bench: PushBench, where: str) -> None:
     hook = Told()
     if where == "full":
-        consumer, real = fill(bench, 4, interceptors=[hook])
-        bench.broker.send_back = real
+        consumer = bench.consumer(lambda message: 1 / 0, prefetch=4, interceptors=[hook])
+        free = stick(bench)
+        bench.put(*[b"m"] * 12)
+        bench.settle()
+        free()
         engine_of(consumer)._workers._heap[:] = [  # those that are tried again make room by themselves: not here
             entry for entry in engine_of(consumer)._workers._heap if "_run" not in repr(entry[2].call)
         ]
@@ -748,7 +714,7 @@ def test_a_hook_that_stops_its_consumer_in_the_middle_of_a_rebalance_leaves_no_l
 
 
 def test_another_filter_counts_at_once_for_who_waits(bench: PushBench) -> None:
-    """A11.2: a pull that waits by the filter of before would have been five seconds late."""
+    """clients#broadcasting: a pull that waits by the filter of before would have been five seconds late."""
     seen = Seen()
     consumer = bench.consumer(seen, tags="A")
     bench.settle()
@@ -779,7 +745,7 @@ def test_another_handler_and_another_topic_while_running(bench: PushBench) -> No
     bench.put(b"4", topic="u")
     bench.settle()
     assert (second, other) == ([b"1"], [b"2", b"4"])
-    assert bench.committed() == 2  # A11.3: its position stays
+    assert bench.committed() == 2  # its position stays (clients#revoke)
     assert bench.broker.locks.owner("g", T0) is None
 
 
@@ -872,7 +838,7 @@ def test_a_seek_from_a_handler_voids_what_it_is_at(bench: PushBench) -> None:
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_queue_is_begun_anew_when_its_handlers_have_ended(bench: PushBench, ordered: bool) -> None:
-    """A11.5: a message is never in two handlers of one consumer."""
+    """clients#broadcasting: a message is never in two handlers of one consumer."""
     anew = list[bool]()
 
     def handler(message: Message) -> None:

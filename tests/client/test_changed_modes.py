@@ -1,5 +1,5 @@
 """A group that changes its mode goes on with what waits for another attempt: nothing of it is stranded in the retry
-topic of the mode it had (broker-semantics 6.1, 8.2)."""
+topic of the mode it had (delivery#send-back, delivery#pop-queues)."""
 
 from __future__ import annotations
 

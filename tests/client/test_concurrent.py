@@ -1,11 +1,11 @@
-"""Messages handled in no order: what becomes of each (client-semantics A4.3, A6, A12, B.6), in simulated time and with
+"""Messages handled in no order: what becomes of each (clients#overdue), in simulated time and with
 the real broker."""
 
 from __future__ import annotations
 
 import errno
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,7 @@ from tests.faults import FaultyFileSystem
 T0 = QueueRef("t", 0)
 RETRIES = "%RETRY%g"
 LEVELS_S = [10, 30, 60, 120, 180, 240, 300, 360, 420, 480, 540, 600, 1200, 1800, 3600, 7200]
-"""A12: before delivery k + 1, from the table of the specification."""
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PushBench]:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
+"""Before delivery k + 1 (clients#backoff-vectors)."""
 
 
 class Handler:
@@ -179,7 +172,7 @@ def test_the_end_of_the_program_settles_nothing_and_stops_the_consumer(bench: Pu
 def test_what_always_fails_is_handled_so_many_times_and_then_is_one_dead_letter(
     bench: PushBench, policy: RetryPolicy, delays_s: list[int]
 ) -> None:
-    """A15.5, and the delays of A12."""
+    """clients#invariants, and the delays of delivery#backoff."""
     handler, hook = Handler(bench, then=ValueError("always")), Told()
     bench.consumer(handler, retry=policy, interceptors=[hook])
     bench.put(b"m")

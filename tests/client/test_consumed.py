@@ -1,9 +1,8 @@
-"""The hook that is told how each call of a handler ended: of which group, on which topic (client-semantics A6.4)."""
+"""The hook that is told how each call of a handler ended: of which group, on which topic (clients#handler-end)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 
 import mqstore
 from mqstore import BatchFailure, Consumed, Interceptor, Message, Reject, Retry, RetryPolicy, aio
+from tests.client.aiosupport import with_store
 from tests.client.pushsupport import PushBench
-from tests.client.test_aio import with_store
 
 MODES: list[dict[str, Any]] = [
     {},
@@ -33,13 +32,6 @@ class Notes(Interceptor):
 
     def told(self) -> list[tuple[str, str, list[bytes], str]]:
         return [(each.group, each.topic, [m.body for m in each.messages], each.outcome) for each in self.calls]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PushBench]:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
 
 
 ENDS: list[tuple[BaseException | None, str]] = [

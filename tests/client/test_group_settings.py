@@ -1,12 +1,12 @@
 """A group's settings belong to the group: what consumers take from it, what they give it, when they are refused
-(client-semantics A2.7, A2.8)."""
+(clients#group)."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,6 @@ from tests.faults import FaultyFileSystem
 
 NOON = datetime(2023, 11, 14, 12, 0, tzinfo=UTC)
 NOON_MS = 1_699_963_200_000
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PushBench]:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
 
 
 def pushed(bench: PushBench, **options: Any) -> list[bytes]:
@@ -312,15 +305,6 @@ def test_queues_of_one_name_are_no_members_and_the_last_policy_holds(
     assert bench.broker.groups.need("jobs").retry_policy == THREE
     one.put(b"a")
     assert other.get(timeout=0).value == b"a"
-
-
-def test_a_simple_consumer_that_is_refused_changes_nothing(bench: PushBench) -> None:
-    first = joined(bench, "simple")
-    before = bench.broker.groups.need("g")
-    with pytest.raises(SubscriptionConflictError):
-        mqstore.SimpleConsumer(bench.broker, "g", {"t": "other"}, retry=THREE)
-    assert bench.broker.groups.need("g") == before
-    assert bench.broker.members.members("g") == [first.client_id]
 
 
 def test_a_member_may_subscribe_anew_whatever_became_of_the_policy(bench: PushBench) -> None:

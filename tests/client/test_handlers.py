@@ -17,8 +17,8 @@ import mqstore
 from mqstore import ConfigError, Interceptor, aio
 from mqstore.client.handlers import check_handler, check_has_run
 from mqstore.client.pushconsumer import PushConsumer
+from tests.client.aiosupport import with_store
 from tests.client.pushsupport import PushBench
-from tests.client.test_aio import with_store
 
 AGAIN = mqstore.RetryPolicy(2, [0])
 ENGINES: list[dict[str, Any]] = [
@@ -99,13 +99,6 @@ GENERATORS = [
     functools.partial(called_by(Methods.generator)),
 ]
 PLAIN = [print, lambda given: None, Methods().plain, functools.partial(print, end=""), called_by(Methods.plain), list]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PushBench]:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
 
 
 # --- what is to be seen before ---------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""What the end of a handler means (client-semantics A6.4, B.6), on one thread."""
+"""What the end of a handler means (clients#handler-end), on one thread."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,13 +24,6 @@ from mqstore.client.shown import as_sent
 from mqstore.client.workers import Worker
 from mqstore.log.message import Message
 from tests.client.pushsupport import PushBench
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Any:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
 
 
 @pytest.fixture

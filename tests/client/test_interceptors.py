@@ -1,4 +1,4 @@
-"""Hooks around messages: order, failures, and what a hook cannot do (client-semantics A10.1, B.9)."""
+"""Hooks around messages: order, failures, and what a hook cannot do (clients#interceptors)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.outgoing import OutgoingMessage
 
 
 def messages(*offsets: int) -> list[Any]:
@@ -129,7 +128,7 @@ def test_whatever_a_hook_does_the_handler_is_called_once_and_its_error_passes(
     assert calls == [1]
 
 
-# --- telling and sending -------------------------------------------------------------------------------------------
+# --- telling -------------------------------------------------------------------------------------------------------
 
 
 def test_one_that_fails_does_not_keep_the_others_from_hearing(caplog: pytest.LogCaptureFixture) -> None:
@@ -147,20 +146,3 @@ def test_one_that_fails_does_not_keep_the_others_from_hearing(caplog: pytest.Log
     chain.tell(chain.on_settle, messages(1)[0], "ack", 0.1)
     assert heard == ["ack"]
     assert "Deaf.on_settle failed" in caplog.text
-
-
-def test_who_forbids_a_message_says_so_to_the_sender() -> None:
-    class Forbids(Interceptor):
-        def before_send(self, message: OutgoingMessage) -> OutgoingMessage:
-            raise PermissionError("not this one")
-
-    with pytest.raises(PermissionError, match="not this one"):
-        Interceptors([Forbids()]).sending(OutgoingMessage(b"x"))
-
-
-def test_each_before_send_gets_what_the_one_before_made() -> None:
-    class Adds(Interceptor):
-        def before_send(self, message: OutgoingMessage) -> OutgoingMessage:
-            return OutgoingMessage(bytes(message.body) + b"!")
-
-    assert Interceptors([Adds(), Adds()]).sending(OutgoingMessage(b"x")).body == b"x!!"

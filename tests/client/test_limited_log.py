@@ -1,10 +1,10 @@
-"""What an operator reads: no line a thousand times, no line without its place, none that hides another (A14.8)."""
+"""What an operator reads: no line a thousand times, no line without its place, none that hides another."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,6 @@ from tests.client.pushsupport import PushBench
 
 NUMBER = 200
 FAST: dict[str, Any] = {"retry": mqstore.RetryPolicy(1, [0])}
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PushBench]:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a group that pops loses to retention its consumers are told, each loss once (broker-semantics 3.4, P13)."""
+"""What a group that pops loses to retention its consumers are told, each loss once (delivery#read-status)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mqstore import Interceptor, QueueRef, Retention, SimulatedClock, StoreConfig, aio
-from tests.client.popsupport import Bench, advance
-from tests.client.test_pop_push import BOTH, Push
+from tests.broker.support import advance_broker
+from tests.client.popsupport import BOTH, Bench, Push
 
 Told = list[tuple[QueueRef, int, int]]
 Q = QueueRef("t", 0)
@@ -88,7 +88,7 @@ def test_a_consumer_with_coroutines_is_told(tmp_path: Path) -> None:
             async with store.simple_consumer("g", {"t": "*"}, interceptors=[witness]) as consumer:
                 await store.put_many("t", [bytes(100)] * 100)
                 for _ in range(3):
-                    await asyncio.to_thread(advance, store.sync.broker, clock, 30_000)
+                    await asyncio.to_thread(advance_broker, store.sync.broker, clock, 30_000)
                 [delivery] = await consumer.receive(wait=0)
                 return delivery.message.offset
 

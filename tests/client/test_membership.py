@@ -1,4 +1,4 @@
-"""A seat in a group: who may join, whose queues are whose, who is told of what (client-semantics A2.7, A2.8, A3)."""
+"""A seat in a group: who may join, whose queues are whose, who is told of what (clients#group, clients#rebalance)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ordered consumption: one batch of a queue after the other, whoever comes, fails or hangs (client-semantics A7)."""
+"""Ordered consumption: one batch of a queue after the other, whoever comes, fails or hangs (clients#orderly)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fails(*bodies: str, times: int = 1_000_000, error: Callable[[], Exception] =
     return handle
 
 
-# --- the task of a queue (A7.4) ------------------------------------------------------------------------------------
+# --- the task of a queue (clients#orderly) ----------------------------------------------------------------------------
 
 
 def test_a_position_is_committed_every_ten_milliseconds_and_at_the_end(bench: Bench) -> None:
@@ -211,7 +211,7 @@ def test_an_error_that_cannot_even_be_shown_is_a_failure_like_others(bench: Benc
     assert bench.letters() == ["0"]
 
 
-# --- attempts and dead letters (A7.7) ------------------------------------------------------------------------------
+# --- attempts and dead letters (delivery#order-file) ------------------------------------------------------------------
 
 
 def test_a_message_that_always_fails_has_its_attempts_and_is_a_dead_letter_once(bench: Bench) -> None:
@@ -420,7 +420,7 @@ def test_what_retention_took_while_it_was_tried_does_not_stop_its_queue(
     assert bench.committed() == 2
 
 
-# --- batches (B.6) -------------------------------------------------------------------------------------------------
+# --- batches ----------------------------------------------------------------------------------------------------------
 
 
 def fails_from(place: int, *, times: int = 1_000_000) -> Callable[[Sequence[Message]], None]:
@@ -518,7 +518,7 @@ def test_a_rejected_batch_is_rejected_whole(bench: Bench) -> None:
     assert bench.committed() == 4
 
 
-# --- members that come, go, hang and die (A7.1, A7.2) --------------------------------------------------------------
+# --- members that come, go, hang and die (clients#orderly, delivery#locks) --------------------------------------------
 
 
 def test_a_queue_is_not_given_up_under_a_running_handler(wide: Bench) -> None:
@@ -787,7 +787,7 @@ def test_retries_of_a_topic_that_nobody_wants_end_as_dead_letters_and_it_is_told
     assert "'u'" in bench.told(ConfigError)[0]
 
 
-# --- broadcasting (A11.1) ------------------------------------------------------------------------------------------
+# --- broadcasting (clients#broadcasting) ------------------------------------------------------------------------------
 
 
 def test_each_broadcasting_member_has_all_in_order_and_its_own_place(bench: Bench) -> None:

@@ -2,7 +2,7 @@
 same by other members.
 
 The model knows messages: how often each is to fail, whether it is done, and whether it must be begun now. It asserts
-client-semantics A15: nothing is lost (1), no position passes what is not done (2), calls of one queue never overlap and
+clients#invariants: nothing is lost (1), no position passes what is not done (2), calls of one queue never overlap and
 none begins before its predecessors are done (3), one live owner a queue (4), attempts are counted exactly (5).
 """
 

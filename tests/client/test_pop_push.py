@@ -19,9 +19,8 @@ from mqstore import BatchFailure, Interceptor, Message, Reject, Retry, RetryPoli
 from mqstore.broker.begun import UNREAD
 from mqstore.broker.members import Mode
 from mqstore.client import poppush
-from mqstore.client.poppush import PopEngine
 from mqstore.client.workers import cancelled
-from tests.client.popsupport import Bench, ended, in_thread, until
+from tests.client.popsupport import BOTH, Bench, Push, ended, in_thread, until
 
 
 @pytest.fixture
@@ -31,73 +30,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         bench.store.create_topic(topic, queues=2)
     yield bench
     bench.store.close()
-
-
-BOTH = pytest.mark.parametrize("ordered", [False, True], ids=["standard", "ordered"])
-
-
-class Push:
-    """A push consumer and what its handler was given."""
-
-    def __init__(
-        self,
-        bench: Bench,
-        act: Callable[[Any], object] = lambda _: None,
-        *topics: str,
-        group: str = "g",
-        start: bool = True,
-        tags: str = "*",
-        **options: Any,
-    ) -> None:
-        self.bench = bench
-        self.act = act
-        self.seen: list[tuple[bytes, int]] = []
-        """(body, attempt) of each message handled."""
-        self.consumer = bench.store.push_consumer(group, mode="pop", **{"workers": 2, **options})
-        for topic in topics or ("t",):
-            self.consumer.subscribe(topic, self.handle, tags=tags)
-        if start:
-            self.consumer.start()
-
-    def handle(self, given: Any) -> None:
-        for message in given if isinstance(given, list | tuple) else [given]:
-            self.seen.append((message.body, message.attempt))
-        self.act(given)
-
-    @property
-    def engine(self) -> PopEngine:
-        engine = self.consumer._engine
-        assert isinstance(engine, PopEngine)
-        return engine
-
-    def bodies(self) -> list[bytes]:
-        return [body for body, _ in self.seen]
-
-    def go(self) -> None:
-        """Until nothing is left to do now."""
-        turns = self.consumer._workers._turns
-        for _ in range(10_000):
-            self.bench.settle()
-            self.consumer.run_once()
-            self.bench.settle()
-            if turns.empty():
-                return
-        raise AssertionError("it never comes to rest")
-
-    def advance(self, duration_s: float) -> None:
-        clock = self.bench.clock
-        end_ms = clock.monotonic_ms() + round(duration_s * 1000)
-        while True:
-            self.go()
-            dues = [end_ms]
-            if (timer_ms := self.consumer._workers.run_once()) is not None:
-                dues.append(timer_ms)
-            if (wall_ms := self.bench.settle()) is not None:
-                dues.append(wall_ms - clock.now_ms() + clock.monotonic_ms())
-            step_ms = min(dues) - clock.monotonic_ms()
-            if step_ms <= 0 and clock.monotonic_ms() >= end_ms:
-                return
-            clock.advance(max(step_ms, 1))
 
 
 def lag(bench: Bench, group: str = "g") -> int:
@@ -516,34 +448,17 @@ def test_what_is_here_of_a_topic_unsubscribed_from_is_released(bench: Bench, ord
 
 
 @BOTH
-def test_no_more_is_held_than_prefetch_allows(bench: Bench, ordered: bool) -> None:
-    most = 0
-
-    def act(message: Message) -> None:
-        nonlocal most
-        most = max(most, len(push.engine._items))
-
-    bench.put(*[b"%d" % i for i in range(100)])
-    push = Push(bench, act, ordered=ordered, prefetch=7)
+@pytest.mark.parametrize(("bound", "most_held"), [({"prefetch": 7}, 7), ({"prefetch_bytes": 2_000}, 2 + 32)])
+def test_no_more_is_held_than_prefetch_allows(
+    bench: Bench, ordered: bool, bound: dict[str, int], most_held: int
+) -> None:
+    """Beyond `prefetch_bytes` lies what one pop brings."""
+    held: list[int] = []
+    bench.put(*[b"%03d" % i + b"." * 997 for i in range(100)])
+    push = Push(bench, lambda _: held.append(len(push.engine._items)), ordered=ordered, **bound)
     push.go()
     assert len(push.seen) == 100
-    assert 2 <= most <= 7
-
-
-@BOTH
-def test_no_more_is_held_than_prefetch_bytes_allow(bench: Bench, ordered: bool) -> None:
-    most = 0
-
-    def act(message: Message) -> None:
-        nonlocal most
-        most = max(most, len(push.engine._items))
-
-    for i in range(100):
-        bench.store.put("t", b"%03d" % i + b"." * 997)
-    push = Push(bench, act, ordered=ordered, prefetch_bytes=2_000)
-    push.go()
-    assert len(push.seen) == 100
-    assert most <= 2 + 32  # one pop beyond
+    assert 2 <= max(held) <= most_held
 
 
 @BOTH

@@ -2,7 +2,7 @@
 failures, members that come and go, pauses and kills, and from inside of handlers the same by other members.
 
 The model knows messages: how often each is to fail, how often it was begun, and what became of it. It asserts
-client-semantics A15: nothing is lost, and nothing comes twice but for a crash (1), calls of a queue or message group
+clients#invariants: nothing is lost, and nothing comes twice but for a crash (1), calls of a queue or message group
 never overlap, and none begins before its predecessors are settled (3), who always fails is handled `ATTEMPTS` times and
 is one dead letter (5), and when `stop` returns nothing is running or lent (8). What was settled is in the log by then,
 so that a kill at any moment brings none of it again: progress in a file is not what pop goes on from.
@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mqstore import Message, QueueRef, Reject, Retry, RetryPolicy
-from tests.client.popsupport import Bench
-from tests.client.test_pop_push import Push
+from tests.client.popsupport import Bench, Push
 
 QUEUES = 2
 ATTEMPTS = 3
@@ -211,7 +210,7 @@ class Standard(RuleBasedStateMachine):
 
     @invariant()
     def positions(self) -> None:
-        """A15.2. Without order what failed lies in the retry topic as well."""
+        """clients#invariants. Without order what failed lies in the retry topic as well."""
         committed = {QueueRef("t", i): self.bench.broker.committed("g", "t", i) or 0 for i in range(QUEUES)}
         for body, fate in enumerate(self.fates):
             queue, offset = fate.place

@@ -1,4 +1,4 @@
-"""What a consumer holds of a queue: positions, room, and the two ways of settling (client-semantics A4.2, A15)."""
+"""What a consumer holds of a queue: positions, room, and the two ways of settling (clients#process-queue)."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def queue_at(offset: int, **limits: Any) -> ProcessQueue:
 # --- positions -----------------------------------------------------------------------------------------------------
 
 
-def test_the_positions_of_the_specification_s_example() -> None:
-    """A4.2: put 100-109; settled one by one out of order, then the rest."""
+def test_the_positions_of_clients_process_queue() -> None:
+    """clients#process-queue: put 100-109; settled one by one out of order, then the rest."""
     queue = queue_at(100)
     queue.put(messages(*range(100, 110)), 110)
 
@@ -71,7 +71,7 @@ def test_a_filtered_end_of_a_pull_is_part_of_the_position_once_all_before_it_is_
 
 
 def test_the_size_vectors_of_rocketmq_s_test() -> None:
-    """A15.9: 102 400 messages of 123 bytes."""
+    """102 400 messages of 123 bytes."""
     queue = queue_at(0)
     queue.put(messages(*range(102_400)), 102_400)
 
@@ -84,7 +84,7 @@ def test_the_size_vectors_of_rocketmq_s_test() -> None:
 
 
 def test_take_and_finish_then_remove_count_and_size() -> None:
-    """A15.10."""
+    """What is taken and committed leaves the count (clients#process-queue)."""
     queue = queue_at(0)
     queue.put(messages(*range(100)), 100)
     taken = queue.take(10)
@@ -236,7 +236,7 @@ def test_what_comes_back_in_pieces_stays_in_order() -> None:
 def test_a_total_is_divided_into_equal_parts(
     limits: dict[str, int], queues: int, messages_max: int, size_max: int
 ) -> None:
-    """A15.11, and that the limit of a queue holds beside it."""
+    """clients#topic-limits, and that the limit of a queue holds beside it."""
     share = Limits(**limits).divided(queues)
     assert (share.messages, share.size) == (messages_max, size_max)
 

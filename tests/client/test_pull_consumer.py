@@ -1,4 +1,4 @@
-"""The consumer that is polled (client-semantics A9.2, A11, B.6): positions, commits, sharing, hanging members, waiting.
+"""The consumer that is polled (clients#pull-consumer): positions, commits, sharing, hanging members, waiting.
 
 Time is moved by hand, but for the tests of threads that wait. What a poll returns is compared with what was put; what
 is shared by several members, with a model that knows only what was put, what was returned, and who came back.

@@ -1,5 +1,4 @@
-"""The push consumer from outside: what it refuses, its life, and a few runs with real threads (client-semantics A2,
-A10, A14, A15.8, B.6)."""
+"""The push consumer from outside: what it refuses, its life, and a few runs with real threads (clients#group)."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -32,6 +31,7 @@ from mqstore.client.workers import cancelled
 from mqstore.errors import ConfigError, FilterError, GroupInUseError, StoreClosedError, SubscriptionConflictError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
+from tests.client.popsupport import until
 from tests.client.pushsupport import PushBench
 
 T0 = QueueRef("t", 0)
@@ -39,22 +39,8 @@ LONG_S = 20.0
 """For what should happen at once."""
 
 
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.002)
-
-
 def nothing(message: Message) -> None:
     """A handler."""
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[PushBench]:
-    bench = PushBench(tmp_path)
-    yield bench
-    bench.close()
 
 
 @pytest.fixture
@@ -124,27 +110,6 @@ def test_a_subscription_is_checked_when_it_is_made(bench: PushBench) -> None:
             consumer.subscribe(topic, handler, **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="subscribe"):
         consumer.start()
-
-
-def test_a_group_that_may_not_broadcast_says_so_when_the_consumer_is_made(bench: PushBench) -> None:
-    bench.broker.groups.create("g", consume_broadcast_enable=False)
-    with pytest.raises(mqstore.NotPermittedError, match="'g' may not broadcast"):
-        PushConsumer(bench.broker, "g", model="broadcasting", client_id="c")
-
-
-def test_members_must_agree(bench: PushBench) -> None:
-    bench.consumer(tags="A || B")
-    bench.consumer(tags="B||A")
-    for wrong, error in (
-        ({"tags": "A"}, SubscriptionConflictError),
-        ({"tags": "A || B", "mode": "pop"}, GroupInUseError),
-    ):
-        consumer = bench.consumer(run=False, **wrong)
-        bench.consumers.remove(consumer)
-        with pytest.raises(error):
-            consumer.start()
-        assert len(bench.broker.members.members("g")) == 2
-        consumer.stop()
 
 
 def test_one_that_ran_for_nothing_can_be_run_again(broker: Broker) -> None:

@@ -1,5 +1,5 @@
 """Push consumers under everything that may happen to them, against a model that knows only what was sent and what
-handlers were given (client-semantics A15, invariants 1, 2, 4, 5, 6, 7, 8)."""
+handlers were given (clients#invariants, invariants 1, 2, 4, 5, 6, 7, 8)."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class Push(RuleBasedStateMachine):
 
     @invariant()
     def positions(self) -> None:
-        """A15.2: nothing that was not handled lies below a committed offset; and none goes back by itself."""
+        """Nothing that was not handled lies below a committed offset; and none goes back by itself."""
         if not hasattr(self, "bench"):
             return
         broker = self.bench.broker
@@ -228,7 +228,7 @@ class Push(RuleBasedStateMachine):
 
     @invariant()
     def owners(self) -> None:
-        """A15.4."""
+        """No queue has two members (clients#invariants)."""
         if not hasattr(self, "bench"):
             return
         held: Counter[QueueRef] = Counter()
@@ -240,7 +240,7 @@ class Push(RuleBasedStateMachine):
         assert self.caches_are_bounded()
 
     def caches_are_bounded(self) -> bool:
-        """A15.6, and the part of prefetch_total. A queue may hold one message, whatever its size: no pull asks for more
+        """Also the part of prefetch_total. A queue may hold one message, whatever its size: no pull asks for more
         bytes than there is room for, so the excess is a message at most."""
         for consumer in self.living:
             engine = engine_of(consumer)
@@ -253,7 +253,7 @@ class Push(RuleBasedStateMachine):
 
     @invariant()
     def copies_once(self) -> None:
-        """Handing over makes no duplicates, and no message more attempts than it is due (A15.5)."""
+        """Handing over makes no duplicates, and no message more attempts than it is due (clients#invariants)."""
         if not self.calm:
             return
         assert all(number == 1 for number in self.copies.values()), self.copies
@@ -261,7 +261,7 @@ class Push(RuleBasedStateMachine):
 
     @invariant()
     def one_pull_each(self) -> None:
-        """A15.7, once what was asked for is done."""
+        """clients#invariants, once what was asked for is done."""
         if not hasattr(self, "bench"):
             return
         if not all(consumer._workers._turns.empty() for consumer in self.living):
@@ -273,7 +273,7 @@ class Push(RuleBasedStateMachine):
                 assert len(places) == 1, f"{ref}: {places}"
 
     def drain(self) -> None:
-        """A15.1: let everything come to an end; then each message was handled, or is a dead letter."""
+        """clients#invariants: let everything come to an end; then each message was handled, or is a dead letter."""
         while len(self.living) > 1:
             consumer = self.living[0]
             self.forget(consumer)

@@ -18,7 +18,8 @@ import pytest
 import mqstore
 from mqstore import Broker, Queue, RetryPolicy, SimulatedClock, StoreConfig
 from mqstore.signalsafe import Bell
-from tests.client.popsupport import advance, ended, in_thread
+from tests.broker.support import advance_broker
+from tests.client.popsupport import ended, in_thread
 
 
 class Bench:
@@ -36,7 +37,7 @@ class Bench:
         return Queue(self.broker, "jobs", **options)
 
     def advance(self, duration_s: float) -> None:
-        advance(self.broker, self.clock, round(duration_s * 1000))
+        advance_broker(self.broker, self.clock, round(duration_s * 1000))
 
 
 @pytest.fixture
@@ -44,13 +45,6 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path / "store")
     yield bench
     bench.broker.close()
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[Broker]:
-    """One that has its threads."""
-    with Broker(mqstore.MessageStore(tmp_path / "store")) as broker:
-        yield broker
 
 
 def taken(queue: Queue) -> list[Any]:
@@ -349,22 +343,6 @@ def test_a_loan_of_its_own_length_and_a_longer_one(bench: Bench) -> None:
     assert queue.empty()
 
 
-def test_a_failed_item_waits_as_the_policy_says_and_ends_as_a_dead_letter(bench: Bench) -> None:
-    queue = bench.queue(retry=RetryPolicy(3, [10, 20]))
-    queue.put(b"a")
-    for attempt, pause_s in ((1, 10), (2, 20)):
-        task = queue.get_nowait()
-        assert task.attempt == attempt
-        task.nack()
-        bench.advance(pause_s - 0.1)
-        assert taken(queue) == []
-        bench.advance(0.2)
-    queue.get_nowait().nack()
-    assert queue.empty()
-    [letter] = queue.dead_letters
-    assert letter.body == b"a"
-
-
 def test_with_settles(bench: Bench) -> None:
     queue = bench.queue(retry=RetryPolicy(5, [1]))
     queue.put(b"a")
@@ -374,88 +352,6 @@ def test_with_settles(bench: Bench) -> None:
     with queue.get_nowait() as task:
         assert task.attempt == 2
     assert queue.empty()
-
-
-def test_ctrl_c_is_no_failure_of_the_item(bench: Bench) -> None:
-    queue = bench.queue()
-    queue.put(b"a")
-    with pytest.raises(KeyboardInterrupt), queue.get():
-        raise KeyboardInterrupt
-    task = queue.get_nowait()
-    assert task.attempt == 1
-    task.ack()
-
-
-def test_an_exception_is_not_hidden_by_a_loan_that_is_over(bench: Bench) -> None:
-    queue = bench.queue(visibility=1)
-    queue.put(b"a")
-    task = queue.get()
-    bench.advance(2)
-    with pytest.raises(RuntimeError, match="mine"), task:
-        raise RuntimeError("mine")
-    assert taken(queue) == [b"a"]
-
-
-def test_a_clean_end_after_the_loan_was_over_is_told(bench: Bench) -> None:
-    queue = bench.queue(visibility=1)
-    queue.put(b"a")
-    with pytest.raises(mqstore.ReceiptExpiredError), queue.get():
-        bench.advance(2)
-    assert taken(queue) == [b"a"]
-
-
-def test_reject(bench: Bench) -> None:
-    queue = bench.queue()
-    queue.put(b"a")
-    task = queue.get()
-    task.reject("no such page")
-    [letter] = queue.dead_letters
-    assert (letter.body, letter.properties["dlq_reason"]) == (b"a", "no such page")
-    assert queue.empty()
-    queue.dead_letters.replay()
-    assert taken(queue) == [b"a"]
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("error", [None, RuntimeError("mine")])
-def test_what_was_settled_inside_with_is_left_so(bench: Bench, ordered: bool, error: Exception | None) -> None:
-    """In an ordered queue the receipt of what was given back stays good: the clean end of `with` acknowledged it, and
-    the item was lost."""
-    queue = bench.queue(ordered=ordered)
-    queue.put(b"a")
-    caught = None
-    try:
-        with queue.get() as task:
-            task.nack(5)
-            if error is not None:
-                raise error
-    except RuntimeError as raised:
-        caught = raised
-    assert caught is error
-    assert task.settled
-    with pytest.raises(mqstore.ReceiptExpiredError):
-        task.ack()
-    bench.advance(4.9)
-    assert taken(queue) == []
-    bench.advance(0.2)
-    with queue.get_nowait() as task:
-        assert task.attempt == 2
-        task.ack()
-    assert queue.empty()
-
-
-def test_a_worker_may_say_when_it_comes_again_or_never(bench: Bench) -> None:
-    queue = bench.queue()
-    queue.put_many([b"later", b"never"])
-    with queue.get():
-        raise mqstore.Retry(delay=7)
-    with queue.get():
-        raise mqstore.Reject("no such page")
-    bench.advance(6.9)
-    assert taken(queue) == []
-    bench.advance(0.2)
-    assert taken(queue) == [b"later"]
-    assert [letter.properties["dlq_reason"] for letter in queue.dead_letters] == ["no such page"]
 
 
 def test_a_pause_that_is_too_long_is_shortened_and_how_often_is_told_at_the_end(

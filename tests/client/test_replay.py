@@ -1,12 +1,11 @@
 """Dead letters that are sent again come to the group that gave them up, whatever kind of group it is, and to no other
-(client-semantics B.6; broker-semantics 6)."""
+(delivery#send-back)."""
 
 from __future__ import annotations
 
 import asyncio
 import queue as queues
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -16,12 +15,6 @@ import mqstore
 from mqstore import Broker, Reject, RetryPolicy, SimulatedClock, Store, StoreConfig
 
 LONG_S = 30.0
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "mq") as store:
-        yield store
 
 
 def in_topic(store: Store, topic: str) -> int:
@@ -177,46 +170,6 @@ def test_a_push_consumer_gets_its_letter_and_no_other_group_does(
 
 
 # -- others ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_group_that_reads_by_offset_gets_its_letter_with_its_retries(store: Store) -> None:
-    receipt = store.put("orders", b"poison")
-    store.broker.send_back("billing", receipt.physical_offset, delay_level=-1)
-    assert store.dead_letters("billing").replay().topics == {"orders": 1}
-    [message] = store.broker.read("%RETRY%billing", 0, 0, group="billing").messages
-    assert (bytes(message.body), message.reconsume_times) == (b"poison", 0)
-    assert in_topic(store, "orders") == 1
-
-
-def test_a_letter_that_was_sent_again_is_not_sent_again(store: Store) -> None:
-    jobs = store.queue("jobs")
-    for i in range(5):
-        jobs.put(b"%d" % i)
-        jobs.get().reject("bad")
-    letters = jobs.dead_letters
-    assert letters.replay([1]).count == 1
-    assert letters.replay(where=lambda letter: letter.body in (b"1", b"3")).count == 1
-    assert [letter.body for letter in letters] == [b"0", b"2", b"4"]
-    assert letters.replay().count == 3
-    assert letters.replay().count == 0
-    found = []
-    for task in jobs:
-        found.append(task.value)
-        task.ack()
-    assert found == [b"1", b"3", b"0", b"2", b"4"]
-
-
-def test_a_replay_holds_over_closing_and_opening(tmp_path: Path) -> None:
-    with mqstore.open(tmp_path / "mq") as store:
-        jobs = store.queue("jobs")
-        for i in range(3):
-            jobs.put(b"%d" % i)
-            jobs.get().reject("bad")
-        jobs.dead_letters.replay([1])
-    with mqstore.open(tmp_path / "mq") as store:
-        jobs = store.queue("jobs")
-        assert jobs.dead_letters.replay().count == 2
-        assert sorted(task.value for task in jobs) == [b"0", b"1", b"2"]
 
 
 def test_a_replay_with_coroutines_takes_the_same_arguments(tmp_path: Path) -> None:

@@ -164,13 +164,6 @@ def test_order_is_a_property_of_the_group(bench: Bench) -> None:
     bench.consumer(group="plain", ordered=True)
 
 
-def test_the_retry_policy_is_the_groups(bench: Bench) -> None:
-    bench.consumer(retry=RetryPolicy(3, [7])).close()
-    assert bench.broker.groups.need("g").retry_policy == RetryPolicy(3, [7])
-    bench.consumer().close()
-    assert bench.broker.groups.need("g").retry_policy == RetryPolicy(3, [7])
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -191,16 +184,6 @@ def test_options_that_cannot_be_leave_no_trace(bench: Bench, options: dict[str, 
     with pytest.raises(mqstore.MQStoreError):
         bench.store.simple_consumer("g", **options)
     assert bench.broker.groups.get("g") is None
-    assert bench.broker.members.groups() == []
-    assert bench.broker.topics.on_change == listeners
-
-
-def test_one_that_could_not_be_made_has_left_the_group(bench: Bench) -> None:
-    bench.broker.topics.create("w")
-    bench.broker.groups.create("g", consume_enable=False)
-    listeners = list(bench.broker.topics.on_change)
-    with pytest.raises(mqstore.NotPermittedError):
-        bench.consumer("w", "t")
     assert bench.broker.members.groups() == []
     assert bench.broker.topics.on_change == listeners
 

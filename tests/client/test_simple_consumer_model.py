@@ -1,7 +1,7 @@
 """State machines: random receives, verbs, clock moves, closes and kills, by way of `SimpleConsumer` alone.
 
 The model knows messages, not queues: for each body what became of it and who holds it until when. What it asserts are
-the promises of client-semantics A15 (1, 3, 5): everything is delivered, to one at a time, at most so often, in order if
+the promises of clients#invariants (1, 3, 5): everything is delivered, to one at a time, at most so often, in order if
 that was asked for; and what was done or given up does not come again.
 """
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,12 +13,6 @@ import pytest
 
 import mqstore
 from mqstore import QueueRef, SimulatedClock, Store, StoreConfig
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with mqstore.open(tmp_path / "store") as store:
-        yield store
 
 
 def test_open_and_close(tmp_path: Path) -> None:
@@ -229,6 +222,35 @@ def test_reading_beside_a_writer(tmp_path: Path) -> None:
                     call()
         assert reader.closed
         assert [m.body for m in writer.read(*receipt.queue, 0)] == [b"x"]
+
+
+def test_another_process_follows_from_the_latest_message(tmp_path: Path) -> None:
+    reader = """
+import sys, mqstore
+with mqstore.open(sys.argv[1], mode="r") as store:
+    print("ready", flush=True)
+    for message in store.iter("orders", start="latest", follow=True):
+        print(message.text())
+        break
+"""
+    with mqstore.open(tmp_path / "store") as store:
+        store.put("orders", b"old")
+        command = [sys.executable, "-c", reader, str(tmp_path / "store")]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            stop = threading.Event()
+
+            def put() -> None:
+                while not stop.wait(0.05):  # "latest" is where it is once the reader has looked
+                    store.put("orders", b"new")
+
+            thread = threading.Thread(target=put)
+            thread.start()
+            assert process.stdout.readline() == "new\n"
+            stop.set()
+            thread.join()
+            assert process.wait(20) == 0
 
 
 def test_what_another_profile_would_be_is_refused_and_the_lock_given_back(tmp_path: Path) -> None:

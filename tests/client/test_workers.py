@@ -1,4 +1,4 @@
-"""Threads for jobs and timers, and the end of a handler's call (client-semantics A6.1, A14)."""
+"""Threads for jobs and timers, and the end of a handler's call (clients#runtime)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kill -9 in the middle of handlers: an attempt is counted when a handler begins (client-semantics A6, A8).
+"""kill -9 in the middle of handlers: an attempt is counted when a handler begins (clients#attempt-counted).
 
 A child consumes for real; one message has its handler kill the process. The parent starts the next one until a child
 ends by itself, and looks what became of every message. Expected numbers are those of the retry policy.

@@ -1,4 +1,4 @@
-"""Power cuts under a whole broker whose groups read, commit, send back and bury (broker-semantics 2.5, 2.6, 6; P1-P3).
+"""Power cuts under a whole broker whose groups read, commit, send back and bury (delivery#saved-offsets).
 
 What pop, delays, timer and transactions do in a crash their own files ask. Here one group reads a topic and its retry
 topic by offset, gives messages back, has dead letters, replays and purges them; segments are dropped behind it; topics
@@ -32,8 +32,7 @@ from mqstore.log.store import MessageStore
 from mqstore.options import Retention, StoreConfig
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.crash.test_images import kill
-from tests.log.support import Unsynced
+from tests.log.support import Unsynced, kill
 
 TOPICS = ("t", "%RETRY%g")
 SIZES = {"segment_bytes": 4096, "consumequeue_units": 16, "index_slots": 8, "index_entries": 32}

@@ -1,10 +1,11 @@
 """kill -9 on a broker at work: a child puts, delays, pops, acknowledges and gives back for real, and says so over a
 pipe; the parent kills it, starts another on what is left, and adds up.
 
-    P3   what was acknowledged is never delivered again; what was not, is. One exception: a kill between the copy that
-         a redelivery makes and the note that it was made has it made once more, and each is acknowledged by itself
-    P4   no delayed message before its time, none lost
-    P5   an ordered group goes on exactly where it stopped: no skip, no overtaking
+    reliability#p3   what was acknowledged is never delivered again; what was not, is. One exception: a kill between the
+                     copy that a redelivery makes and the note that it was made has it made once more, and each is
+                     acknowledged by itself
+    reliability#p4   no delayed message before its time, none lost
+    reliability#p5   an ordered group goes on exactly where it stopped: no skip, no overtaking
 
 What a killed process wrote is in the page cache; power cuts are the `test_*_images.py`.
 """

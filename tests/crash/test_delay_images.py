@@ -1,13 +1,14 @@
-"""P4 under power cuts: whatever a crash leaves of the delay levels, no message is lost, early or out of order, and
-which messages come twice is known one by one.
+"""Power cuts under the delay levels: no message is lost, early or out of order (reliability#p4).
+
+Which messages come twice is known one by one.
 
 A seeded script puts delayed messages, lets time pass, flushes, closes, is killed, and goes on. Each seed then picks a
 moment of it, most often inside the service's own work, builds what a power cut may leave (tests/crash/recording.py),
 opens that and lets all delays run out. With v = what the progress file of the image says of a level (its backup, if it
 is torn, or was saved quickly when the log was longer than what the image has of it):
 
-    unit below v        its copy is in the image, and it does not come again        X2: progress rests on copies on disk
-    unit at v or above  comes once more than the image shows it                     the window of 4.8, counted exactly
+    unit below v        its copy is in the image, and it does not come again (delivery#x2)
+    unit at v or above  comes once more than the image shows it; this window is counted (delivery#level-crash)
     every copy          stored when its message was due, or later
     copies of a level   in the order of their puts, each time the level was gone through
 
@@ -37,8 +38,7 @@ from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.crash.test_images import kill
-from tests.log.support import Unsynced
+from tests.log.support import Unsynced, kill
 
 TABLE_MS = (1_000, 5_000, 12_000)
 QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]

@@ -30,9 +30,8 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.crash.test_images import kill
 from tests.faults import STEP
-from tests.log.support import Unsynced
+from tests.log.support import Unsynced, kill
 
 SIZES = {"segment_bytes": 8192, "consumequeue_units": 32, "index_slots": 8, "index_entries": 64}
 CHUNKS = 4

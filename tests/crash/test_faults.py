@@ -1,7 +1,7 @@
-"""P8: what the system refuses is a named error, harms nothing that is stored, and is over when its cause is gone.
+"""What the system refuses is a named error, harms nothing stored, and ends with its cause (reliability#p8).
 
 A scripted run is done once to count its calls of a kind; then it is done again for every n with the n-th of them
-failing. A sync that failed is the exception: whoever met it must open the store anew (store-format 8.1).
+failing. A sync that failed is the exception: whoever met it must open the store anew (format#flush).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def test_a_failed_sync_of_the_log_poisons_until_the_store_is_opened_again(tmp_pa
 def test_a_sync_that_finds_no_descriptor_free_is_made_when_there_is_one(
     tmp_path: Path, operation: str, number: int
 ) -> None:
-    """Nothing was synced, so the system has dropped nothing; the store took no more puts until opened anew (P8)."""
+    """Nothing was synced, so the system has dropped nothing; the store took no more puts until opened anew."""
     path = tmp_path / "store"
     fs = FaultyFileSystem()
     with MessageStore(path, config=config(), fs=fs) as store:
@@ -204,20 +204,6 @@ def test_a_sync_that_finds_no_descriptor_free_is_made_when_there_is_one(
     check(path, 3)
 
 
-def test_a_wanted_sync_without_a_descriptor_is_tried_again(tmp_path: Path) -> None:
-    """A put that does not wait, in a store that shows only what is on disk, has asked the flusher for it."""
-    fs, clock = FaultyFileSystem(), SimulatedClock()
-    with MessageStore(tmp_path / "store", durability="flush", config=config(clock), fs=fs) as store:
-        store.put("t", body_of(0), durability="append")
-        fs.fail("sync_directory", errno.EMFILE, path_part="commitlog", times=None)
-        store.run_once(clock.monotonic_ms())
-        assert "flush" in store.stats().errors
-        fs.heal()
-        clock.advance(1_000)
-        store.run_once(clock.monotonic_ms())
-        assert store.offsets("t") == (0, 1)
-
-
 @pytest.mark.parametrize("operation", ["open", "sync_directory"])
 def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_path: Path, operation: str) -> None:
     """Their sync passed for failed, and was never made again: the store could not be closed cleanly any more."""
@@ -226,7 +212,7 @@ def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_pat
     with MessageStore(path, config=config(), fs=fs) as store:
         store.put("t", body_of(0), keys="k0", durability="flush")
         store.dispatch()
-        for file in list(store._queues._dirty):
+        for file in list(store.queue_table._dirty):
             store.parts.descriptors.forget(file)
         fs.fail(operation, errno.EMFILE, path_part="consumequeue", times=None)
         assert not store._checkpointer.sync_units()

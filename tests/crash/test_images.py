@@ -3,12 +3,12 @@
 A seeded script puts, flushes, rolls, drops, closes, is killed, and goes on; `recording` notes every page and name. Each
 seed then picks a moment of one script and a subset of what was not synced by then, and asks of the image:
 
-    P1  what was acknowledged as flushed is there
-    P2  what is there is a prefix of the log: no hole, no later record without an earlier one
-    P6  a reader never meets a part of a record, before recovery nor after
-    P7  recovery may be cut short itself, and ends the same; a second one changes nothing
+    reliability#p1  what was acknowledged as flushed is there
+    reliability#p2  what is there is a prefix of the log: no hole, no later record without an earlier one
+    reliability#p6  a reader never meets a part of a record, before recovery nor after
+    reliability#p7  recovery may be cut short itself, and ends the same; a second one changes nothing
 
-In profile `rocketmq` no checksum covers topic and properties (store-format 2.10): a record of which a power cut took
+In profile `rocketmq` no checksum covers topic and properties (format#checksum): a record of which a power cut took
 only these is taken for whole, there as in the Java broker. Its images therefore lose bytes in the order of writing.
 
 `make crash N=100000` runs more of them; MQSTORE_CRASH_SEED=n runs one.
@@ -20,22 +20,18 @@ import random
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 from unittest import mock
 
 import pytest
 
-from mqstore.clock import SimulatedClock
 from mqstore.errors import MQStoreError
-from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log import commitlog
 from mqstore.log.store import MessageStore
-from mqstore.options import Profile, StoreConfig
+from mqstore.options import Profile
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
+from tests.crash.support import QUEUES, cut_short, open_store
 from tests.log.support import kill
-
-QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]
 
 
 @dataclass(frozen=True)
@@ -59,17 +55,6 @@ class Script:
     profile: Profile
     events: list[Event]
     puts: list[Put] = field(default_factory=list)
-
-
-def open_store(path: Path, mode: Literal["rw", "r"], profile: Profile, fs: FileSystem = REAL) -> MessageStore:
-    new = mode == "rw" and not any((path / name).exists() for name in ("mqstore.json", "mqstore.json.bak", "commitlog"))
-    sizes = (
-        {"segment_bytes": 8192, "consumequeue_units": 16, "index_slots": 8, "index_entries": 32}
-        if new or profile == "rocketmq"
-        else {}
-    )
-    config = StoreConfig(clock=SimulatedClock(), **sizes)
-    return MessageStore(path, mode, profile=profile, config=config, fs=fs)
 
 
 def run_script(seed: int, folder: Path) -> Script:
@@ -158,7 +143,7 @@ CAMPAIGN = Campaign("test_images.py", run_script, images=100, chunk=25, images_a
 
 def contents(store: MessageStore, puts: list[Put], *, gaps: bool = False) -> list[Put]:
     """The messages that the queues of `store` show, each held against the model, in log order. Before recovery there
-    may be `gaps`: a reader passes over records that a power cut took when later ones can be read (store-format 8.5)."""
+    may be `gaps`: a reader passes over records that a power cut took when later ones can be read (format#readers)."""
     by_place = {(put.topic, put.queue_id, put.offset): put for put in puts}
     found = []
     for topic, queue_id in QUEUES:
@@ -183,7 +168,7 @@ def contents(store: MessageStore, puts: list[Put], *, gaps: bool = False) -> lis
 
 
 def check_recovered(store: MessageStore, puts: list[Put], flushed: int, dropping: int) -> list[Put]:
-    """P1, P2, P6 of a store that was just opened; what it holds."""
+    """reliability#p1, reliability#p2, reliability#p6 of a store that was just opened; what it holds."""
     assert store.recovery.findings == [], "a power cut is no damage"
     first, end = store.min_offset, store.max_offset
     wanted = [put for put in puts if first <= put.physical_offset and put.end <= end]
@@ -202,24 +187,6 @@ def check_recovered(store: MessageStore, puts: list[Put], flushed: int, dropping
         if mine:
             assert store.offsets(topic, queue_id)[1] == len(mine)
     return found
-
-
-def cut_short(image: Path, rng: random.Random, profile: Profile, *, in_order: bool) -> Path:
-    """What power cuts during the recovery of `image` leave of it: of up to two, or none (`image` itself)."""
-    source = image
-    for attempt in range(rng.choice((0, 0, 1, 2))):
-        copy = image.with_name(f"{image.name}-recording-{attempt}")
-        shutil.copytree(source, copy)
-        fs = RecordingFileSystem(copy)
-        baseline = len(fs.events)
-        store = open_store(copy, "rw", profile, fs)
-        fs.observe()
-        kill(store)
-        fs.dispose()
-        source = image.with_name(f"{image.name}-torn-{attempt}")
-        build_image(fs.events[: rng.randrange(baseline, len(fs.events) + 1)], rng, source, in_order=in_order)
-        shutil.rmtree(copy)
-    return source
 
 
 def check_seed(seed: int, tmp: Path) -> None:

@@ -1,7 +1,7 @@
 """kill -9: a child process puts for real and says over a pipe what was acknowledged; the parent kills it and looks.
 
-    P1, P2   every acknowledged put is there, in order, each queue without a gap
-    P7       wherever the kill lands, in opening, rolling, retention or closing, the next opening mends it
+    reliability#p1   every acknowledged put is there, in order, each queue without a gap; so for reliability#p2
+    reliability#p7   wherever the kill lands, in opening, rolling, retention or closing, the next opening mends it
 
 What a killed process wrote is in the page cache, so "append" promises as much as "flush" here; power cuts are
 `test_images.py`. The second half dies at each change of a scripted run in turn, which no timing can do.

@@ -1,4 +1,4 @@
-"""Power cuts under a file of `config/` that is saved quickly between synced saves (P3, P10).
+"""Power cuts under a file of `config/` that is saved quickly between synced saves (reliability#p3, reliability#p10).
 
 Each seed saves rising numbers, some of them with a sync, some quickly, and now and then is killed and goes on. Then the
 power is cut: names and bytes have reached the disk in any order. Of what is left it is asked:

@@ -1,7 +1,8 @@
-"""Power cuts while messages that wait are moved to the end of the log (2.6): what one may leave is opened and run to
+"""Power cuts while messages that wait are moved to the end of the log: what one may leave is opened and run to
 the end of all delays.
 
-    P4  what was put with durability "flush" is delivered, never before its moment, though the segment it was put to may
+    reliability#p4
+        what was put with durability "flush" is delivered, never before its moment, though the segment it was put to may
         be gone; what was recalled durably does not come
         it comes once, but for what was copied since the last checkpoint of who copied it: `copied` without a `saved`
 

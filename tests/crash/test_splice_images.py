@@ -1,4 +1,4 @@
-"""Power cuts around splices: of each one all is there or nothing, and a second try completes it (spark B6).
+"""Power cuts around splices: of each one all is there or nothing, and a second try completes it (spark#splice).
 
 A seeded script puts, splices, gives splices up half-way, leaves bundles in the inbox, dispatches, is closed and killed;
 `recording` notes every page and name. Each seed then picks a moment of one script and a subset of what was not synced
@@ -28,8 +28,9 @@ from mqstore.log.store import MessageStore
 from mqstore.options import Profile
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
-from tests.crash.test_images import QUEUES, cut_short, kill, open_store
+from tests.crash.support import QUEUES, cut_short, open_store
 from tests.log.splicesupport import Row, bundle, stage
+from tests.log.support import kill
 
 Splice = tuple[str, int]
 

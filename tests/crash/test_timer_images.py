@@ -1,6 +1,7 @@
 """Power cuts under the timer: what one may leave of log, wheel, checkpoint and commitlog is opened and run to its end.
 
-    P4  what was put with durability "flush" is delivered, never before its moment; what was delivered before a
+    reliability#p4
+        what was put with durability "flush" is delivered, never before its moment; what was delivered before a
         checkpoint was written is not delivered again; what was recalled durably does not come
 
 Made like `test_images.py`: a seeded script is recorded, each seed picks a moment of one and a subset of what was not

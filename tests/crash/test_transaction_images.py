@@ -1,4 +1,4 @@
-"""Power cuts while transactions begin and end (broker-semantics 11): whatever a crash leaves is opened and asked.
+"""Power cuts while transactions begin and end (delivery#transactions): whatever a crash leaves is opened and asked.
 
 A seeded script begins, commits, rolls back, lets time pass, saves progress, drops segments, closes, is killed, goes on.
 Each seed picks a moment of it and a subset of what was not synced by then (`recording`). Of the image it is asked:

@@ -1,6 +1,6 @@
 """Stores to damage, and what must come back from them: each message whose bytes are whole, and no other.
 
-That is computed from the files by the small parser here (store-format 2.1), never by the engine: `listing` reads the
+That is computed from the files by the small parser here (format#record), never by the engine: `listing` reads the
 undamaged store, and `judge` compares the bytes of each of its records with those in the damaged one. `check` runs the
 commands on copies of the damaged store.
 """
@@ -116,7 +116,7 @@ def parse(data: bytes, at: int, physical: int, profile: str) -> Record | None:
 
 
 def _crc_tail(front: bytes) -> bytes:
-    """Return the property that ends a record which begins with `front` (2.5): ten digits, the lowest first."""
+    """Return the property that ends a record which begins with `front`: ten digits, the lowest first."""
     digits = f"{zlib.crc32(front) & 0x7FFF_FFFF:010d}"[::-1]
     return b"__CRC32#\x01" + digits.encode() + b"\x02"
 

@@ -1,4 +1,4 @@
-"""JSON files: both dialects, a save that may die anywhere, and a load that never resets in silence (P10)."""
+"""JSON files: both dialects, a save that may die anywhere, and a load that never resets in silence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One writer: over processes, threads, other names of the directory, forks, and a Java broker (P9).
+"""One writer: over processes, threads, other names of the directory, forks, and a Java broker (reliability#p9).
 
 A Java broker is played by a child that takes what it takes: a POSIX record lock on byte 0 of ``lock``.
 """

@@ -7,7 +7,7 @@ Each outcome is one of three, and which one is checked:
     harmless    the byte means nothing; `HARMLESS` says why, and nothing else may go unnoticed
 
 In profile `mqstore` no message ever comes back with another byte than was put; in profile `rocketmq`, whose checksum
-covers bodies alone (store-format 2.10), no body does. Nothing but an MQStoreError (or LookupError) is ever raised.
+covers bodies alone (format#checksum), no body does. Nothing but an MQStoreError (or LookupError) is ever raised.
 
 Each file is flipped at every 19th byte, others for each file and profile; MQSTORE_FLIP_ALL=1 takes all.
 """
@@ -133,7 +133,7 @@ def harmless(made: Made, name: str, position: int) -> str:
             return "an entry not in use"
         if count <= 1:
             return "a file without entries"
-        return "its first entry's time counts from the file before, in RocketMQ (6.3)" if entry == 1 else ""
+        return "its first entry's time counts from the file before, in RocketMQ" if entry == 1 else ""
     if kind == "checkpoint":
         if 40 <= position < 64 or position >= 100:
             return "not used"

@@ -411,9 +411,9 @@ def test_options_that_do_not_fit_are_refused(store: Path, tmp_path: Path) -> Non
 
 def test_what_is_no_file_system_is_refused(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="'s3://lake/mq' is no path of a file system"):
+    with pytest.raises(ConfigError, match=r"'s3://lake/mq' is no path.*only local paths"):
         export_parquet(store, "s3://lake/mq")
-    with pytest.raises(ConfigError, match="'hdfs://a/s' is no path of a file system"):
+    with pytest.raises(ConfigError, match=r"'hdfs://a/s' is no path.*only local paths"):
         export_parquet("hdfs://a/s", tmp_path / "out")
     assert export_parquet(store, f"file://{tmp_path}/out").path == str(tmp_path / "out")
 

@@ -60,11 +60,11 @@ def one_process(path: Path) -> tuple[list[Told], int, int]:
 def in_ranges(path: Path, range_bytes: int) -> tuple[list[Told], int, int]:
     """As `verify` does it, with all ranges in one task."""
     name = StoreName("s", str(path))
-    (ranges, files), joins = job._cut([name], range_bytes, 1 << 30, None)
-    joins[name].parts += job._read(1 << 30, None, [*ranges, *files])
-    [checked] = job._join([*joins.values()])
-    assert (checked.row.error, checked.row.unlisted) == (None, 0)
-    return told(checked.findings), checked.row.messages, checked.row.bytes
+    pieces, [joining] = job._cut([name], range_bytes, 1 << 30, None)
+    joining.parts += job._read(1 << 30, None, pieces)
+    row, findings = job._join(joining)
+    assert (row.error, row.unlisted) == (None, 0)
+    return told(findings), row.messages, row.bytes
 
 
 # -- stores in order ---------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_a_record_image_inside_a_body_at_its_own_offset_is_read_over(tmp_path: P
     """A range that began in that body took the image for its first record, and what followed for damage."""
     path = with_an_image_inside(tmp_path / "s")
     with MessageStore(path, "r") as store:
-        log = bytes(store._run.mapping(store._run.segments()[0]))
+        log = bytes(store.log_files.mapping(store.log_files.segments()[0]))
         assert find_next(log, log.index(b"never sent") - 91, len(log), 0, store.manifest.checksum) is not None
 
     reports = [verify(path, range_bytes=size) for size in (300, 700, 1_100, 1_600)]
@@ -223,7 +223,7 @@ def test_a_record_image_inside_a_body_at_its_own_offset_is_read_over(tmp_path: P
 
 def with_a_stale_record_in_a_blank(path: Path) -> Path:
     """A store whose first segment ends in a BLANK, and in it lies a record of an earlier life of the file: what a BLANK
-    holds is not defined (store-format 2.6)."""
+    holds is not defined (format#blank)."""
     write_store(path, [*many(3), Odd(body=bytes(9_000)), Odd(topic="large", body=bytes(9_000))])
     with MessageStore(path, "r") as store:
         at = 12_000
@@ -267,12 +267,12 @@ def test_segments_that_nobody_has_read_are_read_when_the_store_is_joined(tmp_pat
     """A writer rolls on between the planning of a job and its end."""
     path = write_store(tmp_path / "s", many(200), segment_bytes=6_000)
     name = StoreName("s", str(path))
-    (ranges, files), joins = job._cut([name], 1_000, 100, None)
+    pieces, [joining] = job._cut([name], 1_000, 100, None)
 
-    joins[name].parts += job._read(100, None, [*ranges[: len(ranges) // 2], *files])
-    [checked] = job._join([*joins.values()])
+    joining.parts += job._read(100, None, pieces[::2])
+    row, findings = job._join(joining)
 
-    assert (checked.findings, checked.row.messages) == ([], 201)
+    assert (findings, row.messages) == ([], 201)
 
 
 def test_of_a_range_so_many_findings_are_told_and_the_others_counted(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_what_a_writer_puts_meanwhile_is_not_judged(tmp_path: Path, closed: bool
             writer.dispatch()
 
         def go_on(done: int, total: int) -> None:
-            put(40, done)  # a queue that was not there, too
+            put(80, done)  # a queue that was not there, too
             if closed and done == total:
                 writer.close()
 
@@ -359,13 +359,14 @@ def test_a_writer_that_comes_while_a_task_is_at_it_is_noticed(tmp_path: Path, mo
 
         monkeypatch.setattr(Verifier, "check", come)
         name = StoreName("s", str(path))
-        [outcome] = job._read(100, None, job._cut([name], 5_000, 100, None)[0][0])
+        ranges = [piece for piece in job._cut([name], 5_000, 100, None)[0] if piece.range is not None]
+        [outcome] = job._read(100, None, ranges)
 
     assert outcome.error is None
     assert sum(result.records for result in outcome.results) > 101
     with MessageStore(path, "r") as store:
         assert [part.findings for result in outcome.results for part in result.queues.values() if part.findings] == []
-        assert [finding for result in outcome.results for finding in result.index.findings(store._index)] == []
+        assert [finding for result in outcome.results for finding in result.index.findings(store.index)] == []
 
 
 @pytest.mark.parametrize("options", [{"range_bytes": 0}, {"max_errors": 0}])

@@ -1,4 +1,4 @@
-"""The wire form of a batch: the vector of store-format 13.7, damage, round trips."""
+"""The wire form of a batch: the vector of format#vectors, damage, round trips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint page: the vector of store-format 13.10, pages of the Java engine, and when the extension counts."""
+"""The checkpoint page: the vector of format#vectors, pages of the Java engine, and when the extension counts."""
 
 from __future__ import annotations
 

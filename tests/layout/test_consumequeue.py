@@ -1,4 +1,4 @@
-"""Consume-queue units: the vectors of store-format 13.2, and every unit of the golden stores against its listing."""
+"""Consume-queue units: the vectors of format#vectors, and every unit of the golden stores against its listing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records looked at one struct at a time give what arrays give (5.2): `few` against `walk`, `gather`, `rows_of`, puts
+"""Records looked at one struct at a time give what arrays give: `few` against `walk`, `gather`, `rows_of`, puts
 of single entries into an index file against puts of many. The array paths are checked against the Java engine's files
 elsewhere; here they are the model.
 """
@@ -56,8 +56,7 @@ def record(
     sys_flag: int = 0,
     stamp: int = 1_700_000_000_123,
 ) -> bytes:
-    """A record by the byte table of 2.1, of either magic and any hosts; checksum and physical offset are not looked at
-    here."""
+    """A record (format#record) of either magic and any hosts. Checksum and physical offset are not looked at here."""
     born, store = bytes(20 if sys_flag & 0x10 else 8), bytes(20 if sys_flag & 0x20 else 8)
     second = second or len(topic) > 127
     tail = struct.pack(">h" if second else ">b", len(topic)) + topic + struct.pack(">h", len(properties)) + properties
@@ -140,7 +139,7 @@ def test_a_stretch_that_something_else_ends_is_left_to_arrays(cut: int) -> None:
 
 
 def test_vectors_of_one_record() -> None:
-    """4.2, 6.2: values worked out by hand, independent of either path."""
+    """format#tags-code, format#key-hash: values worked out by hand, independent of either path."""
     properties = b"TAGS\x01old\x02KEYS\x01k1  k2\x02UNIQ_KEY\x01U\x02TAGS\x01TagA\x02"
     data = b"\0" * 5 + record(b"topic", properties=properties, queue_id=3, queue_offset=9)
     found = few(data, 5, len(data), BASE, LEVELS_MS)

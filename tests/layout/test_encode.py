@@ -1,4 +1,4 @@
-"""A batch has the bytes that its records have one by one (store-format 2.1, 2.9, 2.10)."""
+"""A batch has the bytes that its records have one by one (format#record, format#batch, format#checksum)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host addresses: vectors of store-format 13, refusals, round trips."""
+"""Host addresses: vectors of format#vectors, refusals, round trips."""
 
 from __future__ import annotations
 

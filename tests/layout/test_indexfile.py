@@ -1,4 +1,4 @@
-"""Index files: the vector of store-format 13.8, the golden stores' index files, and a model that puts one by one."""
+"""Index files: the vector of format#vectors, the golden stores' index files, and a model that puts one by one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def put(buf: bytearray, slots: int, entries: int, puts: Sequence[Put]) -> int:
 
 
 def put_one_by_one(buf: bytearray, slots: int, entries: int, puts: Sequence[Put]) -> int:
-    """Section 6.3 as it is written there, with the rule M14; shares nothing with the code under test."""
+    """format#index-put as it is written there; shares nothing with the code under test."""
     done = 0
     for key_hash, offset, time in puts:
         begin, end, begin_offset, end_offset, used, count = struct.unpack_from(">qqqqii", buf, 0)
@@ -90,7 +90,7 @@ def put_one_by_one(buf: bytearray, slots: int, entries: int, puts: Sequence[Put]
 
 
 def query_one_by_one(buf: bytes, slots: int, key_hash: int, begin_ms: int, end_ms: int, limit: int) -> list[int]:
-    """Section 6.4 as it is written there, `begin` widened by 999 ms (M14)."""
+    """format#index-query as it is written there, `begin` widened by 999 ms."""
     begin = struct.unpack_from(">q", buf, 0)[0]
     count = struct.unpack_from(">i", buf, 36)[0] or 1
     (number,) = struct.unpack_from(">i", buf, 40 + 4 * (key_hash % slots))
@@ -144,7 +144,7 @@ def test_a_query_finds_a_message_inside_its_second_and_stops_at_older_ones() -> 
 
 @pytest.mark.parametrize("java_diff", [0, 3, 3600])
 def test_the_first_entry_was_stored_when_its_file_begins_whatever_a_java_broker_counted(java_diff: int) -> None:
-    """In its second and later files RocketMQ counts entry 1 from the end of the file before (6.3): a query by time then
+    """In its second and later files RocketMQ counts entry 1 from the end of the file before: a query by time then
     took it for a message stored `java_diff` seconds later, and did not find it."""
     begin_ms, unique = 1700000000123, VECTOR[0][0]
     buf = bytearray(VECTOR_BYTES)
@@ -183,7 +183,7 @@ def records_of(store: GoldenStore) -> dict[int, Record]:
 
 
 def keys_of(record: Record) -> list[str]:
-    """What is indexed of a record (6.2), in order; rollback records are not indexed."""
+    """What is indexed of a record (format#key-hash), in order; rollback records are not indexed."""
     if record.sys_flag & TRANSACTION_MASK == TRANSACTION_ROLLBACK:
         return []
     properties = decode_properties(record.properties_bytes)
@@ -205,7 +205,7 @@ def test_index_files_of_the_java_engine_come_out_byte_for_byte(name: str, golden
         theirs = bytearray(file.read_bytes())
         ours = bytearray(file_bytes(slots, entries))
         puts = puts[put(ours, slots, entries, puts) :]
-        # M14: Java's entry 1 of a later file counts its seconds from another file's end.
+        # Java's entry 1 of a later file counts its seconds from another file's end.
         entry_1 = HEADER_BYTES + 4 * slots + ENTRY_BYTES
         theirs[entry_1 + 12 : entry_1 + 16] = bytes(4)
         assert ours == theirs, file.name

@@ -1,4 +1,4 @@
-"""Java's string hash: the values of store-format 13.3 that a JVM confirmed, and a slow model."""
+"""Java's string hash: the values of format#vectors that a JVM confirmed, and a slow model."""
 
 from __future__ import annotations
 

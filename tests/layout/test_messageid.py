@@ -1,4 +1,4 @@
-"""Offset message ids: the vectors of store-format 13.1, the golden stores' ids, refusals, round trips."""
+"""Offset message ids: the vectors of format#vectors, the golden stores' ids, refusals, round trips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties: the lenient rule of store-format 2.4, the CRC tail of 2.5 and 13.5, and what the golden stores hold."""
+"""Properties: format#properties, format#crc-tail, and what the golden stores hold."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mqstore.layout.properties import (
     reserve_crc_tail,
 )
 
-# The table of store-format 3, spelled again, and the one name of ours.
+# The table of format#property-names, spelled again, and the one name of ours.
 # fmt: off
 SECTION_3 = [
     "KEYS", "TAGS", "UNIQ_KEY", "WAIT", "DELAY", "REAL_TOPIC", "REAL_QID", "RETRY_TOPIC", "RECONSUME_TIME",

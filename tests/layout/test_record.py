@@ -1,4 +1,4 @@
-"""The commitlog record: vectors of store-format 13, every record of the golden stores, and damage of each sort.
+"""The commitlog record: vectors of format#vectors, every record of the golden stores, and damage of each sort.
 
 `model_record` builds records field by field, apart from the code under test.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 GOLDEN = ["clean", "crashed", "propcrc", "rolled", "trimmed"]
 CHECKSUMS: tuple[Checksum, ...] = ("crc32-body", "crc32c-record")
 
-# 13.1, and 13.9 which differs in bytes 8..11
+# format#vectors: the record, and that of profile `mqstore`, which differs in bytes 8..11
 WORKED_BYTES = bytes.fromhex("""
     00 00 00 b0 da a3 20 a7 30 f1 01 36 00 00 00 01  00 00 00 00 00 00 00 00 00 00 00 05 00 00 00 00
     00 00 04 00 00 00 00 00 00 00 01 8b cf e5 68 00  7f 00 00 01 00 00 c3 50 00 00 01 8b cf e5 68 7b
@@ -80,7 +80,7 @@ def model_record(
     store_host: bytes,
     checksum: Checksum,
 ) -> bytes:
-    """A record put together field by field, the checksum by its definition in 2.10."""
+    """A record put together field by field, the checksum by its definition in format#checksum."""
     queue_id, flag, queue_offset, physical_offset, sys_flag, born_ms, store_ms, reconsume_times, prepared = numbers
     sys_flag = sys_flag & ~0x30 | (0x10 if len(born_host) == 20 else 0) | (0x20 if len(store_host) == 20 else 0)
 

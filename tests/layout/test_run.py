@@ -219,7 +219,7 @@ def test_many_queues_are_told_apart(topics: int, queues: int) -> None:
 
 
 def test_the_hash_that_has_no_absolute_value_is_zero() -> None:
-    """Math.abs leaves -2 ** 31 as it is, and 0 is put in its place (6.2)."""
+    """Math.abs leaves -2 ** 31 as it is, and 0 is put in its place (format#key-hash)."""
     rest = (2**31 - java_hash("orders#" + "<" * 7)) % 2**32
     key = ""
     for _ in range(7):  # "<" is 60, and the digits to base 31 are added to such

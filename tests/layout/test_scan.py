@@ -140,7 +140,7 @@ def naive_walk(data: bytes, start: int, end: int, max_records: int | None = None
 
 
 def naive_holds(data: bytes, position: int, checksum: Checksum) -> bool:
-    """2.5 and 2.10 on the record at `position`, whose lengths add up."""
+    """Both checksums of the record at `position`, whose lengths add up."""
     row = decode_record(data, position)
     whole = data[position : position + row.total_size]
     if checksum == "crc32c-record":

@@ -29,7 +29,7 @@ __all__ = [
 
 SEGMENT = 4096
 HEADER = 91
-"""What a V1 record with IPv4 hosts takes beside body, topic and properties (store-format 2.1)."""
+"""What a V1 record with IPv4 hosts takes beside body, topic and properties (format#record)."""
 
 
 EXPORTED = (

@@ -1,4 +1,4 @@
-"""What a directory is taken for, what manifest and checkpoint say, what opening costs (store-format 1.1, 7, 9.8)."""
+"""What a directory is taken for, what manifest and checkpoint say, what opening costs (format#manifest)."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def spoil(manifest: Path, damage: str, content: dict[str, Any]) -> None:
 def test_opening_for_writing_puts_the_manifest_back_from_its_backup_and_says_so(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As of every JSON file (store-format 11.2). The damaged one stayed, unsaid, and its backup was the only copy."""
+    """As of every JSON file (format#json-save). The damaged one stayed, unsaid, and its backup was the only copy."""
     root = tmp_path / "s"
     open_store(root).close()
     manifest = root / "mqstore.json"
@@ -411,7 +411,7 @@ def test_the_index_time_moves_only_with_a_sync_of_the_index(tmp_path: Path) -> N
             store.put("t", b"", i, keys="k")
         store.flush()
         store.dispatch()
-        assert store._index.full_end_timestamp_ms() > 0
+        assert store.index.full_end_timestamp_ms() > 0
 
         store.background.save_checkpoint()
         assert decode((tmp_path / "s" / "checkpoint").read_bytes()).index_msg_timestamp_ms == 0

@@ -1,4 +1,4 @@
-"""Columns: what `read` gives message by message, as arrays (client-semantics B.3)."""
+"""Columns: what `read` gives message by message, as arrays."""
 
 from __future__ import annotations
 

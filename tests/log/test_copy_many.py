@@ -83,7 +83,7 @@ def test_copies_are_the_records_that_append_makes(
             done = 0
             while done < len(copies):
                 done += store.copy_many(copies[done:])
-        logs.append(store._run.mapping(store._run.segments()[0])[: store.max_offset])
+        logs.append(store.log_files.mapping(store.log_files.segments()[0])[: store.max_offset])
         assert [message.offset for message in all_of(store, "to", 5)] == [0, 1, 2, 3]
         assert [message.stored_properties()["n"] for message in store.find("to", key="c4")] == ["4"]
         store.close()
@@ -123,7 +123,7 @@ def test_runs_to_one_queue_with_others_among_them(tmp_path: Path, seed: int) -> 
             done = 0
             while done < len(copies):
                 done += store.copy_many(copies[done:])
-        logs.append(b"".join(store._run.mapping(segment)[:] for segment in store._run.segments()))
+        logs.append(b"".join(store.log_files.mapping(segment)[:] for segment in store.log_files.segments()))
         store.close()
         with open_store(tmp_path / name, "r") as reader:
             assert list(reader.verify()) == []

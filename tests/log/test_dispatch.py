@@ -1,6 +1,6 @@
 """The dispatcher: units and index entries as the Java engine builds them, seen at once, whatever the disk does.
 
-store-format 4, 5.2, 6; expected bytes are the golden stores' own files.
+format#unit, format#dispatch and format#index; expected bytes are the golden stores' own files.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_units_and_index_are_rebuilt_as_the_java_engine_wrote_them(golden: Golde
 
 
 def test_the_unit_vectors(tmp_path: Path) -> None:
-    """store-format 13.2, 13.3: a tag whose hash is negative, the least of hashes, a delay level, no tag, odd tags."""
+    """format#vectors: a tag whose hash is negative, the least of hashes, a delay level, no tag, odd tags."""
     clock = SimulatedClock(1_700_000_000_123)
     hashes = {
         "TagA": 2598919, "TagB": 2598920, "pay-ok": -995269343, "polygenelubricants": -2147483648, "订单": 1129459,
@@ -92,14 +92,14 @@ def test_the_unit_vectors(tmp_path: Path) -> None:
 
 
 def test_duplicate_keys_prepared_and_rollback_records_in_the_index(tmp_path: Path) -> None:
-    """Prepared records have keys but no unit, rollback records neither (store-format 5.2)."""
+    """Prepared records have keys but no unit, rollback records neither (format#dispatch)."""
     with open_store(tmp_path / "s") as store:
         for i, sys_flag in enumerate((0, 0x4, 0x8, 0xC)):
             store.append("t", 0, b"%d" % i, properties={"KEYS": f"k{i} k{i}", "UNIQ_KEY": f"u{i}"}, sys_flag=sys_flag)
         assert [len(store.find("t", key=f"k{i}")) for i in range(4)] == [1, 1, 1, 0]
         assert [len(store.find("t", unique_key=f"u{i}")) for i in range(4)] == [1, 1, 1, 0]
         assert [m.body for m in store.read("t")] == [b"0", b"2"]
-        assert sum(file.header.next_entry - 1 for file in store._index.files) == 3 * 3
+        assert sum(file.header.next_entry - 1 for file in store.index.files) == 3 * 3
 
 
 # -- what a log may hold that no put of ours writes ------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_the_slot_of_a_record_that_was_lost_is_void(tmp_path: Path) -> None:
 
 
 def test_a_queue_that_begins_late_begins_in_its_file(tmp_path: Path) -> None:
-    """store-format 1.2, 4.3: the file is the one that holds the slot; what lies before it there is void."""
+    """format#sizes and format#void: the file is the one that holds the slot; what lies before it there is void."""
     java_log(tmp_path / "s", [(b"t", 0, 21, b"first"), (b"t", 0, 22, b"second")])
     with open_store(tmp_path / "s", consumequeue_units=8) as store:
         assert store.offsets("t") == (21, 23)
@@ -261,7 +261,7 @@ def test_a_full_disk_for_the_index_holds_up_no_queue_and_each_key_is_found_once(
         assert store.stats().index_pending == 0
         assert "index" not in store.stats().errors
         assert [[m.offset for m in store.find("t", key=f"k{i}")] for i in range(50)] == [[i] for i in range(50)]
-        assert sum(file.header.next_entry - 1 for file in store._index.files) == 50
+        assert sum(file.header.next_entry - 1 for file in store.index.files) == 50
 
 
 def test_keys_that_found_no_room_until_the_end_are_found_after_the_next_opening(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_who_waits_is_told_of_what_came_before_the_disk_was_full(tmp_path: Path)
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs) as store:
         store.put("t", b"0")
-        queue = store._queues.get("t", 0)
+        queue = store.queue_table.get("t", 0)
         assert queue is not None
         queue.next_offset += 1  # a number that was given and lost, so that the units are written in two pieces
         store.put("t", b"2")

@@ -133,7 +133,7 @@ def overwritten(root: Path, slot: int, unit: bytes) -> None:
 
 def unit_of(root: Path, topic: str, queue_id: int, slot: int) -> bytes:
     with open_store(root, "r") as store:
-        return store._queues.create(topic, queue_id).read(slot, 1)
+        return store.queue_table.create(topic, queue_id).read(slot, 1)
 
 
 def a_file_lost(root: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_wrong_unit_is_found_and_mended(tmp_path: Path, damage: Callable[[Path
             put(store, "others", range(40))
         if name == "anew":
             with open_store(root, "r") as store:
-                old = store._queues.create("orders", 0).max_offset
+                old = store.queue_table.create("orders", 0).max_offset
             assert old > 15
             deleted(root, "orders")
         with open_store(root) as store:

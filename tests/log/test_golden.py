@@ -1,7 +1,7 @@
 """Stores that the real Java engine wrote, read back field by field; and written to, as a Java broker's successor would.
 
 Expected values are the Java engine's own listing. Two things in it are not ours: it prints IPv6 hosts in its own
-notation, and in the store `trimmed` it leaves minima below the first message there is (store-format 4.6, 14).
+notation, and in the store `trimmed` it leaves minima below the first message there is (format#queue-start).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bundles in the inbox: taken in once by whoever owns the store, bad ones moved aside and never lost (spark B6)."""
+"""Bundles in the inbox: taken in once by whoever owns the store, bad ones moved aside and never lost (spark#inbox)."""
 
 from __future__ import annotations
 

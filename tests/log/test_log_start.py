@@ -115,7 +115,7 @@ def test_a_crash_in_retention_is_no_loss(tmp_path: Path) -> None:
 
 
 def test_a_log_whose_first_segment_was_never_synced_ends_before_it(tmp_path: Path) -> None:
-    """What remains is a prefix of the log, also of one whose first file's name a power cut took (P2)."""
+    """What remains is a prefix of the log, also of one whose first file's name a power cut took (reliability#p2)."""
     path = tmp_path / "store"
     make(path, crash=True, flush=False)
     reboot(path)
@@ -133,6 +133,24 @@ def test_a_log_whose_first_segment_was_never_synced_ends_before_it(tmp_path: Pat
     with open_store(path) as store:
         assert store.recovery.findings == []
         assert [message.body for message in store.iter("t", 0)] == [b"anew"]
+
+
+def test_behind_the_end_that_a_power_cut_left_no_segment_is_missing(tmp_path: Path) -> None:
+    """The log ends at a torn record; of the segments behind it, never synced, a name in the middle is gone."""
+    path = tmp_path / "store"
+    make(path, crash=True, flush=False)
+    reboot(path)
+    with open(segment(path, 0), "r+b") as file:
+        file.truncate(SEGMENT // 2)
+        file.truncate(SEGMENT)
+    segment(path, 1).unlink()
+    with open_store(path) as store:
+        assert store.recovery.findings == []
+        assert store.max_offset <= SEGMENT // 2
+        assert {os.path.basename(cut.file) for cut in store.recovery.truncated} >= {
+            f"{number * SEGMENT:020d}" for number in (2, 3)
+        }
+        assert list(store.verify()) == []
 
 
 def test_the_profile_of_the_java_broker_notes_nothing(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Putting: what is refused and what that leaves behind, the bytes of what is accepted, and where they come to lie.
 
-Limits and statuses: store-format 2.6, 2.7, 2.9, 10.6, 15; client-semantics A1.1, A1.2.
+Limits and statuses: format#blank, format#limits, format#batch, format#put-errors, clients#message-rules.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def test_version_2_begins_where_a_topic_has_more_than_127_bytes(store: MessageSt
     assert list(store.verify()) == []
 
 
-# -- the bytes (vectors of store-format 13) --------------------------------------------------------------------------
+# -- the bytes (vectors of format#vectors) -----------------------------------------------------------------------------
 
 VECTOR = bytes.fromhex(
     "000000b0daa320a730f101360000000100000000000000000000000500000000000004000000000000000"
@@ -409,7 +409,7 @@ def test_a_field_that_its_bits_cannot_hold_is_refused(store: MessageStore, field
 
 @pytest.mark.parametrize("sys_flag", [0x80, 0x81, 0xC0])
 def test_a_batch_in_one_record_is_refused(store: MessageStore, sys_flag: int) -> None:
-    """Only queues of another kind list such records (store-format 2.9): it took a number of its queue, and nobody ever
+    """Only queues of another kind list such records (format#batch): it took a number of its queue, and nobody ever
     saw it."""
     with pytest.raises(InvalidMessageError) as caught:
         store.append("t", 0, b"x", sys_flag=sys_flag)
@@ -470,7 +470,7 @@ def test_a_batch_of_none_is_nothing(store: MessageStore) -> None:
 
 @pytest.mark.parametrize("free", range(0, 240, 7))
 def test_a_batch_that_does_not_fit_the_rest_goes_to_the_next_segment_whole(store: MessageStore, free: int) -> None:
-    """The roll test takes the sum (store-format 2.9)."""
+    """The roll test takes the sum (format#batch)."""
     store.put("t", bytes(SEGMENT - 8 - free - HEADER - 1))
     receipts = store.put_many("t", [b"", b""])
     total = 2 * (HEADER + 1)
@@ -513,7 +513,7 @@ def test_a_delayed_transactional_or_inner_batch_is_illegal(store: MessageStore, 
 
 def test_a_malformed_wire_batch_is_refused_at_every_cut_and_writes_nothing(store: MessageStore) -> None:
     element = encode_batch([(0, b"m1", b"TAGS\1a\2")])
-    assert element.hex() == "0000001f000000000000000000000000000000026d31000754414753016102"  # store-format 13.7
+    assert element.hex() == "0000001f000000000000000000000000000000026d31000754414753016102"  # format#vectors
     for cut in range(1, len(element)):
         with pytest.raises(FormatError):
             store.put_batch("t", element + element[:cut])
@@ -531,7 +531,7 @@ def blank_at(path: Path, position: int, segment_bytes: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_the_roll_at_every_position_of_a_segment(tmp_path: Path, profile: Any) -> None:
-    """A record fits iff its size + 8 is free; else a BLANK fills the rest, 8 bytes at the least (store-format 2.6)."""
+    """A record fits iff its size + 8 is free; else a BLANK fills the rest, 8 bytes at the least (format#blank)."""
     size, second = 1024, 150
     step = 1 if profile == "mqstore" else 9
     least = HEADER + 1
@@ -652,7 +652,7 @@ def test_a_roll_that_failed_half_way_is_finished_by_a_later_put(tmp_path: Path, 
     with open_store(tmp_path / "s", fs=fs) as store:
         store.put("t", b"0" * 2000)
         if prepared:
-            store._run.prepare(SEGMENT)
+            store.log_files.prepare(SEGMENT)
         fs.fail("map", errno.EMFILE, times=3, path_part="commitlog")
         for put in (lambda: store.put("t", bytes(3000)), lambda: store.put_many("t", [bytes(3000)])):
             with pytest.raises(StoreIOError):
@@ -716,7 +716,7 @@ def test_every_put_with_durability_flush_has_its_bytes_synced_when_it_returns(tm
             assert store.stats().flush_lag_bytes >= 0
             fs.calls.clear()
             put()
-            assert store.stats().flush_lag_bytes == 0  # nor what was appended before it (store-format 8.1)
+            assert store.stats().flush_lag_bytes == 0  # nor what was appended before it (format#flush)
             assert [c for c in fs.calls if c.operation in ("fdatasync", "pwritev_dsync") and "commitlog" in c.path]
             store.put("t", b"not synced")
 
@@ -771,7 +771,7 @@ def test_put_many_that_runs_out_of_room_tells_what_it_stored(tmp_path: Path) -> 
 def test_a_number_that_recovery_could_not_read_is_refused(
     tmp_path: Path, topic: str, properties: dict[str, str]
 ) -> None:
-    """RocketMQ, and our own record check, take such a record for damage (store-format 9.2 row 7)."""
+    """RocketMQ, and our own record check, take such a record for damage (format#verifies)."""
     with open_store(tmp_path / "s") as store:
         with pytest.raises(InvalidMessageError) as caught:
             store.append(topic, 0, b"x", properties=properties)
@@ -825,7 +825,7 @@ def test_a_put_of_a_signal_handler_while_a_segment_is_entered(
         real = getattr(SegmentRun, call)
 
         def interrupted(run: SegmentRun, segment: Segment) -> Any:
-            if run is store._run:
+            if run is store.log_files:
                 monkeypatch.undo()
                 receipts.extend(store.put("t", body) for body in bodies)
             return real(run, segment)
@@ -835,7 +835,7 @@ def test_a_put_of_a_signal_handler_while_a_segment_is_entered(
         receipts.append(store.put("t", b"behind"))
         assert [r.offset for r in receipts] == [*range(len(receipts))]
         if bodies == [b"handler"]:
-            assert len(store._run.starts) == filled + 1
+            assert len(store.log_files.starts) == filled + 1
         assert [m.physical_offset for m in store.read("t")] == [r.physical_offset for r in receipts]
         assert list(store.verify()) == []
 
@@ -855,7 +855,7 @@ def test_a_signal_handler_cannot_close_a_store_while_a_segment_is_made(
 
         def interrupted(run: SegmentRun, where: Any) -> Any:
             result = real(run, where)
-            if run is store._run:
+            if run is store.log_files:
                 monkeypatch.undo()
                 with pytest.raises(StoreBusyError):
                     store.close()
@@ -898,12 +898,12 @@ def test_a_signal_handler_while_a_put_waits_for_the_segment_that_is_made_in_the_
                 store.put("t", bytes(3000))
             receipts.append(store.put("t", b"fits"))
 
-        store._run._prepare_lock = Awaited(handler)  # type: ignore[assignment]
+        store.log_files._prepare_lock = Awaited(handler)  # type: ignore[assignment]
         receipts.append(store.put("t", bytes(3000)))
         assert [m.physical_offset for m in store.read("t")] == [r.physical_offset for r in [first, *receipts]]
     with open_store(tmp_path / "s") as store:
         assert store.recovery.scanned_from is None
-        assert store._run.starts == (0, store._run.segment_bytes)
+        assert store.log_files.starts == (0, store.log_files.segment_bytes)
         assert list(store.verify()) == []
 
 
@@ -947,7 +947,7 @@ def test_a_put_of_a_signal_handler_in_the_middle_of_a_system_call_is_refused(
 ) -> None:
     with open_store(tmp_path / "s", durability="flush") as store:
         store.put("t", b"0")
-        write = type(store._run).write
+        write = type(store.log_files).write
 
         def interrupted(*arguments: Any) -> None:
             with pytest.raises(StoreBusyError):
@@ -955,7 +955,7 @@ def test_a_put_of_a_signal_handler_in_the_middle_of_a_system_call_is_refused(
             write(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(store._run), "write", interrupted)
+            patch.setattr(type(store.log_files), "write", interrupted)
             assert store.put("t", b"1").offset == 1
         assert store.put("t", b"2").offset == 2
         assert [m.body for m in store.read("t")] == [b"0", b"1", b"2"]
@@ -1001,7 +1001,7 @@ def test_a_put_of_a_signal_handler_around_a_call_that_writes_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     with open_store(tmp_path / "s") as store:
-        log, run = type(store._log), type(store._run)
+        log, run = type(store._log), type(store.log_files)
         store_many, write = log._store, run.write
         receipts = [store.put("t", b"first")]
 
@@ -1119,7 +1119,7 @@ def test_a_handler_cannot_close_a_store_in_the_middle_of_a_call(
     """The call went on when the lock was given back, over what another process might have written by then."""
     with open_store(tmp_path / "s") as store:
         store.put("t", b"first")
-        write = type(store._run).write
+        write = type(store.log_files).write
 
         def within(*arguments: Any) -> None:
             with pytest.raises(StoreBusyError):
@@ -1127,7 +1127,7 @@ def test_a_handler_cannot_close_a_store_in_the_middle_of_a_call(
             write(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(store._run), "write", within)
+            patch.setattr(type(store.log_files), "write", within)
             store.put_many("t", [b"m" * 900, b"n" * 900])
         assert [m.body[:1] for m in store.read("t")] == [b"f", b"m", b"n"]
     assert open_store(tmp_path / "s").clean_shutdown
@@ -1139,13 +1139,13 @@ def test_pages_are_made_ready_for_single_puts_and_not_for_calls(
     """The kernel takes whole pages that a call writes as they come: to zero them first would be work for nothing."""
     with open_store(tmp_path / "s", segment_bytes=16 << 20) as store:
         ready: list[tuple[int, int]] = []
-        real = store._run.populate
+        real = store.log_files.populate
 
         def populate(segment: Any, position: int, length: int) -> bool:
             ready.append((position, length))
             return real(segment, position, length)
 
-        monkeypatch.setattr(type(store._run), "populate", lambda _, *arguments: populate(*arguments))
+        monkeypatch.setattr(type(store.log_files), "populate", lambda _, *arguments: populate(*arguments))
         store.put("t", b"first")
         store.run_once(0)
         assert [position for position, _ in ready] == [store.max_offset]
@@ -1170,7 +1170,7 @@ def test_the_faster_the_writer_the_more_pages_are_made_ready(tmp_path: Path, mon
             ready.append(segment.start + position + length - store.max_offset)
             return True
 
-        monkeypatch.setattr(type(store._run), "populate", lambda _, *arguments: populate(*arguments))
+        monkeypatch.setattr(type(store.log_files), "populate", lambda _, *arguments: populate(*arguments))
         paces = []
         for puts, milliseconds in ((1, 100), (4, 1), (50, 1), (1, 100)):
             begun = store.max_offset

@@ -1,4 +1,4 @@
-"""Reading: statuses, limits, filters, what is passed over and what is never served (store-format 4.7, 8.5, 10)."""
+"""Reading: statuses, limits, filters, what is passed over and what is never served (format#time-search)."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_the_byte_limit_counts_whole_records_but_never_refuses_the_first(
     ],
 )
 def test_a_filter_takes_a_tag_by_hash_and_by_string(store: MessageStore, tags: str | None, expected: str) -> None:
-    """`Aa` and `BB` have one hash, `polygenelubricants` the least (store-format 4.2, 12)."""
+    """`Aa` and `BB` have one hash, `polygenelubricants` the least (format#tags-code)."""
     for body, tag in zip("abcdef", ["Aa", "BB", "C", None, "polygenelubricants", "订单"], strict=True):
         store.put("t", body.encode(), tag=tag)
     assert bodies(store.read("t", tags=tags)) == [c.encode() for c in expected]
@@ -222,7 +222,7 @@ def test_a_star_cannot_be_joined_with_tags(store: MessageStore, tags: str) -> No
 
 @pytest.mark.parametrize(("tags", "at"), [("||", 0), ("  || ", 2), ("||||", 0), (" ||  || ", 1)])
 def test_bars_without_a_tag_between_them_are_refused(tmp_path: Path, tags: str, at: int) -> None:
-    """They passed everything. RocketMQ refuses "||", too (broker-semantics 10.1)."""
+    """They passed everything. RocketMQ refuses "||", too (delivery#tags)."""
     with open_store(tmp_path / "s") as store:
         store.put("t", b"a", tag="x")
         with pytest.raises(FilterError, match="no tag between the bars") as raised:
@@ -235,7 +235,7 @@ def test_delay_units_are_never_filtered_by_tag(store: MessageStore) -> None:
     topic = "SCHEDULE_TOPIC_XXXX"
     store.append(topic, 2, b"x", properties={"DELAY": "3", "TAGS": "T"})
     (message,) = store.read(topic, 2)
-    assert message.tags_code == message.store_timestamp_ms + 10_000  # level 3 is 10 s (store-format 4.2)
+    assert message.tags_code == message.store_timestamp_ms + 10_000  # level 3 is 10 s (format#tags-code)
     assert store.at(message.physical_offset).tags_code == message.tags_code
     with pytest.raises(FilterError, match="times"):
         store.read(topic, 2, tags="T")
@@ -297,7 +297,7 @@ def test_a_damaged_record_is_passed_over_counted_and_reported_once(tmp_path: Pat
 def test_another_process_stops_before_records_of_which_none_behind_verifies(
     tmp_path: Path, slots: list[int], count: int
 ) -> None:
-    """A writer may be at work there (store-format 8.5). It once made `read` loop for ever."""
+    """A writer may be at work there (format#readers). It once made `read` loop for ever."""
     with open_store(damaged(tmp_path, slots), "r") as store:
         offset, read = 0, []
         while messages := store.read("t", 0, offset, count):
@@ -537,7 +537,7 @@ def test_find_by_unique_key_is_another_question_than_by_key(keyed: MessageStore)
     ],
 )
 def test_find_within_times_to_the_millisecond(keyed: MessageStore, start: int, stop: int) -> None:
-    """Entries count seconds (store-format 6.4): what is asked for is compared with the record's own time."""
+    """Entries count seconds (format#index-query): what is asked for is compared with the record's own time."""
     expected = [i for i in range(100) if i % 10 and start <= T0 + 700 * i <= stop]
     found = keyed.find("t", key="all", start_ms=start, stop_ms=stop, limit=100)
     assert [int(m.body) for m in found] == expected[::-1]

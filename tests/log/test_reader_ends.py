@@ -1,4 +1,4 @@
-"""The end of a queue as a reader in another process sees it: it grows, and may move back (store-format 8.5)."""
+"""The end of a queue as a reader in another process sees it: it grows, and may move back (format#readers)."""
 
 from __future__ import annotations
 

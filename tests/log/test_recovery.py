@@ -1,4 +1,4 @@
-"""Opening, verifying and recovering damaged stores: the table of store-format 9.7 row by row, and the rules of 9.8.
+"""Opening, verifying and recovering damaged stores: format#damage row by row, and format#opening.
 
 Each test makes a sound store, does one kind of damage to its files, and states what open, verify and recover must say
 and do. What the store held is known from the receipts of its puts, never from the code under test.
@@ -307,7 +307,7 @@ def kept_bytes(report: RecoveryReport) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("way", ["open", "recover"])
 def test_a_lost_tail_is_kept_aside_before_it_is_cut(clean: Made, way: str) -> None:
-    """One flipped bit in the last record of a store that was closed: it was zeroed, and nothing had a copy (P7)."""
+    """One flipped bit in the last record of a store that was closed: it was zeroed, and nothing had a copy."""
     path, at, raw = spoil_last(clean)
     start = clean.receipts[-1].physical_offset
     if way == "open":
@@ -396,7 +396,7 @@ def test_a_copy_is_not_written_over_when_a_killed_recovery_is_run_again(tmp_path
 
 def test_stale_bytes_behind_a_cut_do_not_come_back(crashed: Made) -> None:
     """RocketMQ lowers its write position and leaves the bytes: a record of equal length put there joined up with the
-    old ones behind it, which a restart then took for its own (store-format 9.6, 14 row 8)."""
+    old ones behind it, which a restart then took for its own (format#zeros, format#engine-runs)."""
     torn = crashed.receipts[72]
     at = torn.physical_offset % SEGMENT
     flip(crashed.segment(torn.physical_offset - at), at + 95)
@@ -722,7 +722,7 @@ def test_a_missing_folder_or_file_after_a_clean_exit_is_for_verify_and_recover(c
 
 
 def test_a_missing_unit_of_the_very_last_record_is_noticed_on_opening(clean: Made) -> None:
-    """RocketMQ does not, and gives its number to the next message (store-format 14, row 6)."""
+    """RocketMQ does not, and gives its number to the next message (format#engine-runs)."""
     last = clean.receipts[-1]
     path = clean.path / "consumequeue" / last.topic / str(last.queue_id) / f"{last.offset // 8 * 160:020d}"
     zero(path, last.offset % 8 * 20, last.offset % 8 * 20 + 20)
@@ -842,7 +842,7 @@ def test_a_void_unit_at_the_end_of_a_file_does_not_hide_the_file_from_readers(cl
 
 
 def test_the_next_number_counts_records_whose_units_are_gone(crashed: Made) -> None:
-    """M10: CQ end or one more than the largest number scanned, whichever is greater."""
+    """format#next-offset: queue end or one more than the largest number scanned, whichever is greater."""
     shutil.rmtree(crashed.path / "consumequeue" / "orders" / "1")
     with crashed.open() as store:
         ends = {(r.topic, r.queue_id): r.offset + 1 for r in crashed.receipts}
@@ -1303,7 +1303,7 @@ def test_a_record_whose_keys_lie_in_two_index_files_keeps_them_all(tmp_path: Pat
                 assert [m.physical_offset for m in store.find("t", key=f"{letter}{n}")] == [receipt.physical_offset]
     with open_store(tmp_path / "store", "r") as store:
         assert list(store.verify()) == []
-        assert sum(file.header.next_entry - 1 for file in store._index.files) == 120
+        assert sum(file.header.next_entry - 1 for file in store.index.files) == 120
 
 
 def test_an_index_whose_header_a_power_cut_left_behind_its_slots_is_built_anew(tmp_path: Path) -> None:
@@ -1401,7 +1401,7 @@ def test_progress_grows_to_the_total(clean: Made) -> None:
 @pytest.mark.parametrize("prefix", [False, True], ids=["plain", "prefix"])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_recover_may_be_killed_before_every_change_and_run_again(tmp_path: Path, profile: str, prefix: bool) -> None:
-    """P7, for a process that dies: what was written stays. Power cuts in here are tests/crash/test_images.py."""
+    """A process that dies (reliability#p7): what was written stays. Power cuts are in tests/crash/test_images.py."""
     options = RecoverOptions(full=True, prefix=prefix)
     config = StoreConfig(clock=SimulatedClock(), **SIZES)
     damaged = make(tmp_path / "damaged", profile, crash=True)

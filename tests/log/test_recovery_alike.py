@@ -250,7 +250,7 @@ def test_units_that_were_perhaps_never_synced_are_written_again_whatever_the_str
     monkeypatch.setattr(recovery.ConsumeQueue, "write", write)
     with open_store(tmp_path) as store:
         assert store.recovery.rebuilt.units == 0
-        for queue in store._queues:
+        for queue in store.queue_table:
             assert written[queue.directory] == set(range(queue.max_offset))
 
 
@@ -263,7 +263,7 @@ def test_the_zeros_at_the_end_of_the_log_are_read_once(tmp_path: Path, monkeypat
         looks.append(start)
         return used_end(run, segment, start)
 
-    for module in ("scanner", "recover"):
+    for module in ("scanner", "tail"):
         monkeypatch.setattr(f"mqstore.log.recovery.{module}.used_end", look)
     with open_store(tmp_path) as store:
         end = store.max_offset
@@ -273,7 +273,7 @@ def test_the_zeros_at_the_end_of_the_log_are_read_once(tmp_path: Path, monkeypat
 def test_a_stretch_keeps_what_it_says_while_the_next_one_is_read(tmp_path: Path) -> None:
     places = make(tmp_path, "mqstore")
     with open_store(tmp_path, "r") as reader:
-        events = [event for event in scan_log(reader._run, 0, reader.manifest.checksum) if isinstance(event, Good)]
+        events = [event for event in scan_log(reader.log_files, 0, reader.manifest.checksum) if isinstance(event, Good)]
     found = np.concatenate([event.headers.positions + event.base for event in events])
     assert found.tolist() == places
 
@@ -297,9 +297,9 @@ def test_queue_files_are_on_their_way_to_the_disk_when_they_are_full(tmp_path: P
     with open_store(tmp_path, fs=Noting()) as store:
         full = [
             f"{queue.directory}/{name}"
-            for queue in store._queues
+            for queue in store.queue_table
             for name in queue.list_files()
-            if int(name) // UNIT_BYTES + store._queues.units_per_segment <= queue.max_offset
+            if int(name) // UNIT_BYTES + store.queue_table.units_per_segment <= queue.max_offset
         ]
     assert len(full) > 3
     assert sorted(begun) == sorted(full)

@@ -1,4 +1,4 @@
-"""Retention: whole segments go, oldest first, never the last; all else follows (store-format 8.3, 8.4)."""
+"""Retention: whole segments go, oldest first, never the last; all else follows (format#retention)."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_queue_all_of_whose_messages_are_gone_keeps_its_numbers(tmp_path: Path
 
 @pytest.mark.parametrize("kept_segments", [9, 8, 7])
 def test_a_queue_that_lost_its_first_file_is_built_once_and_for_all(tmp_path: Path, kept_segments: int) -> None:
-    """Slots before the first record that is left are those of records that retention took, so they are void (4.3). They
+    """Slots before the first record that is left are those of records that retention took, so they are void. They
     were zeros where later files of the queue were still there, and each second recovery changed them."""
     with open_store(tmp_path / "s") as store:
         fill(store)

@@ -32,7 +32,7 @@ def test_a_record_that_is_finished_during_the_scan_is_no_damage(
 
         monkeypatch.setattr(scanner, "used_end", look_later)
         with mqstore.MessageStore(tmp_path, "r") as reader:
-            events = list(scan_log(reader._run, 0, reader.manifest.checksum))
+            events = list(scan_log(reader.log_files, 0, reader.manifest.checksum))
 
     assert looks > 0
     assert not [event for event in events if isinstance(event, Bad)]
@@ -60,7 +60,7 @@ def test_a_writer_that_goes_on_to_the_next_segment_during_the_scan_has_left_no_d
 
     monkeypatch.setattr(scanner, "_next_good", look_later)
     with mqstore.MessageStore(tmp_path, "r") as reader:
-        events = list(scan_log(reader._run, 0, reader.manifest.checksum))
+        events = list(scan_log(reader.log_files, 0, reader.manifest.checksum))
 
     assert not [event for event in events if isinstance(event, Bad)]
     assert sum(len(event.headers) for event in events if isinstance(event, Good)) == 200
@@ -74,8 +74,8 @@ def test_a_scan_of_a_part_ends_where_the_next_part_begins(tmp_path: Path, stop: 
         end = writer.max_offset
     with mqstore.MessageStore(tmp_path, "r") as reader:
         checksum = reader.manifest.checksum
-        [segment] = reader._run.segments()
-        scan = scan_segment(reader._run, segment, 0, checksum, stop=stop)
+        [segment] = reader.log_files.segments()
+        scan = scan_segment(reader.log_files, segment, 0, checksum, stop=stop)
         found = []
         while True:
             try:
@@ -100,12 +100,12 @@ def _walk_while(
             reader.stop_at(limit)
         fronts: list[int] = []
         told: list[object] = []
-        for event in scan_log(reader._run, 0, reader.manifest.checksum, on_front=fronts.append):
+        for event in scan_log(reader.log_files, 0, reader.manifest.checksum, on_front=fronts.append):
             if not isinstance(event, Good):
                 told.append(event)
             change()
             if lists:
-                reader._run.refresh()
+                reader.log_files.refresh()
     return fronts, told
 
 
@@ -156,4 +156,4 @@ def test_a_walk_that_does_not_expect_it_says_what_is_gone(ten_segments: Path) ->
     with mqstore.MessageStore(ten_segments, "r") as reader:
         _segment(ten_segments, 0).unlink()
         with pytest.raises(FileNotFoundError):
-            list(scan_log(reader._run, 0, reader.manifest.checksum))
+            list(scan_log(reader.log_files, 0, reader.manifest.checksum))

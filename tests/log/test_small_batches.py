@@ -284,7 +284,7 @@ def test_a_unit_that_leads_to_the_record_of_another_queue_is_not_believed(
     with open_store(write(tmp_path, filled)) as store:
         store.put("tt", b"other")
         ((physical, size, code),) = store.units("tt", 0, 0, 1).tolist()
-        queue = store._queues.get("t", 0)
+        queue = store.queue_table.get("t", 0)
         assert queue is not None
         queue.write(0, struct.pack(">qiq", physical, size, code))
         assert [m.offset for m in store.get("t", 0, 0, 1).messages] == [1]
@@ -297,7 +297,7 @@ def test_a_unit_that_leads_to_another_message_of_its_topic_is_not_believed(tmp_p
         for i in range(3):
             store.put("t", b"0-%d" % i, queue_id=0)
             store.put("t", b"1-%d" % i, queue_id=1)
-        queue, other = store._queues.create("t", 0), store.units("t", 1, 1, 1)
+        queue, other = store.queue_table.create("t", 0), store.units("t", 1, 1, 1)
         later = store.units("t", 0, 2, 1)
         queue.write(0, later.tobytes())
         queue.write(1, other.tobytes())

@@ -43,8 +43,9 @@ from mqstore.log.bulk.inbox import Bundle
 from mqstore.log.bulk.splice import Splicer
 from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnFile, TxnState
 from mqstore.log.checkpoint import CheckpointFile
-from mqstore.log.recovery.recover import RecoverOptions, _Recovery
+from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
+from mqstore.log.recovery.tail import Tail
 from mqstore.log.snapshot import moment as looking
 from mqstore.log.snapshot import take as module
 from mqstore.log.snapshot.moment import Moment, Original
@@ -927,9 +928,9 @@ def test_a_recovery_that_was_at_work_before_and_cuts_the_log_then_makes_it_begin
     flip(root / "commitlog" / f"{hit.physical_offset // SEGMENT * SEGMENT:020d}", hit.physical_offset % SEGMENT + 95)
     copied: list[str] = []
     reports: list[SnapshotReport] = []
-    real, copy = _Recovery._cut, TreeCopy.file
+    real, copy = Tail.cut, TreeCopy.file
 
-    def cut(self: _Recovery, *arguments: Any, **named: Any) -> None:
+    def cut(self: Tail, *arguments: Any, **named: Any) -> None:
         def file(tree: TreeCopy, name: str, *others: Any, **more: Any) -> None:
             copied.append(name)
             if copied.count(f"commitlog/{2 * SEGMENT:020d}") == 1 and len(copied) < 1000:
@@ -937,12 +938,12 @@ def test_a_recovery_that_was_at_work_before_and_cuts_the_log_then_makes_it_begin
                 real(self, *arguments, **named)
             copy(tree, name, *others, **more)
 
-        monkeypatch.setattr(_Recovery, "_cut", real)
+        monkeypatch.setattr(Tail, "cut", real)
         with monkeypatch.context() as patch:
             patch.setattr(TreeCopy, "file", file)
             reports.append(taken(root, tmp_path / "copy"))
 
-    monkeypatch.setattr(_Recovery, "_cut", cut)
+    monkeypatch.setattr(Tail, "cut", cut)
     recover_store(root, RecoverOptions(prefix=True), fs=Unsynced())
     (report,) = reports
     assert [finding.kind for finding in report.findings] == ["lost_tail"]  # as whoever is killed in it would leave it

@@ -1,4 +1,4 @@
-"""Splicing staged shards: the result is that of puts one by one, all of it or nothing, and once (spark B6)."""
+"""Splicing staged shards: the result is that of puts one by one, all of it or nothing, and once (spark#splice)."""
 
 from __future__ import annotations
 
@@ -463,7 +463,7 @@ def test_nobody_sees_a_record_before_the_splice_is_recorded(tmp_path: Path, prof
         with open_store(root, "r") as reader:
             seen.append(shown(reader))
             assert list(reader.verify()) == []
-            [*_, last] = scan_log(reader._run, 0, reader._checksum)
+            [*_, last] = scan_log(reader.log_files, 0, reader.checksum)
             assert last == End(end, "")
             assert late.stats().commitlog_bytes == SEGMENT
         seen.append(shown(late))
@@ -515,7 +515,7 @@ def test_a_reader_that_met_the_splice_misses_none_of_it_afterwards(
         reader = early or open_store(root, "r", verify_reads=way != "lengths")
         readers.append(reader)
         reader.topics()
-        assert reader._run.limit == store.max_offset
+        assert reader.log_files.limit == store.max_offset
         reader._file_news._next_listing = math.inf  # no listing but that of who needs one
 
     with open_store(root, clock=clock) as store:
@@ -526,7 +526,7 @@ def test_a_reader_that_met_the_splice_misses_none_of_it_afterwards(
         clock.advance(1000)
         store.splice([shard], app="a", version=0, progress=Halfway(meet))
         store.dispatch()
-        assert (len(store._run.starts) > 1) == (rows is ROWS), "the rows do not fill what they should"
+        assert (len(store.log_files.starts) > 1) == (rows is ROWS), "the rows do not fill what they should"
         [reader] = readers
         with reader:
             if since == "half-listed":
@@ -706,7 +706,7 @@ def test_retention_forgets_what_it_saw_of_a_splice_that_was_taken_back(tmp_path:
         clock.advance(3_600_000)
         for _ in range(4):
             store.put("orders", b"x" * 1000)
-        assert len(store._run.starts) == 2
+        assert len(store.log_files.starts) == 2
         assert store.expired(policy) == 0
 
 
@@ -724,14 +724,14 @@ def test_no_message_is_deleted_for_a_splice_that_may_yet_fail(
     usage = SimpleNamespace(f_blocks=8, f_frsize=SEGMENT)
 
     def statvfs(path: object) -> SimpleNamespace:
-        usage.f_bfree = usage.f_bavail = 8 - len(store._run.starts)
+        usage.f_bfree = usage.f_bavail = 8 - len(store.log_files.starts)
         return usage
 
     monkeypatch.setattr("mqstore.log.retention.os", SimpleNamespace(statvfs=statvfs))
     shard = stage(tmp_path / "shard", [Row(b"x" * 1000) for _ in range(8)])
 
     def clean() -> None:
-        assert len(store._run.starts) > 4
+        assert len(store.log_files.starts) > 4
         assert store.clean(_TIGHT[limit]) == []
 
     def clean_and_fail() -> None:
@@ -743,7 +743,7 @@ def test_no_message_is_deleted_for_a_splice_that_may_yet_fail(
             store.put("orders", b"%1000d" % i)
         store.dispatch()
         store.flush()
-        assert len(store._run.starts) == 3
+        assert len(store.log_files.starts) == 3
         before = shown(store)
         with pytest.raises(KeyboardInterrupt):
             store.splice([shard], app="a", version=0, progress=Halfway(clean_and_fail))
@@ -751,7 +751,7 @@ def test_no_message_is_deleted_for_a_splice_that_may_yet_fail(
         store.splice([shard], app="a", version=0, progress=Halfway(clean))
         store.dispatch()
         store.clean(_TIGHT[limit])  # now they count
-        assert len(store._run.starts) == 4
+        assert len(store.log_files.starts) == 4
 
 
 def test_a_full_disk_leaves_the_store_usable_and_the_same_splice_works_later(tmp_path: Path) -> None:
@@ -777,7 +777,7 @@ KINDS = sorted((CHANGES | {"pread", "open"}) - {"pwritev_dsync", "mkdir", "rmdir
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_call_fails_all_or_nothing_is_in_and_the_next_try_completes_it(tmp_path: Path, kind: str) -> None:
-    """P8. Disk errors at the n-th call of a kind, for every n of a splice; then the program goes on as one would."""
+    """Disk errors at the n-th call of a kind, for every n of a splice; then the program goes on (reliability#p8)."""
     shards = [stage(tmp_path / "a", ROWS[:30]), stage(tmp_path / "b", ROWS[30:])]
     total = sum(1 for row in ROWS if (row.topic, row.queue_id) == ("orders", 0))
     for nth in range(1, 60):
@@ -1011,7 +1011,7 @@ def test_a_reader_stops_when_its_writer_becomes_a_newer_one(tmp_path: Path) -> N
     with open_store(root, "r") as reader:
         (root / TXN_FILE).write_text('{"version": 2}')
         with pytest.raises(UnsupportedStoreError):
-            reader.list_again()
+            reader.find_news()
 
 
 @pytest.mark.parametrize("create", [{"orders": 1 << 70}, {"orders": 1 << 63}])

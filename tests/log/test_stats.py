@@ -1,4 +1,4 @@
-"""What a store tells of itself (client-semantics B.3)."""
+"""What a store tells of itself."""
 
 from __future__ import annotations
 

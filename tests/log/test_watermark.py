@@ -1,4 +1,4 @@
-"""Torn tail or damage: everybody who looks at bad bytes gives the same answer (store-format 9.7, 9.8).
+"""Torn tail or damage: everybody who looks at bad bytes gives the same answer (format#damage, format#watermark).
 
 `verify` once said `bad_record` of bytes that opening called a torn tail and cut. The expected answer comes from the
 watermark in the checkpoint and from the abort mark alone: bad bytes below the watermark are damage; bytes at or beyond

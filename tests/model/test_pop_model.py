@@ -1,8 +1,8 @@
 """State machines: random pops, settlements, clock moves, closes and kills, compared with a plain model after each.
 
 The model of a standard group is two lists of messages (topic and retry topic) and a dict of what is in flight; of a
-FIFO group one list and the last batch. Both know the rules of broker-semantics 8.6, 8.7, 8.10 and 9.2, and nothing of
-logs: a kill changes nothing in them but that receivers of this process are gone.
+FIFO group one list and the last batch. Both know the rules of delivery#ack, delivery#pop-log and delivery#order-rules,
+and nothing of logs: a kill changes nothing in them but that receivers of this process are gone.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class StoreMachine(RuleBasedStateMachine):
         queue = self.queues[topic, queue_id]
         if self.durability == "append" or self.opened.stats().flush_lag_bytes == 0:
             return len(queue.messages)
-        if not self.opened._queues.get(topic, queue_id) or topic not in self.opened.topics():
+        if not self.opened.queue_table.get(topic, queue_id) or topic not in self.opened.topics():
             return 0
         return next(
             (i for i, m in enumerate(queue.messages) if m.physical_offset >= self.opened._commit.flushed),

@@ -13,7 +13,7 @@ from mqstore import MessageStore
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.spark.encode import Encoder
-from mqstore.spark.publish import Commit, Published, commit, make_member, plan_target
+from mqstore.spark.publish import Commit, commit, make_member, plan_target
 from mqstore.spark.sinkoptions import SinkOptions
 from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
 
@@ -40,12 +40,12 @@ def stage(
     clock: Clock = SYSTEM_CLOCK,
 ) -> list[ShardInfo]:
     """What the tasks of a job do, one after the other."""
-    plan = plan_target(options)
+    rules = plan_target(options)
     folder = transaction_folder(Path(options.path), app, version)
     shards: list[ShardInfo] = []
     for partition, batch in enumerate(partitions):
         encoder = Encoder(
-            plan.rules,
+            rules,
             app=app,
             version=version,
             partition=partition,
@@ -55,7 +55,7 @@ def stage(
         )
         pieces = encoder.encode(batch)
         for shard in write_shards(
-            pieces, folder, partition, attempt, profile=plan.profile, max_rows=options.max_rows_per_shard, fs=fs
+            pieces, folder, partition, attempt, profile=rules.profile, max_rows=options.max_rows_per_shard, fs=fs
         ):
             if options.target == "set":
                 make_member(folder, shard, options, fs=fs, clock=clock)
@@ -65,7 +65,7 @@ def stage(
 
 def write(
     options: SinkOptions, app: str, version: int, *partitions: Sequence[str], overwrite: bool = False, **how: Any
-) -> Published:
+) -> int | None:
     """A whole job."""
     shards = stage(options, app, version, [batch_of(bodies) for bodies in partitions], **how)
     return commit(options, Commit(app, version, shards, overwrite=overwrite), **how)

@@ -458,7 +458,7 @@ def test_a_log_scan_tells_a_lost_segment_from_one_that_retention_took(tmp_path: 
     path = write_store(tmp_path / "s", [Odd(body=bytes([i % 256]) * 900) for i in range(100)])
     with MessageStore(path, "r") as store:
         end = log_end(store)
-        segments = [Path(segment.path) for segment in store._run.segments()]
+        segments = [Path(segment.path) for segment in store.log_files.segments()]
         assert len(segments) > 4
         segments[2].unlink()
         policy = Policy(on_corrupt="skip")

@@ -464,9 +464,9 @@ def test_readers_beside_a_writer_and_its_retention(tmp_path: Path) -> None:
             rows = rows_of([next(batches)])
             if turn % 3 == 2:  # between two batches of one task
                 first = sorted((path / "commitlog").iterdir())[:-1]
-                store._run.drop_before(int(first[-1].name))
-                for queue in store._queues:
-                    queue.correct_min(store._run.min_offset)
+                store.log_files.drop_before(int(first[-1].name))
+                for queue in store.queue_table:
+                    queue.correct_min(store.log_files.min_offset)
             rows += rows_of(batches)
             offsets = [row["queue_offset"] for row in rows]
             assert offsets == sorted(set(offsets))

@@ -163,18 +163,9 @@ def test_spark_writes_and_reads_kafkas_columns(spark: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.spark
-def test_spark_writes_strings_and_by_rows(spark: Any, tmp_path: Path) -> None:
-    from pyspark.sql.types import StructType
-
-    from mqstore.spark.sink import _batches
-
+def test_spark_writes_strings(spark: Any, tmp_path: Path) -> None:
     frame = spark.sql("select 'k' as key, 'v' as value, array(struct('a' as key, binary('1') as value)) as headers")
     frame.write.format("mqstore").mode("append").option("topic", "t").save(str(tmp_path / "s"))
     with MessageStore(tmp_path / "s", "r") as store:
         [message] = [message for ref in store.queues("t") for message in store.iter(*ref)]
     assert (message.body, message.keys, message.properties) == (b"v", ("k",), {"a": "1"})
-
-    schema = StructType.fromDDL("value binary, headers array<struct<key:string,value:binary>>")
-    [row] = spark.createDataFrame([(b"v", [("a", b"1")])], schema).collect()
-    [batch] = _batches(iter([row]), schema)
-    assert batch.to_pylist() == [{"value": b"v", "headers": [{"key": "a", "value": b"1"}]}]

@@ -76,7 +76,7 @@ def test_values_become_what_they_mean(name: str, text: str, field: str, value: A
         ({"tags": " || "}, r"option tags=' \|\| ': .*no tag between the bars"),
         ({"startingTimestamp": "yesterday"}, "ISO 8601"),
         ({"filter": "a >"}, "option filter='a >': "),
-        ({"paths": '["a"]'}, "path and paths both say"),
+        ({"paths": '["a"]'}, "options 'path' and 'paths' are the same; give one of them"),
         ({"subscribe": "a", "SUBSCRIBE": "b"}, "'subscribe' and 'SUBSCRIBE' are the same"),
         ({"topic": "a"}, r"no option 'topic'"),
         ({"scan": "log"}, r"no option 'scan'"),
@@ -109,9 +109,7 @@ def test_what_is_nested_too_deeply_is_refused_like_any_value_that_does_not_fit(n
 
 
 def test_a_long_value_is_shown_by_its_beginning() -> None:
-    with pytest.raises(
-        ConfigError, match=r"option assign='\[0, 0.*'\.\.\. \(30000 characters\): not that form"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"option assign='\[0, 0[0, ]*: not that form") as caught:
         parse(assign="[" + "0, " * 9999 + "0]")
     assert len(str(caught.value)) < 400
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from mqstore import MessageStore, StoreConfig
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.pacing import Limit, Messages, admit, costs_of
+from mqstore.spark.pacing import Costs, Limit, admit, costs_of
 from mqstore.spark.positions import Key, Offsets
 from tests.holding import linux_only, open_files
 from tests.spark.support import Odd, many, write_store
 
 
-class Sizes:
+class Sizes(Costs):
     """Messages of these sizes; what waits is misjudged by a factor of its own for each queue."""
 
     def __init__(self, sizes: Mapping[Key, Sequence[int]], misjudged: Mapping[Key, float] | None = None) -> None:
@@ -50,7 +50,7 @@ def queues(*lengths: int) -> Offsets:
 def test_a_batch_has_as_many_messages_as_it_may(lengths: list[int], most: int) -> None:
     end = queues(*lengths)
     begin = dict.fromkeys(end, 0)
-    moved = taken(begin, admit(begin, end, most, Messages()))
+    moved = taken(begin, admit(begin, end, most, Costs()))
     assert sum(moved.values()) == min(most, sum(lengths))
     assert all(moved[key] <= end[key] for key in moved)
 
@@ -61,7 +61,7 @@ def test_each_queue_has_its_share(lengths: list[int], most: int) -> None:
     """At least half of it, for up to half may go to those whose share is less than a message."""
     end = queues(*lengths)
     begin = dict.fromkeys(end, 0)
-    after = admit(begin, end, most, Messages())
+    after = admit(begin, end, most, Costs())
     for key, length in end.items():
         share = most * length / sum(lengths)
         if share >= 1:
@@ -70,7 +70,7 @@ def test_each_queue_has_its_share(lengths: list[int], most: int) -> None:
 
 def test_shares_are_in_proportion() -> None:
     end = queues(60_000, 30_000, 10_000)
-    assert [*admit(dict.fromkeys(end, 0), end, 1000, Messages()).values()] == [600, 300, 100]
+    assert [*admit(dict.fromkeys(end, 0), end, 1000, Costs()).values()] == [600, 300, 100]
 
 
 def test_one_huge_and_many_tiny_queues_move_together() -> None:
@@ -78,7 +78,7 @@ def test_one_huge_and_many_tiny_queues_move_together() -> None:
     end = queues(10_000_000, *[1] * 1000)
     at = dict.fromkeys(end, 0)
     for _ in range(30):
-        before, at = at, admit(at, end, 1000, Messages())
+        before, at = at, admit(at, end, 1000, Costs())
         moved = taken(before, at)
         assert sum(moved.values()) == 1000
         assert moved[Key("s", "t", 0)] >= 499
@@ -91,7 +91,7 @@ def test_a_limit_below_the_number_of_queues_serves_all_in_turn(most: int) -> Non
     end = queues(1_000_000, 1_000_000, 3, 3, 3)
     at = dict.fromkeys(end, 0)
     for _ in range(400):
-        moved = taken(at, after := admit(at, end, most, Messages()))
+        moved = taken(at, after := admit(at, end, most, Costs()))
         assert sum(moved.values()) == most
         at = after
         for key in list(end)[:2]:

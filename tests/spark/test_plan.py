@@ -258,9 +258,9 @@ def test_an_id_is_of_one_store(tmp_path: Path, lax: str) -> None:
     """A set, or a glob, under an id was no store; with failOnDataLoss=false nothing was read of it."""
     write_store(tmp_path / "a", [])
     (tmp_path / SET_FILE).write_text(json.dumps({"version": 1, "stores": {"one": "a"}}))
-    for where, says in ((tmp_path, "a store set, whose stores have ids of their own"), (tmp_path / "*", "a glob")):
+    for where in (tmp_path, tmp_path / "*"):
         given = {"paths": json.dumps({"x": str(where)}), "failOnDataLoss": lax}
-        with pytest.raises(ConfigError, match=f"the id 'x' is given to .* which is {says}.*an array"):
+        with pytest.raises(ConfigError, match=r"the id 'x' is given to .* which is a glob or a store set.*an array"):
             plan(SourceOptions.parse(given))
     (tmp_path / "[a]").symlink_to(tmp_path / "a")  # looks like one, and is none
     assert plan(SourceOptions.parse({"paths": json.dumps({"x": str(tmp_path / "[a]")})}))

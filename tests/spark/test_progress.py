@@ -1,4 +1,4 @@
-"""Progress of a stream, without Spark: an engine as `spec/spark.md` A6 saw Spark's, that may stop anywhere."""
+"""Progress of a stream, without Spark: an engine as Spark's is (spark#stream-calls), that may stop anywhere."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from mqstore.spark import publish
 from mqstore.spark.encode import Encoder, Rules
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import stores_of
-from mqstore.spark.publish import Commit, Published, abort, clean_target, commit, plan_target
+from mqstore.spark.publish import Commit, abort, clean_target, commit, plan_target
 from mqstore.spark.sinkoptions import SinkOptions
 from mqstore.spark.staging import STAGING, clean, transaction_folder, write_shards
 from tests.crash.recording import Event, RecordingFileSystem, build_image
@@ -107,14 +107,6 @@ def test_a_task_that_fails_takes_the_shard_it_was_at_away(tmp_path: Path) -> Non
     assert [name[:4] for name in os.listdir(transaction_folder(tmp_path / "s", "a", 0))] == ["0-0-"]
 
 
-def test_without_flush_nothing_that_is_staged_is_synced(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    encoder = Encoder(Rules(), app="a", version=0, partition=0, topic="t")
-    [*write_shards(encoder.encode(batch_of(ONE)), tmp_path, 0, 0, profile="mqstore", sync=False, fs=fs)]
-
-    assert [call for call in fs.changes() if call.operation == "fdatasync"] == []
-
-
 def test_a_full_disk_while_staging_is_told_and_leaves_no_shard(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     fs.fail("pwrite", errno.ENOSPC, path_part="records.bin")
@@ -139,22 +131,6 @@ def test_records_are_on_disk_before_the_file_that_says_so_and_that_before_the_ta
 # -- leftovers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_task_goes_on_when_another_job_removes_the_empty_folder_above(tmp_path: Path) -> None:
-    class Removing(FaultyFileSystem):
-        removed = 0
-
-        def mkdir(self, path: Any, *arguments: Any, **more: Any) -> None:
-            if Path(path).name == "a-0" and self.removed < 3:
-                os.rmdir(Path(path).parent)
-                self.removed += 1
-            super().mkdir(path, *arguments, **more)
-
-    fs = Removing()
-    [shard] = stage(options_of(tmp_path / "s"), "a", 0, [batch_of(ONE)], fs=fs)
-
-    assert (shard.records, fs.removed) == (5, 3)
-
-
 def test_what_is_old_enough_goes_and_nothing_else(root: Path) -> None:
     options = options_of(root)
     stage(options, "old", 0, [batch_of(ONE)])
@@ -165,10 +141,10 @@ def test_what_is_old_enough_goes_and_nothing_else(root: Path) -> None:
     (root / STAGING / "link").symlink_to(root / "commitlog")
 
     [found] = clean_target(root, 3600, dry_run=True)
-    assert (Path(found.path), found.age_s > 1e9, found.bytes > 0, old.exists()) == (old, True, True, True)
-    assert {Path(each.path).name for each in clean(root, 0, dry_run=True)} == {"old-0", "new-3"}
+    assert (found, old.exists()) == (old, True)
+    assert {path.name for path in clean(root, 0, dry_run=True)} == {"old-0", "new-3"}
 
-    assert [Path(each.path) for each in clean_target(root, 3600)] == [old]
+    assert clean_target(root, 3600) == [old]
     assert staged(root) == ["link", "new-3"]
     assert clean(root / "nowhere", 0) == []
 
@@ -213,16 +189,16 @@ def test_the_rules_are_those_of_the_store(tmp_path: Path) -> None:
         store.broker.topics.create("wide", read_queues=9, write_queues=2)
         store.broker.topics.create("closed", perm=4)
         store.producer().send("found", b"")
-    plan = plan_target(options_of(tmp_path / "s", queues="5"))
+    rules = plan_target(options_of(tmp_path / "s", queues="5"))
 
-    assert plan.profile == "rocketmq"
-    assert (plan.rules.group_hash, plan.rules.levels, plan.rules.max_record_bytes) == ("siphash24", 2, (1 << 16) - 8)
-    assert (plan.rules.topic("wide"), plan.rules.topic("new")) == ((2, 9, ""), (5, 5, ""))
+    assert rules.profile == "rocketmq"
+    assert (rules.group_hash, rules.levels, rules.max_record_bytes) == ("siphash24", 2, (1 << 16) - 8)
+    assert (rules.topic("wide"), rules.topic("new")) == ((2, 9, ""), (5, 5, ""))
     with pytest.raises(MQStoreError, match="'closed' may not be written to"):
-        plan.rules.topic("closed")
+        rules.topic("closed")
     for name in ("SCHEDULE_TOPIC_XXXX", "rmq_sys_x"):
         with pytest.raises(MQStoreError, match="belongs to the engine"):
-            plan.rules.topic(name)
+            rules.topic(name)
 
 
 def test_a_target_that_is_not_what_the_option_says_is_refused(root: Path, tmp_path: Path) -> None:
@@ -233,10 +209,10 @@ def test_a_target_that_is_not_what_the_option_says_is_refused(root: Path, tmp_pa
         ("set", "store", ConfigError, "is a store set, .* use target=set"),
         ("set", "inbox", ConfigError, "is a store set"),
         ("store", "set", ConfigError, "is a store, .* use target=store"),
-        ("other", "set", ConfigError, "holds letters.txt and no mqstore-set.json"),
+        ("other", "set", NotAStoreError, "holds letters.txt, and is no store or store set"),
         ("other", "store", NotAStoreError, "letters.txt"),
         ("other/letters.txt", "store", NotAStoreError, "is a file"),
-        ("other/letters.txt", "set", ConfigError, "holds a file"),
+        ("other/letters.txt", "set", NotAStoreError, "is a file"),
         ("nowhere", "inbox", ConfigError, "is no store, .* use target=store, which creates it"),
     ]
     for name, target, kind, says in cases:
@@ -258,27 +234,13 @@ def test_a_target_whose_creation_was_killed_is_written_to_all_the_same(tmp_path:
     assert sorted(bodies(root)) == ONE
 
 
-@pytest.mark.parametrize("target", ["store", "set"])
-def test_a_target_that_cannot_be_made_is_refused_before_tasks_run(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(NotAStoreError, match=r"file is a file, so there can be no .*file/a/b"):
-        plan_target(options_of(tmp_path / "file" / "a" / "b", target=target))
-
-    (tmp_path / "closed").mkdir()
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "closed")  # root may do all
-    with pytest.raises(mqstore.ReadOnlyStoreError, match="closed may not be written to by the user that Spark runs as"):
-        plan_target(options_of(tmp_path / "closed" / "s", target=target))
-
-
 # -- store -------------------------------------------------------------------------------------------------------------
 
 
 def test_a_store_that_is_not_there_is_made_and_messages_lie_in_the_order_of_partitions(tmp_path: Path) -> None:
     options = options_of(tmp_path / "s", queues="1")
 
-    assert write(options, "a", 0, ONE, TWO, [], ["c"]).records == 10
+    assert write(options, "a", 0, ONE, TWO, [], ["c"]) == 10
 
     assert bodies(tmp_path / "s") == [*ONE, *TWO, "c"]
     assert staged(tmp_path / "s") == []
@@ -302,7 +264,7 @@ def test_what_was_written_before_stays_and_what_comes_later_goes_on(tmp_path: Pa
 def test_a_version_counts_once_and_an_older_one_never(root: Path) -> None:
     options = options_of(root)
 
-    results = [write(options, "a", version, [f"v{version}"]).already for version in (3, 3, 2, 4)]
+    results = [write(options, "a", version, [f"v{version}"]) is None for version in (3, 3, 2, 4)]
 
     assert results == [False, True, True, False]
     assert sorted(bodies(root)) == ["v3", "v4"]
@@ -316,19 +278,19 @@ def test_a_query_whose_checkpoint_was_put_back_is_refused(target: str, root: Pat
     where = root if target != "set" else tmp_path / "set"
     options = options_of(where, target="inbox" if target == "waiting" else target)
 
-    def batch(version: int, rows: list[str]) -> Published:
+    def batch(version: int, rows: list[str]) -> int | None:
         shards = stage(options, "q", version, [batch_of(rows)])
         done = commit(options, Commit("q", version, shards, query=True))
         if target == "inbox":
             MessageStore(where).close()  # its owner takes it in
         return done
 
-    assert [batch(version, [f"v{version}"]).already for version in (1, 2, 2, 3)] == [False, False, True, False]
+    assert [batch(version, [f"v{version}"]) is None for version in (1, 2, 2, 3)] == [False, False, True, False]
     for version in (0, 2):
         with pytest.raises(ConfigError, match=f"batch 3 of query 'q', which is at batch {version} again.*put back"):
             batch(version, ["other"])
         abort(options, "q", version)
-    assert batch(4, ["v4"]).already is False
+    assert batch(4, ["v4"]) is not None
 
     MessageStore(root).close()
     found = set_bodies(where) if target == "set" else bodies(where)
@@ -344,7 +306,7 @@ def test_a_store_remembers_no_job_that_never_comes_again(root: Path) -> None:
 
     assert [*read_txn(root, REAL).apps] == ["daily"]
     assert sorted(bodies(root)) == [*ONE, "once"]
-    assert write(options, "daily", 3, ["once"]).already
+    assert write(options, "daily", 3, ["once"]) is None
 
     shards = stage(options, "job-3", 0, [batch_of(TWO)])
     commit(options, Commit("job-3", 0, shards, remembered=False, overwrite=True))
@@ -417,13 +379,13 @@ def test_delayed_messages_come_when_they_are_due(tmp_path: Path) -> None:
         assert [m.body for m in broker.store.read("t", 0, 0, 9)] == [b"a1", b"a3", b"a4", b"a0", b"a2"]
 
 
-def test_a_topic_that_lost_queues_meanwhile_is_not_written_to_past_its_end(root: Path) -> None:
+def test_a_topic_that_somebody_made_meanwhile_with_other_queues_is_not_written_to(root: Path) -> None:
     options = options_of(root, queues="8")
     shards = stage(options, "a", 0, [batch_of(ONE, queue_id=[7] * 5)])
     with MessageStore(root) as store:
         open_parts(store).topics.create("t", queues=2)
 
-    with pytest.raises(ConfigError, match="queue 7 of topic 't', which has 2 queues now"):
+    with pytest.raises(ConfigError, match=r"topic 't' was altered .* has 2 queues to write to and 2 in all now"):
         commit(options, Commit("a", 0, shards))
 
     assert bodies(root) == []
@@ -431,49 +393,29 @@ def test_a_topic_that_lost_queues_meanwhile_is_not_written_to_past_its_end(root:
 
 @pytest.mark.parametrize("target", ["store", "inbox"])
 @pytest.mark.parametrize(
-    ("altered", "columns", "says"),
+    ("altered", "says"),
     [
-        (
-            {"read_queues": 16, "write_queues": 16},
-            {"sharding_key": list("abcde")},
-            "by their key among 8 .* has 16 queues",
-        ),
-        (
-            {"write_queues": 2},
-            {"sharding_key": list("abcde")},
-            "by their key among 8 queues of topic 't'.* has 2 queues",
-        ),
-        ({"perm": 4}, {}, "put to topic 't', which may not be written to any more"),
-        ({"read_queues": 16, "write_queues": 16}, {}, ""),
-        ({"write_queues": 2}, {"queue_id": [7] * 5, "sharding_key": list("abcde")}, ""),
+        ({"read_queues": 16, "write_queues": 16}, "has 16 queues to write to and 16 in all now"),
+        ({"write_queues": 2}, "has 2 queues to write to and 8 in all now"),
+        ({"perm": 4}, "may not be written to now"),
     ],
 )
-def test_rows_are_not_put_where_producers_would_put_them_no_more(
-    root: Path, target: str, altered: dict[str, int], columns: dict[str, Any], says: str
+def test_a_topic_that_was_altered_while_tasks_ran_is_not_written_to(
+    root: Path, target: str, altered: dict[str, int], says: str
 ) -> None:
     """A topic that got more queues while the tasks ran had the message groups of a batch go on in other queues."""
     options = options_of(root, target=target)
     with MessageStore(root) as store:
         open_parts(store).topics.create("t", queues=8)
-    shards = stage(options, "a", 0, [batch_of(ONE, **columns)])
+    shards = stage(options, "a", 0, [batch_of(ONE, sharding_key=list("abcde"))])
     with MessageStore(root) as store:
         open_parts(store).topics.alter("t", **altered)
 
-    with pytest.raises(ConfigError, match=says) if says else contextlib.nullcontext():
+    with pytest.raises(ConfigError, match=f"topic 't' was altered .* {says}.* again"):
         commit(options, Commit("a", 0, shards))
 
     MessageStore(root).close()
-    assert sorted(bodies(root)) == ([] if says else ONE)
-
-
-def test_a_topic_that_somebody_made_meanwhile_with_other_queues_is_not_put_to_by_key(root: Path) -> None:
-    options = options_of(root)
-    shards = stage(options, "a", 0, [batch_of(ONE, sharding_key=list("abcde"))])
-    with MessageStore(root) as store:
-        open_parts(store).topics.create("t", queues=12)
-
-    with pytest.raises(ConfigError, match="by their key among 8 queues of topic 't', which has 12 queues"):
-        commit(options, Commit("a", 0, shards))
+    assert bodies(root) == []
 
 
 def test_a_damaged_shard_is_refused_whole(root: Path) -> None:
@@ -508,8 +450,8 @@ def test_a_store_that_somebody_has_open_is_waited_for_and_then_named(root: Path)
 def test_overwriting_a_store_takes_the_old_messages_from_consumers_and_is_not_done_twice(root: Path) -> None:
     options = options_of(root, confirmOverwrite="true", queues="1")
     write(options, "a", 0, ONE)
-    assert write(options, "a", 1, TWO, overwrite=True).already is False
-    assert write(options, "a", 1, TWO, overwrite=True).already is True
+    assert write(options, "a", 1, TWO, overwrite=True) is not None
+    assert write(options, "a", 1, TWO, overwrite=True) is None
 
     with mqstore.open(root) as store:
         consumer = store.pull_consumer("g", start="earliest")
@@ -594,7 +536,7 @@ def test_a_damaged_note_of_an_overwrite_is_mended_by_the_command_that_the_error_
     assert mqstore_command(*command, "--yes").exit_code == 0
 
     assert mqstore_json("verify", root)["ok"]
-    assert write(options, "a", 2, ["more"]).already is False
+    assert write(options, "a", 2, ["more"]) is not None
     assert mqstore_command(*command).exit_code == 0
 
 
@@ -702,7 +644,7 @@ def test_a_set_gets_a_store_for_each_shard_which_a_query_finds(tmp_path: Path) -
 def test_a_set_knows_what_is_in_and_remembers_no_job_that_never_comes_again(tmp_path: Path) -> None:
     options = options_of(tmp_path / "set", target="set")
 
-    assert [write(options, "a", v, [f"v{v}"]).already for v in (1, 1, 0, 2)] == [False, True, True, False]
+    assert [write(options, "a", v, [f"v{v}"]) is None for v in (1, 1, 0, 2)] == [False, True, True, False]
     shards = stage(options, "job-1", 0, [batch_of(["once"])])
     commit(options, Commit("job-1", 0, shards, remembered=False))
 
@@ -924,16 +866,6 @@ def test_cleaning_a_set_keeps_a_store_that_somebody_has_put_deeper(tmp_path: Pat
     assert sorted(set_bodies(root)) == ONE
 
 
-def test_deleting_the_stores_of_a_set_goes_no_way_up(tmp_path: Path) -> None:
-    """Such a manifest is refused before; what deletes does not count on it."""
-    (tmp_path / "shards").mkdir()
-    (tmp_path / "precious").touch()
-
-    publish._delete_members(tmp_path, {"one": "shards/..", "two": "shards/."}, REAL)
-
-    assert sorted(os.listdir(tmp_path)) == ["precious", "shards"]
-
-
 def test_a_manifest_that_was_lost_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
     root = tmp_path / "set"
     for version in (0, 1):
@@ -1020,7 +952,7 @@ def test_cleaning_up_that_fails_after_the_batch_is_in_is_no_failure_of_it(
     fs = FaultyFileSystem()
     fs.fail("rmdir", errno.EIO, path_part=STAGING, times=None)
 
-    assert write(options_of(root), "a", 0, ONE, fs=fs).records == 5
+    assert write(options_of(root), "a", 0, ONE, fs=fs) == 5
 
     assert sorted(bodies(root)) == ONE
     assert "mqstore spark clean" in caplog.text
@@ -1071,7 +1003,7 @@ def test_a_job_is_not_told_that_it_failed_when_its_messages_are_in(
         shutil.rmtree(where)
         if sum(call.operation in _EVERYTHING for call in fs.calls) < nth:
             break
-    assert min(told.values()) * STEP > 3
+    assert min(told.values()) > 0
 
 
 # -- inbox -------------------------------------------------------------------------------------------------------------
@@ -1086,7 +1018,7 @@ def test_a_bundle_is_in_the_inbox_with_all_that_its_owner_needs(root: Path) -> N
 
         bundle = json.loads((root / "inbox" / "a-4" / "bundle.json").read_text())
 
-    assert (published.records, staged(root)) == (5, [])
+    assert (published, staged(root)) == (5, [])
     assert bundle == {
         "version": 1,
         "app": "a",
@@ -1118,6 +1050,8 @@ def test_the_owner_takes_a_bundle_in_while_it_works_and_delivers_what_waits(root
 
 def test_a_bundle_that_is_taken_in_while_spark_opens_the_store_gets_its_topics(root: Path) -> None:
     write(options_of(root, target="inbox", queues="6"), "a", 0, ONE)
+    with pytest.raises(ConfigError, match=r"topic 't' was altered .* has 6 queues .*Write them again"):
+        write(options_of(root, queues="2"), "b", 0, TWO)
     write(options_of(root, queues="2"), "b", 0, TWO)
 
     assert sorted(bodies(root)) == [*ONE, *TWO]
@@ -1132,7 +1066,7 @@ def test_a_topic_that_lost_queues_while_tasks_ran_is_handed_nothing_for_them(roo
         shards = stage(options, "a", 0, [batch_of(ONE, queue_id=[7] * 5)])
         owner.broker.topics.alter("t", read_queues=2, write_queues=2, force=True)
 
-        with pytest.raises(ConfigError, match="queue 7 of topic 't', which has 2 queues now"):
+        with pytest.raises(ConfigError, match=r"topic 't' was altered .* has 2 queues to write to and 2 in all now"):
             commit(options, Commit("a", 0, shards))
 
     assert not (root / "inbox").exists()
@@ -1154,8 +1088,8 @@ def test_a_topic_that_was_deleted_while_tasks_ran_comes_again_with_the_queues_th
 def test_a_bundle_that_waits_is_not_handed_over_twice(root: Path) -> None:
     options = options_of(root, target="inbox")
     with MessageStore(root, config=StoreConfig(clock=SimulatedClock(1))):
-        assert [write(options, "a", 0, ONE).already for _ in range(2)] == [False, True]
-        assert write(options, "b", 0).already is False
+        assert [write(options, "a", 0, ONE) is None for _ in range(2)] == [False, True]
+        assert write(options, "b", 0) is not None
 
     assert (os.listdir(root / "inbox"), staged(root)) == (["a-0"], [])
 

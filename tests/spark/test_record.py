@@ -47,10 +47,10 @@ def stored(path: Path) -> Queues:
             for ref in store.queues(topic):
                 low, high = store.offsets(*ref)
                 for physical, size, _ in store.units(*ref, low, high - low).tolist():
-                    segment = store._run.find(physical)
+                    segment = store.log_files.find(physical)
                     assert segment is not None
                     at = physical - segment.start
-                    record = decode_record(bytes(store._run.mapping(segment)[at : at + size]))
+                    record = decode_record(bytes(store.log_files.mapping(segment)[at : at + size]))
                     properties = record.properties_bytes
                     tail = CRC_TAIL_BYTES if decode_crc_tail(properties) is not None else 0
                     found[name, ref.queue_id].append(
@@ -175,8 +175,8 @@ _EMPTY = record(body=b"", properties=b"a\x01b\x02")
         (record(topic="closed"), "topic", "it may not be written"),
         (record(queue_id=8), "queue_id", "option queues gives it more"),
         (record(queue_id=-1), "queue_id", "the queues of its topic are 0 to 7"),
-        (record(body=bytes(101)), "record", "its body is too large; the target takes 100 bytes"),
-        (record(properties=encode_properties({"n": "v" * 300})), "record", "bytes at most"),
+        (record(body=bytes(101)), "record", "its body is too large; a message has at most 100 bytes here"),
+        (record(properties=encode_properties({"n": "v" * 300})), "record", "a message has at most 300 bytes here"),
         (record(properties=encode_properties({"INNER_NUM": "x"})), "record", "INNER_NUM is 'x', not a number"),
         (record(properties=encode_properties({"INNER_MULTI_DISPATCH": "%LMQ%a"})), "record", "light queues"),
     ],

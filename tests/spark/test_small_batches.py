@@ -191,9 +191,7 @@ def test_what_is_not_as_it_should_be_is_told_as_of_each_alone(
     assert read(path, pieces, columns, **given) == alone(path, pieces, columns, **given)
 
 
-def test_a_task_looks_for_no_queue_but_those_that_want_a_closer_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_queues_that_are_read_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To find the ends of a thousand queues takes longer than to read a few messages of some."""
     path = write_store(tmp_path / "s", [Odd(queue_id=i % 20, body=b"%06d" % i) for i in range(60)])
     pieces = pieces_of(path, 5)
@@ -215,11 +213,10 @@ def test_a_task_looks_for_no_queue_but_those_that_want_a_closer_look(
     options = SourceOptions.parse({"path": str(path)}).for_stream()
     [group] = StreamProgress(options).partitions(start, end)
     assert sum(piece.stop - piece.start for piece in group) == 21
-    assert loaded == []
+    assert sorted(loaded) == [*range(20)]
     end["s"][str(path)]["t"]["7"] = 9  # type: ignore[index]
     with pytest.raises(OffsetOutOfRangeError, match=r"queue 7: .*come to offset 9"):
         StreamProgress(options).partitions(start, end)
-    assert loaded == [7]
 
 
 @pytest.mark.parametrize("topic", ["../t", "..", "a/b", "x" * 300, "t\0", "no", ""])

@@ -317,29 +317,6 @@ def test_damage_stops_a_query_or_is_skipped_or_kept(spark: Any, tmp_path: Path) 
     assert load(spark, path, subscribe="t", verify="false").where("body is not null").count() == 20
 
 
-def test_who_reads_all_columns_of_much_is_warned_once(
-    spark: Any, store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from mqstore.spark import source, telling
-
-    def planned(**options: str) -> None:
-        made = source.MQStoreDataSource({"path": str(store), **options})
-        made.reader(made.schema()).partitions()
-
-    monkeypatch.setattr(telling, "_told", set())
-    with caplog.at_level("WARNING", "mqstore"):
-        planned()
-        monkeypatch.setattr(source, "_MUCH", 0.0)
-        planned(columns="topic,body")
-        planned(includeProperties="false")
-        assert caplog.messages == []
-        planned()
-        planned(onCorrupt="keep")
-    [said] = caplog.messages
-    assert "all columns of more than 1 GiB" in said
-    assert ".option('columns', 'topic,queue_offset')" in said
-
-
 def test_reading_leaves_no_trace_and_takes_no_lock(spark: Any, tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(20))
     with MessageStore(path) as writer:

@@ -16,8 +16,8 @@ import pytest
 
 from mqstore.jobs.runner import Runner
 from mqstore.log.ahead import Ahead
-from mqstore.spark import workers
-from mqstore.spark.workers import settle
+from mqstore.spark import telling
+from mqstore.spark.telling import settle
 
 
 def run(spark: Any, tasks: list[Any], function: Any) -> list[Any]:
@@ -123,9 +123,9 @@ def test_tasks_that_share_the_processors_read_nothing_ahead(spark: Any, context:
 def test_a_variable_switches_freezing_off(monkeypatch: pytest.MonkeyPatch, value: str | None, times: int) -> None:
     """What mqstore does to a worker stays for all tasks of the session."""
     calls: list[str] = []
-    monkeypatch.setattr(workers, "_known", 0)
-    monkeypatch.setattr(workers, "_is_worker", lambda: True)
-    monkeypatch.setattr(workers, "stay_alone", lambda: None)
+    monkeypatch.setattr(telling, "_settled", 0)
+    monkeypatch.setattr(telling, "_in_a_worker", lambda: True)
+    monkeypatch.setattr(telling, "stay_alone", lambda: None)
     monkeypatch.setattr("gc.freeze", lambda: calls.append("freeze"))
     monkeypatch.delenv("MQSTORE_GC_FREEZE", raising=False)
     if value is not None:

@@ -14,7 +14,7 @@ from mqstore.broker.admin.inspect import lag_of, pop_view
 from mqstore.broker.broker import Broker
 from mqstore.broker.parts import Parts, open_parts
 
-__all__ = ["behind", "broker", "clock_now", "tables"]
+__all__ = ["behind", "broker", "clock_now", "filled", "tables"]
 
 
 def clock_now() -> SimulatedClock:
@@ -42,3 +42,26 @@ def behind(path: Path, group: str) -> dict[tuple[str, int], tuple[int, int]]:
     with tables(path) as parts:
         pops = pop_view(parts, parts.clock.now_ms())
         return {(lag.topic, lag.queue_id): (lag.messages, lag.in_flight) for lag in lag_of(parts, group, pops)}
+
+
+def filled(path: Path) -> Path:
+    """Return the path of a store with 10 messages in each of two queues of `orders`, and a dead letter of `audit`.
+
+    `billing` has consumed 7 and 2 of the messages.
+    """
+    clock = SimulatedClock(clock_now().now_ms() - 3_600_000)
+    with broker(path, clock, dlq_retention=None) as running:
+        running.topics.create("orders", queues=2)
+        for i in range(20):
+            running.put(
+                "orders", b"body \x1b[31m %d" % i, queue_id=i % 2, keys=["all", f"k-{i}"], properties={"n": str(i)}
+            )
+        running.commit("billing", "orders", 0, 7)
+        running.commit("billing", "orders", 1, 2)
+        running.put("other", b"\x1b[2J body", keys="poison")
+        running.run_once()
+        [delivery] = running.pop("audit", "other", 1)
+        running.dead_letter("audit", "other", delivery.receipt, "no such thing")
+        clock.advance(60_000)
+        running.run_once()
+    return path

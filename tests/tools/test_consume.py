@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import mqstore as library
+from mqstore.layout.properties import DLQ_REASON
 from mqstore_tools.handled import _environment
 from tests.tools.brokers import behind
 from tests.tools.support import mqstore, mqstore_json, process, seen_on_a_terminal, snapshot
@@ -78,7 +79,8 @@ def until(happened: Any) -> None:
 
 
 def letters(path: Path, group: str = "g") -> list[str]:
-    return [row["reason"] for row in mqstore_json("dlq", path, "--group", group)["letters"]]
+    lines = mqstore("dlq", "show", path, "--group", group, "--json").stdout.splitlines()
+    return [json.loads(line)["properties"][DLQ_REASON] for line in lines]
 
 
 # -- printing ----------------------------------------------------------------------------------------------------------

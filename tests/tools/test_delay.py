@@ -50,7 +50,7 @@ def test_a_level_that_the_table_lost_is_an_orphan(tmp_path: Path) -> None:
 
 
 def test_a_message_keeps_the_time_it_was_given_when_the_table_changes(tmp_path: Path) -> None:
-    """broker-semantics 4.8: verify finds nothing wrong with it, and recover does not give it another."""
+    """delivery#level-crash: verify finds nothing wrong with it, and recover does not give it another."""
     path, clock = tmp_path / "s", clock_now()
     with broker(path, clock, delay_levels="1s 1h") as running:
         running.put("orders", b"in an hour", queue_id=0, delay_level=2)

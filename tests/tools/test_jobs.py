@@ -10,32 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from mqstore import SimulatedClock
 from mqstore.jobs import dlq_report, traffic_report
-from tests.tools.brokers import broker, clock_now
+from tests.tools.brokers import filled
 from tests.tools.support import mqstore, mqstore_json, seen_on_a_terminal
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`orders` with 10 messages in each of two queues, of which `billing` has consumed 7 and 2; a dead letter."""
-    path = tmp_path_factory.mktemp("store") / "s"
-    clock = SimulatedClock(clock_now().now_ms() - 3_600_000)
-    with broker(path, clock, dlq_retention=None) as running:
-        running.topics.create("orders", queues=2)
-        for i in range(20):
-            running.put(
-                "orders", b"body \x1b[31m %d" % i, queue_id=i % 2, keys=["all", f"k-{i}"], properties={"n": str(i)}
-            )
-        running.commit("billing", "orders", 0, 7)
-        running.commit("billing", "orders", 1, 2)
-        running.put("other", b"\x1b[2J body", keys="poison")
-        running.run_once()
-        [delivery] = running.pop("audit", "other", 1)
-        running.dead_letter("audit", "other", delivery.receipt, "no such thing")
-        clock.advance(60_000)
-        running.run_once()
-    return path
+    return filled(tmp_path_factory.mktemp("store") / "s")
 
 
 def arguments(name: str, *stores: Path) -> list[object]:
@@ -126,7 +109,7 @@ def test_lag_is_shown_and_its_limits_are_findings(store: Path) -> None:
     [
         (("lag", "--topic", "nope"), "no store knows the topic 'nope'; there are"),
         (("lag", "--group", "nope"), "no store knows the group 'nope'; there are"),
-        (("dlq", "--group", "nope"), "has no group 'nope'"),
+        (("dlq", "--group", "nope"), "no store knows the group 'nope'; there are"),
         (("lag", "--wait", "foo"), "'foo' is no length of time; as in 36h"),
         (("lag", "--max-age", "foo"), "'foo' is no length of time; as in 36h"),
     ],

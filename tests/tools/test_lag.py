@@ -50,7 +50,7 @@ def test_a_lag_counts_what_is_not_consumed_and_tells_the_age_of_its_first(tmp_pa
 
 
 def test_a_queue_in_which_a_group_has_no_progress_is_not_counted_as_in_a_broker(tmp_path: Path) -> None:
-    """The command counted all of such a queue, 8 where `broker.lag` and Prometheus told 3 (broker-semantics 13)."""
+    """The command counted all of such a queue, 8 where `broker.lag` and Prometheus told 3 (delivery#statistics)."""
     path = tmp_path / "s"
     with broker(path) as running:
         for i in range(10):

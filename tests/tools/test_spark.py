@@ -8,11 +8,10 @@ from pathlib import Path
 import click
 import pytest
 
-from mqstore import SimulatedClock
 from mqstore.spark import java
 from mqstore_tools.main import cli
 from mqstore_tools.spark import COMMANDS, spark
-from tests.tools.brokers import broker, clock_now
+from tests.tools.brokers import filled
 from tests.tools.support import mqstore
 
 THERE = [name for name in COMMANDS if name in spark.list_commands(click.Context(spark))]
@@ -21,23 +20,7 @@ THERE = [name for name in COMMANDS if name in spark.list_commands(click.Context(
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`orders` with 10 messages in each of two queues, of which `billing` has consumed 7 and 2; a dead letter."""
-    path = tmp_path_factory.mktemp("store") / "s"
-    clock = SimulatedClock(clock_now().now_ms() - 3_600_000)
-    with broker(path, clock, dlq_retention=None) as running:
-        running.topics.create("orders", queues=2)
-        for i in range(20):
-            running.put(
-                "orders", b"body \x1b[31m %d" % i, queue_id=i % 2, keys=["all", f"k-{i}"], properties={"n": str(i)}
-            )
-        running.commit("billing", "orders", 0, 7)
-        running.commit("billing", "orders", 1, 2)
-        running.put("other", b"\x1b[2J body", keys="poison")
-        running.run_once()
-        [delivery] = running.pop("audit", "other", 1)
-        running.dead_letter("audit", "other", delivery.receipt, "no such thing")
-        clock.advance(60_000)
-        running.run_once()
-    return path
+    return filled(tmp_path_factory.mktemp("store") / "s")
 
 
 @pytest.fixture

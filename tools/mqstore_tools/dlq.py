@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from datetime import datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mqstore import Message
 from mqstore.broker.admin.inspect import group_names
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.parts import Parts
 from mqstore.errors import GroupNotFoundError
-from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC
 from mqstore.log.reader import to_ms
 from mqstore_tools.many import jobs_option, stores_argument
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, tell, yes_option
@@ -42,8 +39,7 @@ _offset_option = click.option(
     epilog="""\b
 Examples:
   mqstore dlq fleet/*                         # the same as: mqstore dlq list fleet/*
-  mqstore dlq var/mq --group billing --json
-  mqstore dlq show var/mq --group billing --offset 17
+  mqstore dlq show var/mq --group billing --json
   mqstore dlq replay var/mq --group billing --dry-run
   mqstore dlq purge var/mq --group billing --before 30d""",
 )
@@ -58,76 +54,34 @@ def dlq() -> None:
 @dlq.command(
     "list",
     cls=StoreCommand,
-    short_help="Count or list dead letters. Changes nothing.",
+    short_help="Count dead letters. Changes nothing.",
     epilog="""\b
 Examples:
   mqstore dlq list fleet/*                    # how many each group has, and why
   mqstore dlq list var/mq --group billing --before 7d""",
 )
 @stores_argument
-@click.option("--group", help="List the letters of this group in one store; without it, count those of all groups.")
+@click.option("--group", "groups", multiple=True, help="Only what this group gave up; may be repeated.")
 @_before_option
-@click.option("--max-messages", type=click.IntRange(1), default=100, show_default=True, help="List no more than these.")
 @jobs_option
 @json_option
 def list_(
-    stores: tuple[str, ...],
-    group: str | None,
-    before: datetime | None,
-    max_messages: int,
-    jobs: int,
-    json_output: bool,
+    stores: tuple[str, ...], groups: tuple[str, ...], before: datetime | None, jobs: int, json_output: bool
 ) -> None:
     """Count the dead letters of the stores in DIR by group and by the topic that they came from: how many, how old, and
-    the most frequent reasons.
-
-    With --group, list the dead letters of a group, oldest first: where each came from, and why it was given up.
+    the most frequent reasons. `mqstore dlq show` prints the letters of a group.
     """
     from mqstore.jobs import dlq_report, select
 
-    if group is None:
-        with progress("counting", of_bytes=False) as report:
-            found = dlq_report(select(stores, stop=before), jobs=jobs, progress=report).to_dict()
-        if json_output:
-            print_json(found)
-        elif not found["total"]:
-            note("no dead letters")
-        else:
-            _show_report(found)
-        return
-    if len(stores) > 1:
-        raise click.UsageError("--group lists the letters of one store: name one DIR")
-    directory = Path(stores[0])
-    with looking(directory) as parts:
-        letters = _letters(parts, group)
-        start, end = letters.bounds
-        rows = [_row(letter) for letter in islice(letters.select(stop_ms=_ms(before)), max_messages + 1)]
-    more, rows = len(rows) > max_messages, rows[:max_messages]
+    with progress("counting", of_bytes=False) as report:
+        letters = select(stores, stop=before)
+        found = dlq_report(letters, groups=groups or None, jobs=jobs, progress=report).to_dict()
     if json_output:
-        print_json({"group": group, "min_offset": start, "max_offset": end, "letters": rows, "more": more})
-        return
-    if not rows:
+        print_json(found)
+    elif not found["total"]:
         note("no dead letters")
-        return
-    console().print(
-        table(
-            f"dead letters of {group}, offsets {start} to before {end}",
-            ("offset>", "filed", "from", "attempts>", "keys", "why"),
-            [
-                (
-                    row["queue_offset"],
-                    when(row["store_timestamp_ms"]),
-                    row["origin_topic"] or "-",
-                    row["attempts"],
-                    " ".join(row["keys"]) or "-",
-                    row["reason"] or "-",
-                )
-                for row in rows
-            ],
-        )
-    )
-    if more:
-        note(f"and more; --max-messages lists more than {max_messages}")
+    else:
+        _show_report(found)
 
 
 def _show_report(found: dict[str, Any]) -> None:
@@ -146,20 +100,6 @@ def _show_report(found: dict[str, Any]) -> None:
         for reason, count in row["reasons"].items()
     ]
     console().print(table("why", ("group", "from", "reason", "letters>"), why))
-
-
-def _row(letter: Message) -> dict[str, Any]:
-    properties = letter.stored_properties()
-    return {
-        "queue_offset": letter.offset,
-        "store_timestamp_ms": letter.store_timestamp_ms,
-        "origin_topic": properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC),
-        "attempts": letter.reconsume_times,
-        "keys": list(letter.keys),
-        "tag": letter.tag,
-        "unique_key": letter.unique_key,
-        "reason": properties.get(DLQ_REASON),
-    }
 
 
 def _letters(parts: Parts, group: str) -> DeadLetters:

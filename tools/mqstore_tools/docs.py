@@ -63,11 +63,11 @@ def with_tables(text: str) -> str:
     from mqstore.spark import columns, inputs, options, sinkoptions, views
 
     tables = {
-        "source options": options.as_markdown,
+        "source options": options.SOURCE_OPTIONS.as_markdown,
         "columns": columns.as_markdown,
         "views": views.as_markdown,
         "sink columns": inputs.as_markdown,
-        "sink options": sinkoptions.as_markdown,
+        "sink options": sinkoptions.SINK_OPTIONS.as_markdown,
     }
     return _TABLE.sub(lambda found: f"{found[1]}\n{tables[found[2]]()}\n", text).rstrip() + "\n"
 

@@ -152,7 +152,7 @@ _DAMAGE = ("bad_record", "missing_segment", "segment_size")
 
 
 def _afterwards(directory: Path) -> tuple[dict[int, int], str, list[str]]:
-    """Level -> messages that stay in it until the table has that level again (broker-semantics 4.8); the profile; what
+    """Level -> messages that stay in it until the table has that level again (delivery#level-crash); the profile; what
     a broker has there besides."""
     try:
         with looking(directory) as parts:

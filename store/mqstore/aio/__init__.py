@@ -1,4 +1,4 @@
-"""The same store for asyncio: every object of `mqstore` with coroutines (client-semantics B.10).
+"""The same store for asyncio: every object of `mqstore` with coroutines.
 
     mqstore.open            mqstore.aio.open           await it, or `async with`
     Store, Queue, Task      Store, Queue, Task

@@ -1,4 +1,4 @@
-"""Between a loop and the engine: one thread that calls, and one wake-up for all answers (client-semantics A14, B.10).
+"""Between a loop and the engine: one thread that calls, and one wake-up for all answers (clients#runtime).
 
     coroutine --- call, look ---> the line ---> the thread: one after the other ---> answers --+
         ^                           ^                                                          |
@@ -88,10 +88,10 @@ class _Call(Generic[T]):
     def answer(self, result: T | None, error: BaseException | None) -> None:
         """On the thread: what came of it."""
         self.result = result
-        if not self.bridge.mail.tell(partial(self._hear, result, error), wakes=False):
+        if not self.bridge.mail.tell(partial(self.hear, result, error), wakes=False):
             self._take_back()  # the loop has ended
 
-    def _hear(self, result: T | None, error: BaseException | None) -> None:
+    def hear(self, result: T | None, error: BaseException | None) -> None:
         """On the loop."""
         if self.future.done():  # cancelled, or its time was over
             return
@@ -326,7 +326,7 @@ class Bridge:
             self.closed = True
             self._end()
             for look in list(self._looks):
-                look._hear(None, StoreClosedError(f"{self.name} was closed"))
+                look.hear(None, StoreClosedError(f"{self.name} was closed"))
                 look.forget()
 
     # -- from any thread --------------------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def _run(line: SimpleQueue[Callable[[], object] | None], waker: weakref.WeakMeth
 
 
 def _pass_answer(call: _Call[T]) -> None:
-    call.bridge.tell(partial(call._hear, None, None))
+    call.bridge.tell(partial(call.hear, None, None))
 
 
 def _nothing() -> None:

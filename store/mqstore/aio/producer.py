@@ -1,4 +1,4 @@
-"""`mqstore.Producer` with coroutines (client-semantics B.5, A1.11).
+"""`mqstore.Producer` with coroutines (clients#submit).
 
     send      on the loop, as a put, when it wants no sync and nothing is on its way before it; else as `submit`
     submit    the same; else checked here, and stored by the producer's writer, in the order of the calls
@@ -11,18 +11,19 @@ producer beneath has none, for it would hold up the loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
 
 from mqstore.aio.bridge import Bridge
+from mqstore.aio.forward import Closable, called, in_order, owned
 from mqstore.aio.puts import Puts, size_of
 from mqstore.aio.queue import limit
 from mqstore.broker.road import SendOptions
-from mqstore.client import transaction
+from mqstore.client import producer, transaction
 from mqstore.client.producer import Selector
 from mqstore.errors import (
     ConfigError,
@@ -33,7 +34,7 @@ from mqstore.errors import (
     TransactionStateError,
 )
 from mqstore.log.commitlog import SendReceipt
-from mqstore.log.outgoing import Body, OutgoingMessage
+from mqstore.log.outgoing import Body
 from mqstore.options import Duration, seconds
 from mqstore.store import Store
 
@@ -42,7 +43,7 @@ __all__ = ["Producer", "Transaction"]
 _NUDGE_S = 0.005
 
 
-class Producer(AbstractAsyncContextManager["Producer"]):
+class Producer(Closable[producer.Producer]):
     """`mqstore.Producer` with coroutines, made by `Store.producer`. Interceptors, selector and checker are plain
     functions; they are called on the loop and on other threads.
 
@@ -71,15 +72,14 @@ class Producer(AbstractAsyncContextManager["Producer"]):
         for name, value in (("max_inflight", max_inflight), ("max_inflight_bytes", max_inflight_bytes)):
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} is a whole number from 1, not {value!r}")
+        # The bound is kept here, so the synchronous producer has none.
+        super().__init__(bridge, store.producer(group, max_inflight=1 << 40, max_inflight_bytes=1 << 60, **options))
         self.group = group
-        self._bridge = bridge
         self._puts = puts
         self._flushes = (options.get("durability") or store.log.durability) == "flush"
         self._lingers = bool(seconds(options.get("linger", 0), "linger"))
         self._max = max_inflight
         self._max_bytes = max_inflight_bytes
-        self.sync = store.producer(group, max_inflight=1 << 40, max_inflight_bytes=1 << 60, **options)
-        """The `mqstore.Producer`; what is submitted there has no bound."""
         self._held: dict[asyncio.Future[SendReceipt], int] = {}
         """What is submitted and not stored, oldest first, with its size."""
         self._held_bytes = 0
@@ -114,33 +114,8 @@ class Producer(AbstractAsyncContextManager["Producer"]):
         flushes = self._flushes if durability is None else durability == "flush"
         return not (flushes or self._held or self._line.locked()) and self._puts.here(topic, size_of(body))
 
-    async def send_oneway(
-        self,
-        topic: str,
-        body: Body,
-        *,
-        queue_id: int | None = None,
-        selector: Selector | None = None,
-        **options: Unpack[SendOptions],
-    ) -> None:
-        """As `mqstore.Producer.send_oneway`."""
-        self._check()
-        await self._puts.in_order(
-            partial(self.sync.send_oneway, topic, _own(body), queue_id=queue_id, selector=selector, **options)
-        )
-
-    async def send_many(
-        self,
-        topic: str,
-        bodies: Iterable[Body | OutgoingMessage],
-        *,
-        queue_id: int | None = None,
-        **options: Unpack[SendOptions],
-    ) -> Sequence[SendReceipt]:
-        """As `mqstore.Producer.send_many`. Cancelled: all are stored, or none, or (an error) a first part."""
-        self._check()
-        given = [_own(body) for body in bodies]
-        return await self._puts.in_order(partial(self.sync.send_many, topic, given, queue_id=queue_id, **options))
+    send_oneway = in_order(producer.Producer.send_oneway)
+    send_many = in_order(producer.Producer.send_many)
 
     async def submit(
         self,
@@ -193,7 +168,7 @@ class Producer(AbstractAsyncContextManager["Producer"]):
             if self._puts.here(topic, size):
                 future = hand_in()
             else:
-                body = _own(body)
+                body = owned(body)
                 future = await self._puts.in_order(hand_in)
         except BaseException:
             self._stored(mine)
@@ -278,9 +253,7 @@ class Producer(AbstractAsyncContextManager["Producer"]):
             await asyncio.wait(waits, timeout=left_s) if waits else await asyncio.sleep(_NUDGE_S)
         return True
 
-    async def run_once(self, now_ms: int | None = None) -> int | None:
-        """As `mqstore.Producer.run_once`."""
-        return await self._bridge.call(partial(self.sync.run_once, now_ms))
+    run_once = called(producer.Producer.run_once)
 
     async def close(self, timeout: Duration = 30) -> None:
         """As `mqstore.Producer.close`. Who is cancelled meanwhile hears of it when it is closed."""
@@ -299,16 +272,11 @@ class Producer(AbstractAsyncContextManager["Producer"]):
         if self._closing:
             raise StoreClosedError(f"producer {self.group!r} was closed")
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def _leave(self, error: BaseException | None) -> None:
         await self.close()
 
-    def __repr__(self) -> str:
-        return repr(self.sync)
 
-
-class Transaction(AbstractAsyncContextManager["Transaction"]):
+class Transaction:
     """`mqstore`'s transaction with coroutines: messages that become visible when its `async with` block ends well. The
     end is not cancelled: it comes to one, and is raised then.
 
@@ -337,12 +305,10 @@ class Transaction(AbstractAsyncContextManager["Transaction"]):
         """As of the sync transaction: the unique key by which the checker will know it."""
         if self._sync is None:
             raise TransactionStateError("a transaction sends inside its `async with` block", None)
-        return await self._bridge.call(partial(self._sync.send, topic, _own(body), queue_id=queue_id, **options))
+        return await self._bridge.call(partial(self._sync.send, topic, owned(body), queue_id=queue_id, **options))
 
     async def __aenter__(self) -> Transaction:
-        if self._sync is not None:
-            raise TransactionStateError("a transaction is one `async with` block; make another", self._sync._outcome())
-        self._sync = await self._bridge.call(lambda: self._make().__enter__())
+        self._sync = await self._bridge.call(lambda: (self._sync or self._make()).__enter__())
         return self
 
     async def __aexit__(
@@ -350,8 +316,3 @@ class Transaction(AbstractAsyncContextManager["Transaction"]):
     ) -> None:
         assert self._sync is not None
         await self._bridge.finish(partial(self._sync.__exit__, kind, error, traceback))
-
-
-def _own(body: Any) -> Any:
-    """A body that stays as it is, whatever a caller that was cancelled does with his buffer."""
-    return bytes(body) if isinstance(body, bytearray | memoryview) else body

@@ -1,37 +1,35 @@
-"""`mqstore.PullConsumer` with coroutines (client-semantics A9.2, B.6).
+"""`mqstore.PullConsumer` with coroutines (clients#pull-consumer).
 
-A poll says that the caller is done with what polls before it returned. The sync consumer knows its caller by the
-thread. Here every call is made by the store's thread, and the caller is a task of the loop: what one polled, another
-that closes or unsubscribes does not declare done.
+A poll says that the caller is done with what polls before it returned. By default the sync consumer knows its
+caller by the thread. Here every call is made by the store's thread, and the caller is a task of the loop: what one task
+polled, another that closes or unsubscribes does not declare done.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+import threading
+from collections.abc import AsyncIterator, Callable
 from functools import partial
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import ref
 
 from mqstore.aio.bridge import Bridge
+from mqstore.aio.forward import Closable, Value, called
 from mqstore.aio.made import Each
 from mqstore.aio.queue import limit
 from mqstore.client import pullconsumer
-from mqstore.client.progress import Start
-from mqstore.client.pullconsumer import Told
 from mqstore.errors import MQStoreError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
-from mqstore.options import Durability, Duration
+from mqstore.options import Duration
 
 __all__ = ["PullConsumer"]
 
 T = TypeVar("T")
 
 
-class PullConsumer(AbstractAsyncContextManager["PullConsumer"]):
+class PullConsumer(Closable[pullconsumer.PullConsumer]):
     """`mqstore.PullConsumer` with coroutines, made by `Store.pull_consumer`. A `poll` that is cancelled, at any moment,
     has returned nothing: the next one begins at the same message. `on_assign`, `on_revoke` and interceptors are plain
     functions, called on the store's thread.
@@ -51,36 +49,18 @@ class PullConsumer(AbstractAsyncContextManager["PullConsumer"]):
     """
 
     def __init__(self, bridge: Bridge, sync: pullconsumer.PullConsumer) -> None:
-        self._bridge = bridge
-        self.sync = sync
-        """The `mqstore.PullConsumer`."""
+        super().__init__(bridge, sync)
         self.group = sync.group
         self.client_id = sync.client_id
-        self._poller: ref[asyncio.Task[Any]] | None = None
-        """The task that polled last."""
+        self._caller: object = None
+        """The task whose call the store's thread makes, while it does so."""
+        sync.caller = lambda: self._caller or threading.current_thread()
 
     # -- what is read -----------------------------------------------------------------------------------------------
 
-    async def subscribe(
-        self,
-        *topics: str,
-        tags: str = "*",
-        sql: str | None = None,
-        on_assign: Told | None = None,
-        on_revoke: Told | None = None,
-    ) -> None:
-        """As `mqstore.PullConsumer.subscribe`."""
-        await self._call(
-            partial(self.sync.subscribe, *topics, tags=tags, sql=sql, on_assign=on_assign, on_revoke=on_revoke)
-        )
-
-    async def unsubscribe(self, *topics: str) -> None:
-        """As `mqstore.PullConsumer.unsubscribe`."""
-        await self._call(partial(self.sync.unsubscribe, *topics))
-
-    async def assign(self, *queues: QueueRef) -> None:
-        """As `mqstore.PullConsumer.assign`."""
-        await self._call(partial(self.sync.assign, *queues))
+    subscribe = called(pullconsumer.PullConsumer.subscribe)
+    unsubscribe = called(pullconsumer.PullConsumer.unsubscribe)
+    assign = called(pullconsumer.PullConsumer.assign)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -98,16 +78,15 @@ class PullConsumer(AbstractAsyncContextManager["PullConsumer"]):
     async def _next(self) -> Message | None:
         if self.sync.closed:
             return None
-        found = await self._poll(None, lambda: self.sync._poll(0, self.sync.fetch_max, 1))
+        found = await self._poll(None, lambda: self.sync.take(0, self.sync.fetch_max, 1))
         return found[0] if found else None
 
     async def _poll(self, timeout_s: float | None, poll: Callable[[], list[Message]]) -> list[Message]:
-        current = asyncio.current_task()
-        self._poller = None if current is None else ref(current)
+        call = self._as_caller(poll)
 
         def look() -> list[Message] | None:
             try:
-                found = poll()
+                found = call()
             except StoreClosedError:
                 if self.sync.closed:  # meanwhile
                     return []
@@ -131,47 +110,18 @@ class PullConsumer(AbstractAsyncContextManager["PullConsumer"]):
 
     # -- positions --------------------------------------------------------------------------------------------------
 
-    async def assignment(self) -> frozenset[QueueRef]:
-        """As `mqstore.PullConsumer.assignment`."""
-        return await self._call(self.sync.assignment)
-
-    async def position(self, queue: QueueRef) -> int:
-        """As `mqstore.PullConsumer.position`."""
-        return await self._call(partial(self.sync.position, queue))
-
-    async def committed(self, queue: QueueRef) -> int | None:
-        """As `mqstore.PullConsumer.committed`."""
-        return await self._call(partial(self.sync.committed, queue))
-
-    async def commit(
-        self, offsets: Mapping[QueueRef, int] | None = None, *, durability: Durability | None = None
-    ) -> None:
-        """As `mqstore.PullConsumer.commit`. Cancelled: it is committed, or not."""
-        given = None if offsets is None else dict(offsets)
-        await self._call(partial(self.sync.commit, given, durability=durability))
-
-    async def seek(self, queue: QueueRef, to: int | Start) -> None:
-        """As `mqstore.PullConsumer.seek`."""
-        await self._call(partial(self.sync.seek, queue, to))
-
-    async def pause(self, *queues: QueueRef) -> None:
-        """As `mqstore.PullConsumer.pause`."""
-        await self._call(partial(self.sync.pause, *queues))
-
-    async def resume(self, *queues: QueueRef) -> None:
-        """As `mqstore.PullConsumer.resume`."""
-        await self._call(partial(self.sync.resume, *queues))
-
-    async def paused(self) -> frozenset[QueueRef]:
-        """As `mqstore.PullConsumer.paused`."""
-        return await self._call(self.sync.paused)
+    assignment = called(pullconsumer.PullConsumer.assignment)
+    position = called(pullconsumer.PullConsumer.position)
+    committed = called(pullconsumer.PullConsumer.committed)
+    commit = called(pullconsumer.PullConsumer.commit)
+    seek = called(pullconsumer.PullConsumer.seek)
+    pause = called(pullconsumer.PullConsumer.pause)
+    resume = called(pullconsumer.PullConsumer.resume)
+    paused = called(pullconsumer.PullConsumer.paused)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    @property
-    def closed(self) -> bool:
-        """Whether it receives no more."""
-        return self.sync.closed
+    closed = Value[bool](pullconsumer.PullConsumer)
 
     async def close(self, *, done: bool = True) -> None:
         """As `mqstore.PullConsumer.close`: of the last poll only what the same task of the loop polled is taken for
@@ -183,26 +133,18 @@ class PullConsumer(AbstractAsyncContextManager["PullConsumer"]):
         return await self._bridge.call(self._as_caller(work))
 
     def _as_caller(self, work: Callable[[], T]) -> Callable[[], T]:
-        """`work` for the thread, which the sync consumer takes for the poller only if this task is."""
-        if self._is_poller():
-            return work
+        """Return `work` for the store's thread, as a call by the current task."""
+        current = asyncio.current_task()
+        caller = current and ref(current)
 
-        def as_another() -> T:
-            poller, self.sync._poller = self.sync._poller, None
+        def call() -> T:
+            self._caller = caller
             try:
                 return work()
             finally:
-                self.sync._poller = poller
+                self._caller = None
 
-        return as_another
+        return call
 
-    def _is_poller(self) -> bool:
-        return self._poller is None or self._poller() is asyncio.current_task()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def _leave(self, error: BaseException | None) -> None:
         await self.close(done=error is None)
-
-    def __repr__(self) -> str:
-        return repr(self.sync)

@@ -1,4 +1,4 @@
-"""`mqstore.PushConsumer` with handlers that are coroutines (client-semantics A6, A7, B.6).
+"""`mqstore.PushConsumer` with handlers that are coroutines (clients#concurrent, clients#orderly).
 
     a job of the sync consumer ---> the loop: a task for this call of the handler
              goes on when it ends <---          returns, raises: the outcome, as of any handler
@@ -24,18 +24,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from functools import partial
 from queue import Empty, SimpleQueue
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar, overload
 
 from mqstore.aio.bridge import Bridge, uncancelled
+from mqstore.aio.forward import Closable, called
 from mqstore.client import pushconsumer, workers
 from mqstore.client.handlers import check_handler, check_has_run
-from mqstore.client.progress import Start
-from mqstore.client.pushconsumer import ConsumerStats
-from mqstore.log.commitlog import QueueRef
 from mqstore.options import Duration, seconds
 
 __all__ = ["Handler", "PushConsumer", "cancelled"]
@@ -71,10 +68,13 @@ class _Abandoned(BaseException):
 class _Run(workers.Awaited):
     """One call of a handler."""
 
-    __slots__ = ("_consumer", "_done", "arguments", "handler", "task", "worker")
+    __slots__ = ("_begin", "_bridge", "_done", "arguments", "handler", "task", "worker")
 
-    def __init__(self, consumer: PushConsumer, handler: Handler, arguments: tuple[Any, ...]) -> None:
-        self._consumer = consumer
+    def __init__(
+        self, bridge: Bridge, begin: Callable[[_Run], object], handler: Handler, arguments: tuple[Any, ...]
+    ) -> None:
+        self._bridge = bridge
+        self._begin = begin
         self.handler = handler
         self.arguments = arguments
         self.worker = workers.current()
@@ -94,7 +94,7 @@ class _Run(workers.Awaited):
 
     def start(self, done: Callable[[BaseException | None], object]) -> None:
         self._done.append(done)
-        if not self._consumer._bridge.tell(partial(self._consumer._begin, self)):
+        if not self._bridge.tell(partial(self._begin, self)):
             self.look()  # the loop has ended, and perhaps heard of it before
 
     def wait(self) -> None:
@@ -113,7 +113,7 @@ class _Run(workers.Awaited):
 
     def look(self) -> None:
         """Nobody says when a loop is closed, and with it what waited to be begun, or to go on."""
-        if self._consumer._bridge.loop.is_closed() and self.end(_Abandoned("the event loop has ended")):
+        if self._bridge.loop.is_closed() and self.end(_Abandoned("the event loop has ended")):
             # A task that its loop never began is nobody's mistake: Python is not to complain of it.
             coroutine = self.task and self.task.get_coro()
             if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
@@ -156,7 +156,7 @@ def _stack_with(frame: FrameType | None) -> list[str]:
     return []
 
 
-class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
+class PushConsumer(Closable[pushconsumer.PushConsumer]):
     """`mqstore.PushConsumer` whose handlers are coroutines, run as tasks of the loop, at most `workers` at a time; made
     by `Store.push_consumer`. Interceptors and `on_error` are plain functions, called on other threads.
 
@@ -178,12 +178,11 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
     """
 
     def __init__(self, bridge: Bridge, sync: pushconsumer.PushConsumer) -> None:
-        self._bridge = bridge
-        self.sync = sync
-        """The `mqstore.PushConsumer`."""
+        super().__init__(bridge, sync)
         self.group = sync.group
         self.client_id = sync.client_id
         self._running: set[_Run] = set()
+        self._started = False
         self._stopping = False
         self._cancelling = False
         """From now on handlers are cancelled: their messages come again."""
@@ -191,42 +190,20 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         """One was."""
         self._stopped: asyncio.Future[bool] | None = None
         self._wish_to_stop = asyncio.Event()
-        self._waits = bool(sync._handling.hooks.around_consume)
+        self._waits = sync.run_on_loop(_THREADS, self._exited)
         """On its thread, for each handler to end."""
-        if not self._waits:
-            sync._workers.threads = min(_THREADS, sync._workers.threads)
-        sync._workers.on_exit = self._exited
 
     # -- what is handled --------------------------------------------------------------------------------------------
 
     @overload
-    def subscribe(
-        self,
-        topic: str,
-        handler: H,
-        *,
-        tags: str = "*",
-        sql: str | None = None,
-    ) -> H: ...
+    def subscribe(self, topic: str, handler: H, *, tags: str = "*", sql: str | None = None) -> H: ...
 
     @overload
     def subscribe(
-        self,
-        topic: str,
-        handler: None = None,
-        *,
-        tags: str = "*",
-        sql: str | None = None,
+        self, topic: str, handler: None = None, *, tags: str = "*", sql: str | None = None
     ) -> Callable[[H], H]: ...
 
-    def subscribe(
-        self,
-        topic: str,
-        handler: Handler | None = None,
-        *,
-        tags: str = "*",
-        sql: str | None = None,
-    ) -> Any:
+    def subscribe(self, topic: str, handler: Handler | None = None, *, tags: str = "*", sql: str | None = None) -> Any:
         """As `mqstore.PushConsumer.subscribe`; without a handler a decorator, so it is no coroutine."""
         if handler is None:
             return partial(self._subscribe_here, topic, tags=tags, sql=sql)
@@ -247,7 +224,7 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
 
     def _on_worker(self, handler: Handler, *arguments: Any) -> _Run | None:
         """What the sync consumer calls, on one of its threads."""
-        run = _Run(self, handler, arguments)
+        run = _Run(self._bridge, self._begin, handler, arguments)
         if not self._waits:
             return run
         run.wait()
@@ -271,22 +248,23 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         else:  # by itself, or by who has found its task: it did not get done
             run.end(RuntimeError("the handler was cancelled"))
 
-    def _exited(self, error: BaseException) -> None:
-        """On a worker: what was in hand is not settled."""
-        if not isinstance(error, _Abandoned):
-            _log.error("group %s: a handler raised %r: the consumer stops", self.group, error)
-            if self._bridge.tell(lambda: self._begin_to_stop(30.0)):
-                return
-        elif self._stopping:
-            return
-        self.sync._exited(error)  # there is no loop to call handlers on
+    def _exited(self, error: BaseException) -> bool:
+        """Stop after an error that ended a worker's job, which is not settled. False: there is no loop any more."""
+        if isinstance(error, _Abandoned):
+            return self._stopping
+        _log.error("group %s: a handler raised %r: the consumer stops", self.group, error)
+        return self._bridge.tell(lambda: self._begin_to_stop(30.0))
 
     # -- running ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> PushConsumer:
         """As `mqstore.PushConsumer.start`."""
-        await self._bridge.finish(self.sync.start)
+        await self._bridge.finish(self._start)
         return self
+
+    def _start(self) -> None:
+        self.sync.start()
+        self._started = True
 
     async def run_once(self) -> int | None:
         """As `mqstore.PushConsumer.run_once`; it lasts until the handlers that it began have ended, side by side."""
@@ -359,7 +337,7 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
         finally:
             for each in restore:
                 each()
-            if self.sync._state != "new":  # else it did not start, and may be started again
+            if self._started:  # else it did not start, and may be started again
                 ended = await self.stop(stop_timeout)
         return ended
 
@@ -376,32 +354,13 @@ class PushConsumer(AbstractAsyncContextManager["PushConsumer"]):
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def _leave(self, error: BaseException | None) -> None:
         await self.stop()
 
     # -- by hand ----------------------------------------------------------------------------------------------------
 
-    async def pause(self, *queues: QueueRef) -> None:
-        """As `mqstore.PushConsumer.pause`."""
-        await self._bridge.call(partial(self.sync.pause, *queues))
-
-    async def resume(self, *queues: QueueRef) -> None:
-        """As `mqstore.PushConsumer.resume`."""
-        await self._bridge.call(partial(self.sync.resume, *queues))
-
-    async def assignment(self) -> frozenset[QueueRef]:
-        """As `mqstore.PushConsumer.assignment`."""
-        return await self._bridge.call(self.sync.assignment)
-
-    async def seek(self, queue: QueueRef, to: int | Start) -> None:
-        """As `mqstore.PushConsumer.seek`."""
-        await self._bridge.call(partial(self.sync.seek, queue, to))
-
-    async def stats(self) -> ConsumerStats:
-        """As `mqstore.PushConsumer.stats`."""
-        return await self._bridge.call(self.sync.stats)
-
-    def __repr__(self) -> str:
-        return repr(self.sync)
+    pause = called(pushconsumer.PushConsumer.pause)
+    resume = called(pushconsumer.PushConsumer.resume)
+    assignment = called(pushconsumer.PushConsumer.assignment)
+    seek = called(pushconsumer.PushConsumer.seek)
+    stats = called(pushconsumer.PushConsumer.stats)

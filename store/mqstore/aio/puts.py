@@ -1,4 +1,4 @@
-"""Where a put is made: on the loop, or on the store's thread (client-semantics A14, B.10).
+"""Puts, made on the loop or on the store's thread (clients#runtime).
 
 A put into the page cache takes some microseconds, less than handing it over. So it is made on the loop, unless
 

@@ -1,4 +1,4 @@
-"""`mqstore.Queue` with coroutines (client-semantics B.4).
+"""`mqstore.Queue` with coroutines (clients#queue).
 
     put      on the loop: a few microseconds. On the store's thread: large items, and where there is a `maxsize`
     get      looks on the store's thread, and waits at the queue's callback door
@@ -16,13 +16,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from mqstore import queue
 from mqstore.aio.bridge import Bridge
 from mqstore.aio.deadletters import DeadLetters
+from mqstore.aio.forward import Closable, Value, called
 from mqstore.aio.loan import Loan as AsyncLoan
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
@@ -48,9 +48,10 @@ def limit(timeout: Duration | None) -> float | None:
 
 
 def release(loans: Iterable[Loan]) -> None:
-    """Give back unseen what was taken for somebody who was cancelled: at once, the attempt not counted."""
+    """Give back what a cancelled call took, as a cancelled block does: at once, and the attempt is not counted."""
+    cancelled = asyncio.CancelledError()
     for loan in loans:
-        loan._release()
+        loan.__exit__(type(cancelled), cancelled, None)
 
 
 class Task(AsyncLoan[queue.Task]):
@@ -70,10 +71,7 @@ class Task(AsyncLoan[queue.Task]):
 
     __slots__ = ()
 
-    @property
-    def value(self) -> Any:
-        """What was put. As `mqstore.Task.value`."""
-        return self.sync.value
+    value = Value[Any](queue.Task)
 
     async def __aenter__(self) -> Task:
         return self
@@ -111,10 +109,14 @@ class _Told(queue.Queue):
 
     def _note(self, delay: Duration, done: Future[SendReceipt]) -> None:
         if not done.cancelled() and done.exception() is None:
-            self._note_delay(done.result(), delay)
+            self.note_delay(done.result(), delay)
+
+    def note_delay(self, receipt: SendReceipt, delay: Duration) -> None:
+        """Have `join` wait for an item that was put with a delay."""
+        self._note_delay(receipt, delay)
 
 
-class Queue:
+class Queue(Closable[_Told]):
     """`mqstore.Queue` with coroutines, made by `Store.queue`. An `await queue.get()` that is cancelled, at any moment,
     has taken nothing; a `put` has stored the item or has not.
 
@@ -145,16 +147,13 @@ class Queue:
         maxsize: int = 0,
     ) -> None:
         """On the store's thread."""
+        sync = _Told(broker, name, visibility=visibility, retry=retry, ordered=ordered, codec=codec, maxsize=maxsize)
+        sync.on_settled = self._settled
+        super().__init__(bridge, sync)
         self.name = name
-        self._bridge = bridge
         self._puts = puts
         self._codec = BYTES if codec is None else codec
         self._maxsize = maxsize
-        self.sync = _Told(
-            broker, name, visibility=visibility, retry=retry, ordered=ordered, codec=codec, maxsize=maxsize
-        )
-        """The `mqstore.Queue`."""
-        self.sync.on_settled = self._settled
         self._line = asyncio.Lock()
         """Of those who wait for room."""
         self._waiting: set[asyncio.Future[None]] = set()
@@ -173,7 +172,7 @@ class Queue:
             options: SendOptions = {} if delay is None else {"delay": delay}
             receipt = await self._puts.put(self.name, body, 0, options)
             if delay is not None:
-                self.sync._note_delay(receipt, delay)
+                self.sync.note_delay(receipt, delay)
             return
         append = partial(self.sync.append, body, delay)
         left_s = limit(timeout)
@@ -319,17 +318,9 @@ class Queue:
 
     # -- what is there ----------------------------------------------------------------------------------------------
 
-    async def qsize(self) -> int:
-        """As `mqstore.Queue.qsize`, which looks at what is in flight, so it is a call of the engine."""
-        return await self._bridge.call(self.sync.qsize)
-
-    async def empty(self) -> bool:
-        """As `mqstore.Queue.empty`."""
-        return await self._bridge.call(self.sync.empty)
-
-    async def full(self) -> bool:
-        """As `mqstore.Queue.full`."""
-        return await self._bridge.call(self.sync.full)
+    qsize = called(queue.Queue.qsize)
+    empty = called(queue.Queue.empty)
+    full = called(queue.Queue.full)
 
     @property
     def dead_letters(self) -> DeadLetters:
@@ -346,13 +337,5 @@ class Queue:
             await self._bridge.finish(partial(self.sync.shutdown, immediate))
         self._ring()
 
-    async def __aenter__(self) -> Queue:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def _leave(self, error: BaseException | None) -> None:
         await self.shutdown(immediate=True)
-
-    def __repr__(self) -> str:
-        return repr(self.sync)

@@ -1,19 +1,16 @@
-"""`mqstore.SimpleConsumer` with coroutines (client-semantics B.6, A8.8)."""
+"""`mqstore.SimpleConsumer` with coroutines (clients#simple)."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
 from functools import partial
-from types import TracebackType
 
 from mqstore.aio.bridge import Bridge
+from mqstore.aio.forward import Closable, Value, called
 from mqstore.aio.loan import Loan
 from mqstore.aio.made import Each
 from mqstore.aio.queue import limit, release
 from mqstore.client import delivery, simpleconsumer
-from mqstore.client.simpleconsumer import PendingInfo
-from mqstore.client.waits import Wait
 from mqstore.errors import StoreClosedError
 from mqstore.log.message import Message
 from mqstore.options import Duration
@@ -21,7 +18,7 @@ from mqstore.options import Duration
 __all__ = ["Delivery", "SimpleConsumer"]
 
 
-class Delivery(Loan[delivery.Delivery], AbstractAsyncContextManager[Message]):
+class Delivery(Loan[delivery.Delivery]):
     """`mqstore.Delivery` with coroutines: `async with delivery as message:` acknowledges it at a clean end, gives it
     back at an exception, does as `Retry` and `Reject` say; when it is cancelled it is given back unseen.
 
@@ -39,21 +36,14 @@ class Delivery(Loan[delivery.Delivery], AbstractAsyncContextManager[Message]):
 
     __slots__ = ()
 
-    @property
-    def receipt(self) -> str:
-        """What the broker knows the delivery by."""
-        return self.sync.receipt
-
-    @property
-    def received_at(self) -> float:
-        """When it was received, on the scale of `expires_at`."""
-        return self.sync.received_at
+    receipt = Value[str](delivery.Delivery)
+    received_at = Value[float](delivery.Delivery)
 
     async def __aenter__(self) -> Message:
         return self.sync.message
 
 
-class SimpleConsumer(AbstractAsyncContextManager["SimpleConsumer"]):
+class SimpleConsumer(Closable[simpleconsumer.SimpleConsumer]):
     """`mqstore.SimpleConsumer` with coroutines, made by `Store.simple_consumer`. A `receive` that is cancelled, at any
     moment, has received nothing. Interceptors are called on the loop and on the store's thread.
 
@@ -72,25 +62,17 @@ class SimpleConsumer(AbstractAsyncContextManager["SimpleConsumer"]):
     """
 
     def __init__(self, bridge: Bridge, sync: simpleconsumer.SimpleConsumer) -> None:
-        self._bridge = bridge
-        self.sync = sync
-        """The `mqstore.SimpleConsumer`."""
+        super().__init__(bridge, sync)
         self.group = sync.group
         self.ordered = sync.ordered
         self.client_id = sync.client_id
 
-    async def subscribe(self, topic: str, *, tags: str = "*", sql: str | None = None) -> None:
-        """As `mqstore.SimpleConsumer.subscribe`."""
-        await self._bridge.call(partial(self.sync.subscribe, topic, tags=tags, sql=sql))
+    subscriptions = Value[dict[str, str]](simpleconsumer.SimpleConsumer)
+    closed = Value[bool](simpleconsumer.SimpleConsumer)
 
-    async def unsubscribe(self, topic: str) -> None:
-        """As `mqstore.SimpleConsumer.unsubscribe`."""
-        await self._bridge.call(partial(self.sync.unsubscribe, topic))
-
-    @property
-    def subscriptions(self) -> dict[str, str]:
-        """Topic -> its expression over tags or properties."""
-        return self.sync.subscriptions
+    subscribe = called(simpleconsumer.SimpleConsumer.subscribe)
+    unsubscribe = called(simpleconsumer.SimpleConsumer.unsubscribe)
+    pending = called(simpleconsumer.SimpleConsumer.pending)
 
     async def receive(
         self, max_messages: int = 1, *, wait: Duration = 20, visibility: Duration | None = None
@@ -118,10 +100,7 @@ class SimpleConsumer(AbstractAsyncContextManager["SimpleConsumer"]):
                 raise
 
         was_closed = self.sync.closed
-        return await self._bridge.look(look, self._park, timeout_s=wait_s, undo=release)
-
-    def _park(self, again: Callable[[], object]) -> Wait:
-        return self.sync.when_ready(again)
+        return await self._bridge.look(look, self.sync.when_ready, timeout_s=wait_s, undo=release)
 
     def _made(self, found: list[delivery.Delivery] | None) -> list[Delivery]:
         return [Delivery(self._bridge, each) for each in found or ()]
@@ -136,24 +115,10 @@ class SimpleConsumer(AbstractAsyncContextManager["SimpleConsumer"]):
         found = self._made(await self._look(partial(self.sync.receive, 1, wait=0), None))
         return found[0] if found else None
 
-    async def pending(self) -> list[PendingInfo]:
-        """As `mqstore.SimpleConsumer.pending`."""
-        return await self._bridge.call(self.sync.pending)
-
-    @property
-    def closed(self) -> bool:
-        """Whether it receives no more."""
-        return self.sync.closed
-
     async def close(self) -> None:
-        """As `mqstore.SimpleConsumer.close`. Who is cancelled meanwhile hears of it when it is closed."""
+        """Close as `mqstore.SimpleConsumer.close`. If cancelled, that is raised once it is closed."""
         if not self._bridge.closed:
             await self._bridge.finish(self.sync.close)
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def _leave(self, error: BaseException | None) -> None:
         await self.close()
-
-    def __repr__(self) -> str:
-        return repr(self.sync)

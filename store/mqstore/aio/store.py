@@ -1,4 +1,4 @@
-"""`mqstore.Store` with coroutines (client-semantics B.3, B.10).
+"""`mqstore.Store` with coroutines.
 
     put                        on the loop (`puts.py`)
     reads, tables, the rest    on the store's thread (`bridge.py`), iterators a page at a time
@@ -12,20 +12,20 @@ from __future__ import annotations
 import asyncio
 import builtins
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from heapq import merge
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Unpack
 from weakref import WeakSet
 
 from mqstore import store
 from mqstore.aio.bridge import Bridge, uncancelled
 from mqstore.aio.deadletters import DeadLetters
+from mqstore.aio.forward import Closable, Value, called, in_order, paged, takes
 from mqstore.aio.made import Made, Pages
 from mqstore.aio.producer import Producer
 from mqstore.aio.pullconsumer import PullConsumer
@@ -40,14 +40,12 @@ from mqstore.client.pullconsumer import PullConsumerOptions
 from mqstore.client.pushconsumer import PushConsumerOptions
 from mqstore.client.simpleconsumer import SimpleConsumerOptions
 from mqstore.errors import InvalidMessageError
-from mqstore.log.columns import Columns
-from mqstore.log.commitlog import QueueRef, SendReceipt
+from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.outgoing import Body, OutgoingMessage
-from mqstore.log.recovery.report import Finding, RecoveryReport
+from mqstore.log.outgoing import Body
+from mqstore.log.recovery.report import RecoveryReport
 from mqstore.log.snapshot.take import SnapshotReport
-from mqstore.log.stats import StoreStats
-from mqstore.options import Durability, Duration, Profile, StoreConfig, seconds
+from mqstore.options import Duration, seconds
 from mqstore.queue import QueueOptions
 
 __all__ = ["Store", "open"]
@@ -58,33 +56,15 @@ _NEW_QUEUES_S = 1.0
 """How often a follower looks for new queues, and for what is not told."""
 
 
-def open(  # noqa: A001
-    path: str | PathLike[str],
-    mode: Literal["rw", "r"] = "rw",
-    *,
-    create: bool = True,
-    profile: Profile | None = None,
-    durability: Durability = "append",
-    lock_timeout: Duration = 0,
-    config: StoreConfig | None = None,
-) -> Made[Store]:
-    """As `mqstore.open`: `async with mqstore.aio.open(path) as store`, or `store = await mqstore.aio.open(path)`, which
-    is to be closed then."""
+@takes(store.Store)
+def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]:  # noqa: A001
+    """Open a store as `mqstore.open`: `async with mqstore.aio.open(path) as store`, or `await mqstore.aio.open(path)`,
+    which has to be closed then."""
 
     async def begin() -> Store:
         bridge = Bridge(f"store {str(path)!r}")
-        opened = partial(
-            store.Store,
-            path,
-            mode,
-            create=create,
-            profile=profile,
-            durability=durability,
-            lock_timeout=lock_timeout,
-            config=config,
-        )
         try:
-            return Store(bridge, await bridge.call(opened, store.Store.close))
+            return Store(bridge, await bridge.call(partial(store.Store, path, *args, **options), store.Store.close))
         except BaseException:
             bridge.close()
             raise
@@ -92,7 +72,7 @@ def open(  # noqa: A001
     return Made(begin)
 
 
-class Store(AbstractAsyncContextManager["Store"]):
+class Store(Closable[store.Store]):
     """`mqstore.Store` with coroutines: the same names, arguments, results and errors. Opened by `mqstore.aio.open`.
     `async with` closes it. Not for another loop than the one it was opened on (RuntimeError); `sync` is for any thread.
 
@@ -108,46 +88,25 @@ class Store(AbstractAsyncContextManager["Store"]):
     """
 
     def __init__(self, bridge: Bridge, sync: store.Store) -> None:
-        self._bridge = bridge
-        self.sync = sync
-        """The `mqstore.Store`, for other threads, and for what takes microseconds."""
+        super().__init__(bridge, sync)
         self._puts = Puts(bridge, sync)
         self._consumers: WeakSet[PushConsumer] = WeakSet()
         self._end: asyncio.Task[None] | None = None
 
-    @property
-    def path(self) -> Path:
-        """The store's directory."""
-        return self.sync.path
-
-    @property
-    def mode(self) -> str:
-        """ "rw" or "r"."""
-        return self.sync.mode
+    path = Value[Path](store.Store)
+    mode = Value[str](store.Store)
+    recovery = Value[RecoveryReport](store.Store)
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called, or this is a forked child of the process that opened it."""
         return self._bridge.closed or self.sync.closed
 
-    @property
-    def recovery(self) -> RecoveryReport:
-        """What opening found and did."""
-        return self.sync.recovery
-
     # -- topics -----------------------------------------------------------------------------------------------------
 
-    async def create_topic(self, name: str, *, queues: int = 4, exist_ok: bool = True) -> None:
-        """As `mqstore.Store.create_topic`."""
-        await self._bridge.call(partial(self.sync.create_topic, name, queues=queues, exist_ok=exist_ok))
-
-    async def topics(self, *, system: bool = False) -> list[str]:
-        """As `mqstore.Store.topics`."""
-        return await self._bridge.call(partial(self.sync.topics, system=system))
-
-    async def queues(self, topic: str) -> list[QueueRef]:
-        """As `mqstore.Store.queues`."""
-        return await self._bridge.call(partial(self.sync.queues, topic))
+    create_topic = called(store.Store.create_topic)
+    topics = called(store.Store.topics)
+    queues = called(store.Store.queues)
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
@@ -158,41 +117,12 @@ class Store(AbstractAsyncContextManager["Store"]):
         share a sync, and the loop goes on. Cancelled: stored whole, or not at all."""
         return await self._puts.put(topic, body, queue_id, options)
 
-    async def put_many(
-        self,
-        topic: str,
-        bodies: Iterable[Body | OutgoingMessage],
-        *,
-        queue_id: int | None = None,
-        durability: Durability | None = None,
-        **options: object,
-    ) -> Sequence[SendReceipt]:
-        """As `mqstore.Store.put_many`; `bodies` is walked through on the loop. Cancelled: all are stored, or none."""
-        given = list(bodies)
-        return await self._puts.in_order(
-            partial(self.sync.put_many, topic, given, queue_id=queue_id, durability=durability, **options)
-        )
-
-    async def recall(self, recall_handle: str) -> bool:
-        """As `mqstore.Store.recall`."""
-        return await self._bridge.call(partial(self.sync.recall, recall_handle))
+    put_many = in_order(store.Store.put_many)
+    recall = called(store.Store.recall)
 
     # -- out --------------------------------------------------------------------------------------------------------
 
-    async def read(
-        self,
-        topic: str,
-        queue_id: int,
-        offset: int,
-        max_messages: int = 32,
-        *,
-        max_bytes: int | None = None,
-        tags: str | None = "*",
-    ) -> list[Message]:
-        """As `mqstore.Store.read`."""
-        return await self._bridge.call(
-            partial(self.sync.read, topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
-        )
+    read = called(store.Store.read)
 
     def iter(
         self,
@@ -208,72 +138,21 @@ class Store(AbstractAsyncContextManager["Store"]):
         if follow:
             if queue_id is None and (isinstance(start, int) or stop is not None):
                 raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
-            return _Follower(self, topic, queue_id, start, stop, tags)
+            return _Follower(self._bridge, self.sync, topic, queue_id, start, stop, tags)
         return Pages(self._bridge, partial(self.sync.iter, topic, queue_id, start=start, stop=stop, tags=tags))
 
-    async def read_columns(
-        self, topic: str, queue_id: int, offset: int, max_messages: int, columns: Sequence[str] | None = None
-    ) -> Columns:
-        """As `mqstore.Store.read_columns`."""
-        return await self._bridge.call(partial(self.sync.read_columns, topic, queue_id, offset, max_messages, columns))
-
-    async def to_arrow(
-        self,
-        topic: str,
-        queue_id: int | None = None,
-        columns: Sequence[str] | None = None,
-        *,
-        start: datetime | int | None = None,
-        stop: datetime | int | None = None,
-        tags: str | None = "*",
-        on_corrupt: Literal["fail", "skip", "keep"] = "fail",
-    ) -> Any:
-        """As `mqstore.Store.to_arrow`. Other calls of this store wait meanwhile."""
-        table = partial(self.sync.to_arrow, topic, queue_id, columns, start=start, stop=stop, tags=tags)
-        return await self._bridge.call(partial(table, on_corrupt=on_corrupt))
-
-    async def find(
-        self,
-        topic: str,
-        *,
-        key: str | None = None,
-        unique_key: str | None = None,
-        start: datetime | None = None,
-        stop: datetime | None = None,
-        limit: int = 32,
-    ) -> list[Message]:
-        """As `mqstore.Store.find`."""
-        return await self._bridge.call(
-            partial(self.sync.find, topic, key=key, unique_key=unique_key, start=start, stop=stop, limit=limit)
-        )
-
-    async def get(self, message_id: str) -> Message:
-        """As `mqstore.Store.get`."""
-        return await self._bridge.call(partial(self.sync.get, message_id))
+    read_columns = called(store.Store.read_columns)
+    to_arrow = called(store.Store.to_arrow)
+    find = called(store.Store.find)
+    get = called(store.Store.get)
 
     # -- positions --------------------------------------------------------------------------------------------------
 
-    async def offsets(self, topic: str, queue_id: int) -> tuple[int, int]:
-        """As `mqstore.Store.offsets`."""
-        return await self._bridge.call(partial(self.sync.offsets, topic, queue_id))
-
-    async def offset_at(self, topic: str, queue_id: int, when: datetime) -> int:
-        """As `mqstore.Store.offset_at`."""
-        return await self._bridge.call(partial(self.sync.offset_at, topic, queue_id, when))
-
-    async def committed(self, group: str, queue: QueueRef) -> int | None:
-        """As `mqstore.Store.committed`."""
-        return await self._bridge.call(partial(self.sync.committed, group, queue))
-
-    async def commit_offset(
-        self, group: str, queue: QueueRef, offset: int, *, durability: Durability | None = None
-    ) -> None:
-        """As `mqstore.Store.commit_offset`. Cancelled: it is committed, or not."""
-        await self._bridge.call(partial(self.sync.commit_offset, group, queue, offset, durability=durability))
-
-    async def lag(self, group: str) -> dict[QueueRef, int]:
-        """As `mqstore.Store.lag`."""
-        return await self._bridge.call(partial(self.sync.lag, group))
+    offsets = called(store.Store.offsets)
+    offset_at = called(store.Store.offset_at)
+    committed = called(store.Store.committed)
+    commit_offset = called(store.Store.commit_offset)
+    lag = called(store.Store.lag)
 
     # -- what works on it -------------------------------------------------------------------------------------------
 
@@ -324,14 +203,9 @@ class Store(AbstractAsyncContextManager["Store"]):
 
     # -- the whole --------------------------------------------------------------------------------------------------
 
-    async def stats(self) -> StoreStats:
-        """As `mqstore.Store.stats`."""
-        return await self._bridge.call(self.sync.stats)
-
-    def verify(self) -> AsyncIterator[Finding]:
-        """As `mqstore.Store.verify`, for `async for`. It is at it for as long as it takes to find some: calls of this
-        store wait meanwhile. To check a large store open it a second time, with mode "r"."""
-        return Pages(self._bridge, self.sync.verify)
+    stats = called(store.Store.stats)
+    verify = paged(store.Store.verify)
+    flush = called(store.Store.flush)
 
     async def snapshot(
         self,
@@ -343,10 +217,6 @@ class Store(AbstractAsyncContextManager["Store"]):
         """As `mqstore.Store.snapshot`, in a thread of its own: nobody waits meanwhile, and cancelled it goes on to its
         end. `progress` is called in that thread."""
         return await asyncio.to_thread(self.sync.snapshot, target, link=link, progress=progress)
-
-    async def flush(self) -> None:
-        """As `mqstore.Store.flush`."""
-        await self._bridge.call(self.sync.flush)
 
     async def close(self, timeout: Duration = 30) -> None:
         """As `mqstore.Store.close`: handlers of push consumers end, or are cancelled after `timeout` seconds, all else
@@ -363,123 +233,105 @@ class Store(AbstractAsyncContextManager["Store"]):
         until = time.monotonic() + timeout_s
         try:
             await asyncio.gather(
-                self._bridge.finish(self.sync._halt),  # those that were made by way of `sync`, too
+                self._bridge.finish(self.sync.halt),  # those that were made by way of `sync`, too
                 *(consumer.stop(timeout_s) for consumer in builtins.list(self._consumers)),
             )
         finally:
             try:
-                await self._bridge.finish(partial(self.sync._close, timeout_s, until))
+                await self._bridge.finish(partial(self.sync.close_halted, timeout_s, until))
             finally:
                 self._bridge.close()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def _leave(self, error: BaseException | None) -> None:
         await self.close()
 
-    def __repr__(self) -> str:
-        return repr(self.sync)
 
-
+@dataclass(eq=False)
 class _Follower(AsyncIterator[Message]):
     """Messages of one queue, or of all of a topic, and those to come. A step that is cancelled skips nothing."""
 
-    def __init__(
-        self,
-        aio: Store,
-        topic: str,
-        queue_id: int | None,
-        start: Literal["earliest", "latest"] | datetime | int,
-        stop: int | None,
-        tags: str | None,
-    ) -> None:
-        self._store = aio
-        self._sync = aio.sync
-        self._topic = topic
-        self._queue_id = queue_id
-        self._start = start
-        self._stop = stop
-        self._tags = tags
-        self._positions: dict[int, int] | None = None
-        """Queue id -> offset behind what was looked at, on the thread."""
-        self._round: Pages[Message] | None = None
+    bridge: Bridge
+    sync: store.Store
+    topic: str
+    queue_id: int | None
+    start: Literal["earliest", "latest"] | datetime | int
+    stop: int | None
+    tags: str | None
+    positions: dict[int, int] | None = None
+    """Next offset to read by queue id. Only the store's thread uses it."""
+    round: Pages[Message] | None = None
+    """Messages that were there when the last look found some."""
 
     async def __anext__(self) -> Message:
-        bridge = self._store._bridge
         while True:
-            if self._round is None:
-                if not await bridge.look(self._find, self._park, timeout_s=None):
+            if self.round is None:
+                if not await self.bridge.look(self.find, partial(_News, self), timeout_s=None):
                     raise StopAsyncIteration
-                self._round = Pages(bridge, self._read)
+                self.round = Pages(self.bridge, self.read)
             try:
-                return await self._round.__anext__()
+                return await self.round.__anext__()
             except StopAsyncIteration:
-                self._round = None
+                self.round = None
 
-    def _find(self) -> bool | None:
-        """Whether there is something to read; None: not yet, False: it has come to its stop."""
-        if self._positions is None:
-            self._positions = {} if self._queue_id is None else {self._queue_id: self._begin(self._queue_id)}
-            if self._queue_id is None:
-                self._positions = {ref.queue_id: self._begin(ref.queue_id) for ref in self._sync.queues(self._topic)}
-        elif self._queue_id is None:
-            for ref in self._sync.queues(self._topic):
-                self._positions.setdefault(ref.queue_id, self._sync.offsets(*ref)[0])
-        if self._stop is not None and all(offset >= self._stop for offset in self._positions.values()):
+    def find(self) -> bool | None:
+        """Return True if there is something to read, None if not yet, and False at the stop."""
+        if self.positions is None:
+            ids = [ref.queue_id for ref in self.sync.queues(self.topic)] if self.queue_id is None else [self.queue_id]
+            self.positions = {each: self._begin(each) for each in ids}
+        elif self.queue_id is None:
+            for ref in self.sync.queues(self.topic):
+                self.positions.setdefault(ref.queue_id, self.sync.offsets(*ref)[0])
+        if self.stop is not None and all(offset >= self.stop for offset in self.positions.values()):
             return False
-        news = any(self._sync.offsets(self._topic, each)[1] > offset for each, offset in self._positions.items())
+        news = any(self.sync.offsets(self.topic, each)[1] > offset for each, offset in self.positions.items())
         return True if news else None
 
     def _begin(self, queue_id: int) -> int:
-        if isinstance(self._start, int):
-            return self._start
-        if isinstance(self._start, datetime):
-            return self._sync.offset_at(self._topic, queue_id, self._start)
-        low, high = self._sync.offsets(self._topic, queue_id)
-        return high if self._start == "latest" else low
+        if isinstance(self.start, int):
+            return self.start
+        if isinstance(self.start, datetime):
+            return self.sync.offset_at(self.topic, queue_id, self.start)
+        low, high = self.sync.offsets(self.topic, queue_id)
+        return high if self.start == "latest" else low
 
-    def _read(self) -> Iterator[Message]:
-        assert self._positions is not None
+    def read(self) -> Iterator[Message]:
+        """Iterate over what is there now, merged by the time of storing, and move the positions behind it."""
+        assert self.positions is not None
         scans = []
-        for queue_id, begin in self._positions.items():
-            end = self._sync.offsets(self._topic, queue_id)[1]
-            end = end if self._stop is None else min(end, self._stop)
+        for queue_id, begin in self.positions.items():
+            end = self.sync.offsets(self.topic, queue_id)[1]
+            end = end if self.stop is None else min(end, self.stop)
             if end > begin:
-                scans.append(self._sync.iter(self._topic, queue_id, start=begin, stop=end, tags=self._tags))
-                self._positions[queue_id] = end
+                scans.append(self.sync.iter(self.topic, queue_id, start=begin, stop=end, tags=self.tags))
+                self.positions[queue_id] = end
         return merge(*scans, key=lambda message: (message.store_timestamp_ms, message.physical_offset))
-
-    def _park(self, again: Callable[[], object]) -> _News:
-        return _News(self._store, self._topic, self._positions or {}, self._tags, again)
 
 
 class _News:
-    """Calls once, when a follower may find something."""
+    """Calls `again` once, when a follower may find something. Made on the store's thread."""
 
-    def __init__(
-        self,
-        aio: Store,
-        topic: str,
-        positions: Mapping[int, int],
-        tags: str | None,
-        again: Callable[[], object],
-    ) -> None:
-        """On the store's thread."""
-        self._broker = aio.sync.broker if aio.mode == "rw" else None
+    def __init__(self, follower: _Follower, again: Callable[[], object]) -> None:
+        self._broker = follower.sync.broker if follower.sync.mode == "rw" else None
         self._again = again
         self._over = False
         self._waiters: builtins.list[Waiter] = []
         if self._broker is None:
-            bridge = aio._bridge
+            bridge = follower.bridge
             bridge.tell(lambda: bridge.loop.call_later(_LOOK_S, self._called))
             return
-        for queue_id, offset in positions.items():
+        for queue_id, offset in (follower.positions or {}).items():
             if self._over:  # called by the one before
                 self._let_go()
                 return
             self._waiters.append(
                 self._broker.add_waiter(
-                    topic, queue_id, offset, self._called, filter=tags, timeout=_NEW_QUEUES_S, at_once=True
+                    follower.topic,
+                    queue_id,
+                    offset,
+                    self._called,
+                    filter=follower.tags,
+                    timeout=_NEW_QUEUES_S,
+                    at_once=True,
                 )
             )
 

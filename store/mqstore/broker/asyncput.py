@@ -1,4 +1,4 @@
-"""Puts that do not wait for the disk, and say when they are there (grpc-server 10, `put_async`).
+"""Puts that do not wait for the disk, and say when they are there.
 
 An event loop must not wait for a sync. It hands its records over, gets futures, and one thread, started with the first
 of them, syncs for all that have gathered meanwhile.

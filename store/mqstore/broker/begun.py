@@ -1,4 +1,4 @@
-"""Notes of the messages that handlers have begun, for the next process (client-semantics A6, A8).
+"""Notes of the messages that handlers have begun, for the next process (clients#attempt-counted).
 
     config/begun/N    of one push consumer, while it runs
 

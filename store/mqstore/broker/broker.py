@@ -1,7 +1,7 @@
-# ruff: noqa: A002  (`filter` is the word of the engine contract, client-semantics 0.4)
+# ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
 """The broker: who gets which message, when, and what is remembered of it. The door of this room.
 
-Clients use only these operations (client-semantics 0.4, grpc-server 10). Arguments and results are plain values, times
+Clients use only these operations (clients#contract). Arguments and results are plain values, times
 integer milliseconds, receipts strings, so that a socket could carry them. Nothing blocks but `wait` and a `pop` that is
 given time to wait.
 
@@ -179,7 +179,7 @@ class Broker:
             self._waiters.wake_all(topic)  # who waits finds that it is gone, or not to be read, and says so
 
     def _enter_topics(self, wanted: Mapping[str, int]) -> None:
-        """Enter the topics of a bundle that Spark has left in the store's inbox, unless they are there (spark B6)."""
+        """Enter the topics of a bundle that Spark has left in the store's inbox, unless they are there."""
         for name, queues in wanted.items():
             check_user_topic(name)
             if queues > QUEUES_MAX:
@@ -219,7 +219,7 @@ class Broker:
         self, topic: str, body: Body, properties: Mapping[str, str] | None = None, **fields: Unpack[RetryFields]
     ) -> SendReceipt:
         """A message into the retry topic `%RETRY%group` of a group, as remote clients send it when a send-back fails
-        (broker-semantics 6.2). Beyond the group's limit, or while an orderly member holds a queue's lock, it becomes a
+        (delivery#retry-put). Beyond the group's limit, or while an orderly member holds a queue's lock, it becomes a
         dead letter. GroupNotFoundError; else as `put`."""
         locks = _OrderlyLocks(self._locks, self._members)
         return self._retries.put_retry(topic, bytes(body), properties or {}, locks=locks, **fields)

@@ -1,4 +1,4 @@
-"""What each JSON file of the broker has to look like, for who looks for damage or mends it (store-format 11.2).
+"""What each JSON file of the broker has to look like, for who looks for damage or mends it (format#json-load).
 
 A table that finds a value of the wrong type in its file does not load it, and nor does the store: so `verify` and
 `recover` judge by the same functions.

@@ -1,4 +1,4 @@
-"""A file of `config/`: what every table of the broker does alike to be read and written (broker-semantics 0.4).
+"""A file of `config/`: what every table of the broker does alike to be read and written (delivery#tables).
 
 Knows that such a file is an object with members, some of them another program's; not what any member means. How bytes
 reach the disk, and what is done about a damaged file, is `files.jsonfile`'s business.
@@ -41,7 +41,7 @@ QUICK_MS: Final = 100
 def member(entry: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     """`entry[name]`, which must be exactly of `kind`; `default` where it is absent or null, as RocketMQ has it.
 
-    Raises ValueError for another type: that makes the whole file a bad one (store-format 11.2). Exactly: to Python
+    Raises ValueError for another type: that makes the whole file a bad one (format#json-load). Exactly: to Python
     `true` is an integer, to the engine that wrote the file it is not.
     """
     value = entry.get(name)
@@ -122,7 +122,7 @@ class ConfigFile:
         """The value of the file or of its backup; None when neither was ever written.
 
         Raises CorruptStoreError when there was a value and no good copy of it is left: the command that gives it up is
-        in the message, for it is never given up unasked (P10). StoreIOError when a file cannot be read.
+        in the message, for it is never given up unasked (reliability#p10). StoreIOError when a file cannot be read.
         """
         value, problems = load_json(
             self.path, writer=self._writer, fs=self._fs, clock=self._clock, check=self._fits, root=self.path.parents[1]

@@ -1,4 +1,4 @@
-"""What a group gave up: looking at it, sending it again, letting go of it (broker-semantics 2.6, 6; companion B.6).
+"""What a group gave up: looking at it, sending it again, letting go of it (delivery#dead-letters).
 
     %DLQ%group, queue 0      gone | gone | letter | letter | letter | ...
                                          ^ logical start         ^ end
@@ -367,7 +367,7 @@ class DeadLetters:
 
 
 def origin_of(letter: Message) -> str:
-    """The topic that a dead letter was first sent to; RocketMQ's bear only RETRY_TOPIC (X26)."""
+    """The topic that a dead letter was first sent to; RocketMQ's bear only RETRY_TOPIC (delivery#x26)."""
     properties = letter.stored_properties()
     origin = properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC)
     if origin is None:
@@ -385,7 +385,7 @@ def _checked_offset(offset: object) -> int:
 
 
 class DeadLetterExpiry:
-    """Lets dead letters go that are older than `dlq_retention`, so that they do not hold the log for ever (2.6)."""
+    """Lets dead letters go that are older than `dlq_retention`, so that they do not hold the log for ever."""
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
         age = parts.config.dlq_retention

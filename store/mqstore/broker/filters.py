@@ -1,10 +1,10 @@
-"""What a subscription lets through: tags by hash and by name, or an SQL92 expression (broker-semantics 10).
+"""What a subscription lets through: tags by hash and by name, or an SQL92 expression (delivery#filters).
 
 A filter is asked up to three times: `may_match` for the one unit that may wake a parked reader, `units` for a stretch
 of a queue's units, `accepts` for the message itself, whose word is final. Units know only the tag's hash: tag filters
 guess from it, SQL filters let every unit pass.
 
-    expression                      kind TAG (10.1)                              kind SQL92 (10.2)
+    expression                      kind TAG (delivery#tags)                     kind SQL92 (delivery#sql92)
     None, empty                     everything                                   error
     *                               everything                                   error
     A || B                          tags A and B, trimmed; empty pieces dropped  error

@@ -1,8 +1,8 @@
-"""Consumer groups: what each may do, and how often and when a failed message comes back (broker-semantics 1.4).
+"""Consumer groups: what each may do, and how often and when a failed message comes back (delivery#groups).
 
 Knows settings; not members, progress or messages. A group comes into being with its first use.
 
-One retry policy, asked in two ways (client-semantics A12). `r` is how often a message was sent back so far, `attempt`
+One retry policy, asked in two ways (delivery#backoff). `r` is how often a message was sent back so far, `attempt`
 the delivery that failed, from 1: `attempt` = r + 1. An entry behind the end of a list is its last one.
 
 ===========  ================================  ==================================  ========================
@@ -117,7 +117,7 @@ class RetryPolicy:
         cls, max_attempts: int | None, kind: Kind, table_ms: tuple[int, ...] = _STANDARD_MS, **rest: Any
     ) -> RetryPolicy:
         policy = cls.__new__(cls)
-        policy._set(max_attempts, kind, table_ms, **rest)
+        cls._set(policy, max_attempts, kind, table_ms, **rest)
         return policy
 
     def _set(
@@ -252,7 +252,7 @@ _OWN_MEMBERS = frozenset({*_MEMBERS, "groupName", "retryMaxTimes", "groupRetryPo
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """What is set for a consumer group (broker-semantics 1.4).
+    """What is set for a consumer group (delivery#groups).
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -273,7 +273,7 @@ class GroupConfig:
     """Queues of the group's retry topic. Not above 0, only in a file that is read: a failed message is dead at once."""
     retry_policy: RetryPolicy = RetryPolicy()
     start: Literal["earliest", "latest"] | int = "earliest"
-    """Where the group starts in a queue in which it never committed; a number: ms since the epoch (2.3)."""
+    """Where the group starts in a queue in which it never committed; a number: ms since the epoch."""
     broker_id: int = 0
     which_broker_when_consume_slowly: int = 1
     notify_members: bool = True

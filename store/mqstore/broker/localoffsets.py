@@ -1,4 +1,4 @@
-"""How far a broadcasting client has come, in a file of its own (client-semantics A2.5, A11.1).
+"""How far a broadcasting client has come, in a file of its own (clients#positions, clients#broadcasting).
 
     <folder>/<client id>/<group>.json        {"offsets": {"orders": {"0": 12, "1": 250}}}
 

@@ -1,4 +1,4 @@
-"""Queue locks for orderly consumption: which client of a group may consume a queue (broker-semantics 7).
+"""Queue locks for orderly consumption: which client of a group may consume a queue (delivery#locks).
 
 A lock is a lease in memory: it ends when its owner gives it back, or when it was not renewed for `LEASE_MS`. While its
 owner is at work on the queue (`begin_work`) it does not end. Leases are measured on the monotonic clock and are gone

@@ -1,4 +1,4 @@
-"""Who consumes in which group, and whether they agree (broker-semantics 15.2; client-semantics A2.7, A2.8).
+"""Who consumes in which group, and whether they agree (clients#group).
 
 A registry in memory: members register when they start and are unregistered when they stop or are given up (a server
 gives up clients whose heartbeats ceased; within a process nobody dies alone). It assigns no queues. What it refuses, it
@@ -43,7 +43,7 @@ Subscriptions = Mapping[str, Expression]
 
 
 class Mode(NamedTuple):
-    """How a group consumes; all its members alike (A2.8)."""
+    """How a group consumes; all its members alike (clients#group)."""
 
     model: Literal["queue", "pop"]
     ordered: bool = False
@@ -116,8 +116,8 @@ class Members:
         `retry` that a new member asks for becomes the group's.
 
         Only the owner that registered a client id may register it again, so a call that was interrupted can be
-        repeated. Raises ConfigError for an empty client id, `GroupInUseError` if the client id has another owner
-        (A2.7), `GroupInUseError` and `SubscriptionConflictError` as the module's table says, NotPermittedError for
+        repeated. Raises ConfigError for an empty client id, `GroupInUseError` if the client id has another owner,
+        `GroupInUseError` and `SubscriptionConflictError` as the module's table says, NotPermittedError for
         broadcasting where the group's settings forbid it, StoreClosedError; for `retry` as `GroupTable.alter`.
         """
         wanted = _normalized(subscriptions)

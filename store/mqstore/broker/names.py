@@ -1,4 +1,4 @@
-"""Names with a meaning: system topics and groups, retry and dead-letter topics (broker-semantics 1.3, 6.1, 8.2).
+"""Names with a meaning: system topics and groups, retry and dead-letter topics (delivery#system-names).
 
 A user may neither send to a system topic nor make up a name with `%` or `|`: those are the engine's.
 """

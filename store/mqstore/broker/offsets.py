@@ -1,4 +1,4 @@
-"""How far each group has come in each queue: committed offsets and forced restarts (broker-semantics 2).
+"""How far each group has come in each queue: committed offsets and forced restarts (delivery#offsets).
 
 Knows names, numbers and the bounds of queues; not whether a group or topic is registered: who takes requests checks it.
 
@@ -19,7 +19,7 @@ A forced restart, queue by queue::
                   reset that nobody takes would keep its progress out for good.
 
 Written to `config/consumerOffset.json` as RocketMQ does, and never ahead of the messages: a save takes a copy, flushes
-the commitlog, then writes the copy, so that what the file says rests on messages that no power cut takes back (2.5).
+the commitlog, then writes the copy, so that what the file says rests on messages that no power cut takes back.
 Between two such saves there are quick ones (`configfile`), so that `kill -9` takes back no more than a moment::
 
     commit ---> wakes the housekeeper, the first one after a save ---> 100 ms ---> quick save
@@ -122,7 +122,7 @@ class OffsetTable:
         self._published = PublishedFiles(store.path, fs)
         self._fold()
         # At once: once the queue has grown past a number that was lowered here, the file's would pass for a good one,
-        # and a crash before the next save would have the group skip what came between (P3). Who reads lowers it for
+        # and a crash before the next save would have the group skip what came between. Who reads lowers it for
         # himself, each time, until a broker does it for good.
         if store.mode == "rw":
             self.save()
@@ -147,7 +147,7 @@ class OffsetTable:
         """Everything of the queue before `offset` is consumed by `group`. The last writer wins, also backwards; while a
         reset is pending a commit is dropped.
 
-        With "flush" it is on disk when this returns, messages it rests on included, and is never taken back (P3).
+        With "flush" it is on disk when this returns, messages it rests on included, and is never taken back.
         Raises ConfigError for a number below 0 or a name that the file cannot bear; with "flush" as `save`, and then
         the commit stands in memory and is saved later.
         """
@@ -177,7 +177,7 @@ class OffsetTable:
 
     def begin(self, group: str, topic: str, queue_id: int) -> None:
         """Let a group that has no progress in a queue have it at the queue's first message: what waits there for it is
-        then part of its lag, and kept. For retry topics (8.2). ConfigError as `commit`."""
+        then part of its lag, and kept. For retry topics (delivery#pop-queues). ConfigError as `commit`."""
         if self.committed(group, topic, queue_id) is None:
             first, _ = self._store.offsets_or_none(topic, queue_id) or (0, 0)
             first = max(first, self.start_of(topic, queue_id))
@@ -232,7 +232,7 @@ class OffsetTable:
     # -- forced restarts --------------------------------------------------------------------------------------------
 
     def reset(self, topic: str, group: str, queue_id: int, offset: int) -> None:
-        """Let `group` go on at `offset` in this queue, whatever consumers that are at work commit meanwhile (2.4).
+        """Let `group` go on at `offset` in this queue, whatever consumers that are at work commit meanwhile.
 
         OffsetOutOfRangeError when `offset` is not between the queue's first message and its end, ConfigError as
         `commit`. On disk with the next save.
@@ -374,7 +374,7 @@ class OffsetTable:
     def min_committed(self, topic: str, queue_id: int) -> int | None:
         """Where the group goes on that is farthest behind in this queue; None when no group has progress on `topic`.
 
-        For retention (2.6), so in doubt too low: a group that has progress on the topic but none on this queue has all
+        For retention, so in doubt too low: a group that has progress on the topic but none on this queue has all
         of the queue before it. May lie below the queue's first message.
         """
         with self._lock:
@@ -520,7 +520,7 @@ class OffsetTable:
         self._published.settle()
 
     def pins(self) -> tuple[()]:
-        """Nothing of its own: what committed offsets still need is for retention to ask (2.6)."""
+        """Nothing of its own: what committed offsets still need is for retention to ask (delivery#retention-bound)."""
         return ()
 
     def _log_end(self) -> int:

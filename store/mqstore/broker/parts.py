@@ -65,7 +65,7 @@ class Mechanism(Protocol):
 
 class Roller(Mechanism, Protocol):
     """One that keeps messages for long, and can put them again at the end of the log instead of holding all that has
-    come since (2.6). Both calls come from the thread that calls `run_once`."""
+    come since (delivery#retention-bound). Both calls come from the thread that calls `run_once`."""
 
     def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Physical offsets and sizes of the records below `physical_offset` that wait. An estimate."""

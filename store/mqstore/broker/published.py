@@ -1,4 +1,4 @@
-"""Progress that a process beside the owner publishes: files in `config/spark/groups/` (spec/spark.md B5).
+"""Progress that a process beside the owner publishes: files in `config/spark/groups/` (spark#publish-group).
 
 Who reads a store without owning it may not write `consumerOffset.json`. It leaves a file for each of its groups, and
 the owner folds them into its own offsets at its next save. Knows names and numbers; what they mean is the owner's.

@@ -1,12 +1,12 @@
-# ruff: noqa: A002  (`filter` is the word of the engine contract, client-semantics 0.4)
-"""Reading a queue by offset, and where a group begins and begins anew (broker-semantics 2.3, 2.4, 3.1-3.4).
+# ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
+"""Reading a queue by offset, and where a group begins and begins anew (delivery#group-start).
 
     may the group consume, may the topic be read, has it that queue?      else an error
     is a reset pending?                                                   OFFSET_RESET, and it is done with
     offset < first                                                        OFFSET_TOO_SMALL, next = first, `lost` told
     what the store finds                                                  its own statuses
 
-    status                                                 what the reader does                 client-semantics 0.4
+    status                                                 what the reader does                 clients#contract
     FOUND                                                  consumes, goes on at next            FOUND
     NO_MATCHED_MESSAGE MESSAGE_WAS_REMOVING                reads on at next, at once            NO_MATCHED_MSG
     OFFSET_OVERFLOW_ONE                                    waits (waiting.py)                   NO_NEW_MSG
@@ -141,8 +141,8 @@ class Reads:
         first whatever its size.
 
         For a `group` its permissions count, a pending reset is taken, where it goes on is noted, and what it got and
-        what it lost is counted (P13); not what it got when who reads hands it out later, or never (`delivers`).
-        Its retry topic passes an SQL filter unexamined (10.2).
+        what it lost is counted; not what it got when who reads hands it out later, or never (`delivers`).
+        Its retry topic passes an SQL filter unexamined (delivery#sql92).
 
         Raises TopicNotFoundError, GroupNotFoundError, NotPermittedError, ConfigError (no such queue), StoreClosedError.
         """
@@ -228,7 +228,7 @@ class Reads:
         return ReadResult(found.status, messages, next_offset, low, found.max_offset, lost)
 
     def _tell(self, group: str, topic: str, queue_id: int, offset: int, result: ReadResult) -> int | None:
-        """Count what the group lost, each message once; log an offset that the queue never had (3.4, P13). The first of
+        """Count what the group lost, each message once; log an offset that the queue never had. The first of
         what is lost, or that offset; None: neither."""
         if result.lost:
             key = (group, topic, queue_id)
@@ -291,7 +291,7 @@ class Reads:
         return self._bounds(topic, queue_id)[1]
 
     def offset_for_time(self, topic: str, queue_id: int, when: datetime | int, bound: Bound = "lower") -> int:
-        """The offset that belongs to a time (an aware datetime, or ms since the epoch), store-format 4.7. "lower": the
+        """The offset that belongs to a time (an aware datetime, or ms since the epoch). "lower": the
         first message stored at or after it, the end if there is none; "upper": the last one stored at or before it, the
         first if there is none. TopicNotFoundError."""
         self._topics.need(topic)
@@ -360,7 +360,7 @@ class Reads:
         on_reset: OnReset | None = None,
     ) -> dict[QueueRef, int]:
         """Let the group go on at `to`, a word, a time or an offset (int), in one queue (None: all that can be read);
-        the offsets set. What its members commit is dropped until the next read or pop starts there (2.4).
+        the offsets set. What its members commit is dropped until the next read or pop starts there (delivery#reset).
 
         Nothing is reset when this raises TopicNotFoundError, GroupNotFoundError (no such group, nor progress of one),
         ConfigError, or OffsetOutOfRangeError for an offset that some queue does not have.

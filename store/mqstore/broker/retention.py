@@ -1,4 +1,4 @@
-"""What retention may delete: nothing that somebody still needs (broker-semantics 2.6).
+"""What retention may delete: nothing that somebody still needs (delivery#retention-bound).
 
     topic                  oldest record needed
     user, retry            at the smallest offset that any group committed; the first one where no group ever did

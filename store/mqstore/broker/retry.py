@@ -1,4 +1,4 @@
-"""What becomes of a message that a group could not consume (broker-semantics 6, 1.4; client-semantics A6.6, A12).
+"""What becomes of a message that a group could not consume (delivery#send-back, delivery#groups, delivery#backoff).
 
     outcome of an attempt                             copy goes to                  with
     failed, reconsume_times < limit, level 0          %RETRY%group, by the policy   DELAY, or a timer property
@@ -18,7 +18,7 @@ takes the only one. Nor does a power cut: whatever settles the original is writt
 first. So only `send_back` waits for the disk, as a put does, since to its caller the copy is all there is. Not
 idempotent, for the same reason.
 
-Knows nothing of consumers, and of the delay services only the properties that lead there (4.2, 5.2).
+Knows nothing of consumers, and of the delay services only the properties that lead there (delivery#level-put).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from mqstore.options import Durability, seconds
 __all__ = ["DLQ_REASON_BYTES", "TIMER_MARKS", "Retries", "RetryFields", "origin_topic"]
 
 DLQ_REASON_BYTES: Final = 1024
-"""Longest `dlq_reason`, in UTF-8 (companion A12)."""
+"""Longest `dlq_reason`, in UTF-8 (delivery#backoff)."""
 
 TIMER_MARKS: Final = (
     TIMER_DELAY_SEC,
@@ -102,14 +102,14 @@ _MAX_TIMES: Final = 0x7FFF_FFFF
 
 
 class GroupLocks(Protocol):
-    """What of the queue locks matters here (7)."""
+    """What of the queue locks matters here (delivery#locks)."""
 
     def is_lock_all_expired(self, group: str) -> bool:
         """Whether no member of `group` holds a queue."""
 
 
 class RetryFields(TypedDict, total=False):
-    """What a client says of a message that it puts into a retry topic by itself (6.2)."""
+    """What a client says of a message that it puts into a retry topic by itself (delivery#retry-put)."""
 
     reconsume_times: int | None
     """Attempts that have failed; None: as RECONSUME_TIME says, else 0."""
@@ -142,7 +142,7 @@ class Retries:
         reason: str | None = None,
         durability: Durability | None = None,
     ) -> SendReceipt:
-        """Give back the message at `physical_offset` (bytes), which `group` failed to consume (6.1).
+        """Give back the message at `physical_offset` (bytes), which `group` failed to consume (delivery#send-back).
 
         `delay_level` 0: by the group's policy; > 0: that level; < 0: dead-letter now. `delay_ms` stands in for a level.
         `max_reconsume` replaces the group's limit, 0 is legal. `attempts` is the number of attempts that have ended,
@@ -194,7 +194,7 @@ class Retries:
         reconsume_times: int | None = None,
         durability: Durability | None = "append",
     ) -> SendReceipt:
-        """File a copy of `message` in `%DLQ%group`, which comes into being with 1 queue, readable and writable (6.1).
+        """File a copy of `message` in `%DLQ%group`, which comes into being with 1 queue, readable and writable.
 
         `origin_topic`: the topic that the group popped it from. None: the group does not pop, and it came from its
         RETRY_TOPIC, else from the topic it was sent to.
@@ -215,7 +215,7 @@ class Retries:
         _shed(properties)
         if any(
             "\x01" in value for value in properties.values()
-        ):  # readers live with it (store-format 2.4), no put does
+        ):  # readers live with it (format#properties), no put does
             properties = {name: value.replace("\x01", " ") for name, value in properties.items()}
         times = _next(message.reconsume_times) if reconsume_times is None else reconsume_times
         try:
@@ -257,7 +257,7 @@ class Retries:
         locks: GroupLocks,
         **fields: Unpack[RetryFields],
     ) -> SendReceipt:
-        """A plain put into `%RETRY%group`, as remote clients make it when a send-back fails (6.2).
+        """A plain put into `%RETRY%group`, as remote clients make it when a send-back fails (delivery#retry-put).
 
         Beyond the limit, strictly, or while any member of the group holds a queue (then it is an orderly group, and
         gives up on this message) it becomes a dead letter. Counts not given are taken from RECONSUME_TIME and
@@ -342,7 +342,7 @@ class Retries:
         return properties
 
     def _delay(self, properties: MutableMapping[str, str], level: int, delay_ms: int | None) -> None:
-        """Write the delay: as a level where one has just that length, since those cost no wheel (6.1)."""
+        """Write the delay: as a level where one has just that length, since those cost no wheel."""
         if delay_ms is not None and delay_ms in self._levels_ms:
             level, delay_ms = self._levels_ms.index(delay_ms) + 1, None
         if level > 0:
@@ -401,7 +401,7 @@ def _label(properties: MutableMapping[str, str], reason: str, origin_topic: str 
 
 
 def _shed(properties: MutableMapping[str, str], room: int = _ROOM) -> None:
-    """Make `properties` fit a record (store-format 2.4), giving up only what we had added."""
+    """Make `properties` fit a record (format#properties), giving up only what we had added."""
     size = sum(len(name.encode()) + len(value.encode()) + 2 for name, value in properties.items())
     for name in _DISPENSABLE:
         if size <= room:

@@ -1,4 +1,4 @@
-"""The one way in: what every message passes on its way to the log (broker-semantics 0.5, 1.2, 4.2, 5.2, 12).
+"""The one way in: what every message passes on its way to the log (delivery#put-path).
 
     a user's put        -> queue by id, message group or turn -> \\
     retry, dead letter, commit, delivery of a delayed message ->  route -> log
@@ -288,7 +288,7 @@ class Road:
     def route(
         self, topic: str, queue_id: int, properties: Mapping[str, str], sys_flag: int = 0
     ) -> tuple[str, int, Mapping[str, str]]:
-        """Where a record with these properties goes now, and with which properties (4.2, 5.2)."""
+        """Where a record with these properties goes now, and with which properties (delivery#level-put)."""
         if sys_flag & TRANSACTION_MASK in (TRANSACTION_PREPARED, TRANSACTION_ROLLBACK):
             return topic, queue_id, properties
         delayed = delay_route(

@@ -16,7 +16,7 @@ from mqstore.options import Duration, seconds
 __all__ = ["MAX_MESSAGE_GROUP", "checked_group", "routed_properties"]
 
 MAX_MESSAGE_GROUP = 63
-"""Bytes (client-semantics A1.2)."""
+"""Bytes (clients#message-rules)."""
 
 
 def routed_properties(options: Mapping[str, Any], *, now_ms: int, max_delay_ms: int) -> dict[str, str]:

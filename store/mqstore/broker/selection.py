@@ -1,4 +1,4 @@
-"""Which queue of a topic a message is put to (broker-semantics 12; client-semantics A1.4, A1.12).
+"""Which queue of a topic a message is put to (delivery#queue-choice).
 
 Pure functions of a message group and a number of queues, and a counter for messages without a group. Knows no topics:
 the caller brings the number of writable queues.

@@ -1,4 +1,4 @@
-"""SQL92 filters over message properties: from text to a tree, checked, to closures (broker-semantics 10.2).
+"""SQL92 filters over message properties: from text to a tree, checked, to closures (delivery#sql92).
 
     text --_Lexer--> tokens --_Parser--> tree of nodes, checked as it grows --run()--> closures of a property mapping
 
@@ -61,12 +61,12 @@ class Expression:
 
     def evaluate(self, properties: Mapping[str, str]) -> bool | None:
         """True, False, or None for NULL. Raises EvaluationError where a string does not parse as the number that it is
-        compared with, or a truth value meets a string (10.2)."""
+        compared with, or a truth value meets a string (delivery#sql92)."""
         result: bool | None = self._run(properties)
         return result
 
     def matches(self, properties: Mapping[str, str]) -> bool:
-        """Whether a message with these properties is delivered: not if the result is False, NULL or an error (10.2).
+        """Whether a message with these properties is delivered: not if the result is False, NULL or an error.
 
         Errors are logged as they double in number (the 1st, 2nd, 4th, 8th, ...): a filter that fails on every message
         would drown the log.
@@ -118,7 +118,7 @@ def _quote(text: str) -> str:
 
 
 def _java_integer(text: str, bits: int) -> int:
-    """`Integer.parseInt` (32 bits) or `Long.parseLong` (64)."""
+    """Java's `Integer.parseInt` for 32 bits, `Long.parseLong` for 64."""
     if _INTEGER.fullmatch(text):
         digits = text.lstrip("+-")
         if len(digits) > 19:  # zeros in front are free; int() would refuse thousands of them
@@ -661,7 +661,7 @@ class _Lexer:
 
 
 class _Parser:
-    """Recursive descent, one token ahead; a method for each rule of the grammar above, and the checks of 10.2."""
+    """Recursive descent, one token ahead; a method for each rule of the grammar above, and its checks."""
 
     def __init__(self, text: str) -> None:
         self._lexer = _Lexer(text)

@@ -1,4 +1,4 @@
-"""Which topics there are, with how many queues, and who may do what with them (broker-semantics 1.1 to 1.3).
+"""Which topics there are, with how many queues, and who may do what with them (delivery#topics, delivery#system-names).
 
 Knows names, queue counts, permissions and attributes; not messages. Of the store it asks which queues exist, of the
 offsets whether somebody still needs them.
@@ -81,7 +81,7 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TopicConfig:
-    """What is set for a topic (broker-semantics 1.1).
+    """What is set for a topic (delivery#topics).
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -197,7 +197,7 @@ class TopicTable:
         return config
 
     def for_send(self, name: str) -> TopicConfig:
-        """The topic that a user is about to send to, which comes into being if need be (1.2).
+        """The topic that a user is about to send to, which comes into being if need be (delivery#auto-create).
 
         Raises NotPermittedError for a system or retry topic and one that may not be written, TopicNotFoundError for an
         unknown one with `auto_create_topics` off, InvalidMessageError for a name that no topic may have, and as
@@ -252,7 +252,7 @@ class TopicTable:
             raise InvalidMessageError(f"topic must be a str, not {type(name).__name__}", "topic")
         if is_system_topic(name):
             raise NotPermittedError(f"topic {name!r} belongs to the engine; nobody else sends to it")
-        if is_retry_topic(name):  # limits and locks of the group count there (6.2)
+        if is_retry_topic(name):  # limits and locks of the group count there (delivery#retry-put)
             raise NotPermittedError(f"topic {name!r} holds what a group has again; put to it with Broker.put_retry")
         sendable = self._sendable  # before looking, as in _find
         config = self.get(name) or self._create_to_send(name)
@@ -274,7 +274,7 @@ class TopicTable:
     # -- changing ---------------------------------------------------------------------------------------------------
 
     def ensure(self, name: str, queues: int = 1, perm: int = PERM_READ | PERM_WRITE) -> TopicConfig:
-        """The topic `name` of the engine itself, entered with so many queues if it is not there (1.3).
+        """The topic `name` of the engine itself, entered with so many queues if it is not there.
 
         InvalidMessageError for a name that cannot be a path, and as `create`.
         """
@@ -338,8 +338,8 @@ class TopicTable:
         name sets it, a "-" removes it.
 
         Queues are taken away from writers first, drained, and only then taken away from readers: what would hide
-        messages in queues that nobody sees is a ConfigError without `force` (1.1). So is another number of write queues
-        while a group that relies on order has progress on the topic: message groups would go on in other queues (12).
+        messages in queues that nobody sees is a ConfigError without `force`. So is another number of write queues
+        while a group that relies on order has progress on the topic: message groups would go on in other queues.
         Other errors as `create`; TopicNotFoundError without such a topic, NotPermittedError for a system topic.
         """
         self._refuse_system(name, "altered")
@@ -405,7 +405,7 @@ class TopicTable:
 
     def _owners(self, name: str, groups: Collection[str]) -> set[tuple[str, str | None]]:
         """Whose retries `%RETRY%name` may hold: those of the group `name` (None), and, in version 1 of pop, those of a
-        group and a topic whose names meet at a `_` (8.2)."""
+        group and a topic whose names meet at a `_` (delivery#pop-queues)."""
         owners: set[tuple[str, str | None]] = {(name, None)} if name in groups else set()
         at = name.find("_")
         while at > 0:

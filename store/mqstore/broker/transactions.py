@@ -1,4 +1,4 @@
-"""Messages that become visible when their producer says so (broker-semantics 11; client-semantics A1.14).
+"""Messages that become visible when their producer says so (delivery#transactions, clients#transaction).
 
     begin      half message -> RMQ_SYS_TRANS_HALF_TOPIC, queue 0          REAL_TOPIC, REAL_QID, PGROUP, TRAN_MSG,
                                                                           __transactionId__ = UNIQ_KEY
@@ -25,7 +25,7 @@ RocketMQ appends a fresh copy of the half at every check, to count and to move i
 several halves, and an answer to an old one leaves the new one open. Here a transaction is one record for life. Halves
 and counts that RocketMQ left (TRANSACTION_CHECK_TIMES, TRAN_PREPARED_QUEUE_OFFSET) are understood.
 
-Half messages do not pass the road: what delays a message (a timer; a level is refused, X4) takes effect at its commit.
+Half messages do not pass the road: what delays a message (a timer; a level is refused) takes effect at its commit.
 Times are the store's own, since producers' clocks differ. Callbacks run on the thread of `run_once`, outside all locks;
 who needs long answers None and calls `end` later. Lock order: one half's lock, then the op lock, then the table's.
 """
@@ -104,7 +104,7 @@ _Ended = Literal["commit", "rollback", "discard"]
 
 
 class NotAsked(Enum):
-    """What a check callback answers that found nobody to ask: the check then does not count (grpc-server 8)."""
+    """What a check callback answers that found nobody to ask: the check then does not count."""
 
     NOT_ASKED = "not asked"
 
@@ -304,7 +304,7 @@ class Transactions:
     ) -> TransactionHandle:
         """As `begin`, from stored properties, reserved ones included: for a server.
 
-        Raises InvalidMessageError for a DELAY level (X4), a timer that could not start at commit, an id that is open
+        Raises InvalidMessageError for a DELAY level, a timer that could not start at commit, an id that is open
         already, a queue that the topic does not have, a producer group without a name. When it raises FlushTimeoutError
         the half is stored and rolled back: the caller must not run what the transaction was for.
         """

@@ -1,4 +1,4 @@
-"""Unique keys: the identity that all copies of a message share (client-semantics A1.6, the form of 5.x clients).
+"""Unique keys: the identity that all copies of a message share (clients#unique-key).
 
     digits  bytes  what
          2      1  version, 01

@@ -1,5 +1,5 @@
-# ruff: noqa: A002  (`filter` is the word of the engine contract, client-semantics 0.4)
-"""Waiting for messages: who found nothing parks here until a queue grows (broker-semantics 3.5, 8.8; X6).
+# ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
+"""Waiting for messages: who found nothing parks here until a queue grows (delivery#waiting, delivery#x6).
 
     (topic, queue id | -1) -> bucket(group, filter) -> waiters, oldest first        -1: any queue of the topic
 
@@ -55,7 +55,7 @@ Callback = Callable[[bool], object]
 """What to do once the wait is over; True: it is worth reading."""
 
 _PASSED_OVER_MS = 5_000
-"""How long units that a filter refused may lie before the reader is sent to step over them (3.5)."""
+"""How long units that a filter refused may lie before the reader is sent to step over them (delivery#waiting)."""
 _LOOK_UNITS = 8_192
 """Units matched for one wake-up at most: as many as the dispatcher makes visible at once. Whoever has more before him
 need not wait: he has reading to do."""

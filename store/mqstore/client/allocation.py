@@ -1,4 +1,4 @@
-"""Which queues of a topic each member of a group has (client-semantics A3.3). Pure: names in, queues out.
+"""Which queues of a topic each member of a group has (clients#strategies). Pure: names in, queues out.
 
     name                strategy                                                        8 queues, 3 members
     "avg"               contiguous shares, the first members have one more              0-2    3-5    6-7

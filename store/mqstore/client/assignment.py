@@ -1,4 +1,4 @@
-"""The queues of a push consumer: which it has, and what is pulled from them (client-semantics A3, A5).
+"""The queues of a push consumer: which it has, and what is pulled from them (clients#rebalance, clients#pull).
 
     rebalance (timer thread)                       pull (any worker)
     share - owned  ---> lock ---> begin ---> pull ----> FOUND              cached, dispatched; pull again, or wait
@@ -150,7 +150,7 @@ class Assignment:
         self._workers.later(period_ms, partial(self._every, period_ms, work))
 
     def subscribe(self, subscriptions: Mapping[str, Subscription]) -> None:
-        """Other topics, or other filters: what is cached is not filtered again (A11.2)."""
+        """Other topics, or other filters: what is cached is not filtered again (clients#broadcasting)."""
         self._join(subscriptions)
         for queue in self._owned(()):  # those that wait do so by the filters of before
             with queue.settling:
@@ -229,7 +229,7 @@ class Assignment:
             self._stirred = False
             if self._halted:
                 return
-        if self._paused:  # nothing moves; `resume` looks again (A11.4)
+        if self._paused:  # nothing moves; `resume` looks again (clients#broadcasting)
             return
         topics = self._topics.union(self._pop_retries())
         shares = self.membership.share(topics)
@@ -300,7 +300,7 @@ class Assignment:
                 self.leave(queue)
 
     def _divide(self) -> None:
-        """Timer thread: divide the limits of each topic by the number of its queues here (A3.4). A queue that has room
+        """Timer thread: divide the limits of each topic by the number of its queues here. A queue that has room
         now is pulled."""
         queues = self._owned(())
         number = Counter(queue.queue.topic for queue in queues)
@@ -495,7 +495,7 @@ class Assignment:
                 self._pull_failed(queue, error)
 
     def _moved(self, queue: ProcessQueue, offset: int, result: ReadResult) -> None:
-        """What we asked for does not exist, or the group was reset: drop what we have, and begin anew (A5.5)."""
+        """What we asked for does not exist, or the group was reset: drop what we have, and begin anew."""
         new = result.next_offset
         if result.status != "OFFSET_RESET":
             say = _log.error if offset > result.max_offset else _log.warning

@@ -1,4 +1,4 @@
-"""What an application calls an item, and the bytes that are stored for it (client-semantics B.3).
+"""What an application calls an item, and the bytes that are stored for it.
 
     BYTES    bytes, bytearray, memoryview    as they are
     TEXT     str                             UTF-8

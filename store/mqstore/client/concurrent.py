@@ -1,4 +1,4 @@
-"""Messages handled by many workers at once, in no order (client-semantics A6, A4.3).
+"""Messages handled by many workers at once, in no order (clients#concurrent, clients#overdue).
 
     pulled ---> chunk ---> worker, and others as many as are worth waking ---> handler
                                  done      settled together, when the chunk ends or 10 ms have passed
@@ -339,7 +339,7 @@ class ConcurrentService:
         return busy
 
     def _lapse(self, worker: Worker, chunk: _Chunk, call: int) -> None:
-        """A handler has had its messages for too long: they go back, whatever comes of it (A4.3)."""
+        """A handler has had its messages for too long: they go back, whatever comes of it (clients#overdue)."""
         messages = worker.lapse(call)
         if not messages:  # it has just ended
             return

@@ -1,4 +1,4 @@
-"""A message on loan, as the application holds it (client-semantics B.6, A8.7).
+"""A message on loan, as the application holds it (clients#renewal).
 
     verb                 by `with`, at its end            then
     ack                  a clean one                      done

@@ -1,4 +1,4 @@
-"""Settings that a consumer shares with its group: order, where it begins, the retry policy (client-semantics A2.8).
+"""Settings that a consumer shares with its group: order, where it begins, the retry policy (clients#group).
 
 given to the consumer     the group is not there yet    the group is there
 ordered    None           False                         as the group has it

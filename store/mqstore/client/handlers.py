@@ -1,4 +1,4 @@
-"""Telling handlers that would not run from those that do (client-semantics A6.4, B.6).
+"""Telling handlers that would not run from those that do (clients#handler-end).
 
                              before it is called       what comes back of a call
     coroutine function       refused, but by aio       a coroutine: aio awaits it, elsewhere it has not run

@@ -1,4 +1,4 @@
-"""Calling a handler, and what its end means (client-semantics A6.3, A6.4, B.6).
+"""Calling a handler, and what its end means (clients#handler-end).
 
     returns                    None                     done
     returns what did not run   Failure("retry")         again, as for an exception (handlers.py)
@@ -42,7 +42,7 @@ __all__ = [
     "Subscription",
 ]
 
-# RocketMQ's names for these are CONSUME_OK_TPS, CONSUME_FAILED_TPS, CONSUME_RT, PULL_TPS and PULL_RT (A10.2).
+# RocketMQ's names for these are CONSUME_OK_TPS, CONSUME_FAILED_TPS, CONSUME_RT, PULL_TPS and PULL_RT.
 CONSUME_OK: Final = "CONSUME_OK"
 CONSUME_FAILED: Final = "CONSUME_FAILED"
 CONSUME_US: Final = "CONSUME_US"

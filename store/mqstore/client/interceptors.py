@@ -1,4 +1,4 @@
-"""Code of the user's that is called around every step of every message (client-semantics A10.1, B.9).
+"""Code of the user's that is called around every step of every message (clients#interceptors).
 
     before_send --> stored --> after_send     on_receive --> around_consume(handler) --> after_consume --> on_settle
 

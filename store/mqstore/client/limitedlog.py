@@ -1,4 +1,4 @@
-"""Lines in the log that may come by the thousand (client-semantics A14.8).
+"""Lines in the log that may come by the thousand (clients#runtime).
 
     group billing: orders/3, offset 17: the handler failed, attempt 2: KeyError: 'id' (41 more like this were held back)
     whose          where                what                           the error      how many since the last one

@@ -1,5 +1,4 @@
-"""One client's seat in a group: its registration, its share of the queues, its locks on them (client-semantics A2.7,
-A2.8, A3.2, A7.2).
+"""One client's seat in a group: its registration, its share of the queues, its locks on them (clients#group).
 
     join ──► share ──► take ──► read, commit ──► give ──► leave
                ▲         │refused                  │
@@ -45,7 +44,7 @@ _CLIENT_ID = re.compile(r"[a-zA-Z0-9_.@#-]{1,120}")
 
 
 def check_client_id(client_id: object) -> str:
-    """`client_id`, if a client may go by it; it names a folder, too (A1.2). ConfigError says what the rule is."""
+    """`client_id`, if a client may go by it; it names a folder, too. ConfigError says what the rule is."""
     if not isinstance(client_id, str) or not _CLIENT_ID.fullmatch(client_id) or client_id in (".", ".."):
         raise ConfigError(
             f"client id {client_id!r:.150}: a client id is 1 to 120 of letters, digits, '_', '.', '@', '#', '-', "

@@ -1,4 +1,4 @@
-"""Messages handled one batch after the other, queue by queue (client-semantics A7).
+"""Messages handled one batch after the other, queue by queue (clients#orderly).
 
     task of a queue:   closing                          end
                        at it for longer than a slice    come back after others had their turn
@@ -11,7 +11,7 @@ There is at most one task of a queue, and a message is not begun before its pred
 failed is kept by the broker, and survives a restart. A message that always fails stops its queue for ever, unless the
 group has a limit of attempts: then it is given up, and leaves a hole in the order.
 
-RocketMQ's autoCommit=false (A7.6) has no counterpart: a handler that wants to commit many messages at once takes them
+RocketMQ's autoCommit=false has no counterpart: a handler that wants to commit many messages at once takes them
 as one batch (`batch_size`), and its end is the commit.
 """
 
@@ -345,7 +345,7 @@ class OrderlyService:
         self._workers.later(TICK_MS, self._tick)
 
     def _look_for_hanging(self, now_ms: int) -> None:
-        """A handler that hangs is only told of: its queue waits (A7.8)."""
+        """A handler that hangs is only told of: its queue waits (clients#orderly)."""
         seen, self._seen = self._seen, {}
         for worker in self._workers.busy():
             call, since_ms = seen.get(worker, (-1, now_ms))

@@ -1,4 +1,4 @@
-"""How a handler says what became of its messages (client-semantics B.6).
+"""How a handler says what became of its messages.
 
     returns                           done
     raises Retry(delay)               again after `delay`; None: as the retry policy says

@@ -1,4 +1,4 @@
-"""What a push consumer does in mode "pop": deliveries by receipt, no queue is anybody's (client-semantics A8.3, A8.7).
+"""What a push consumer does in mode "pop": deliveries by receipt, no queue is anybody's (clients#pop-push).
 
     fetch: look ---- found ---> units of work ---> workers ---> handler ---> settled
             ^ \\---- nothing --> waits at all topics, without a thread

@@ -1,4 +1,4 @@
-"""Where the messages of one member of a group come from that consumes by pop (client-semantics A8.8).
+"""Where the messages of one member of a group come from that consumes by pop (clients#simple).
 
     change --> positions of the group, from now on --> join: a member --> look, look, ... --> leave
 

@@ -1,4 +1,4 @@
-"""What a consumer holds of one queue: pulled, and not settled (client-semantics A4).
+"""What a consumer holds of one queue: pulled, and not settled (clients#process-queue).
 
     put(pulled) ---> waiting ---> remove(settled)                                concurrent: in any order
                      waiting ---> take(n) ---> taken ---> finish(settled)        orderly: one batch after the other
@@ -37,7 +37,7 @@ _ROOM_MIN = 256
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a consumer may hold of one queue (A5.2)."""
+    """How much a consumer may hold of one queue (clients#pull)."""
 
     messages: int = 1_000
     size: int = 100 << 20
@@ -51,7 +51,7 @@ class Limits:
     """Their bytes likewise."""
 
     def divided(self, queues: int) -> Limits:
-        """Return the limits of one queue of a topic that has `queues` queues here (A3.4). A queue may always hold one
+        """Return the limits of one queue of a topic that has `queues` queues here. A queue may always hold one
         message and one byte, or it would stand still.
 
         >>> limits = Limits(total=1024)
@@ -323,6 +323,6 @@ class ProcessQueue:
         return min(firsts) if firsts else max(self._highest + 1, self.next_offset)
 
     def _span(self) -> int:
-        # Not to the last that waits (A4.2): while one message is stuck and all behind it are done at once there is no
-        # span by that, and as many as there are would come again (A6.5).
+        # Not to the last that waits: while one message is stuck and all behind it are done at once there is no
+        # span by that, and as many as there are would come again (clients#concurrent).
         return self._highest - next(iter(self._waiting)) if self._waiting else 0

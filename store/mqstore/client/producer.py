@@ -1,4 +1,4 @@
-"""Sending, with all that an application wants around a put (client-semantics A1, B.5).
+"""Sending, with all that an application wants around a put (clients#send).
 
                         validate -> unique key -> hooks -> queue -> compress -> put -> hooks
     send                in the caller's thread; the receipt
@@ -11,7 +11,7 @@ RocketMQ compresses before its hooks. Here they see the body that the applicatio
 honoured: queue and compression are decided on what they return.
 
 A send is tried again only where nothing was stored (StoreBusyError), and never for an explicit queue or a selector
-(A1.5). What has an offset is not sent a second time, whatever became of its sync.
+(clients#send-retry). What has an offset is not sent a second time, whatever became of its sync.
 
     queue                           chosen by                                                        tried again
     `queue_id=`                     the caller; below the topic's write queues                       no
@@ -77,7 +77,7 @@ Selector = Callable[[Sequence[QueueRef], "str | None"], QueueRef]
 _LEVEL: Final = 5
 _BUSY_S: Final = 0.01
 _BUSY_MAX_S: Final = 1.0
-"""Pauses before another attempt: they double from the first to the second (A1.5)."""
+"""Pauses before another attempt: they double from the first to the second (clients#send-retry)."""
 _MAX_LINGER_S: Final = 30
 _MAX_LINGER_BYTES: Final = 2 << 20
 

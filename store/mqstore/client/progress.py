@@ -1,4 +1,4 @@
-"""Where a consumer goes on, and who remembers it (client-semantics A2.5, A2.6, A11.1).
+"""Where a consumer goes on, and who remembers it (clients#positions, delivery#group-start, clients#broadcasting).
 
     clustering      the group: one offset a queue, kept by the broker, written 100 ms later, and on disk every
                     `commit_interval` of the store

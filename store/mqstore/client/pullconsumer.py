@@ -1,5 +1,5 @@
-# ruff: noqa: A002  (`filter` is the word of the engine contract, client-semantics 0.4)
-"""A consumer that reads when it is asked to, and keeps track of how far it has come (client-semantics A9.2, B.6).
+# ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
+"""A consumer that reads when it is asked to, and keeps track of how far it has come (clients#pull-consumer).
 
     subscribe ──► poll: join the group ──► rebalance ──► read ──► messages, or wait for some and begin again
     assign ─────────────────────────────────────────────►
@@ -99,11 +99,15 @@ class _Position:
 class Ready:
     """Somebody who waits until a poll may find something to do; `PullConsumer.when_ready` gives it."""
 
-    __slots__ = ("_broker", "_callback", "_consumer", "_lock", "_over", "_waiters")
+    __slots__ = ("_bell", "_broker", "_callback", "_lock", "_open", "_over", "_waiters")
 
-    def __init__(self, consumer: PullConsumer, callback: Callable[[], object]) -> None:
-        self._consumer = consumer
-        self._broker = consumer._broker
+    def __init__(
+        self, broker: Broker, bell: threading.Lock, waiting: set[Ready], callback: Callable[[], object]
+    ) -> None:
+        """`waiting`: those of the consumer that are not over; `bell` guards it."""
+        self._broker = broker
+        self._bell = bell
+        self._open = waiting
         self._callback = callback
         self._lock = threading.Lock()
         self._waiters: list[Waiter] = []
@@ -113,7 +117,7 @@ class Ready:
         """Wait no longer: the callback will not be called, unless it was already. Again is harmless."""
         self._end()
 
-    def _fire(self) -> None:
+    def fire(self) -> None:
         if self._end():
             try:
                 self._callback()
@@ -127,17 +131,17 @@ class Ready:
                 return False
             self._over = True
             waiters, self._waiters = self._waiters, []
-        with self._consumer._bell:
-            self._consumer._waiting.discard(self)
+        with self._bell:
+            self._open.discard(self)
         for waiter in waiters:
             self._broker.remove_waiter(waiter)
         return True
 
-    def _park(
+    def park(
         self, topic: str, queue_id: int, offset: int, filter: Filter | None = None, timeout_s: float | None = None
     ) -> None:
         waiter = self._broker.add_waiter(
-            topic, queue_id, offset, lambda worth: self._fire(), filter=filter, timeout=timeout_s, at_once=True
+            topic, queue_id, offset, lambda worth: self.fire(), filter=filter, timeout=timeout_s, at_once=True
         )
         with self._lock:
             if not self._over:
@@ -235,8 +239,10 @@ class PullConsumer:
         """Whose `done` was not committed."""
         self._lost: set[QueueRef] = set()
         """Found gone, and `on_revoke` was not told yet."""
-        self._poller: threading.Thread | None = None
-        """The thread that polled last."""
+        self.caller: Callable[[], object] = threading.current_thread
+        """Returns the identity of the caller. `mqstore.aio` replaces it, since one thread calls for all tasks there."""
+        self._poller: object = None
+        """The caller that polled last."""
         self._polling = False
         now_ms = self._clock.monotonic_ms()
         self._rebalance_ms = self._renewed_ms = self._committed_ms = now_ms
@@ -363,16 +369,19 @@ class PullConsumer:
             raise ConfigError(f"max_messages is {max_messages!r}; give a number from 1")
         with self._lock:
             self._check_open()
-        return self._poll(math.inf if timeout is None else seconds(timeout, "timeout"), count, count)
+        return self.take(math.inf if timeout is None else seconds(timeout, "timeout"), count, count)
 
     def __iter__(self) -> Iterator[Message]:
         """Messages one at a time, waiting for ever, until the consumer is closed. Asking for the next one says that the
         caller is done with the last. Errors as `poll`."""
         while not self._closed:
-            yield from self._poll(math.inf, self.fetch_max, 1)
+            yield from self.take(math.inf, self.fetch_max, 1)
 
-    def _poll(self, timeout_s: float, read: int, give: int) -> list[Message]:
-        """`give` messages of those that are there, else of up to `read` that are read now, else waited for."""
+    def take(self, timeout_s: float, read: int, give: int) -> list[Message]:
+        """Return at most `give` messages: prefetched ones, else of up to `read` that are read now or waited for.
+
+        `poll` and the iterators are made of it, also those of `mqstore.aio`; an application calls `poll`.
+        """
         end_ms = self._clock.monotonic_ms() + timeout_s * 1000
         begun = False
         while True:
@@ -385,7 +394,7 @@ class PullConsumer:
                 try:
                     if not begun:
                         begun = True
-                        self._poller = threading.current_thread()
+                        self._poller = self.caller()
                         self._come_back()
                     self._do_duties()
                     goes_on = not self._ahead and self._read_some(read)
@@ -500,22 +509,22 @@ class PullConsumer:
 
     def _park(self, callback: Callable[[], object], timeout_ms: float | None) -> Ready:
         """Under the lock, so that nobody moves a position between the look and the parking."""
-        ready = Ready(self, callback)
+        ready = Ready(self._broker, self._bell, self._waiting, callback)
         with self._bell:
             news = self._changed or self._closed or bool(self._ahead)
             if not news:
                 self._waiting.add(ready)
         if news:
-            ready._fire()
+            ready.fire()
             return ready
         try:
             for position in self._turns:
                 # Of a topic that is gone units may be there all the same: it would be called again and again.
                 if not position.paused and not position.missing:
-                    ready._park(*position.queue, position.read, self._filter_of(position))
+                    ready.park(*position.queue, position.read, self._filter_of(position))
             if timeout_ms is not None and timeout_ms != math.inf:
                 # A place of its own to wait for the time: no topic bears such a name.
-                ready._park(f"@{self.client_id}", 0, 0, timeout_s=timeout_ms / 1000)
+                ready.park(f"@{self.client_id}", 0, 0, timeout_s=timeout_ms / 1000)
         except BaseException:
             ready.cancel()
             raise
@@ -526,7 +535,7 @@ class PullConsumer:
         with self._bell:
             waiting = list(self._waiting)
         for ready in waiting:
-            ready._fire()
+            ready.fire()
 
     def _shares_changed(self) -> None:
         """From any thread, at any time: it waits for nobody."""
@@ -538,7 +547,7 @@ class PullConsumer:
 
     def _come_back(self) -> None:
         """The caller is done with what was returned, if it is the one who polls."""
-        if self._poller is threading.current_thread():
+        if self._poller is self.caller():
             self._settle()
 
     def _settle(self) -> None:

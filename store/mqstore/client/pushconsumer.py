@@ -1,4 +1,4 @@
-"""A consumer that calls handlers (client-semantics A2, A10, B.6).
+"""A consumer that calls handlers (clients#group, clients#stop).
 
     PushConsumer ---- Workers             threads and timers
         |        ---- Handling            calls handlers, counts, tells interceptors
@@ -82,7 +82,7 @@ H = TypeVar("H", bound=Handler)
 
 @dataclass(frozen=True, slots=True)
 class TopicStats:
-    """What a consumer has done with a topic since it was started (A10.2)."""
+    """What a consumer has done with a topic since it was started (delivery#statistics)."""
 
     ok: int
     """Messages that were handled."""
@@ -211,7 +211,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         batch_size         more than 1: handlers take a tuple of up to so many messages of one topic
         prefetch           messages of a queue held here at most (mode "pop": of all); `prefetch_bytes` likewise
         prefetch_total     messages of a topic, 1 to 6 553 500, divided by the number of its queues that are assigned
-                           here (A3.4, A15.11): the most that is held of each, if less than `prefetch`.
+                           here (clients#topic-limits): the most that is held of each, if less than `prefetch`.
                            `prefetch_total_bytes` likewise, 1 to 102 400 MiB. Mode "queue" only
         max_span           a message that is not done lets others get ahead so many offsets at most (2000). Not
                            ordered, mode "queue" only
@@ -665,6 +665,19 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             raise self._left
         return ended
 
+    def run_on_loop(self, threads: int, exited: Callable[[BaseException], bool]) -> bool:
+        """Prepare a consumer that was not started for handlers that run on an event loop, for `mqstore.aio`.
+
+        Without `around_consume` hooks, at most `threads` threads begin and settle handlers. `exited` is called on a
+        worker with an error that ended its job. If it returns False, the consumer stops by itself. Returns True if a
+        thread has to wait for each handler, because of a hook.
+        """
+        self._workers.on_exit = lambda error: None if exited(error) else self._exited(error)
+        waits = bool(self._handling.hooks.around_consume)
+        if not waits:
+            self._workers.threads = min(threads, self._workers.threads)
+        return waits
+
     def _exited(self, error: BaseException) -> None:
         """A handler raised SystemExit or KeyboardInterrupt: its messages are not settled, and that is the end."""
         _log.error("group %s: a handler raised %r: the consumer stops", self.group, error)
@@ -757,7 +770,7 @@ def _topic_stats(counted: StatisticsSnapshot, topic: str) -> TopicStats:
 
 def _average_ms(counted: StatisticsSnapshot, name: str, topic: str) -> float | None:
     """Of the shortest window in which something was added: who looks at a consumer that has been idle for a while wants
-    to know how long its handlers take, not that they did nothing (A10.2)."""
+    to know how long its handlers take, not that they did nothing (delivery#statistics)."""
     windows: Sequence[Mapping[CounterKey, Rate | Total]] = (counted.minute, counted.hour, counted.totals)
     for window in windows:
         found = window.get((name, topic))

@@ -1,4 +1,4 @@
-"""Keeping deliveries invisible while they are in use (client-semantics A8.7).
+"""Keeping deliveries invisible while they are in use (clients#renewal).
 
     add ---> held ---- a third of the loan is left ---> renewed for a whole loan, the receipt stays good
               |  \\---- `until_ms` has come -----------> let go of; `on_end(key)`

@@ -1,4 +1,4 @@
-"""What a message must be before a producer sends it (client-semantics A1.2).
+"""What a message must be before a producer sends it (clients#message-rules).
 
     body            bytes of `max_message_size` at most, before compression; may be empty
     tag             a str without '|', not blank              keys          without spaces, not empty

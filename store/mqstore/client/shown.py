@@ -1,4 +1,4 @@
-"""Messages as a handler is to see them: under the topic they were sent to, with all the attempts they had (A6.3, B.2).
+"""Messages as a handler is to see them: under the topic they were sent to, with all the attempts they had.
 
 what came                          its record says                    it is shown with
 a copy from a retry topic          that topic; the right attempt      the topic it was sent to

@@ -1,4 +1,4 @@
-"""A consumer that takes messages when it wants some, each for a while (client-semantics A8.8, B.6).
+"""A consumer that takes messages when it wants some, each for a while (clients#simple).
 
     subscribe --> the first `receive`: a member of the group --> receive, receive, ... --> close
                                                                    |

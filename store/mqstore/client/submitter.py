@@ -1,4 +1,4 @@
-"""One thread that writes what many hand in, in the order in which they did (client-semantics A1.11, A1.13).
+"""One thread that writes what many hand in, in the order in which they did (clients#submit).
 
     put ---> the line, bounded in number and bytes ---> write(batch)
      ^                                            ^

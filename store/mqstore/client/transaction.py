@@ -1,4 +1,4 @@
-"""Messages that are sent if, and only if, a block of code ends well (client-semantics A1.14).
+"""Messages that are sent if, and only if, a block of code ends well (clients#transaction).
 
     with producer.transaction() as tx:
         tx.send(...)           half message: stored, seen by nobody

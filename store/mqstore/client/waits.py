@@ -1,4 +1,4 @@
-"""Waiting until there may be something to pop, in one topic or in several at once (broker-semantics 8.8).
+"""Waiting until there may be something to pop, in one topic or in several at once (delivery#waiting).
 
     look, nothing there --> add: parked at every topic --+-- a topic calls --------> over; the turn is that topic's
                                                          +-- `ring` ---------------> over, and no turn
@@ -31,15 +31,15 @@ Topics = Iterable[tuple[str, Filter | None]]
 class Wait:
     """Somebody who waits, or no longer does."""
 
-    __slots__ = ("_call", "_is_kept", "_over", "_parked", "_topic", "_waits")
+    __slots__ = ("_is_kept", "_over", "_parked", "_waits", "call", "topic")
 
     def __init__(self, waits: Waits, call: Callable[[], object], is_kept: bool) -> None:
         self._waits = waits
-        self._call = call
+        self.call = call
         self._is_kept = is_kept
         self._parked: list[Waiter] = []
         self._over = False
-        self._topic: str | None = None
+        self.topic: str | None = None
         """Whose turn was given and not passed on."""
 
     @property
@@ -50,15 +50,15 @@ class Wait:
     def cancel(self) -> None:
         """Wait no longer. After the callback: it will not be answered by another look, so the turn is passed on to who
         else waits. Harmless at any time, and again."""
-        if not self._end(None):
+        if not self.end(None):
             with self._waits.lock:
-                topic, self._topic = self._topic, None
+                topic, self.topic = self.topic, None
                 if topic is not None and self._is_kept and topic in self._waits.turns:
                     self._waits.turns.remove(topic)
             if topic is not None:
                 self._waits.pass_on(topic)
 
-    def _park(self, topic: str, filter: Filter | None) -> None:  # noqa: A002
+    def park(self, topic: str, filter: Filter | None) -> None:  # noqa: A002
         waiter = self._waits.add_waiter(topic, filter, lambda worth: self._called(topic, worth))
         if waiter is not None:
             self._parked.append(waiter)
@@ -67,19 +67,19 @@ class Wait:
 
     def _called(self, topic: str, worth: bool) -> None:
         """By whoever dispatches. Not `worth`: the broker closes, and the next look will say so."""
-        if self._end(topic if worth else None):
-            self._call()
+        if self.end(topic if worth else None):
+            self.call()
         elif worth:
             self._waits.pass_on(topic)
 
-    def _end(self, topic: str | None) -> bool:
+    def end(self, topic: str | None) -> bool:
         """Let it be over, with the turn of `topic`; False: it was."""
         waits = self._waits
         with waits.lock:
             if self._over:
                 return False
             self._over = True
-            self._topic = topic
+            self.topic = topic
             waits.open.discard(self)
             if topic is not None and self._is_kept:
                 waits.turns.append(topic)
@@ -110,8 +110,8 @@ class Waits:
         wait = self.add(topics, bell.ring, rings)
         try:
             bell.wait(timeout_s)
-            wait._end(None)
-            return wait._topic
+            wait.end(None)
+            return wait.topic
         except BaseException:  # Ctrl-C, say: let another have the message
             wait.cancel()
             raise
@@ -128,12 +128,12 @@ class Waits:
             self.open.add(wait)  # first: who rings from here on finds it
             rung = rings != self.rings
         if rung:
-            wait._end(None)
+            wait.end(None)
             call()
             return wait
         try:
             for topic, filter in topics:  # noqa: A001
-                wait._park(topic, filter)
+                wait.park(topic, filter)
         except BaseException:
             wait.cancel()
             raise
@@ -152,8 +152,8 @@ class Waits:
             self.rings += 1
             rung = list(self.open)
         for wait in rung:
-            if wait._end(None):
-                wait._call()
+            if wait.end(None):
+                wait.call()
 
     def pass_on(self, topic: str) -> None:
         """Somebody else's turn."""

@@ -1,4 +1,4 @@
-"""What a consumer subscribes to in a topic, as all kinds of consumers are told it (client-semantics A1.2, A2.3)."""
+"""What a consumer subscribes to in a topic, as all kinds of consumers are told it (clients#message-rules)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def wanted(broker: Broker, topic: str, tags: str = "*", sql: str | None = None) 
     of a user's has, FilterError, ConfigError for both.
 
     A blank choice of tags is refused: the engine takes it for no tag at all, which no message has, and the group would
-    pass over everything (10.1).
+    pass over everything (delivery#tags).
     """
     # What is there may be named otherwise: dead letters, or what a Java broker made.
     if (

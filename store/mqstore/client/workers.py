@@ -1,4 +1,4 @@
-"""What a consumer runs on: threads for handlers, one for what happens later (client-semantics A6.1, A14).
+"""What a consumer runs on: threads for handlers, one for what happens later (clients#runtime).
 
     submit(job) ---> turns, first in first out ---> a thread: job(worker), with a worker that is free
                        ^                               | a handler that is a coroutine

@@ -2,5 +2,5 @@
 
 The room below `log`. Every call that reads or changes a file goes through `filesystem.FileSystem`, so that a test can
 record what was written and synced, or refuse it; everything else here is a rule about the order of such calls
-(store-format 1, 7, 8, 11.2).
+(format#directory, format#checkpoint, format#flush, format#json-load).
 """

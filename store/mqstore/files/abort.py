@@ -1,6 +1,6 @@
 """The abort mark: a file that exists while a writer runs, so that the next one knows whether it ended cleanly.
 
-``ROOT/abort``: the process id in decimal, as the Java broker writes it (store-format 7), then a space and the boot id
+``ROOT/abort``: the process id in decimal, as the Java broker writes it (format#abort), then a space and the boot id
 of the machine. The boot id tells the next opening whether the machine went down, too: if it did not, everything that
 was written is still in the page cache. Set right after the locks are taken and its absence was noted, before anything
 else changes; cleared as the last change of a clean close.

@@ -53,7 +53,7 @@ class DescriptorCache:
     """Reads and writes of existing files by path, over a table of at most `capacity` open files.
 
     Thread-safe. Files are opened, never created: whoever makes a file renames it into place at its full length
-    (store-format 1.1). Errors are those of `FileSystem`, FileNotFoundError when the file is not there, and
+    (format#manifest). Errors are those of `FileSystem`, FileNotFoundError when the file is not there, and
     `StoreClosedError` after `close`.
     """
 

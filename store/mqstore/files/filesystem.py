@@ -21,7 +21,8 @@ which order of calls makes them safe; that is the business of its callers. What 
   ==================  ===========================  =====================================================
 
 * nothing is written through a link, and nothing but regular files and folders is opened (`files/beneath.py`);
-* no file is ever shortened (store-format 8.5): there is no truncate, only `truncate_sparse`, which refuses to.
+* no file is shortened that a reader may have mapped (format#readers): `truncate_sparse` refuses to, and `shorten` is
+  only for a surplus behind a segment's length.
 
 Descriptors are close-on-exec. Safe to use from several threads.
 """
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DIRECTORY_MODE", "FILE_MODE", "REAL", "FileSystem", "SyncNotBegunError", "is_not_begun"]
 
-#: What store-format 1.1 gives files and folders unless options say otherwise.
+#: What format#manifest gives files and folders unless options say otherwise.
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 
@@ -322,7 +323,7 @@ class FileSystem:
         """Make what was written to this file durable, its length included (its name: `sync_directory`).
 
         An error is final: the kernel may have dropped the pages, and the next call would succeed without them
-        (store-format 8.1). Never retry."""
+        (format#flush). Never retry."""
         try:
             _sync_data(fd)
         except OSError as error:

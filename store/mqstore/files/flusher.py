@@ -1,4 +1,4 @@
-"""Group commit: many threads wait for durability, one sync at a time serves all that wait (store-format 8.1).
+"""Group commit: many threads wait for durability, one sync at a time serves all that wait (format#flush).
 
 Holds a watermark, "every byte below `flushed` is durable", and the rule of who syncs next. Knows neither files nor
 what is synced: that is one function, given at construction. There is no thread here; the first caller that finds
@@ -60,9 +60,10 @@ class GroupCommit:
     """A durable watermark that threads wait on.
 
     `sync(flushed)` is called by one thread at a time with the present watermark. It makes durable all that had been
-    appended when it was called, and returns the new watermark. Whatever `Exception` it raises is final (store-format
-    8.1): `failure` holds it, and from then on whoever needs a sync gets `FlushFailedError`. A `KeyboardInterrupt`
-    that hits the leader says nothing about the disk: the next in line takes over, as after a `SyncNotBegunError`.
+    appended when it was called, and returns the new watermark. Whatever `Exception` it raises is final
+    (format#flush): `failure` holds it, and from then on whoever needs a sync gets `FlushFailedError`. A
+    `KeyboardInterrupt` that hits the leader says nothing about the disk: the next in line takes over, as after a
+    `SyncNotBegunError`.
 
     >>> appended = 100
     >>> commit = GroupCommit(lambda flushed: appended)

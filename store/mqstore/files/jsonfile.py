@@ -1,4 +1,4 @@
-"""JSON files that are never absent, never partial and never silently reset (store-format 11.1 and 11.2).
+"""JSON files that are never absent, never partial and never silently reset (format#json-dialects, format#json-save).
 
 Knows how such a file is written and read, not what is in it: the manifest, consumer offsets, delay progress, topics.
 

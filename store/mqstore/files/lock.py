@@ -1,4 +1,4 @@
-"""The writer lock: one writer for a store directory, over processes, threads and forks (store-format 7).
+"""The writer lock: one writer for a store directory, over processes, threads and forks (format#lock).
 
 A writer holds two locks on one descriptor of ``ROOT/lock``, since no single kind keeps everyone out:
 

@@ -1,8 +1,8 @@
-"""Runs of fixed-size segments: a folder of files that together hold one endless stream of bytes (store-format 1.2).
+"""Runs of fixed-size segments: a folder of files that together hold one endless stream of bytes (format#sizes).
 
     <directory>/<20 digits>     the offset in the stream of the file's first byte, a multiple of the segment size
     <tmp directory>/<20 digits>.<n>    one being prepared: it gets its full length and its disk blocks here and is then
-                                renamed into place, so that no name in <directory> is ever short (store-format 1.1)
+                                renamed into place, so that no name in <directory> is ever short (format#manifest)
 
 Knows nothing of what the bytes mean, how far they are written, or when to sync; it knows how to keep them safe:
 
@@ -92,7 +92,7 @@ def segment_start(name: str) -> int | None:
 
 
 class LoadProblem(NamedTuple):
-    """What `SegmentRun.load` found amiss. Nothing of it is fatal; kinds as store-format 9.7.
+    """What `SegmentRun.load` found amiss. Nothing of it is fatal; kinds as format#damage.
 
     ==================  ===============================================  ============================================
     kind                position, length                                 what load did about it
@@ -290,7 +290,7 @@ class SegmentRun:
     # -- opening ----------------------------------------------------------------------------------------------------
 
     def load(self) -> list[LoadProblem]:
-        """List the folder (none there: an empty run) and, as a writer, mend its end (store-format 1.2, 9.7): empty
+        """List the folder (none there: an empty run) and, as a writer, mend its end (format#sizes): empty
         last files are removed, a short last one is extended with zeros. Whatever was found amiss is returned."""
         problems: list[LoadProblem] = []
         found = self._list(problems)
@@ -641,7 +641,7 @@ class SegmentRun:
         """Make the bytes [start, end) durable, and the names of the segments that hold them.
 
         One fdatasync a segment: with the kernel's own list of dirty pages it beats naming the range (RWF_DSYNC,
-        msync), which must walk or copy it. An error is final (store-format 8.1): never call again; but for
+        msync), which must walk or copy it. An error is final (format#flush): never call again; but for
         `SyncNotBegunError`."""
         last = self.last
         if (
@@ -701,7 +701,7 @@ class SegmentRun:
         bytes were written. Behind the last segment: nothing to do.
 
         Only pages that hold something else are written, and of the first only what lies behind `from_offset`. Always
-        synced, since the zeros found may be those of a process that was killed before its sync (store-format 9.6)."""
+        synced, since the zeros found may be those of a process that was killed before its sync (format#zeros)."""
         assert self.writable, "only a writer cuts"
         segment = self.find(from_offset)
         if segment is None:

@@ -257,7 +257,6 @@ class _Job:
     def tasks(self, before: dict[str, Any], slots: int = 1) -> list[list[QueueSlice]]:
         """What no run has exported yet. ConfigError, as `check`."""
         self.check(before)
-        self.selection.check_queues()  # a run that goes on says readBy=queue
         return self._resumed(before).queue_tasks(resumed=True, slots=slots)
 
     def passed_over(self, before: dict[str, Any]) -> list[list[QueueSlice]]:
@@ -280,7 +279,7 @@ class _Job:
         """The selection, from where the last run ended."""
         ids = {store.id for store in self.selection.stores()}
         ends = {store: topics for store, topics in before["ends"].items() if store in ids}
-        return self.selection.with_options(read_by="queue", starting_offsets=ends) if ends else self.selection
+        return self.selection.with_options(starting_offsets=ends) if ends else self.selection
 
 
 def _refuse(options: SourceOptions) -> None:

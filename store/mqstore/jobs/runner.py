@@ -20,8 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from logging.handlers import QueueHandler, QueueListener
-from multiprocessing import resource_tracker
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing import get_context
 from multiprocessing.queues import Queue
 from typing import Any, TypeVar
 
@@ -29,7 +28,7 @@ from mqstore.errors import ConfigError, MQStoreError
 from mqstore.log.ahead import stay_alone
 from mqstore.spark.plan import StoreName
 from mqstore.spark.shipping import ship
-from mqstore.spark.workers import settle
+from mqstore.spark.telling import settle
 
 __all__ = ["Progress", "Runner"]
 
@@ -57,8 +56,9 @@ class Runner:
         self._context = None if spark is None else _context_of(spark)
         self._progress = progress or (lambda done, total: None)
         self._pool: ProcessPoolExecutor | None = None
-        self._processes = _Processes()
         self._log: QueueListener | None = None
+        self._has_log = True
+        """False once a process may have ended in the middle of a line, for the rest of which nobody must wait."""
         self.slots = jobs if self._context is None else max(1, int(self._context.defaultParallelism))
         """Number of tasks that run at the same time."""
 
@@ -66,13 +66,10 @@ class Runner:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._pool is None:
-            return
-        if kind is not None and not issubclass(kind, Exception):  # Ctrl-C: nobody waits for what still runs
-            self._processes.terminate()
-        self._pool.shutdown(cancel_futures=True)
-        if self._log is not None and (kind is None or not self._processes.are_ended):
-            self._log.stop()  # a process that was ended in the middle of a line would keep it waiting
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        if self._log is not None and self._has_log and (kind is None or issubclass(kind, Exception)):
+            self._log.stop()
 
     @property
     def pieces(self) -> int:
@@ -111,25 +108,35 @@ class Runner:
 
     def _in_pool(self, tasks: Sequence[T], function: Callable[[T], R]) -> list[Any]:
         if self._pool is None:
-            resource_tracker.ensure_running()  # its start would undo what a worker's start blocks
-            lines: Queue[logging.LogRecord] = self._processes.Queue()
+            spawn = get_context("spawn")
+            lines: Queue[logging.LogRecord] = spawn.Queue()
             self._log = QueueListener(lines, _Relay())
-            self._pool = ProcessPoolExecutor(self.slots, self._processes, _begin_worker, (lines,))
+            self._pool = ProcessPoolExecutor(self.slots, spawn, _begin_worker, (lines,))
             self._log.start()
-        futures: list[Future[R | _Failure]] = []
         try:
-            futures += [self._pool.submit(_attempt, function, task) for task in tasks]
+            futures = self._submitted(self._pool, tasks, function)
             for done, future in enumerate(as_completed(futures), 1):
                 if isinstance(future.result(), _Failure):
                     break  # `__exit__` cancels the tasks that have not begun
                 self._progress(done, len(tasks))
             return [future.result() for future in futures if future.done()]
         except BrokenProcessPool as error:
-            self._processes.terminate()
+            self._has_log = False
             raise MQStoreError(
                 "a worker process ended before its task did. If it was killed for want of memory, give fewer jobs. If "
                 "it did not start, call the job under `if __name__ == '__main__':`"
             ) from error
+
+    @staticmethod
+    def _submitted(
+        pool: ProcessPoolExecutor, tasks: Sequence[T], function: Callable[[T], R]
+    ) -> list[Future[R | _Failure]]:
+        """Submit the tasks. Processes that are started for them put Ctrl-C off until `_begin_worker`."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return [pool.submit(_attempt, function, task) for task in tasks]
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _in_spark(self, tasks: Sequence[T], function: Callable[[T], R], title: str) -> list[Any]:
         context: Any = self._context
@@ -209,36 +216,6 @@ def _paths_of(task: object) -> list[str]:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-class _Worker(SpawnProcess):
-    """A process of the pool. Ctrl-C reaches every process of a terminal, but only the first one is to act on it."""
-
-    def start(self) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            super().start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-class _Processes(SpawnContext):
-    """Starts the processes of a pool, and knows them."""
-
-    def __init__(self) -> None:
-        self._started: list[SpawnProcess] = []
-        self.are_ended = False
-
-    def Process(self, *args: Any, **options: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
-        worker = _Worker(*args, **options)
-        self._started.append(worker)
-        return worker
-
-    def terminate(self) -> None:
-        """End all of them, in the middle of whatever they do."""
-        self.are_ended = True
-        for worker in self._started:
-            worker.terminate()
-
-
 class _Relay(logging.Handler):
     """Hands what workers log to the loggers of this process."""
 
@@ -249,6 +226,9 @@ class _Relay(logging.Handler):
 
 
 def _begin_worker(lines: Queue[logging.LogRecord]) -> None:
+    # Ctrl-C at a terminal reaches every process: this one ends, and only the first one tells of it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     stay_alone()  # no second thread that reads ahead: the other workers need that processor
     log = logging.getLogger("mqstore")
     log.addHandler(QueueHandler(lines))

@@ -121,7 +121,7 @@ def traffic_report(
     groups = _grouped(tallies, by, length_ms)
     [total] = _grouped(tallies, (), length_ms).values() or [Tally(length_ms)]
     rows = sorted(
-        (_row(group, tally) for group, tally in groups.items() if tally.sizes.counts.any()),
+        (_row(group, tally) for group, tally in groups.items() if tally.sizes.counts),
         key=lambda row: (-row.messages, row.topic or "", row.store or "", row.queue_id or 0),
     )
     return TrafficReport(
@@ -202,19 +202,19 @@ def _grouped(tallies: Mapping[Queue, Tally], by: Sequence[str], interval: int) -
 
 
 def _row(group: Group, tally: Tally) -> TrafficRow:
-    intervals, messages, size = tally.by_interval()
-    count, ms = int(messages.sum()), tally.interval_ms
+    intervals, ms = tally.by_interval(), tally.interval_ms
+    count = sum(messages for _, messages, _ in intervals)
     first = last = None
     rate = peak = 0.0
     if count:
-        first, last = int(intervals[0]) * ms, (int(intervals[-1]) + 1) * ms
+        first, last = intervals[0][0] * ms, (intervals[-1][0] + 1) * ms
         rate = round(count * 1000 / (last - first), 6)
-        peak = round(int(messages.max()) * 1000 / ms, 6)
+        peak = round(max(messages for _, messages, _ in intervals) * 1000 / ms, 6)
     sizes, delays = tally.sizes, tally.delays
     return TrafficRow(
         *group,
         messages=count,
-        bytes=int(size.sum()),
+        bytes=sum(size for _, _, size in intervals),
         rate=rate,
         peak_rate=peak,
         first_ms=first,
@@ -234,6 +234,5 @@ def _group_of(row: TrafficRow) -> Group:
 
 
 def _points(group: Group, tally: Tally) -> Iterator[TrafficPoint]:
-    rows = zip(*(values.tolist() for values in tally.by_interval()), strict=True)
-    for number, messages, size in rows:
+    for number, messages, size in tally.by_interval():
         yield TrafficPoint(*group, number * tally.interval_ms, messages, size)

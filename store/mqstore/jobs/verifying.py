@@ -1,4 +1,4 @@
-"""Check one store or many: `MessageStore.verify` with the ranges of the logs read by tasks (store-format 9.7).
+"""Check one store or many: `MessageStore.verify` with the ranges of the logs read by tasks (format#damage).
 
     here         lists the segments of every store, cuts them into ranges
     range task   every record: checksums, lengths, its own offset; its unit in the queue file; its keys in the index
@@ -11,7 +11,7 @@ listed, and `unlisted` counts the others. Reads only, takes no lock, and may run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,10 +34,8 @@ __all__ = ["VerifiedStore", "VerifyFinding", "VerifyReport", "verify"]
 
 MAX_ERRORS = 100
 """Findings of a range that are listed; of more, only how many."""
-TASK_BYTES = 1 << 30
-"""Most that a task reads: so much is read anew when one is lost."""
-_STORE_BYTES = 1 << 20
-"""What opening a store weighs."""
+_TASK_PIECES = 16
+"""Most ranges and index files that a task reads: they are read again when one is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,51 +114,50 @@ def verify(
     if max_errors < 1:
         raise ConfigError(f"max_errors={max_errors} would tell nothing of what is found; give at least 1")
     names = chosen.stores()
-    pieces, joins = _cut(names, range_bytes, max_errors, config)
+    pieces, jobs_left = _cut(names, range_bytes, max_errors, config)
+    by_store = {job.store: job for job in jobs_left}
     read = partial(_read, max_errors, config)
     with Runner(jobs, spark, progress) as runner:
-        tasks = [task for some in pieces for task in bundles(some, runner.pieces, range_bytes)]
+        size = min(-(-len(pieces) // runner.pieces), _TASK_PIECES)
+        tasks = [pieces[at : at + size] for at in range(0, len(pieces), size)] if pieces else []
         for outcome in (each for task in runner.run(tasks, read, "mqstore verify: ranges") for each in task):
-            joins[outcome.store].parts.append(outcome)
-        together = [[*joins.values()][at :: runner.pieces] for at in range(min(runner.pieces, len(joins)))]
-        if len(together) > 1:
-            joined = runner.run(together, _join, "mqstore verify: stores")
+            by_store[outcome.store].parts.append(outcome)
+        if len(jobs_left) > 1:
+            checked = runner.run(jobs_left, _join, "mqstore verify: stores")
         else:  # it is done sooner than it is sent
-            joined = [_join(task) for task in together]
-    checked = {each.name: each for task in joined for each in task}
-    rows = tuple(checked[name].row for name in names)
+            checked = [_join(job) for job in jobs_left]
+    rows = tuple(row for row, _ in checked)
     return VerifyReport(
         ok=not any(row.findings or row.error for row in rows),
         messages=sum(row.messages for row in rows),
         bytes=sum(row.bytes for row in rows),
         stores=rows,
-        findings=tuple(finding for name in names for finding in checked[name].findings),
+        findings=tuple(finding for _, found in checked for finding in found),
     )
 
 
 def _cut(
     names: Sequence[StoreName], range_bytes: int, max_errors: int, config: StoreConfig | None
-) -> tuple[tuple[list[_Piece], list[_Piece]], dict[StoreName, _Joining]]:
-    """Return the ranges of the logs, the index files, and what puts the results of each store together."""
+) -> tuple[list[_Piece], list[_Joining]]:
+    """Return the ranges of the logs and then the index files, and what puts the results of each store together."""
     ranges: list[_Piece] = []
     files: list[_Piece] = []
-    joins: dict[StoreName, _Joining] = {}
+    joins: list[_Joining] = []
     for name in names:
-        joins[name] = join = _Joining(name, max_errors, config)
+        joins.append(join := _Joining(name, max_errors, config))
         try:
             with open_store(name, config) as store:
                 verifier = store.verifier()
                 join.end, join.front = verifier.until, verifier.front
                 ranges += [_Piece(name, each) for each in verifier.ranges(range_bytes)]
-                size = store.parts.index.file_bytes
-                files += [_Piece(name, file=(file.name, size)) for file in store.parts.index.files]
+                files += [_Piece(name, file=file.name) for file in store.index.files]
         except ConfigError:
             raise
         except (MQStoreError, OSError) as error:
             if len(names) == 1:
                 raise
             join.error = str(error)
-    return (ranges, files), joins
+    return [*ranges, *files], joins
 
 
 # -- tasks: pieces -----------------------------------------------------------------------------------------------------
@@ -168,38 +165,11 @@ def _cut(
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A range of the log of a store, or an index file: its name and size in bytes."""
+    """A range of the log of a store, or the name of an index file."""
 
     store: StoreName
     range: LogRange | None = None
-    file: tuple[str, int] = ("", 0)
-
-    @property
-    def weight(self) -> int:
-        """Bytes to read."""
-        return self.file[1] if self.range is None else self.range.weight
-
-
-def bundles(pieces: Iterable[_Piece], tasks: int, range_bytes: int = RANGE_BYTES) -> list[list[_Piece]]:
-    """Return the pieces by tasks, in order: about `tasks` of equal weight. None is of less than RANGE_BYTES, as small
-    segments and small stores go together, and none of much more than TASK_BYTES. `range_bytes`: ranges that were cut
-    smaller than usual are tasks of their own."""
-    weighed: list[tuple[_Piece, int]] = []
-    store = None
-    for piece in pieces:
-        weighed.append((piece, piece.weight + (_STORE_BYTES if piece.store != store else 0)))
-        store = piece.store
-    even = -(-sum(weight for _, weight in weighed) // tasks)
-    size = range_bytes if range_bytes < RANGE_BYTES else min(max(RANGE_BYTES, even), TASK_BYTES)
-    found: list[list[_Piece]] = []
-    room = 0
-    for piece, weight in weighed:
-        if not found or room < weight / 2:  # without it the task is nearer to its size
-            found.append([])
-            room = size
-        found[-1].append(piece)
-        room -= weight
-    return found
+    file: str = ""
 
 
 @dataclass(slots=True)
@@ -223,7 +193,7 @@ def _read(max_errors: int, config: StoreConfig | None, task: Sequence[_Piece]) -
                 for piece in pieces:
                     with suppress(FileNotFoundError):  # retention: what is left is read when the store is joined
                         if piece.range is None:
-                            outcome.findings += _check_index_file(store, piece.file[0])
+                            outcome.findings += _check_index_file(store, piece.file)
                         elif (result := check(piece.range)) is not None:
                             outcome.results.append(result)
         except (MQStoreError, OSError) as error:
@@ -234,9 +204,9 @@ def _read(max_errors: int, config: StoreConfig | None, task: Sequence[_Piece]) -
 def _check_index_file(store: MessageStore, name: str) -> list[Finding]:
     return [
         finding
-        for file in store.parts.index.files
+        for file in store.index.files
         if file.name == name
-        for finding in store.parts.index.check_file(file, live=writer_alive(store.path, store.fs))
+        for finding in store.index.check_file(file, live=writer_alive(store.path, store.fs))
     ]
 
 
@@ -257,18 +227,7 @@ class _Joining:
     error: str | None = None
 
 
-@dataclass(slots=True)
-class _Checked:
-    name: StoreName
-    row: VerifiedStore
-    findings: list[VerifyFinding] = field(default_factory=list)
-
-
-def _join(jobs: Sequence[_Joining]) -> list[_Checked]:
-    return [_join_store(job) for job in jobs]
-
-
-def _join_store(job: _Joining) -> _Checked:
+def _join(job: _Joining) -> tuple[VerifiedStore, list[VerifyFinding]]:
     """Return the whole store, from what is known of its pieces."""
     name = job.store
     results = [result for part in job.parts for result in part.results]
@@ -297,7 +256,7 @@ def _join_store(job: _Joining) -> _Checked:
                     front=(job.front, verifier.front),
                     error=None,
                 )
-                return _Checked(name, row, findings)
+                return row, findings
         except (MQStoreError, OSError) as failed:
             error = str(failed)
-    return _Checked(name, VerifiedStore(name.id, name.path, 0, 0, 0, 0, 0, 0, 0, (), (0, 0), error))
+    return VerifiedStore(name.id, name.path, 0, 0, 0, 0, 0, 0, 0, (), (0, 0), error), []

@@ -3,6 +3,6 @@
 Nothing here opens a file, reads a clock, takes a lock or starts a thread; what a module may know is the bytes that it
 is handed. One noun, one module: `record` is the commitlog record, `consumequeue` the 20-byte unit, `checkpoint` the
 checkpoint page, `properties`, `hosts` and `messageid` the pieces inside a record, `javahash` the hash behind tags codes
-and index slots, `batch` the wire form of a batch, `compression` the stored forms of a body. Section numbers in this
-package refer to the store format specification (store-format.md).
+and index slots, `batch` the wire form of a batch, `compression` the stored forms of a body. The rules behind them
+are on the page `docs/internals/format.md`.
 """

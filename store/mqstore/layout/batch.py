@@ -1,4 +1,4 @@
-"""The wire form in which a producer hands over a batch (2.9): elements one behind the other, never stored as such.
+"""The wire form in which a producer hands over a batch: elements one behind the other, never stored as such.
 
     size  field
      i32  totalSize of the element
@@ -32,7 +32,7 @@ _MIN_BYTES: Final = _HEAD.size + _I16.size
 
 
 class BatchElement(NamedTuple):
-    """One message of a batch: the user's flag (i32), the body, and the encoded properties (2.4)."""
+    """One message of a batch: the user's flag (i32), the body, and the encoded properties (format#properties)."""
 
     flag: int
     body: bytes

@@ -1,4 +1,4 @@
-"""The checkpoint page: how far the store was durable when it was last written (7).
+"""The checkpoint page: how far the store was durable when it was last written (format#checkpoint).
 
     offset size type  field
          0    8 i64   physicMsgTimestamp    store time (ms) of the last message of a thorough commitlog flush

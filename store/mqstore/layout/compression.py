@@ -1,4 +1,4 @@
-"""Inflating the bodies that producers compressed (2.2): sysFlag bit 0 says that one is, bits 8-10 say how.
+"""Inflating the bodies that producers compressed (format#flags): sysFlag bit 0 says that one is, bits 8-10 say how.
 
     bits 8-10   0x000 zlib (old writers)   0x100 LZ4 frames   0x200 Zstandard frames   0x300 zlib
 

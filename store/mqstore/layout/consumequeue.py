@@ -1,13 +1,13 @@
-"""The consume-queue unit: what a queue knows of one message (4.1).
+"""The consume-queue unit: what a queue knows of one message (format#unit).
 
     offset size type  field
          0    8 i64   physicalOffset   start of the record in the commitlog
          8    4 i32   size             totalSize of the record, not of its body
-        12    8 i64   tagsCode         Java hash of TAGS (4.2); in SCHEDULE_TOPIC_XXXX the time of delivery in ms
+        12    8 i64   tagsCode         Java hash of TAGS; in SCHEDULE_TOPIC_XXXX the time of delivery in ms
         20
 
 No header, no checksum: unit k of a queue lies at byte 20 k of its stream. Unwritten space is zero, so size 0 ends the
-data. The unit (0, 0x7FFFFFFF, 0) is void: its slot is taken, but it is no message (4.3).
+data. The unit (0, 0x7FFFFFFF, 0) is void: its slot is taken, but it is no message (format#void).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNIT_DTYPE: Final = np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("tag
 VOID_SIZE: Final = 0x7FFF_FFFF
 VOID_UNIT: Final = UNIT.pack(0, VOID_SIZE, 0)
 LAST_ADDRESS: Final = -(1 << 31) - 1
-"""Tags codes up to this are addresses in files beside the queue (`consumequeue_ext`, 4.3): RocketMQ writes such when it
+"""Tags codes up to this are addresses in files beside the queue (`consumequeue_ext`): RocketMQ writes such when it
 is told to, and nobody here reads the files. Any tag may stand behind one."""
 
 
@@ -67,7 +67,7 @@ def encode_units(
 
 
 def is_void(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Mask of the units that hold a slot but no message (4.3)."""
+    """Mask of the units that hold a slot but no message (format#void)."""
     mask: npt.NDArray[np.bool_] = (
         (units["size"] == VOID_SIZE) & (units["physical_offset"] == 0) & (units["tags_code"] == 0)
     )
@@ -88,6 +88,6 @@ def differing(units: npt.NDArray[np.void], others: npt.NDArray[np.void]) -> npt.
 
 
 def is_message(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Mask of the units that point at a record: offset >= 0, size > 0 (9.3), and not void."""
+    """Mask of the units that point at a record: offset >= 0, size > 0 (format#queue-repair), and not void."""
     mask: npt.NDArray[np.bool_] = (units["size"] > 0) & (units["physical_offset"] >= 0) & ~is_void(units)
     return mask

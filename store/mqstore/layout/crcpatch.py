@@ -3,7 +3,7 @@
 A CRC is a shift register, linear over GF(2): the CRC of a record in which zeros become other bytes is that of the
 record before, XOR what those bytes alone leave in an empty register, shifted by all the bytes that follow. Both are
 looked up in tables: one of 256 values for each place, one of 4 x 256 for each number of bytes to shift by. So a
-thousand records cost a few dozen array operations, where a call each costs half a microsecond and more (2.10).
+thousand records cost a few dozen array operations, where a call each costs half a microsecond and more.
 
     register    after the changed bytes        XOR of one table a column
     shift       by size - end bytes            one table for each value of each six bits of that number

@@ -1,8 +1,8 @@
-"""What consume queues and the index need to know of many records, drawn from their bytes in array passes (5.2).
+"""What consume queues and the index need to know of many records, drawn from their bytes in array passes.
 
     record  ->  queue (topic, queue id), slot (queue offset), unit (physical offset, size, tags code)
             ->  the same unit in each light queue that it names: `light_queues`
-            ->  index entries: hash of topic#UNIQ_KEY, then of topic#key for each word of KEYS      (6.2)
+            ->  index entries: hash of topic#UNIQ_KEY, then of topic#key for each word of KEYS      (format#key-hash)
 
 No unit has a record whose queue is a batch queue, another kind of file that only RocketMQ writes (`batch_topics`, and
 whatever is a whole batch itself).
@@ -229,7 +229,7 @@ def rows_of(
 ) -> Rows:
     """Rows for the records of `headers`, all of which must be `ok`; `base` is the physical offset of `buf[0]`.
 
-    `delay_table_ms` holds the milliseconds of each delay level, level 1 first (4.2).
+    `delay_table_ms` holds the milliseconds of each delay level, level 1 first (format#tags-code).
     """
     view = memoryview(buf)
     count = len(headers)
@@ -443,7 +443,7 @@ def _may_name_light(pairs: Pairs) -> _Int64s:
 
 
 def _tags_code(pairs: Pairs, count: int) -> _Int64s:
-    """Java hash of TAGS for each of `count` blobs, 0 without (4.2)."""
+    """Java hash of TAGS for each of `count` blobs, 0 without (format#tags-code)."""
     codes = np.zeros(count, np.int64)
     tags = pairs.named(b"TAGS")
     if len(tags):
@@ -484,7 +484,7 @@ def _keys(pairs: Pairs) -> tuple[_Int64s, _Int64s, _Int64s]:
 def _deliver_times(
     view: memoryview, headers: Headers, rows: npt.NDArray[np.intp], tags: _Int64s, delay_table_ms: Sequence[int]
 ) -> None:
-    """Units of delayed messages bear the time of delivery in place of the tags code (4.2)."""
+    """Units of delayed messages bear the time of delivery in place of the tags code (format#tags-code)."""
     blobs = _slices(view, headers.properties_position[rows], headers.properties_size[rows])
     for row, blob in zip(rows.tolist(), blobs, strict=True):
         delay_ms = _delay_ms(blob, delay_table_ms)
@@ -501,7 +501,7 @@ def as_kept(
 ) -> npt.NDArray[np.void]:
     """`wanted`, the units that the records of a queue ask for, with the tags codes that `found` has for the same
     records where no record can tell them: an address in a file beside the queue; and a time of delivery that may come
-    from another delay table, for a message keeps the time it was given (broker-semantics 4.8).
+    from another delay table, for a message keeps the time it was given (delivery#level-crash).
 
     Every table has whole seconds, so a time that is whole seconds off is taken for one; no flipped bit makes such.
     """
@@ -588,7 +588,7 @@ def few(
 
 
 def tags_code_at(buf: ReadableBuffer, position: int, delay_table_ms: Sequence[int]) -> int:
-    """The tags code that the unit of the record at `position`, which must be `ok`, bears (4.2)."""
+    """The tags code that the unit of the record at `position`, which must be `ok`, bears (format#tags-code)."""
     view = memoryview(buf)
     record = _ordinary(view, position)
     if record is None:
@@ -653,7 +653,7 @@ def _ordinary(view: memoryview, at: int) -> tuple[int, int, int, int, int, bytes
 
 
 def _named(properties: bytes) -> tuple[bytes, bytes, bytes]:
-    """Values of TAGS, UNIQ_KEY and KEYS, b"" without: the last of each that has one, by the parse rule of 2.4."""
+    """Values of TAGS, UNIQ_KEY and KEYS, b"" without: the last of each that has one, as readers parse them."""
     found: dict[bytes, bytes] = {}
     for piece in properties.split(PAIR_END):
         name, _, value = piece.partition(NAME_END)
@@ -672,7 +672,7 @@ def _code(topic: str, tags: bytes, properties: bytes, stamp: int, delay_table_ms
 
 
 def _index_hashes(topic: str, unique: bytes, keys: bytes) -> list[int]:
-    """Hashes of the index entries of one record (6.2): UNIQ_KEY first, then the words of KEYS."""
+    """Hashes of the index entries of one record (format#key-hash): UNIQ_KEY first, then the words of KEYS."""
     wanted = [unique] if unique else []
     wanted += [word for word in keys.split(b" ") if word]
     prefix = _prefix(topic)

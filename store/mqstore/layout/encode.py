@@ -1,4 +1,4 @@
-"""Many records at once: the bytes of a contiguous batch, built with numpy (store-format 2.1, 2.9, 2.10).
+"""Many records at once: the bytes of a contiguous batch, built with numpy (format#record).
 
 One record costs a `struct` pack and a join (`record.header_struct`); a batch of a thousand costs a thousandth of a
 handful of array operations each. Both give the same bytes, which the tests hold against each other.

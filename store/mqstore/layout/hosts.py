@@ -1,4 +1,4 @@
-"""Host addresses as records hold them (2.3).
+"""Host addresses as records hold them (format#hosts).
 
     IPv4   address  4 bytes | port i32      8 bytes
     IPv6   address 16 bytes | port i32     20 bytes
@@ -29,7 +29,7 @@ LOCAL_HOST = bytes((127, 0, 0, 1)) + _PORT.pack(0)
 
 @lru_cache(maxsize=1024)
 def encode_host(text: str) -> bytes:
-    """`ip:port` as 8 bytes, `[v6]:port` as 20 (2.3).
+    """`ip:port` as 8 bytes, `[v6]:port` as 20 (format#hosts).
 
     Raises `InvalidMessageError` (field "host") when the text is neither, names a host instead of an address, carries a
     zone (`%eth0`, for which there is no room), or when the port is not 0..65535.

@@ -1,4 +1,4 @@
-"""The index file: a hash table on disk from `topic#key` to physical offsets (store-format 6).
+"""The index file: a hash table on disk from `topic#key` to physical offsets (format#index).
 
     0            40                40 + 4 slots              40 + 4 slots + 20 entries
     | header 40  | slots x i32     | entries x 20            |
@@ -10,14 +10,14 @@
            32  4 i32 hashSlotCount    slots in use
            36  4 i32 indexCount       number of the next entry; the first is 1, and 0 in a fresh file means 1
     slot    0  4 i32 newest entry of the chain, 0 = empty
-    entry   0  4 i32 keyHash          not negative (6.2); its slot is keyHash % slots
+    entry   0  4 i32 keyHash          not negative (format#key-hash); its slot is keyHash % slots
             4  8 i64 physicalOffset
            12  4 i32 timeDiff         whole seconds after beginTimestamp, 0..2147483647
            16  4 i32 prevEntry        the next older entry of the chain, 0 = end
 
 Entry e lies at 40 + 4 slots + 20 e; entry 0 is never used. Nothing in a file tells how many slots it has: the manifest
 does, or a guess from the length. This module knows no key and no record: it stores hashes, and what a query returns may
-belong to another key of equal hash. Hits are to be compared with the record (M13).
+belong to another key of equal hash. Hits are to be compared with the record.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ENTRY_DTYPE: Final = np.dtype(
 _MAX_I32: Final = 0x7FFF_FFFF
 _SECOND_MS: Final = 1000
 _FEW: Final = 8  # up to so many entries are put one by one, for setting numpy to work costs more
-_DEFAULT_ENTRIES_PER_SLOT: Final = 4  # of the Java broker's defaults and of ours (1.2)
+_DEFAULT_ENTRIES_PER_SLOT: Final = 4  # of the Java broker's defaults and of ours (format#sizes)
 
 
 class IndexHeader(NamedTuple):
@@ -113,7 +113,7 @@ def file_bytes(slots: int, entries: int) -> int:
 def slots_entries_from_length(length: int) -> tuple[int, int] | None:
     """The shape that a file of `length` bytes has if it was made with four entries a slot; None if it can't have been.
 
-    A guess for stores without a manifest (1.2): other shapes may have the same length.
+    A guess for stores without a manifest (format#sizes): other shapes may have the same length.
 
     >>> slots_entries_from_length(420_000_040)
     (5000000, 20000000)
@@ -148,10 +148,10 @@ def put_entries(
     physical_offsets: npt.NDArray[np.integer[Any]] | Sequence[int],
     store_timestamps_ms: npt.NDArray[np.integer[Any]] | Sequence[int],
 ) -> int:
-    """Put entries in the order given until the file is full; returns how many went in (6.3).
+    """Put entries in the order given until the file is full; returns how many went in (format#index-put).
 
     `buf` is the whole file, writable; the three sequences have the same length. The bytes are those of single puts one
-    after the other, except that entry 1 gets timeDiff 0 instead of one relative to another file (M14). Who calls leaves
+    after the other, except that entry 1 gets timeDiff 0 instead of one relative to another file. Who calls leaves
     out what is in the file already (physical offsets below endPhyOffset).
 
     Entries are stored first, then the header, then the slots: a reader that takes slot, header and entry in this order
@@ -180,7 +180,7 @@ def put_entries(
     physical_offset = np.asarray(physical_offsets[:count], np.int64)
     time = np.asarray(store_timestamps_ms[:count], np.int64)
     if key_hash.min() < 0 or key_hash.max() > _MAX_I32:
-        raise ValueError("a key hash must be within 0..2147483647 (6.2)")
+        raise ValueError("a key hash must be within 0..2147483647")
 
     number = np.arange(header.next_entry, header.next_entry + count)
     # Puts into the same slot one behind the other, each chained to the one before, the first to what the slot holds.
@@ -248,7 +248,7 @@ def _put_few(
     """`put_entries` of at least one entry, and no more than fit, one by one."""
     rows = [*zip(map(int, hashes), map(int, physical_offsets), map(int, store_timestamps_ms), strict=True)]
     if any(not 0 <= key_hash <= _MAX_I32 for key_hash, _, _ in rows):
-        raise ValueError("a key hash must be within 0..2147483647 (6.2)")
+        raise ValueError("a key hash must be within 0..2147483647")
     _, physical_offset, time = rows[0]
     begin = header
     if header.next_entry <= 1:
@@ -302,9 +302,9 @@ def _wrapped(value: int) -> int:
 
 
 def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int, end_ms: int, limit: int) -> list[int]:
-    """Physical offsets of up to `limit` entries with this hash and a time in `[begin_ms, end_ms]`, newest first (6.4).
+    """Physical offsets of up to `limit` entries with this hash and a time in `[begin_ms, end_ms]`, newest first.
 
-    An entry knows its time to the second only, so up to 999 ms before `begin_ms` are taken in too (M14): compare topic,
+    An entry knows its time to the second only, so up to 999 ms before `begin_ms` are taken in too: compare topic,
     key and store time with the record. Which files to ask, by begin and end of their headers, is for the caller.
 
     A chain ends at 0, at a number that was not given out, at an entry older than `begin_ms`, and where it does not lead
@@ -328,7 +328,7 @@ def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int,
             if seconds < 0:
                 break
             if number == 1:
-                seconds = 0  # RocketMQ counts that one from the end of the file before (6.3)
+                seconds = 0  # RocketMQ counts that one from the end of the file before (format#index-put)
             time = header.begin_timestamp_ms + _SECOND_MS * seconds
             if time < earliest:
                 break  # what follows is older still

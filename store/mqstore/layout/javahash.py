@@ -1,4 +1,4 @@
-"""Java's `String.hashCode`, the hash behind tags codes (4.2) and index slots (6.2): of one string, or of many at once.
+"""Java's `String.hashCode`, the hash behind tags codes and index slots: of one string, or of many at once.
 
     h = 0;  h = h * 31 + unit   for each UTF-16 code unit, in wrapping 32-bit arithmetic, read as signed
 
@@ -27,7 +27,7 @@ _BLOCK_BYTES = 16_384
 
 
 def java_hash(text: str, initial: int = 0) -> int:
-    """`text.hashCode()` as Java computes it, a signed 32-bit integer (4.2).
+    """`text.hashCode()` as Java computes it, a signed 32-bit integer (format#tags-code).
 
     `initial` is the hash of what stands before `text`. Lone surrogates count as the code unit they are.
 
@@ -49,12 +49,12 @@ def java_hash(text: str, initial: int = 0) -> int:
 
 @lru_cache(maxsize=4096)
 def tag_hash(tags: str) -> int:
-    """`java_hash` of a TAGS string, remembered: tags are few and come back with every message (4.2)."""
+    """`java_hash` of a TAGS string, remembered: tags are few and come back with every message (format#tags-code)."""
     return java_hash(tags)
 
 
 def index_hash(key: str) -> int:
-    """The non-negative hash of an index key `topic#key` (6.2).
+    """The non-negative hash of an index key `topic#key` (format#key-hash).
 
     Java takes `Math.abs`, which leaves -2147483648 negative, and then puts 0 in its place.
 

@@ -1,4 +1,4 @@
-"""The offset message id: the address of one stored copy of a message, as text (2.8).
+"""The offset message id: the address of one stored copy of a message, as text (format#ids).
 
     storeHost (address 4 or 16 bytes, port i32) | physicalOffset i64        as upper-case hex: 32 or 56 characters
 
@@ -26,7 +26,7 @@ class MessageId(NamedTuple):
 
 
 def encode_message_id(store_host: bytes, physical_offset: int) -> str:
-    """The id of the record at `physical_offset` in the store of `store_host` (8 or 20 encoded bytes, 2.3).
+    """The id of the record at `physical_offset` in the store of `store_host` (8 or 20 encoded bytes).
 
     Raises `FormatError` when the host has another length or the offset does not fit an i64.
 

@@ -1,4 +1,4 @@
-"""The `name 01 value 02` pairs of many records' properties, found together in a few array passes (2.4).
+"""The `name 01 value 02` pairs of many records' properties, found together in a few array passes (format#properties).
 
 The properties of all records are laid end to end, each closed by an 02, so that every pair of every record ends at an
 02. What is a pair and what is junk follows the parse rule of `decode_properties`; nothing here makes a Python object
@@ -33,7 +33,7 @@ def _search(data: npt.NDArray[np.uint8]) -> tuple[_Int64s, _Int64s, _Int64s]:
     if len(separator) != len(ends) or not ((separator > starts) & (separator < ends)).all():  # else they alternate
         separators = np.append(separator, len(data))
         separator = separators[np.searchsorted(separators, starts)] if len(starts) else ends
-    # The parse rule of 2.4: at least three characters, a name, a separator, a value.
+    # The parse rule of format#properties: at least three characters, a name, a separator, a value.
     good = (ends - starts >= 3) & (separator > starts) & (separator < ends - 1)
     if not good.all():
         starts, ends, separator = starts[good], ends[good], separator[good]
@@ -100,7 +100,7 @@ class Pairs:
         return heads
 
     def named(self, name: bytes) -> npt.NDArray[np.intp]:
-        """The pairs of that name, one a blob at most: of several the last one wins (2.4). Names of 4 or 8 bytes."""
+        """The pairs of that name, one a blob at most: of several the last one wins. Names of 4 or 8 bytes."""
         pairs = np.flatnonzero((self.name_size == len(name)) & (self._heads == int.from_bytes(name[:4], "big")))
         if len(name) == 8 and len(pairs):
             pairs = pairs[self._words[self.start[pairs] + 4] == int.from_bytes(name[4:], "big")]

@@ -1,4 +1,4 @@
-"""Message properties: their names (3), their bytes (2.4), and the CRC tail that may close them (2.5).
+"""Message properties: their names (format#property-names), their bytes, and the CRC tail that may close them.
 
     name 0x01 value 0x02   name 0x01 value 0x02   ...          UTF-8, no escaping, at most 32767 bytes together
 
@@ -106,7 +106,7 @@ def is_reserved(name: str) -> bool:
     return name in RESERVED or name.startswith(TRANSIENT_PREFIX)
 
 
-# --- bytes (2.4) ----------------------------------------------------------------------------------------------------
+# --- bytes (format#properties) ----------------------------------------------------------------------------------------
 
 NAME_END: Final = b"\x01"
 PAIR_END: Final = b"\x02"
@@ -143,7 +143,7 @@ def encode_properties(properties: Mapping[str, str | None]) -> bytes:
 
 
 def decode_properties(data: bytes) -> dict[str, str]:
-    """Read properties as leniently as RocketMQ does (2.4); never fails.
+    """Read properties as leniently as RocketMQ does (format#properties); never fails.
 
     A piece without a name, without a value or without 0x01 is passed over, the first 0x01 of a piece is the one that
     separates, the last of several equal names wins, bytes that are not UTF-8 become U+FFFD.
@@ -159,7 +159,7 @@ def decode_properties(data: bytes) -> dict[str, str]:
     return properties
 
 
-# --- CRC tail (2.5) -------------------------------------------------------------------------------------------------
+# --- CRC tail (format#crc-tail) ---------------------------------------------------------------------------------------
 
 _TAIL_START: Final = CRC32.encode() + NAME_END
 _TAIL_DIGITS: Final = 10

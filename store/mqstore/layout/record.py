@@ -1,4 +1,4 @@
-"""The commitlog record: encode, decode, check (2.1, 2.6, 2.10, 9.2). One at a time; many at once is `scan`.
+"""The commitlog record: encode, decode, check (format#record). One at a time; many at once is `scan`.
 
     #  field                      size  offset (IPv4/IPv4)
     1  totalSize                  i32     0   length of the whole record
@@ -85,7 +85,7 @@ BODY_AT_V4: Final = BODY_LENGTH_AT_V4 + 4
 
 IPV6_EXTRA: Final = IPV6_BYTES - IPV4_BYTES
 
-# sysFlag bits (2.2). Bits not named here are kept as they come.
+# sysFlag bits (format#flags). Bits not named here are kept as they come.
 COMPRESSED: Final = 0x001
 MULTI_TAGS: Final = 0x002
 TRANSACTION_MASK: Final = 0x00C
@@ -106,7 +106,7 @@ MAX_TOPIC_BYTES: Final = 255  # what we write; a reader takes what the i16 of V2
 MIN_RECORD_BYTES: Final = BODY_AT_V4 + 1 + 2  # no body, no topic, no properties, V1
 BLANK_BYTES: Final = 8
 
-# The eight bytes that must stay free behind each record, so that a BLANK always fits (2.6).
+# The eight bytes that must stay free behind each record, so that a BLANK always fits (format#blank).
 SEGMENT_RESERVE_BYTES: Final = BLANK_BYTES
 
 _SCHEDULE_TOPIC: Final = b"SCHEDULE_TOPIC_XXXX"  # delay levels; the one topic whose records are judged by their topic
@@ -152,7 +152,7 @@ def body_length_at(sys_flag: int) -> int:
 class Record(NamedTuple):
     """The fields of one record as they are stored: `body` maybe compressed, hosts and properties still encoded.
 
-    `topic_bytes` is what the record holds; a name that is not UTF-8 can only be told by them (1.2, path-safe).
+    `topic_bytes` is what the record holds; a name that is not UTF-8 can only be told by them (format#names).
     """
 
     total_size: int
@@ -180,12 +180,12 @@ class Record(NamedTuple):
 
     @property
     def properties(self) -> dict[str, str]:
-        """The properties by the lenient rule of 2.4, decoded anew at each call."""
+        """The properties by the lenient rule of format#properties, decoded anew at each call."""
         return decode_properties(self.properties_bytes)
 
     @property
     def message_id(self) -> str:
-        """The offset message id: address of this copy (2.8)."""
+        """The offset message id: address of this copy (format#ids)."""
         return encode_message_id(self.store_host, self.physical_offset)
 
     @property
@@ -205,7 +205,7 @@ class Record(NamedTuple):
 def record_bytes(
     *, body_bytes: int, topic_bytes: int, properties_bytes: int, born_host_bytes: int = 8, store_host_bytes: int = 8
 ) -> int:
-    """The totalSize of a record of these lengths (2.1); `properties_bytes` counts the CRC tail if there will be one."""
+    """The totalSize of a record of these lengths; `properties_bytes` counts the CRC tail if there will be one."""
     topic_length_bytes = 1 if topic_bytes <= MAX_TOPIC_BYTES_V1 else 2
     hosts_bytes = born_host_bytes + store_host_bytes
     return 72 + hosts_bytes + body_bytes + topic_length_bytes + topic_bytes + 2 + properties_bytes
@@ -230,14 +230,14 @@ def encode_record(
     prepared_transaction_offset: int = 0,
     crc_tail: bool = False,
 ) -> bytes:
-    """One record, ready to be written at `physical_offset` (2.1).
+    """One record, ready to be written at `physical_offset` (format#record).
 
     `properties` and the hosts are encoded already (`encode_properties`, `encode_host`). V1 up to 127 topic bytes, V2
     above. The two host bits of `sys_flag` are set to what the hosts are; all others are kept. `crc_tail` appends the
-    `__CRC32#` property (2.5), which `checksum="crc32c-record"` makes pointless and therefore refuses with ValueError.
+    `__CRC32#` property, which `checksum="crc32c-record"` makes pointless and therefore refuses with ValueError.
 
     Raises `InvalidMessageError`, whose `field` is the argument at fault, for an empty topic or one over 255 bytes,
-    properties over 32767 bytes, and a number that its field cannot hold. The limits of messages (2.7) are checked where
+    properties over 32767 bytes, and a number that its field cannot hold. The limits of messages are checked where
     messages come in, not here.
     """
     topic_data = topic.encode("utf-8") if isinstance(topic, str) else topic
@@ -282,7 +282,7 @@ def encode_record(
 
 
 def encode_blank(size: int) -> bytes:
-    """The 8 defined bytes of a BLANK that fills the last `size` bytes (at least 8) of a segment (2.6).
+    """The 8 defined bytes of a BLANK that fills the last `size` bytes (at least 8) of a segment (format#blank).
 
     >>> encode_blank(100).hex()
     '00000064cbd43194'
@@ -392,7 +392,7 @@ def decode_record(buf: ReadableBuffer, position: int = 0, *, limit: int | None =
 
 
 class Check(NamedTuple):
-    """What lies at a position of the log (9.2).
+    """What lies at a position of the log (format#verifies).
 
     `status`: "ok" a record that verifies, "blank" a BLANK that fills its segment, "bad" anything else. `size`: bytes to
     the next position for "ok" and "blank"; for "bad" the record's claim when it can be believed (magic and lengths
@@ -406,7 +406,7 @@ class Check(NamedTuple):
 
 
 def record_checksum(buf: ReadableBuffer, position: int, size: int, checksum: Checksum) -> int:
-    """What field 3 of the record of `size` bytes at `position` must hold, the signed 32-bit integer on disk (2.10).
+    """What field 3 of the record of `size` bytes at `position` must hold, the signed 32-bit integer on disk.
 
     Raises `FormatError` when the bytes there are no record of that size.
     """
@@ -420,7 +420,7 @@ def record_checksum(buf: ReadableBuffer, position: int, size: int, checksum: Che
 
 
 def check_record(buf: ReadableBuffer, position: int, limit: int, physical_offset: int, checksum: Checksum) -> Check:
-    """Whether a record, or the BLANK that ends the segment, stands at `buf[position]` (9.2). Raises nothing.
+    """Whether a record, or the BLANK that ends the segment, stands at `buf[position]`. Raises nothing.
 
     `limit` is the index in `buf` of the segment's end; when `buf` ends earlier, only what it holds is looked at.
     `physical_offset` is where `position` lies in the log. Beyond what RocketMQ asks, a record must claim just that
@@ -484,7 +484,7 @@ _NUMBER: Final = re.compile(r"[+-]?[0-9]+")
 
 
 def unreadable_number(topic: bytes, properties: bytes) -> str:
-    """What keeps RocketMQ from dispatching a record of these properties (9.2 row 7), "" if nothing does.
+    """What keeps RocketMQ from dispatching a record of these properties (format#verifies), "" if nothing does.
 
     DELAY must be a number in the schedule topic, INNER_NUM and INNER_BASE must be numbers wherever they stand.
     """

@@ -1,4 +1,4 @@
-"""Many records at once: walk, read and verify a stretch of commitlog with numpy (store-format 2.1, 9.2, 9.8).
+"""Many records at once: walk, read and verify a stretch of commitlog with numpy (format#record).
 
 The speed centre of recovery, dispatch, verification and columnar reads. `record` knows one record in full; this module
 knows thousands of them by their fixed fields and lengths, and never makes a Python object per record where it can avoid
@@ -9,8 +9,8 @@ physical offset is the caller's sum. The byte table is that of `record`, and so 
     walk         starts of consecutive records, by following totalSize
     gather       their fields as arrays, each made when first asked for
     topic_is     whether they bear a topic
-    verify       whether their checksums hold (2.5, 2.10)
-    find_next    the next record that verifies, wherever it starts: resynchronisation behind damage (9.8)
+    verify       whether their checksums hold (format#crc-tail, format#checksum)
+    find_next    the next record that verifies, wherever it starts: resynchronisation behind damage (format#opening)
     content_end  where the zeros begin in which a file ends
 
 Everything here is fed damaged bytes on purpose. Nothing reads outside the buffer, no length is trusted before it was
@@ -182,10 +182,11 @@ def read_run(
 ) -> tuple[Headers, int, int]:
     """The records that follow each other from `start` on, begin before `stop`, and verify, at most `limit`.
 
-    `base` is the physical offset of byte 0 of `buf`: where a record says it lies, there it has to lie. All of 9.2 is
-    asked of it but for row 7, with `checksums` False but for rows 6 and 8 as well. Returns their headers; where the
-    last one ends, which is where one that does not verify begins if they are fewer than `limit`; and how far the pages
-    of the buffer, a mapping, have been brought in, which the next call is given as `met`.
+    `base` is the physical offset of byte 0 of `buf`: where a record says it lies, there it has to lie. It is asked
+    all of format#verifies, except for the numbers in properties, and with `checksums` False except for the checksums.
+    Returns their headers; where the last one ends, which is where one that does not verify begins if they are fewer
+    than `limit`; and how far the pages of the buffer, a mapping, have been brought in, which the next call is given as
+    `met`.
     `spares`: of who reads stretch after stretch.
     """
     view = _bytes_of(buf)
@@ -360,7 +361,8 @@ class Headers:
     """The fields of many records as numpy arrays, each made when first asked for and then kept.
 
     `positions` are the record starts (int64, bytes from the start of the buffer). Columns are native-endian, int32 or
-    int64 as in 2.1; those of body, topic and properties, positions and sizes in bytes, are int64. Do not write to them.
+    int64 as in the record; those of body, topic and properties, positions and sizes in bytes, are int64. Do not write
+    to them.
 
     `ok` says whether the magic is V1 or V2, the record lies within the buffer, its topic is not empty and its inner
     lengths add up to its size (9.2 rows 2, 4, 5, 9). In other rows the columns behind bornTimestamp mean nothing, and
@@ -649,9 +651,9 @@ def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
     """Which records hold what their checksums say: a bool for each row of `headers`, which was gathered from `buf`.
 
     `crc32c-record` covers the whole record with the checksum field read as zero; `crc32-body` the stored body, and is
-    not compared when that is empty (2.10, 9.2 row 6). A `__CRC32#` tail is compared too where there is one (2.5). Rows
+    not compared when that is empty. A `__CRC32#` tail is compared too where there is one. Rows
     whose lengths do not add up (`Headers.ok`) are False. Not looked at: whether a record lies where its physicalOffset
-    says (compare the column), and whether its numbers can be read (9.2 row 7).
+    says (compare the column), and whether its numbers can be read (format#verifies).
     """
     view = _bytes_of(buf)
     result = headers.ok.copy()
@@ -674,7 +676,7 @@ def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
 
 
 def has_crc_tail(buf: ReadableBuffer, headers: Headers) -> _Bools:
-    """Return which records, gathered from `buf`, end with `__CRC32#`, a checksum of the whole record (2.5)."""
+    """Return which records, gathered from `buf`, end with `__CRC32#`, a checksum of the whole record."""
     found: _Bools = headers.properties_size >= CRC_TAIL_BYTES
     rows = np.flatnonzero(found)
     ends = headers.positions[rows] + headers.size[rows]
@@ -806,7 +808,7 @@ def ordinary_bodies(
 
     Else (where each body ends in `buf`, -1 for one that is compressed or has a host that is not IPv4; with `copied` all
     bodies one after the other, unless one is such; with `headers` those of all, for less than looking again). Without
-    `checksums`, which are over the whole record, these are not compared (9.2).
+    `checksums`, which are over the whole record, these are not compared (format#verifies).
     """
     if kernel is None:
         return None
@@ -854,12 +856,12 @@ def content_end(buf: ReadableBuffer, start: int = 0, end: int | None = None) -> 
 def find_next(
     buf: ReadableBuffer, start: int, end: int, base: int, checksum: Checksum, before: int | None = None
 ) -> int | None:
-    """The first position in `[start, end)` where a record verifies and ends by `end`; None if there is none (9.8).
+    """The first position in `[start, end)` where a record verifies and ends by `end`; None if there is none.
 
     With `before` it has to begin below that position, however far it reaches.
 
     `base` is the physical offset of byte 0 of `buf`: a record counts only where its own physicalOffset says it lies, so
-    copies of records inside a body do not. All of 9.2 is asked of it. ValueError if the range is not within `buf`.
+    copies of records inside a body do not. It must verify. ValueError if the range is not within `buf`.
 
     Damage makes hardly a candidate; a hostile file can be made of them, each claiming all that follows. So that this
     ends in any case, candidates of more than a page stop counting once the range has been read many times for nothing.

@@ -104,7 +104,7 @@ class BackgroundWork:
         dispatched, index_ms = current.dispatched or 0, current.index_msg_timestamp_ms
         self._errors.attempt("index", dispatcher.put_pending)
         # Many small queues make a sync expensive; all that it saves is reading after the next crash.
-        if parts.queues.dirty_count <= _FEW_FILES or now >= self._due_ms.get("queues", 0):
+        if parts.queue_table.dirty_count <= _FEW_FILES or now >= self._due_ms.get("queues", 0):
             position, full_ms = dispatcher.position, parts.index.full_end_timestamp_ms()
             if not parts.index.pending and self._checkpointer.sync_units():
                 dispatched, index_ms = position, full_ms

@@ -1,4 +1,4 @@
-"""Whether the records that units lead to verify as theirs (store-format 8.5, 9.2).
+"""Whether the records that units lead to verify as theirs (format#readers, format#verifies).
 
     units of one segment -> its mapping -> compiled check, or numpy, or one by one -> which of them are good
 
@@ -104,7 +104,7 @@ class RecordChecker:
         self.passes_over_bad = passes_over_bad
         self.kernel = kernel if parts.config.verify_reads and parts.checksum == "crc32c-record" else None
         """Compiled checks, if there are some for these records."""
-        self._run = parts.run
+        self._run = parts.log_files
         self._news = news
         self._checksum = parts.checksum
         self._verify_reads = parts.config.verify_reads
@@ -134,7 +134,7 @@ class RecordChecker:
         slots: npt.NDArray[np.int64],
         with_bodies: bool = False,
     ) -> Checked:
-        """The mapping that holds these units' records, and which of them verify as what the units say (8.5, 9.2)."""
+        """The mapping that holds these units' records, and which of them verify as what the units say."""
         stops = physical + sizes
         there = self.segment_at(int(physical[0]), int(stops.max()))
         if there is None:
@@ -199,7 +199,7 @@ def sound_records(
     checksum: Checksum | None,
 ) -> tuple[npt.NDArray[np.intp], Headers]:
     """Return which units of a queue lead to a record at `starts` that verifies as theirs, and the headers of these
-    (8.5, 9.2). `checksum` None: checksums are not compared."""
+    (format#readers, format#verifies). `checksum` None: checksums are not compared."""
     rows = np.flatnonzero((starts + sizes <= len(buffer)) & (sizes >= MIN_RECORD_BYTES))
     headers = gather(buffer, starts[rows], topic=queue.topic_bytes)
     fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])

@@ -1,4 +1,4 @@
-"""The checkpoint file: one page that says how far the store was durable (store-format 7)."""
+"""The checkpoint file: one page that says how far the store was durable (format#checkpoint)."""
 
 from __future__ import annotations
 

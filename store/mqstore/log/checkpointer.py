@@ -1,4 +1,4 @@
-"""Syncing units and index entries, and saving in the checkpoint how far the store is durable (store-format 7)."""
+"""Syncing units and index entries, and saving in the checkpoint how far the store is durable (format#checkpoint)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Checkpointer:
             if self.is_doubtful:
                 return False
             try:
-                self._parts.queues.sync()
+                self._parts.queue_table.sync()
                 self._parts.index.sync()
             except OSError as error:
                 self.is_doubtful = not is_not_begun(error)
@@ -51,7 +51,7 @@ class Checkpointer:
         are too many segments, which is no loss."""
         with self._lock:
             if self.log_start is not None and self.log_start < start:
-                self._parts.checkpoint_file.save(replace(self._parts.checkpoint, log_start=start))
+                self._parts.save_checkpoint(replace(self._parts.checkpoint, log_start=start))
                 self.log_start = start  # only now: without the note on disk nothing may be deleted
 
     def save(
@@ -76,7 +76,7 @@ class Checkpointer:
                 physic = current.physic_msg_timestamp_ms
             if dispatcher.position > dispatched:
                 logics = current.logics_msg_timestamp_ms
-            self._parts.checkpoint_file.save(
+            self._parts.save_checkpoint(
                 Checkpoint(
                     physic_msg_timestamp_ms=max(physic, 0),
                     logics_msg_timestamp_ms=max(logics, 0),

@@ -1,4 +1,4 @@
-"""Messages as columns: numbers as numpy arrays, texts and bodies as Arrow large-binary pairs (client-semantics B.3).
+"""Messages as columns: numbers as numpy arrays, texts and bodies as Arrow large-binary pairs.
 
 A column is computed for thousands of messages by a few array operations, and only if it is asked for. Cost classes:
 slots and units cost 20 bytes a message, header fields a cache line, bodies their bytes, properties a parse.
@@ -238,7 +238,7 @@ _MAKERS: dict[str, Callable[[Sequence[Stretch]], Column]] = {
     "tags_code": _tags_code,
 }
 NAMES = ("topic", "queue_id", "queue_offset", *_MAKERS)
-"""Every column, in the order of client-semantics B.2."""
+"""Every column, in the order of clients#message-names."""
 _INT32 = frozenset({"size", "flag", "sys_flag", "reconsume_times"})
 _INT64 = frozenset(
     {"physical_offset", "born_timestamp_ms", "store_timestamp_ms", "prepared_transaction_offset", "tags_code"}

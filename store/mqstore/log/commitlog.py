@@ -1,4 +1,4 @@
-"""The commitlog: one endless stream of records, laid over fixed-size segments (store-format 2.6, 5.1).
+"""The commitlog: one endless stream of records, laid over fixed-size segments (format#blank, format#append).
 
     position = start of segment + byte in segment        a record never crosses a segment's end
 
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 ALLOWANCE = 65_536
-"""What a record may hold beyond the largest body (store-format 2.7)."""
+"""What a record may hold beyond the largest body (format#limits)."""
 _CRC = Struct(">I")
 _BEFORE_OFFSETS = 20
 """Bytes of a record before queue offset and physical offset."""
@@ -126,7 +126,7 @@ class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
 
     @property
     def message_id(self) -> str:
-        """The offset message id: store host and physical offset, upper-case hex (store-format 2.8)."""
+        """The offset message id: store host and physical offset, upper-case hex (format#ids)."""
         return encode_message_id(self[5], self[2])
 
     @property
@@ -437,7 +437,7 @@ class CommitLog(Tip):
     def append_many(
         self, queue: Queue, bodies: list[bytes], tails: list[bytes] | bytes, flags: list[int] | int
     ) -> tuple[int, int, npt.NDArray[np.int64], int]:
-        """Append records that lie together and become visible together; all of them, or none (store-format 2.9).
+        """Append records that lie together and become visible together; all of them, or none (format#batch).
 
         Returns (first queue offset, first physical offset, size of each, store timestamp). The caller has checked that
         their sum fits a segment.
@@ -669,7 +669,7 @@ class CommitLog(Tip):
             raise type(self.failed)(*self.failed.args)
 
     def poison(self, error: MQStoreError) -> None:
-        """Refuse every later put: a sync failed (store-format 8.1), or the store was closed."""
+        """Refuse every later put: a sync failed (format#flush), or the store was closed."""
         with self._lock:
             self._refuse(error)
 

@@ -1,6 +1,6 @@
 """Consume queues: for each (topic, queue id) the run of 20-byte units that says where its messages lie.
 
-    consumequeue/<topic>/<queue id>/<20 digits>      unit k of the queue at byte k * 20 of the run (store-format 4)
+    consumequeue/<topic>/<queue id>/<20 digits>      unit k of the queue at byte k * 20 of the run (format#unit)
 
 A queue is a function of the commitlog: whatever is lost here is built again from there. Its files are sparse and
 written with `pwrite` through a bounded set of descriptors, so that a hundred thousand small queues cost a few KiB
@@ -184,7 +184,7 @@ class ConsumeQueue(Queue):
     def stop_at_hole(self, dispatched: int) -> None:
         """Let the queue end at its first unit not in use. For readers of a crashed store: units of records at or beyond
         `dispatched` may have reached the disk in any order, and who read past a hole would miss what recovery will
-        fill it with (store-format 8.5)."""
+        fill it with (format#readers)."""
         low = self.max_offset
         for low, units in self.held_before(self.max_offset, 4096):
             older = np.flatnonzero((units["physical_offset"] < dispatched) & (units["size"] > 0) & ~is_void(units))
@@ -198,7 +198,7 @@ class ConsumeQueue(Queue):
                 return
 
     def refresh(self) -> None:
-        """Look for units that another process has published since, or taken back (store-format 8.5)."""
+        """Look for units that another process has published since, or taken back (format#readers)."""
         with self._table.news_lock:  # of two threads each would add what both have found
             known = self.max_offset
             if known > self.first_offset() and self.units(known - 1, 1)["size"][0] <= 0:
@@ -290,7 +290,7 @@ class ConsumeQueue(Queue):
         """
         if offset > self.max_offset:
             # A record gets its number under the append lock and the log is dispatched in order: who was numbered
-            # before and is not here is gone for good (store-format 4.3).
+            # before and is not here is gone for good (format#void).
             first = self.max_offset
             if not self._starts:
                 first = offset // self._table.units_per_segment * self._table.units_per_segment
@@ -345,7 +345,7 @@ class ConsumeQueue(Queue):
         return self._starts[-1] * self._table.units_per_segment
 
     def zero_from(self, offset: int) -> int:
-        """Zero every unit from `offset` on; how many were in use. Cutting means zeros, never a shorter file (8.5)."""
+        """Zero every unit from `offset` on; how many were in use. Cutting means zeros, never a shorter file."""
         removed = 0
         if not self._starts:
             return 0
@@ -363,7 +363,7 @@ class ConsumeQueue(Queue):
 
     def correct_min(self, min_physical: int) -> None:
         """Set `min_offset` to the first unit, over all files, that is no placeholder and lies at or above
-        `min_physical`; `max_offset` when there is none (store-format 4.6)."""
+        `min_physical`; `max_offset` when there is none (format#queue-start)."""
         per = self._table.units_per_segment
         end = self.max_offset  # the dispatcher may raise it meanwhile: what comes then lies at or above `end`
         for segment in list(self._starts):
@@ -387,7 +387,7 @@ class ConsumeQueue(Queue):
         self.min_offset = end
 
     def drop_before(self, min_physical: int) -> int:
-        """Delete leading files, never the last, whose newest unit lies below `min_physical`; how many (8.4)."""
+        """Delete leading files, never the last, whose newest unit lies below `min_physical`; how many."""
         per = self._table.units_per_segment
         dropped = 0
         while len(self._starts) > 1:
@@ -430,13 +430,13 @@ class QueueTable:
         self.segment_bytes = segment_bytes
         self.units_per_segment = segment_bytes // UNIT_BYTES
         self.delay_table_ms = delay_table_ms
-        """Milliseconds of each delay level, level 1 first (4.2)."""
+        """Milliseconds of each delay level, level 1 first (format#tags-code)."""
         self.fs = fs
         self.descriptors = descriptors
         self.short_files: list[tuple[str, int]] = []
         """(path, length) of files that are not as long as their name promises; by an exact load, or `find_short`."""
         self.unsafe_names: list[str] = []
-        """Folders that no queue can be made of (store-format 1.2)."""
+        """Folders that no queue can be made of (format#names)."""
         self.batch_topics: frozenset[str] = frozenset()
         """Topics whose queues are RocketMQ's batch queues, in a folder of their own: not ours to write. RocketMQ does
         not start with a topic that has queues of both kinds."""

@@ -1,4 +1,4 @@
-"""What a RocketMQ broker may keep in a store's directory that mqstore does not know, in words (store-format 1.1).
+"""What a RocketMQ broker may keep in a store's directory that mqstore does not know, in words (format#manifest).
 
     batchconsumequeue/                      queues of another kind, for topics of another kind
     consumequeue/CURRENT                    queues in RocksDB, in the very folder of ours

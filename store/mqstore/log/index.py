@@ -1,4 +1,4 @@
-"""Index files: from a key to the physical offsets of its messages (store-format 6).
+"""Index files: from a key to the physical offsets of its messages (format#index).
 
     index/<yyyyMMddHHmmssSSS, local time>       fixed size, mapped; sorted by name, newest last
 
@@ -398,7 +398,7 @@ class Index:
         return sum(len(hashes) for hashes, _, _ in list(self._pending)) if self._pending else 0
 
     def query(self, topic: str, key: str, begin_ms: int, end_ms: int, limit: int) -> list[int]:
-        """Physical offsets of records that may bear `key`, newest first, at most `limit` (6.4).
+        """Physical offsets of records that may bear `key`, newest first, at most `limit` (format#index-query).
 
         Times are rounded outward by a second: entries count seconds. Other keys of equal hash may be among them.
         """
@@ -462,7 +462,7 @@ class Index:
         return 0
 
     def drop_before(self, min_physical: int) -> int:
-        """Delete leading files, never the last, whose newest record lies below `min_physical`; how many (8.4)."""
+        """Delete leading files, never the last, whose newest record lies below `min_physical`; how many."""
         dropped = 0
         while len(self.files) > 1 and self.files[0].header.end_physical_offset < min_physical:
             with self._lock:

@@ -1,4 +1,4 @@
-"""How many slots and entries an index file was made with, told by what stands in it (store-format 1.2, 6.1).
+"""How many slots and entries an index file was made with, told by what stands in it (format#sizes, format#index).
 
     0         40                                40 + 4 slots
     | header  | slots x i32                     | entry 0, entry 1, ... entry n - 1, unused       |

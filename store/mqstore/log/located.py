@@ -1,7 +1,7 @@
 """A record in a buffer, found by a unit: what can be read off it without decoding, compiled where possible.
 
-The base of `Message`. It decodes at each call and keeps nothing; the numbers lie where the byte table of store-format
-2.1 has them, moved by IPv6 hosts.
+The base of `Message`. It decodes at each call and keeps nothing; the numbers lie where the byte table
+(format#record) has them, moved by IPv6 hosts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Located:
 
     @property
     def message_id(self) -> str:
-        """Offset message id, the address of this stored copy (store-format 2.8)."""
+        """Offset message id, the address of this stored copy (format#ids)."""
         return encode_message_id(self._host(store=True), self.physical_offset)
 
     @property
@@ -82,7 +82,7 @@ class Located:
 
     @property
     def sys_flag(self) -> int:
-        """Bits of the record: compression, transaction, IPv6 hosts (store-format 2.3)."""
+        """Bits of the record: compression, transaction, IPv6 hosts (format#flags)."""
         return int(_I4(self._buffer, self._start + 36)[0])
 
     @property
@@ -117,7 +117,7 @@ class Located:
 
     @property
     def encoded_properties(self) -> bytes:
-        """The bytes of the properties, as stored (store-format 2.4)."""
+        """The bytes of the properties, as stored (format#properties)."""
         buffer, at = self._stretch.buffer, self._body_start()
         at += _I4(buffer, at - 4)[0]
         if buffer[self._start + 7] == _MAGIC_V2_LOW_BYTE:

@@ -1,4 +1,4 @@
-"""What a directory is: the manifest, and what is concluded where there is none (store-format 1.1, 1.2).
+"""What a directory is: the manifest, and what is concluded where there is none (format#manifest, format#sizes).
 
     found                                             taken as
     nothing, or only lock, tmp/, inbox/, _staging/    no store yet: created in mode "rw"
@@ -57,7 +57,7 @@ MANIFEST = "mqstore.json"
 GUARD = os.path.join("commitlog", "mqstore.profile")
 SCHEMA = 1
 _TIMERLOG_MIN = 68
-"""A unit and the blank behind it (broker-semantics 5.1)."""
+"""A unit and the blank behind it (delivery#timer-files)."""
 _SURPLUS_MAX = 4096
 _SIZE_MAX = 0x7FFF_FFFF
 _LOOK_BYTES = 1 << 20
@@ -168,7 +168,7 @@ def _sizes_of_files(
 
 
 def sizes_found(root: Path, profile: Profile, config: StoreConfig | None = None, fs: FileSystem = REAL) -> Manifest:
-    """The manifest of a directory that has none, by what its files say (1.2)."""
+    """The manifest of a directory that has none, by what its files say (format#sizes)."""
     config = config or StoreConfig()
     segment, cq_bytes, slots, entries, timerlog = _sizes_of_files(root, profile, config, fs)
     return Manifest(
@@ -429,7 +429,7 @@ def _version() -> str:
 
 
 def save(manifest: Manifest, root: Path, fs: FileSystem) -> None:
-    """Write `mqstore.json` by the protocol of store-format 11.2."""
+    """Write `mqstore.json` by the protocol of format#json-save."""
     value = {
         **manifest.unknown,
         "format": "mqstore",
@@ -460,7 +460,7 @@ def is_guarded(root: Path) -> bool:
 
 
 def write_guard(root: Path, fs: FileSystem) -> None:
-    """Keep a Java broker out: a file of another length makes its load fail before it changes anything (1.1)."""
+    """Keep a Java broker out: a file of another length makes its load fail before it changes anything."""
     path = root / GUARD
     data = _GUARD_TEXT
     fd = fs.open(path, os.O_RDWR | os.O_CREAT, 0o600)

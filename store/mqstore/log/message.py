@@ -44,7 +44,7 @@ def _instant(timestamp_ms: int) -> datetime:
 
 
 class Message(Located):
-    """One stored message; looks like an immutable value. Attributes are named as in client-semantics B.2.
+    """One stored message; looks like an immutable value. Attributes are named as in clients#message-names.
 
     `offset` is the queue offset, `attempt` counts deliveries from 1, `properties` holds what the user set.
     Bytes come as `body` (inflated when they were stored compressed); `body_view` gives the stored bytes uncopied.
@@ -68,7 +68,7 @@ class Message(Located):
 
     @property
     def tags_code(self) -> int:
-        """Of the consume-queue unit: hash of the tag, or the time of delivery (store-format 4.2)."""
+        """Of the consume-queue unit: hash of the tag, or the time of delivery (format#tags-code)."""
         return self._stretch.tags_code(self.offset)
 
     @property
@@ -165,7 +165,7 @@ class Message(Located):
 
     @property
     def system_properties(self) -> Mapping[str, str]:
-        """Reserved properties: tag, keys, ids, retry and delay marks (store-format 3)."""
+        """Reserved properties: tag, keys, ids, retry and delay marks (format#property-names)."""
         return MappingProxyType({k: v for k, v in self.stored_properties().items() if k in RESERVED})
 
     @property
@@ -213,7 +213,7 @@ def stored_bytes(messages: Iterable[Message]) -> int:
 
 
 def row_of(message: Message, *, stored: bool = False) -> dict[str, Any]:
-    """The message under the names and units of exports and columns (client-semantics B.2); `body` is bytes.
+    """The message under the names and units of exports and columns (clients#message-names); `body` is bytes.
 
     `stored` leaves a compressed body as it lies in the log, for one that cannot be inflated.
     """

@@ -1,4 +1,4 @@
-"""Which names may become paths, and which may be created (store-format 1.2, client-semantics A1.2)."""
+"""Which names may become paths, and which may be created (format#names, clients#message-rules)."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class FileNews:
     def __init__(self, parts: StoreParts, log: CommitLog) -> None:
         self.pending_splice: Intent | None = None
         """The splice that the writer, or one that died, has under way."""
-        self._run, self._queues, self._index = parts.run, parts.queues, parts.index
+        self._run, self._queues, self._index = parts.log_files, parts.queue_table, parts.index
         self._log = log
         self._intents = IntentWatch(parts.root, parts.fs)
         self._lock = threading.RLock()
@@ -89,7 +89,7 @@ class FileNews:
         self._first_listed = self._run.min_offset
 
     def stop_at_splice(self) -> None:
-        """Show nothing of a splice that is not recorded (spark B6): the log ends where it began."""
+        """Show nothing of a splice that is not recorded (spark#commit): the log ends where it began."""
         self.pending_splice = self._intents.pending()
         self._run.limit = None if self.pending_splice is None else self.pending_splice.start
 

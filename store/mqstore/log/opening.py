@@ -93,21 +93,21 @@ class Opening:
         mended = self._save_manifest(created)
         with self._taking_mark_back(clean):
             self._prepare_folders(created)
-            parts.load_problems = parts.run.load()
-        parts.has_checkpoint = parts.checkpoint_file.load()
+            parts.load_problems = parts.log_files.load()
+        parts.load_checkpoint()
         if had_checkpoint is not None:
             parts.has_checkpoint = had_checkpoint
         else:
             clean = clean and parts.checkpoint.clean_end != -1  # somebody took `abort` away
         txn.load()
-        undone = undo(txn, parts.run, parts.checksum, parts.checkpoint.flushed)
+        undone = undo(txn, parts.log_files, parts.checksum, parts.checkpoint.flushed)
         if undone.start is not None:
             clean = False
             # Puts before the splice were perhaps not synced: then the log ends before it, and what was behind is gone.
-            end = min(undone.start, parts.run.end)
+            end = min(undone.start, parts.log_files.end)
             parts.load_problems = [each for each in parts.load_problems if each.position < end]
         with self._taking_mark_back(clean):
-            parts.queues.load(exact=not clean or options.full)
+            parts.queue_table.load(exact=not clean or options.full)
         parts.index_findings = parts.index.load()
         parts.clean = clean
         parts.has_checkpoint |= created
@@ -130,7 +130,7 @@ class Opening:
         self._note_queue_ends(outcome)
         if report.scanned_from is not None:
             # What a killed process left in the page cache counts from now on, so it has to be on disk from now on.
-            parts.run.sync(report.scanned_from, outcome.end)
+            parts.log_files.sync(report.scanned_from, outcome.end)
         return Opened(outcome, went_down)
 
     @contextmanager
@@ -151,9 +151,9 @@ class Opening:
         """Rename segment files with wrong names; return where they belong, by their old names."""
         parts = self._readable_parts()
         try:
-            parts.run.load()
-            places = misnamed_segments(parts.run, parts.checksum, parts.fs)
-            rename_segments(parts.run, places, parts.fs)
+            parts.log_files.load()
+            places = misnamed_segments(parts.log_files, parts.checksum, parts.fs)
+            rename_segments(parts.log_files, places, parts.fs)
         finally:
             parts.close()
         return places
@@ -165,21 +165,21 @@ class Opening:
         With the mark, and without this note, the store looks like one whose first writer was killed before it synced
         anything, and what is whole behind damage would be cut."""
         parts = self._readable_parts()
-        there = parts.checkpoint_file.load()
+        parts.load_checkpoint()
         known = parts.checkpoint
         if known.flushed is not None or known.physic_msg_timestamp_ms > 0:
             return None
         try:
-            parts.run.load()
+            parts.log_files.load()
             pending = IntentWatch(parts.root, parts.fs).pending()
-            if not parts.run.starts or pending is not None:  # who spliced did not end cleanly
+            if not parts.log_files.starts or pending is not None:  # who spliced did not end cleanly
                 return None
-            start = parts.run.min_offset
-            end = written_end(parts.run, start, parts.checksum)
-            parts.checkpoint_file.save(replace(known, flushed=end, dispatched=start, clean_end=-1))
+            start = parts.log_files.min_offset
+            end = written_end(parts.log_files, start, parts.checksum)
+            parts.save_checkpoint(replace(known, flushed=end, dispatched=start, clean_end=-1))
         finally:
             parts.close()
-        return there
+        return parts.has_checkpoint
 
     def _save_manifest(self, created: bool) -> list[tuple[str, str]]:
         """Write the manifest if it is new, changed or damaged. Return the (file, problem) pairs that this mended."""
@@ -218,5 +218,5 @@ class Opening:
             _log.warning("%s: the numbers of queues that were lost, or their ends, begin anew", parts.root)
         ahead = not parts.clean and is_progress_ahead(parts.root, outcome.end, parts.fs)
         if report.changed or report.findings or lost or ahead:
-            ends = {(queue.topic, queue.queue_id): queue.next_offset for queue in parts.queues}
+            ends = {(queue.topic, queue.queue_id): queue.next_offset for queue in parts.queue_table}
             note_ends(parts.root, ends, outcome.end, parts.fs, parts.config.file_mode)

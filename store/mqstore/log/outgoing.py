@@ -1,4 +1,4 @@
-"""What a caller may put: bodies, tags, keys, properties, and the bytes they become (client-semantics A1.1, A1.2).
+"""What a caller may put: bodies, tags, keys, properties, and the bytes they become (clients#message).
 
 Every check is made before anything is written, and names the argument that breaks a rule.
 """
@@ -216,7 +216,7 @@ def tail_of_bytes(plain_tail: bytes, properties: bytes) -> bytes:
 def without_place(properties: bytes) -> bytes:
     """Return encoded properties without those that belong to another record, or the same object if there are none.
 
-    A `__CRC32#` would make this record fail its check (store-format 2.5). The numbers of light queues would list it in
+    A `__CRC32#` would make this record fail its check (format#crc-tail). The numbers of light queues would list it in
     the place of the other one.
     """
     for name in _OF_RECORD:

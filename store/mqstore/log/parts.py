@@ -48,7 +48,7 @@ class StoreParts:
         self.clock = clock
         self.checksum = manifest.checksum
         self.delay_table_ms = delay_table_ms(manifest.delay_levels)
-        self.run = SegmentRun(
+        self.log_files = SegmentRun(
             root / "commitlog",
             tmp,
             manifest.commitlog_segment_bytes,
@@ -58,7 +58,7 @@ class StoreParts:
             file_mode=config.file_mode,
         )
         self.descriptors = DescriptorCache(fs, budget, writable=writable)
-        self.queues = QueueTable(
+        self.queue_table = QueueTable(
             root / "consumequeue",
             tmp,
             manifest.consumequeue_segment_bytes,
@@ -79,6 +79,8 @@ class StoreParts:
             file_mode=config.file_mode,
         )
         self.checkpoint_file = CheckpointFile(root, fs, config.file_mode)
+        self.checkpoint = self.checkpoint_file.current
+        """Checkpoint as the last writer left it, then as this one saves it. What recovery notes is not in it."""
         self.has_checkpoint = False
         self.clean = False
         """The last writer closed the store."""
@@ -89,50 +91,57 @@ class StoreParts:
         self.index_findings: Sequence[Finding] = ()
         """Index files of the wrong length: not among `index.files`, and in the way."""
 
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The checkpoint as it was loaded or saved last."""
-        return self.checkpoint_file.current
+    def load_checkpoint(self) -> None:
+        """Read the checkpoint."""
+        self.has_checkpoint = self.checkpoint_file.load()
+        self.checkpoint = self.checkpoint_file.current
+
+    def save_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Save the checkpoint, durably."""
+        self.checkpoint_file.save(checkpoint)
+        self.checkpoint = checkpoint
 
     def close(self) -> None:
         """Close all files."""
-        self.run.close()
+        self.log_files.close()
         self.descriptors.close()
         self.index.close()
 
     # -- the log ----------------------------------------------------------------------------------------------------
 
-    def watermark(self) -> int:
-        """Return the physical offset below which the log had been synced (store-format 9.8). The log is not empty, and
-        no writer has it open. May read much of the log."""
-        return watermark(self.run, self.checkpoint, self.checksum, clean=self.clean)
+    def watermark(self, start: int | None = None) -> int:
+        """Return the physical offset below which the log had been synced (format#watermark). The log is not empty, and
+        no writer has it open. `start` as of `log.watermark`. May read much of the log."""
+        return watermark(self.log_files, self.checkpoint, self.checksum, clean=self.clean, start=start)
 
-    def torn_from(self) -> int:
+    def torn_from(self, start: int | None = None) -> int:
         """Return the physical offset from which bad bytes are a torn tail for the next opening, as `watermark` does."""
-        return NEVER_TORN if self.machine_ran_on else self.watermark()
+        return NEVER_TORN if self.machine_ran_on else self.watermark(start)
 
     def has_records(self) -> bool:
         """Return True if the log holds a record, listed in a queue or not."""
-        events = scan_log(self.run, self.run.min_offset, self.checksum, checksums=False, on_front=_unnoticed)
+        events = scan_log(
+            self.log_files, self.log_files.min_offset, self.checksum, checksums=False, on_front=_unnoticed
+        )
         return not isinstance(next(events), End)
 
     def listed_end(self) -> int:
         """Return the end of what queues list; of a store whose queues are lost, the end of its log. For readers."""
         end = 0
-        for queue in self.queues:
+        for queue in self.queue_table:
             for _, units in queue.held_before(queue.max_offset, 64):
                 live = units[is_message(units)]
                 if len(live):
                     end = max(end, int(live["physical_offset"][-1]) + int(live["size"][-1]))
                     break
-        return min(end, self.run.end) if end else self.readable_end(self.run.min_offset)
+        return min(end, self.log_files.end) if end else self.readable_end(self.log_files.min_offset)
 
     def readable_end(self, start: int) -> int:
         """Return the position behind the last record from physical offset `start` on, as far as recovery keeps them: of
         a batch that was being put when its writer was killed, parts may lie behind a hole, and beyond the watermark the
         log ends at the first hole. For readers."""
         end = start
-        events = scan_log(self.run, start, self.checksum, checksums=False, on_front=_unnoticed)
+        events = scan_log(self.log_files, start, self.checksum, checksums=False, on_front=_unnoticed)
         for event in until_torn(events, self.torn_from):
             if isinstance(event, End):
                 end = event.position
@@ -141,21 +150,21 @@ class StoreParts:
     def missing_in_front(self) -> list[LoadProblem]:
         """Return the segments that the log has lost at its beginning. The note of where that is was moved before
         retention deleted anything, so it is read after the segments were listed."""
-        starts = self.run.starts
+        starts = self.log_files.starts
         checkpoint = CheckpointFile(self.root, self.fs, self.config.file_mode)
         checkpoint.load()
         noted = checkpoint.current.log_start
         if not starts or noted is None or noted >= starts[0]:
             return []
         detail = f"the log begins at {noted}, and no file holds [{noted}, {starts[0]})"
-        path = str(self.run.directory / segment_name(noted))
+        path = str(self.log_files.directory / segment_name(noted))
         return [LoadProblem(path, "missing_segment", noted, starts[0] - noted, detail)]
 
     def misplaced(self) -> list[LoadProblem]:
         """Return the segment files with wrong names, which a reader shows where they belong."""
         return [
             LoadProblem(name, "segment_name", place, 0, f"holds the records of {segment_name(place)}")
-            for name, place in self.run.places.items()
+            for name, place in self.log_files.places.items()
         ]
 
     # -- queues and index -------------------------------------------------------------------------------------------
@@ -163,24 +172,24 @@ class StoreParts:
     def has_no_queues(self) -> bool:
         """Return True if the log holds records and no queue exists: a Java broker's directory does not note which
         queues there were."""
-        queues = self.queues
+        queues = self.queue_table
         return not (len(queues) or queues.in_rocksdb or queues.batch_topics) and self.has_records()
 
     def has_lost_queues(self) -> bool:
         """Return True if queues lack the files or ends that the last clean close noted."""
         noted = self.checkpoint.queues
-        return noted is not None and noted != self.queues.digest()
+        return noted is not None and noted != self.queue_table.digest()
 
     def has_all_queues(self) -> bool:
         """Return True if the last clean close noted which queues there are and where they end, and so they are."""
         noted = self.checkpoint.queues
-        return self.clean and noted is not None and noted == self.queues.digest()
+        return self.clean and noted is not None and noted == self.queue_table.digest()
 
     def last_record(self, end: int) -> int:
         """Return the physical offset of the newest listed record of a log that ends at `end`, for the checkpoint:
         opening looks there for proof of a clean end."""
         newest = -1
-        for queue in self.queues:
+        for queue in self.queue_table:
             if queue.max_offset > queue.min_offset:
                 physical, size, _ = queue.units(queue.max_offset - 1, 1)[0].tolist()
                 if size < VOID_SIZE:
@@ -193,8 +202,8 @@ class StoreParts:
             return f"{self.index_findings[0].file} is damaged"
         newest_ms = max((file.header.end_timestamp_ms for file in self.index.files), default=0)
         synced_ms = self.checkpoint.index_msg_timestamp_ms
-        if newest_ms < synced_ms and self.run.starts:
-            first_ms = first_record_time(self.run, self.run.starts[0], self.checksum)
+        if newest_ms < synced_ms and self.log_files.starts:
+            first_ms = first_record_time(self.log_files, self.log_files.starts[0], self.checksum)
             if first_ms is not None and first_ms <= synced_ms:  # else retention has taken those files
                 return "index files are missing"
         return "" if self.index.files or not self.has_records() else "there is no index"

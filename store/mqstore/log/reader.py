@@ -1,4 +1,4 @@
-"""Reading a store: from (topic, queue, offset) to messages (store-format 8.5, 10).
+"""Reading a store: from (topic, queue, offset) to messages (format#readers, format#reads).
 
     unit of the queue -> record in a mapped segment -> checks -> Message, a view of the mapping
 
@@ -67,7 +67,7 @@ _log = logging.getLogger("mqstore")
 
 Bound = Literal["lower", "upper"]
 _SCAN_UNITS = 800
-"""Units looked at for one filtered read (store-format 10.1)."""
+"""Units looked at for one filtered read (format#reads)."""
 _COMPILED_UNITS = 4096
 """Units read at once: their messages keep them all."""
 _FOLLOW_MIN_S, _FOLLOW_MAX_S = 0.001, 0.1
@@ -81,7 +81,7 @@ LOST_SEGMENTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class GetResult:
-    """What a read found. `next_offset` is where to go on; bounds are those at the time of the read (10.1).
+    """What a read found. `next_offset` is where to go on; bounds are those at the time of the read (format#reads).
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -126,12 +126,12 @@ class StoreReader:
     mode: str
     manifest: Manifest
     _closed: bool = False
-    _run: SegmentRun
-    _queues: QueueTable
-    _index: Index
+    log_files: SegmentRun
+    queue_table: QueueTable
+    index: Index
     fs: FileSystem
     clock: Clock
-    _checksum: Checksum
+    checksum: Checksum
     delay_table_ms: tuple[int, ...]
     _news: News
     checker: RecordChecker
@@ -151,7 +151,7 @@ class StoreReader:
     def _is_closed(self) -> bool:
         return self._closed
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"{self.path} was closed (or this process was forked from its owner); open it again")
 
@@ -159,36 +159,36 @@ class StoreReader:
 
     def topics(self) -> list[str]:
         """Names of the topics that have a queue, sorted."""
-        self._check_open()
+        self.check_open()
         self._news.catch_up(None)
-        return sorted({queue.topic for queue in self._queues if queue.max_offset or queue.next_offset})
+        return sorted({queue.topic for queue in self.queue_table if queue.max_offset or queue.next_offset})
 
     def queues(self, topic: str) -> list[QueueRef]:
         """The queues of `topic`, by queue id; TopicNotFoundError without one."""
-        self._check_open()
+        self.check_open()
         self._news.catch_up(None)
-        found = [QueueRef(topic, q.queue_id) for q in self._queues.of(topic) if q.max_offset or q.next_offset]
+        found = [QueueRef(topic, q.queue_id) for q in self.queue_table.of(topic) if q.max_offset or q.next_offset]
         if not found:
             raise TopicNotFoundError(f"{self.path} has no topic {topic!r}")
         return found
 
     def foreign(self) -> list[str]:
         """What a RocketMQ broker keeps in this directory that mqstore does not know, a sentence each."""
-        return foreign(self.path, self._queues, self.fs)
+        return foreign(self.path, self.queue_table, self.fs)
 
     def rows_of(self, buffer: mmap.mmap | bytes, headers: Headers, base: int) -> Rows:
         """As `QueueTable.rows_of`."""
-        return self._queues.rows_of(buffer, headers, base)
+        return self.queue_table.rows_of(buffer, headers, base)
 
-    def _queue(self, topic: str, queue_id: int, offset: int | None = None) -> ConsumeQueue:
+    def queue_named(self, topic: str, queue_id: int, offset: int | None = None) -> ConsumeQueue:
         """The queue, brought up to date unless `offset` is known to be there already."""
         if self._closed:
-            self._check_open()
-        queue = self._queues.get(topic, queue_id)
+            self.check_open()
+        queue = self.queue_table.get(topic, queue_id)
         if queue is None or not queue.next_offset:  # a refused put may have left a queue without a message
             if is_path_safe(topic):
                 self._news.catch_up(None)
-                queue = self._queues.get(topic, queue_id)
+                queue = self.queue_table.get(topic, queue_id)
             if queue is None or not queue.next_offset:
                 raise TopicNotFoundError(f"{self.path} has no queue {queue_id} of topic {topic!r}")
         elif offset is None or offset >= queue.max_offset:
@@ -197,13 +197,13 @@ class StoreReader:
 
     def offsets(self, topic: str, queue_id: int = 0) -> tuple[int, int]:
         """(offset of the first message, offset of the next one to come) of a queue."""
-        queue = self._queue(topic, queue_id)
+        queue = self.queue_named(topic, queue_id)
         return queue.min_offset, queue.max_offset
 
     def offsets_or_none(self, topic: str, queue_id: int) -> tuple[int, int] | None:
         """As `offsets`, for who asks often: None for a queue that no message was put to, and no look for news of
         other processes."""
-        queue = self._queues.get(topic, queue_id)
+        queue = self.queue_table.get(topic, queue_id)
         if queue is None:
             return None
         if self.mode == "rw":
@@ -213,7 +213,7 @@ class StoreReader:
     def units(self, topic: str, queue_id: int, offset: int, max_units: int) -> npt.NDArray[np.void]:
         """Units of a queue from `offset` on as an array (physical_offset, size, tags_code), unread and unverified; none
         for a queue or an offset that does not exist."""
-        queue = self._queues.get(topic, queue_id)
+        queue = self.queue_table.get(topic, queue_id)
         if queue is None:
             return np.empty(0, UNIT_DTYPE)
         if offset + max_units > queue.max_offset:
@@ -265,12 +265,12 @@ class StoreReader:
         tags: str | UnitFilter | None = "*",
         tell: bool = True,
     ) -> GetResult:
-        """As `read`, with a status in place of errors, and where to go on (store-format 10.1). `tags`: or a filter.
+        """As `read`, with a status in place of errors, and where to go on (format#reads). `tags`: or a filter.
 
         Without `tell` nothing is logged about messages that are passed over, for a caller that reports them itself.
         """
         # Who could be given more than is known looks for news first: a thread sees what it has put.
-        queue = self._queue(topic, queue_id, offset + max(max_messages, 1) - 1)
+        queue = self.queue_named(topic, queue_id, offset + max(max_messages, 1) - 1)
         low, high = queue.min_offset, queue.max_offset
         if high == 0:
             return GetResult("NO_MESSAGE_IN_QUEUE", [], 0, low, high)
@@ -453,7 +453,7 @@ class StoreReader:
         else:
             slots = np.arange(offset, offset + count)
         stretches: list[Stretch] = []
-        bounds = np.flatnonzero(np.diff(physical // self._run.segment_bytes)) + 1
+        bounds = np.flatnonzero(np.diff(physical // self.log_files.segment_bytes)) + 1
         for low, high in zip([0, *bounds.tolist()], [*bounds.tolist(), len(physical)], strict=True):
             if low == high:
                 continue
@@ -467,7 +467,7 @@ class StoreReader:
                     break
                 continue
             if not good.all():
-                self._check_open()  # a close meanwhile takes the segments away: no damage, and nothing to pass over
+                self.check_open()  # a close meanwhile takes the segments away: no damage, and nothing to pass over
                 bad = ~good
                 if not self.checker.passes_over_bad and high == len(physical) and bad[-1]:
                     # Another process's writer may be at work there: what does not verify yet ends the read, unless
@@ -482,7 +482,7 @@ class StoreReader:
                 self._note_bad(queue, slots[here][bad], physical[here][bad], tell)
             if buffer is None:
                 continue
-            starts = physical[here] - physical[low] // self._run.segment_bytes * self._run.segment_bytes
+            starts = physical[here] - physical[low] // self.log_files.segment_bytes * self.log_files.segment_bytes
             stretch = Stretch(
                 queue.ref,
                 buffer,
@@ -497,7 +497,7 @@ class StoreReader:
             stretches.append(stretch if good.all() else stretch.only(good))
         return stretches, after, stop
 
-    def list_again(self) -> None:
+    def find_news(self) -> None:
         """List the segments of the log again, where another process may have changed them."""
         self._news.list_again()
 
@@ -509,7 +509,7 @@ class StoreReader:
 
     def _first_kept(self) -> int:
         """Where the log begins, as far as this process knows."""
-        starts = self._run.starts
+        starts = self.log_files.starts
         return starts[0] if starts else 0
 
     def _verifies_behind(self, queue: ConsumeQueue, slot: int) -> bool:
@@ -520,7 +520,7 @@ class StoreReader:
             live = np.flatnonzero((units["size"] > 0) & (units["physical_offset"] >= 0) & ~is_void(units))
             physical = units["physical_offset"][live].astype(np.int64)
             sizes = units["size"][live].astype(np.int64)
-            segments = physical // self._run.segment_bytes
+            segments = physical // self.log_files.segment_bytes
             for segment in np.unique(segments):
                 here = segments == segment
                 if self.checker.check(queue, physical[here], sizes[here], live[here] + slot).good.any():
@@ -543,8 +543,8 @@ class StoreReader:
         missing = self.missing_segment(physical)
         if missing is not None:
             detail = f"{message}: the file that held it is missing"
-            return Finding("missing_segment", missing, 0, self._run.segment_bytes, detail)
-        place = place_in_file(max(physical, 0), self._run.segment_bytes)
+            return Finding("missing_segment", missing, 0, self.log_files.segment_bytes, detail)
+        place = place_in_file(max(physical, 0), self.log_files.segment_bytes)
         return Finding("bad_record", *place, length, f"{message}: the record does not verify")
 
     def missing_segment(self, physical: int) -> str | None:
@@ -552,7 +552,7 @@ class StoreReader:
 
         None also for an offset that retention has removed, or that lies far behind the end of the log.
         """
-        size, run = self._run.segment_bytes, self._run
+        size, run = self.log_files.segment_bytes, self.log_files
         if run.find(physical) is not None or not self._first_kept() <= physical < run.end + LOST_SEGMENTS * size:
             return None
         return place_in_file(physical, size)[0]
@@ -574,13 +574,13 @@ class StoreReader:
         max_messages: int = 65_536,
         columns: Sequence[str] | None = None,
     ) -> Columns:
-        """The messages that `read` would give, as arrays: for analysis, export and Spark (client-semantics B.3).
+        """The messages that `read` would give, as arrays: for analysis, export and Spark.
 
         Numbers are numpy int32/int64, texts and bodies pairs of (int64 offsets, uint8 data) as Arrow's large binary has
         them. `columns` None means all (`columns.NAMES`); what is not asked for is not decoded. Raises as `read`, and
         ConfigError for an unknown column.
         """
-        queue = self._queue(topic, queue_id, offset + max_messages - 1)
+        queue = self.queue_named(topic, queue_id, offset + max_messages - 1)
         low, high = queue.min_offset, queue.max_offset
         if not low <= offset <= high:
             raise OffsetOutOfRangeError(
@@ -605,17 +605,17 @@ class StoreReader:
 
     def at(self, physical_offset: int) -> Message:
         """The message whose record starts at `physical_offset`. LookupError when no record that verifies does."""
-        self._check_open()
+        self.check_open()
         stop = physical_offset + MIN_RECORD_BYTES
         there = self.checker.segment_at(physical_offset, stop) if physical_offset >= 0 else None
         if there is None:
-            self._check_open()  # a close meanwhile takes the segments away
+            self.check_open()  # a close meanwhile takes the segments away
             missing = self.missing_segment(physical_offset)
             why = "" if missing is None else f": missing_segment: {missing}"
             raise LookupError(f"{self.path} holds nothing at physical offset {physical_offset}{why}")
         segment, buffer = there
         at = physical_offset - segment.start
-        check = check_record(buffer, at, len(buffer), physical_offset, self._checksum)
+        check = check_record(buffer, at, len(buffer), physical_offset, self.checksum)
         if check.status != "ok":
             raise LookupError(f"{self.path} holds no message at physical offset {physical_offset}: {check.detail}")
         record = decode_record(buffer, at)
@@ -645,9 +645,9 @@ class StoreReader:
     ) -> list[Message]:
         """Messages of `topic` that bear `key` (or `unique_key`), stored in [start_ms, stop_ms], newest first.
 
-        The index suggests by hash and second; topic, key and time are then compared on each record (6.4).
+        The index suggests by hash and second; topic, key and time are then compared on each record.
         """
-        self._check_open()
+        self.check_open()
         if (key is None) == (unique_key is None):
             raise InvalidMessageError("give key= or unique_key=, one of them", "key")
         wanted = key if key is not None else unique_key
@@ -656,7 +656,7 @@ class StoreReader:
         found: dict[int, Message] = {}
         asked = limit
         while True:
-            offsets = self._index.query(topic, wanted, start_ms, stop_ms, asked)
+            offsets = self.index.query(topic, wanted, start_ms, stop_ms, asked)
             for physical_offset in offsets:
                 if physical_offset in found:
                     continue
@@ -675,13 +675,13 @@ class StoreReader:
     # -- time -------------------------------------------------------------------------------------------------------
 
     def offset_at(self, topic: str, queue_id: int, when: datetime | int, bound: Bound = "lower") -> int:
-        """The offset that belongs to a time (an aware datetime, or ms since the epoch), store-format 4.7.
+        """The offset that belongs to a time (an aware datetime, or ms since the epoch), format#time-search.
 
         `"lower"`: the first message stored at or after it, the end if there is none. `"upper"`: the last message stored
         at or before it, the first if there is none.
         """
         stamp = to_ms(when) if isinstance(when, datetime) else when
-        queue = self._queue(topic, queue_id)
+        queue = self.queue_named(topic, queue_id)
         low, high = queue.min_offset, queue.max_offset
         first, end = low, high
         # Smallest slot with time >= stamp ("lower") or > stamp ("upper").
@@ -733,7 +733,7 @@ class StoreReader:
         `read`. An offset as `start` that is not there is an OffsetOutOfRangeError.
         """
         if queue_id is not None:
-            queue = self._queue(topic, queue_id)
+            queue = self.queue_named(topic, queue_id)
             position, named = self._start_of(queue, start), isinstance(start, int)
             if stop is None and not follow and position <= queue.max_offset:
                 stop = queue.max_offset
@@ -741,11 +741,11 @@ class StoreReader:
             return
         if isinstance(start, int) or stop is not None:
             raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
-        positions = {ref: self._start_of(self._queue(*ref), start) for ref in self.queues(topic)}
-        cuts = {ref: self._queue(*ref).cuts for ref in positions}
+        positions = {ref: self._start_of(self.queue_named(*ref), start) for ref in self.queues(topic)}
+        cuts = {ref: self.queue_named(*ref).cuts for ref in positions}
         while True:
             for ref in positions if follow else ():
-                queue = self._queue(*ref)
+                queue = self.queue_named(*ref)
                 if queue.cuts != cuts.setdefault(ref, 0):
                     cuts[ref] = queue.cuts
                     if positions[ref] > queue.cut_to:
@@ -759,11 +759,11 @@ class StoreReader:
                 self._wait_for_news(topic, positions)
             for ref in self.queues(topic):
                 if ref not in positions:
-                    positions[ref] = self._queue(*ref).min_offset
+                    positions[ref] = self.queue_named(*ref).min_offset
 
     def _round(self, ref: QueueRef, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
         """What `ref` holds now, from its position on, which then moves behind all that was looked at."""
-        queue = self._queue(*ref)
+        queue = self.queue_named(*ref)
         positions[ref] = yield from self._iter_queue(queue, positions[ref], queue.max_offset, False, tags)
 
     def _wait_for_news(self, topic: str, positions: dict[QueueRef, int]) -> None:
@@ -771,11 +771,11 @@ class StoreReader:
         pause = _FOLLOW_MIN_S
         polls = 0
         while True:
-            self._check_open()
+            self.check_open()
             time.sleep(pause)  # at least once: what is there beyond a position may not be readable yet
             pause = min(2 * pause, _FOLLOW_MAX_S)
             polls += 1
-            if any(self._queue(*ref, offset).max_offset != offset for ref, offset in positions.items()):
+            if any(self.queue_named(*ref, offset).max_offset != offset for ref, offset in positions.items()):
                 return
             # To another process a new queue is a new folder, which is not looked for at every turn.
             if (self.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in self.queues(topic)):
@@ -838,7 +838,7 @@ class StoreReader:
                 return position
             else:
                 size = 32
-                self._check_open()
+                self.check_open()
                 if queue.max_offset > position:
                     time.sleep(_FOLLOW_MAX_S)  # its record cannot be read yet
                 else:
@@ -846,7 +846,7 @@ class StoreReader:
         return position
 
     def _back_to_cut(self, queue: ConsumeQueue, position: int) -> int:
-        """Where who follows goes on after the end of `queue` has moved back (8.5)."""
+        """Where who follows goes on after the end of `queue` has moved back (format#readers)."""
         _log.warning(
             "%s: the log was cut: %s/%d ended at %d and not behind %d; following goes on there",
             self.path,

@@ -1,4 +1,4 @@
-"""The dispatcher: follows the commitlog and builds consume queues and index from it (store-format 5.2).
+"""The dispatcher: follows the commitlog and builds consume queues and index from it (format#dispatch).
 
     position --- records ---> end        everything below `position` has its units; readers see units, never the log
 
@@ -44,7 +44,7 @@ _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 10.0
 def slot_runs(end: int, offsets: npt.NDArray[np.int64] | Sequence[int]) -> list[tuple[int, int]]:
     """(start, stop) index ranges of `offsets` that are consecutive slots, none below `end` nor below an earlier one.
 
-    A record whose slot is taken already is a repeat and left out: the first one stands (store-format 4.5).
+    A record whose slot is taken already is a repeat and left out: the first one stands (format#unit-append).
     """
     if isinstance(offsets, np.ndarray):
         count = len(offsets)

@@ -1,4 +1,4 @@
-"""What a retention policy no longer keeps: whole segments, oldest first, never the last (store-format 8.3).
+"""What a retention policy no longer keeps: whole segments, oldest first, never the last (format#retention).
 
 Age is the store time of a segment's last record, not the file's: a directory that was copied is not young.
 
@@ -51,7 +51,7 @@ class Retainer:
         """Return the physical offset below which `policy` keeps nothing; 0 if it keeps everything."""
         parts = self._parts
         with self._lock:
-            return expired_before(parts.run, policy, self._log.end, parts.clock.now_ms(), self._newest_times)
+            return expired_before(parts.log_files, policy, self._log.end, parts.clock.now_ms(), self._newest_times)
 
     def drop_before(self, physical_offset: int) -> list[str]:
         """Delete segments as `MessageStore.drop_before` does."""
@@ -59,7 +59,7 @@ class Retainer:
             return self._drop_before(physical_offset)
 
     def _drop_before(self, physical_offset: int) -> list[str]:
-        parts, run = self._parts, self._parts.run
+        parts, run = self._parts, self._parts.log_files
         bound = min(physical_offset, self._log.end, self._settled())
         starts = run.starts
         # Once the records are gone, only the units show the numbers of a queue: a queue that a power cut took them from
@@ -77,7 +77,7 @@ class Retainer:
         finally:  # what is gone is gone, even if the next one could not be deleted
             first = self._log.min_offset
             if first > self._dropped_before:
-                for queue in parts.queues:
+                for queue in parts.queue_table:
                     queue.drop_before(first)
                 parts.index.drop_before(first)
                 self._dropped_before = first

@@ -1,4 +1,4 @@
-"""What a store tells of itself: counters, latencies, lags (client-semantics B.3, broker-semantics 13)."""
+"""What a store tells of itself: counters, latencies, lags (delivery#statistics)."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class StoreStats:
     bad_records: int
     """Records that failed verification when they were to be handed out, and were passed over."""
     inbox_spliced: int
-    """Bundles of the inbox that were taken in since opening (spark B6)."""
+    """Bundles of the inbox that were taken in since opening (spark#inbox)."""
     inbox_refused: int
     """Bundles that were moved to `inbox/refused/` since opening."""
     errors: dict[str, str]

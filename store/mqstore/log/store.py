@@ -184,16 +184,16 @@ class MessageStore(StoreWriter):
         """Make what works on the parts."""
         parts, config = self.parts, self.config
         self.delay_table_ms = parts.delay_table_ms
-        self._checksum = parts.checksum
-        self._run = parts.run
-        self._queues = parts.queues
-        self._index = parts.index
+        self.checksum = parts.checksum
+        self.log_files = parts.log_files
+        self.queue_table = parts.queue_table
+        self.index = parts.index
         self._store_host = encode_host(config.store_host)
-        pages = PagesAhead(parts.run, self.clock)
+        pages = PagesAhead(parts.log_files, self.clock)
         after_sync = self.durability == "flush"
         self._wakeups = Wakeups(pages, background=self._background, after_sync=after_sync)
         self._log = self._wakeups.log = CommitLog(
-            parts.run,
+            parts.log_files,
             checksum=parts.checksum,
             clock=self.clock,
             store_host=self._store_host,
@@ -201,7 +201,7 @@ class MessageStore(StoreWriter):
         )
         self._commit = GroupCommit(self._sync)
         self._dispatcher = Dispatcher(
-            self._log, parts.queues, parts.index, checksum=parts.checksum, end_of=self._visible_end
+            self._log, parts.queue_table, parts.index, checksum=parts.checksum, end_of=self._visible_end
         )
         self.on_growth = self._dispatcher.listeners
         self.retention_bound: Callable[[Retention], int] | None = None
@@ -212,7 +212,7 @@ class MessageStore(StoreWriter):
         self._news: News = (
             self._file_news
             if self.mode == "r"
-            else OwnNews(self._dispatcher, self._wakeups, visible_end=self._visible_end, check_open=self._check_open)
+            else OwnNews(self._dispatcher, self._wakeups, visible_end=self._visible_end, check_open=self.check_open)
         )
         self.checker = RecordChecker(parts, self._news, passes_over_bad=self.mode == "rw")
         self._init_reader()
@@ -234,7 +234,7 @@ class MessageStore(StoreWriter):
         )
         splicer = Splicer(
             txn,
-            parts.run,
+            parts.log_files,
             self._log,
             limits=Limits(self.manifest.profile, self.manifest.commitlog_segment_bytes, config.max_message_size),
             checksum=parts.checksum,
@@ -255,21 +255,21 @@ class MessageStore(StoreWriter):
         parts = self.parts
         self.recovery = RecoveryReport()
         self._file_news.stop_at_splice()
-        parts.load_problems = self._run.load()
-        parts.has_checkpoint = parts.checkpoint_file.load()
+        parts.load_problems = self.log_files.load()
+        parts.load_checkpoint()
         parts.clean = not self._abort.exists() and parts.checkpoint.clean_end != -1
         parts.machine_ran_on = self._abort.is_of_this_boot()
         self.recovery.clean_shutdown = parts.clean
         self._load_queues()
-        parts.index_findings = self._index.load()
+        parts.index_findings = self.index.load()
         self._file_news.begin()
         self._closed = self._released = False
 
     def _load_queues(self) -> None:
         """Of a reader: find every queue, and what of it can be read."""
         for problem in self.parts.missing_in_front():  # no read comes there
-            self._tell_lost(finding_of(problem, self._run.segment_bytes), "Its messages are passed over")
-        self._queues.load(exact=not self.clean_shutdown)
+            self._tell_lost(finding_of(problem, self.log_files.segment_bytes), "Its messages are passed over")
+        self.queue_table.load(exact=not self.clean_shutdown)
         lost = self.clean_shutdown and self.parts.has_lost_queues()
         if lost or (self.parts.has_no_queues() and not writer_alive(self.path, self.fs)):
             _log.warning(
@@ -277,14 +277,14 @@ class MessageStore(StoreWriter):
                 "opened for writing or `mqstore recover` has run",
                 self.path,
             )
-        for queue in self._queues:
+        for queue in self.queue_table:
             self._bound(queue)
 
     def _bound(self, queue: ConsumeQueue) -> None:
         """Of a reader: where a queue that was loaded begins and ends."""
         if not self.clean_shutdown:
             queue.stop_at_hole(self.parts.checkpoint.dispatched or 0)
-        queue.correct_min(self._run.min_offset)
+        queue.correct_min(self.log_files.min_offset)
 
     def _open_for_writing(self, options: RecoverOptions, progress: Progress | None) -> None:
         self.parts = parts = self._new_parts()
@@ -297,13 +297,13 @@ class MessageStore(StoreWriter):
         self._log.reset(end)
         self._commit.flushed = end
         self._first_put_position = end
-        self._numbered_before = sum(queue.next_offset for queue in parts.queues)
+        self._numbered_before = sum(queue.next_offset for queue in parts.queue_table)
         self._dispatcher.position = end
         self._dispatcher.last_store_timestamp_ms = outcome.last_store_timestamp_ms
         self._wakeups.pages.reset(end)
         if self.manifest.profile == "mqstore":
             # Segments that it has lost at its beginning stay noted, until retention comes there.
-            noted = parts.checkpoint.log_start if parts.run.starts else None
+            noted = parts.checkpoint.log_start if parts.log_files.starts else None
             self._checkpointer.log_start = self._log.min_offset if noted is None else min(noted, self._log.min_offset)
         self._checkpointer.save(
             end,
@@ -318,20 +318,20 @@ class MessageStore(StoreWriter):
 
     def stop_at(self, end: int) -> None:
         """Hide the log at and beyond physical offset `end` until the next refresh. For readers only."""
-        self._run.limit = end if self._run.limit is None else min(self._run.limit, end)
-        self._run.refresh()
+        self.log_files.limit = end if self.log_files.limit is None else min(self.log_files.limit, end)
+        self.log_files.refresh()
 
     def place_segments(self) -> dict[str, int]:
         """Show segment files with wrong names where their records belong. Return the places by file name. Of a store
         opened for reading; does nothing beside a writer."""
         if self.mode != "r" or writer_alive(self.path, self.fs):
             return {}
-        places = misnamed_segments(self._run, self._checksum, self.fs)
+        places = misnamed_segments(self.log_files, self.checksum, self.fs)
         if places:
-            self._run.places = places
-            self.parts.load_problems = self._run.load()
-            self._log.end = self._run.end
-            for queue in self._queues:
+            self.log_files.places = places
+            self.parts.load_problems = self.log_files.load()
+            self._log.end = self.log_files.end
+            for queue in self.queue_table:
                 self._bound(queue)
         return places
 
@@ -340,13 +340,13 @@ class MessageStore(StoreWriter):
         assert self.mode == "r"
         assert options.dry_run
         places = self.place_segments()
-        self._queues.load(exact=True)
-        self._run.extend_in_memory()
+        self.queue_table.load(exact=True)
+        self.log_files.extend_in_memory()
         self.recovery = recover(self.parts, options, progress).report
         report_renamed(self.recovery, places)
         self.recovery.changed |= self.clean_shutdown and self.parts.has_lost_queues()
         if self.pending_splice is not None:
-            report_undone(self.recovery, would_undo(self.pending_splice, self._run, self.fs))
+            report_undone(self.recovery, would_undo(self.pending_splice, self.log_files, self.fs))
         return self.recovery
 
     def has_unlisted(self) -> bool:
@@ -360,7 +360,7 @@ class MessageStore(StoreWriter):
 
         Cheap for a store that mqstore closed, and that has its queues. Else it reads headers of the part of the log
         that an opening would read, or of all if queues are known to be lost."""
-        if self.parts.has_all_queues() or self._queues.in_rocksdb or writer_alive(self.path, self.fs):
+        if self.parts.has_all_queues() or self.queue_table.in_rocksdb or writer_alive(self.path, self.fs):
             return None
         wanted = (lambda topic: True) if topics is None else topics.__contains__
         return unlisted_queue(self.parts, wanted, whole=self.clean_shutdown and self.parts.has_lost_queues())
@@ -376,7 +376,7 @@ class MessageStore(StoreWriter):
 
     def wait(self, topic: str, queue_id: int, offset: int, timeout: Duration) -> bool:
         """Block until the queue has a message at `offset`, or `timeout` seconds have passed; whether it has."""
-        queue = self._queue(topic, queue_id, offset)
+        queue = self.queue_named(topic, queue_id, offset)
         return self._news.wait(queue, offset, seconds(timeout, "timeout"), self._is_closed)
 
     def attend(self, waiting: bool) -> None:
@@ -419,7 +419,7 @@ class MessageStore(StoreWriter):
         progress: Progress | None = None,
         remembered: bool = True,
     ) -> SpliceResult:
-        """Append the records of staged shards, in the given order, all of them or none, durably (spark B6 step 2).
+        """Append the records of staged shards, in the given order, all of them or none, durably (spark#splice).
 
         `shards`: folders as `log.shard` describes them. `app`, `version`: who splices what; a version that is not above
         the last one of that application is in already, and nothing is done. All shards are checked before anything is
@@ -441,7 +441,7 @@ class MessageStore(StoreWriter):
         return self._bulk.txn.state.version_of(app)
 
     def take_inbox(self) -> int:
-        """Splice the bundles that wait in `inbox/`, now, in this thread (spark B6); how many. Opening does it, and the
+        """Splice the bundles that wait in `inbox/`, now, in this thread; how many. Opening does it, and the
         background work from time to time. Raises what keeps one from being taken in; bad ones are moved aside."""
         with self._bulk.lock:
             self._check_writable()
@@ -449,12 +449,12 @@ class MessageStore(StoreWriter):
 
     def enter_topics_by(self, create_topics: CreateTopics) -> None:
         """For a broker: have topics of bundles entered by `create_topics` from now on, and those of bundles that were
-        spliced without a broker at once (spark B6, "create")."""
+        spliced without a broker at once (spark#splice)."""
         self._bulk.enter_topics_by(create_topics, self._errors)
 
     def _sync_beyond(self, end: int) -> None:
         """Make the log durable up to `end`, which lies beyond its end. As any sync it has to be the only one: an error
-        is told once, and to one caller (store-format 8.1)."""
+        is told once, and to one caller (format#flush)."""
         self._sync_to = end
         try:
             self._commit.sync_now()
@@ -469,7 +469,7 @@ class MessageStore(StoreWriter):
 
     def drop_before(self, physical_offset: int) -> list[str]:
         """Delete whole segments below `physical_offset`, oldest first, never the one being written; consume queues and
-        index follow. The names of the deleted segments. A view that is held stays valid (store-format 8.3).
+        index follow. The names of the deleted segments. A view that is held stays valid (format#retention).
 
         Raises FlushFailedError, nothing deleted, when the units of what stays cannot be made durable."""
         self._check_writable()
@@ -516,10 +516,12 @@ class MessageStore(StoreWriter):
     def stats(self) -> StoreStats:
         """A snapshot of counters, lags and sizes."""
         errors = dict(self._errors.messages)
-        if self._index.dropped_entries:
-            errors["index"] = f"{self._index.dropped_entries} entries given up while the disk was full"
+        if self.index.dropped_entries:
+            errors["index"] = f"{self.index.dropped_entries} entries given up while the disk was full"
         return StoreStats(
-            puts=sum(queue.next_offset for queue in self._queues) - self._numbered_before if self.mode == "rw" else 0,
+            puts=sum(queue.next_offset for queue in self.queue_table) - self._numbered_before
+            if self.mode == "rw"
+            else 0,
             put_bytes=self._log.end - self._first_put_position if self.mode == "rw" else 0,
             gets=self._gets,
             get_bytes=self._get_bytes,
@@ -530,14 +532,14 @@ class MessageStore(StoreWriter):
             flush_latency_ns=self._flush_latency.buckets(),
             dispatch_lag_bytes=max(0, self._log.end - self._dispatcher.position) if self.mode == "rw" else 0,
             flush_lag_bytes=max(0, self._log.end - self._commit.flushed) if self.mode == "rw" else 0,
-            index_pending=self._index.pending,
+            index_pending=self.index.pending,
             min_offset=self.min_offset,
             max_offset=self.max_offset,
-            segments=len(self._run.starts),
-            commitlog_bytes=len(self._run.starts) * self._run.segment_bytes,
-            disk_ratio=disk_ratio(self._run),
+            segments=len(self.log_files.starts),
+            commitlog_bytes=len(self.log_files.starts) * self.log_files.segment_bytes,
+            disk_ratio=disk_ratio(self.log_files),
             opened_ms=self._opened_ms,
-            queues=len(self._queues),
+            queues=len(self.queue_table),
             bad_records=len(self._bad),
             inbox_spliced=self._bulk.inbox.spliced if self.mode == "rw" else 0,
             inbox_refused=self._bulk.inbox.refused if self.mode == "rw" else 0,
@@ -556,20 +558,20 @@ class MessageStore(StoreWriter):
         `until`: a writer has been at work since, and what lies at this physical offset or behind is not judged. Beside
         a writer that is there now it is the end of what queues list. `max_errors`: findings listed of a range of the
         log; None: all."""
-        self._check_open()
+        self.check_open()
         if self.mode == "rw":
             self._dispatcher.catch_up()
         else:
             if until is None and writer_alive(self.path, self.fs):
                 self._news.catch_up(None)
-                for queue in self._queues:
+                for queue in self.queue_table:
                     queue.refresh()
                 until = self.parts.listed_end()
             if until is not None:
                 self.stop_at(until)
             self.place_segments()
             if self.clean_shutdown:
-                self._queues.find_short()
+                self.queue_table.find_short()
         return Verifier(
             self.parts,
             live=self.mode == "rw" or until is not None,
@@ -581,13 +583,13 @@ class MessageStore(StoreWriter):
             ],
             unfinished=[]
             if self.pending_splice is None
-            else would_undo(self.pending_splice, self._run, self.fs).findings,
+            else would_undo(self.pending_splice, self.log_files, self.fs).findings,
             json_checks=json_checks,
             max_errors=max_errors,
         )
 
     def verify(self) -> Iterator[Finding]:
-        """Everything in the store that is not as it should be (store-format 9.7); nothing for one in order."""
+        """Everything in the store that is not as it should be (format#damage); nothing for one in order."""
         return self.verifier().findings()
 
     # -- closing ----------------------------------------------------------------------------------------------------
@@ -641,14 +643,14 @@ class MessageStore(StoreWriter):
             thread.join(timeout_s)
 
     def _finish(self) -> None:
-        """Everything a clean end promises (store-format 9.8, Closing); until the last line a crash is a crash."""
+        """Everything a clean end promises (format#opening); until the last line a crash is a crash."""
         if (soiled := self._log.settle()) is not None:
-            self._run.sync(*soiled)
+            self.log_files.sync(*soiled)
         if self._log.end > self._commit.flushed:
             self._commit.sync_now()
         try:
             # Ctrl-C in a put may have left a segment behind the end, which opening would take for another log's.
-            self._run.drop_from(max(self._log.end, self._run.min_offset + 1))
+            self.log_files.drop_from(max(self._log.end, self.log_files.min_offset + 1))
             self._dispatcher.run_once()
             self._dispatcher.put_pending()
         except OSError as error:
@@ -659,10 +661,10 @@ class MessageStore(StoreWriter):
             _log.error("%s: not closed cleanly: %s; the next opening reads the log again", self.path, errors)
             return
         end = self._log.end
-        index_ms = self._index.full_end_timestamp_ms()
-        digest, last = self._queues.digest(), self.parts.last_record(end)
+        index_ms = self.index.full_end_timestamp_ms()
+        digest, last = self.queue_table.digest(), self.parts.last_record(end)
         self._checkpointer.save(end, end, index_ms=index_ms, clean_end=end, last_record=last, queues=digest)
-        if (self._queues.batch_topics and not self.clean_shutdown) or self._queues.in_rocksdb:
+        if (self.queue_table.batch_topics and not self.clean_shutdown) or self.queue_table.in_rocksdb:
             return  # with the mark there RocketMQ reads the log again, and such queues get what they lack
         self._abort.clear()
 

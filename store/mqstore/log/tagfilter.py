@@ -1,4 +1,4 @@
-"""Tag expressions: `A || B`, or `*` for everything (store-format 4.2, 10.3).
+"""Tag expressions: `A || B`, or `*` for everything (format#tags-code, format#tag-filter).
 
 A unit carries only the tag's hash, and hashes collide: the unit decides what is worth reading, the record decides.
 """

@@ -1,4 +1,4 @@
-"""Putting: from what a caller gives to a record in the log, and to the disk if asked (store-format 2.7, 8.1, 10.6).
+"""Putting: from what a caller gives to a record in the log, and to the disk if asked (format#limits).
 
     put        one message, the hot path: look up the queue, check, append, count
     put_many   many to one queue, encoded together
@@ -66,7 +66,7 @@ __all__ = ["MAX_QUEUE_ID", "Outlet", "StoreWriter", "Way"]
 
 MAX_QUEUE_ID = 16_383
 _NOT_IN_BATCH = (DELAY, TRAN_MSG, INNER_NUM, INNER_BASE)
-"""What makes a batch illegal (store-format 2.9, 10.6)."""
+"""What makes a batch illegal (format#batch, format#put-errors)."""
 _ORDINARY = Fields()
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -254,7 +254,7 @@ class StoreWriter(StoreReader):
 
     def _checked_tail(self, queue: ConsumeQueue, properties: Mapping[str, str]) -> bytes:
         tail = tail_of(queue.plain_tail, properties)
-        # What recovery would take for damage (store-format 9.2 row 7) does not get in.
+        # What recovery would take for damage (format#verifies) does not get in.
         wrong = unreadable_number(queue.topic.encode(), tail[len(queue.plain_tail) :])
         if wrong:
             raise InvalidMessageError(wrong, "properties")
@@ -352,7 +352,7 @@ class StoreWriter(StoreReader):
     def put_batch(
         self, topic: str, wire: bytes, queue_id: int = 0, *, durability: Durability | None = None
     ) -> SendReceipts:
-        """Append a batch in the producers' wire form (store-format 2.9), all or nothing. Raises FormatError when it is
+        """Append a batch in the producers' wire form (format#batch), all or nothing. Raises FormatError when it is
         malformed, InvalidMessageError when its records together do not fit a segment, or one is to be delayed."""
         queue = self._queue_to_put(topic, queue_id)
         waits = self._waits(durability)
@@ -510,17 +510,17 @@ class StoreWriter(StoreReader):
 
     def _putter(self, topic: str, queue_id: int) -> ConsumeQueue:
         """The queue to put to, after every check of its name."""
-        self._check_open()
+        self.check_open()
         if self.mode == "r":
             raise ReadOnlyStoreError(f"{self.path} was opened for reading; open it with mode='rw' to put")
         name = check_topic(topic)
-        if topic in self._queues.batch_topics:
+        if topic in self.queue_table.batch_topics:
             raise InvalidMessageError(
                 f"topic {topic!r} has batch queues, which only RocketMQ writes; put to another topic", "topic"
             )
         if type(queue_id) is not int or not 0 <= queue_id <= MAX_QUEUE_ID:
             raise InvalidMessageError(f"queue_id {queue_id!r} does not lie in 0..{MAX_QUEUE_ID}", "queue_id")
-        queue = self._queues.create(topic, queue_id)
+        queue = self.queue_table.create(topic, queue_id)
         v1 = len(name) <= MAX_TOPIC_BYTES_V1
         queue.magic = MAGIC_V1 if v1 else MAGIC_V2
         queue.plain_tail = len(name).to_bytes(1 if v1 else 2, "big") + name + b"\0\0"
@@ -535,7 +535,7 @@ class StoreWriter(StoreReader):
 
     def _refuse_record(self, size: int) -> None:
         raise InvalidMessageError(
-            f"a record of {size} bytes or more does not fit a segment of {self._run.segment_bytes} "
+            f"a record of {size} bytes or more does not fit a segment of {self.log_files.segment_bytes} "
             f"with its end mark of {BLANK_BYTES}; create the store with larger segment_bytes",
             "body",
         )
@@ -554,7 +554,7 @@ class StoreWriter(StoreReader):
         begin = time.perf_counter_ns()
         end = self._log.end
         try:
-            self._run.sync(flushed, max(end, self._sync_to))
+            self.log_files.sync(flushed, max(end, self._sync_to))
         except SyncNotBegunError:
             raise
         except Exception as error:
@@ -590,6 +590,6 @@ class StoreWriter(StoreReader):
             self._wait_flushed(self._log.end, None)
 
     def _check_writable(self) -> None:
-        self._check_open()
+        self.check_open()
         if self.mode == "r":
             raise ReadOnlyStoreError(f"{self.path} was opened for reading; open it with mode='rw'")

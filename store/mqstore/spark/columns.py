@@ -24,6 +24,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from mqstore.broker import sql92
 from mqstore.errors import ConfigError, FormatError
@@ -555,18 +556,11 @@ def _only(piece: Piece, passes: npt.NDArray[np.bool_] | None) -> Piece:
 
 
 def _bearing(piece: Piece, tags: TagFilter) -> npt.NDArray[np.bool_] | None:
-    """Which records bear one of the tags."""
+    """Return which records have one of the tags; None if no record was looked at."""
     if piece.headers is None or not piece.records:
         return None
-    pairs = piece.pairs
-    chosen = pairs.named(TAGS.encode())
-    starts = pairs.value[chosen]
-    coded = cut(pairs.data, starts, starts + pairs.value_size[chosen]).dictionary_encode()
-    wanted = np.array([str(tag, "utf-8", "replace") in tags.tags for tag in coded.dictionary.to_pylist()], np.bool_)
-    bears = np.zeros(piece.records, np.bool_)
-    if len(chosen):
-        bears[pairs.blob[chosen]] = wanted[coded.indices.to_numpy()]
-    return bears
+    found: npt.NDArray[np.bool_] = pc.is_in(_property(TAGS)(piece), pa.array(sorted(tags.tags))).to_numpy(False)
+    return found
 
 
 def _passing(piece: Piece, passes: Callable[[dict[str, str]], bool]) -> npt.NDArray[np.bool_] | None:

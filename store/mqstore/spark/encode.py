@@ -1,4 +1,4 @@
-"""Rows of a frame as records of a store, adjacent and finished but for their place (spark.md A7, B6; store-format 2).
+"""Rows of a frame as records of a store, adjacent and finished but for their place (spark#encode).
 
     column            what becomes of it
     topic             the record's; distinct names are checked once a batch
@@ -26,7 +26,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from functools import partial
+from itertools import zip_longest
 from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import numpy as np
@@ -84,7 +85,7 @@ from mqstore.layout.record import (
 from mqstore.layout.scan import Headers, gather, has_crc_tail, verify
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.outgoing import checked_text
-from mqstore.options import DEFAULT_DELAY_LEVELS, StoreConfig, delay_table_ms, seconds
+from mqstore.options import DEFAULT_DELAY_LEVELS, Profile, StoreConfig, delay_table_ms, seconds
 from mqstore.spark.arrow import cut, text
 from mqstore.spark.inputs import INPUTS, KAFKA, is_kafka
 
@@ -123,6 +124,7 @@ class Rules:
     max_delay_ms: int = int(seconds(_DEFAULTS.max_delay, "max_delay") * 1000)
     max_body_bytes: int = _DEFAULTS.max_message_size
     max_record_bytes: int = _DEFAULTS.max_message_size + ALLOWANCE
+    profile: Profile = "mqstore"
 
     def topic(self, name: str) -> TopicRule:
         """What holds for a topic. InvalidMessageError, NotPermittedError for one that rows may not go to."""
@@ -144,10 +146,9 @@ class Encoded(NamedTuple):
     """Bytes of each."""
     queues: dict[tuple[str, int], int]
     """(topic, queue id) -> records."""
-    topics: tuple[str, ...]
-    """Where they go at once or, if they wait, in the end; topics of the engine included."""
-    put: Mapping[str, int] = MappingProxyType({})
-    """The topics that rows were put to, as a producer does: of how many queues a key chose one, 0 if none did."""
+    topics: dict[str, TopicRule | None]
+    """Where they go at once or, if they wait, in the end, each with the rule that they were given queues by; None for
+    topics of the engine."""
 
     @property
     def records(self) -> int:
@@ -239,14 +240,15 @@ _HEADER: Final = header_dtype(IPV4_BYTES, IPV4_BYTES)
 _NAME_END, _PAIR_END, _NOTHING = (pa.scalar(each, pa.binary()) for each in (b"\x01", b"\x02", b""))
 
 _HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-_HOW: Final[Mapping[str, tuple[str, str, str]]] = {
-    # column: field of the engine's rule, characters that it forbids, the rule
-    "tags": ("tags", "|", "a tag is a text without '|', and not blank"),
-    "keys": ("keys", "", "keys are texts with a blank between them, and not blank"),
-    "unique_key": ("unique_key", "", "a text, and not blank"),
-    "sharding_key": ("sharding_key", "", "a message group is a text, and not blank"),
-    "topic": ("topic", "", "a topic is a text, and not blank"),
+_HOW: Final[Mapping[str, str]] = {
+    "tags": "a tag is a text without '|', and not blank",
+    "keys": "keys are texts with a blank between them, and not blank",
+    "unique_key": "a text, and not blank",
+    "sharding_key": "a message group is a text, and not blank",
+    "topic": "a topic is a text, and not blank",
+    "properties": "names and values are texts, and not blank",
 }
+"""Rules of columns of text."""
 _MADE_FOR: Final = {each.property: name for name, each in INPUTS.items() if each.property is not None} | {
     TIMER_DELAY_SEC: "delay_seconds"
 }
@@ -273,23 +275,23 @@ class Encoder:
         self.partition = partition
         self.row = 0
         """Rows that were encoded so far."""
-        self._topic = topic
+        self.topic = topic
         self._max_rows = min(max_rows or _SLICE_ROWS, _SLICE_ROWS)
-        self._clock = clock
-        self._prefix = np.frombuffer(derived_prefix(app, version, partition).encode(), np.uint8)
+        self.clock = clock
+        self.prefix = np.frombuffer(derived_prefix(app, version, partition).encode(), np.uint8)
         self._first_turn = int.from_bytes(_digest(app, version, partition)[-4:], "big")
         self._turns: Counter[str] = Counter()
-        self._called: Mapping[str, str] = {}
+        self.called: Mapping[str, str] = {}
         """What errors call columns that came under other names."""
 
     def encode(self, batch: Any) -> Iterator[Encoded]:
         """The records of a RecordBatch, whose columns have passed `check_columns`, in pieces. InvalidMessageError for a
         row; then nothing of the piece that the row belongs to is handed out."""
         columns = {each.name: _small(batch.column(i)) for i, each in enumerate(batch.schema)}
-        self._called = {}
+        self.called = {}
         if is_kafka(columns):
             columns = _from_kafka(columns)
-            self._called = {here: name for name, here in KAFKA.items()} | {"sharding_key": "key"}
+            self.called = {here: name for name, here in KAFKA.items()} | {"sharding_key": "key"}
         start = 0
         kind = _Copies if "record" in columns else _Slice
         ends = np.cumsum(_sizes(columns["record" if "record" in columns else "body"]))
@@ -318,10 +320,11 @@ class _Slice:
         self._rules = encoder.rules
         self._columns = columns
         self._rows = rows
-        self._now_ms = encoder._clock.now_ms()
-        self._put: dict[str, int] = {}
+        self._now_ms = encoder.clock.now_ms()
         self._codes: dict[str, int] = {}
         """Topic -> number that rows have for it, in the order in which they come up."""
+        self._judged_by: list[TopicRule] = []
+        """What holds for each of them; topics of the engine, which come last, have none."""
 
     def encode(self) -> Encoded:
         body = self._body()
@@ -336,7 +339,7 @@ class _Slice:
         total = header["size"]
         assert np.array_equal(np.diff(edges), total), "a record is not as long as it says"
         counts = self._counted(topics, queues)
-        return Encoded(memoryview(data.data), total.astype(np.int64), counts, tuple(self._codes), self._put)
+        return Encoded(memoryview(data.data), total.astype(np.int64), counts, self._named())
 
     def _properties(self, topics: _Int32s, queues: _Int64s, groups: Any) -> tuple[list[Any], _Int64s]:
         """What stands in each row behind the lengths of its properties, in pieces that are to be joined, and how many
@@ -387,14 +390,14 @@ class _Slice:
     # -- errors ------------------------------------------------------------------------------------------------------
 
     def _refuse(self, row: int, column: str, value: str, rule: str) -> NoReturn:
-        column = self._encoder._called.get(column, column)
+        column = self._encoder.called.get(column, column)
         where = f"row {self._encoder.row + row} of partition {self._encoder.partition}, column {column!r}"
         raise InvalidMessageError(": ".join(filter(None, (where, value, rule))), column)
 
-    def _refuse_first(self, wrong: _Bools, column: str, value: Callable[[int], str], rule: str) -> None:
+    def _refuse_first(self, wrong: _Bools, column: str, value: Callable[[int], object], rule: str) -> None:
         if wrong.any():
             row = int(np.argmax(wrong))
-            self._refuse(row, column, value(row), rule)
+            self._refuse(row, column, str(value(row)), rule)
 
     def _judged(self, row: int, column: str, judge: Callable[[], Any]) -> Any:
         """What `judge` returns; if it refuses, say which row that is of."""
@@ -406,7 +409,7 @@ class _Slice:
 
     def _check(self, values: Any, column: str, row_of: Callable[[int], int] | None = None) -> None:
         """Refuse the first value that is no good text, by the rule of `_HOW`."""
-        name, forbidden, rule = _HOW.get(column, (column, "", "names and values are texts, and not blank"))
+        forbidden, rule = "|" if column == "tags" else "", _HOW[column]
         for i in _odd_rows(values, forbidden.encode()):
             row = row_of(i) if row_of is not None else i
             try:
@@ -414,7 +417,7 @@ class _Slice:
             except UnicodeDecodeError:
                 stored = values.slice(i, 1).cast(pa.binary())[0].as_py()
                 self._refuse(row, column, f"{stored[:40]!r}", "it is not UTF-8; decode it with a charset of its own")
-            self._judged(row, column, lambda value=value: checked_text(value, name, forbidden, rule))  # type: ignore[misc]
+            self._judged(row, column, lambda value=value: checked_text(value, column, forbidden, rule))  # type: ignore[misc]
 
     # -- columns -----------------------------------------------------------------------------------------------------
 
@@ -429,8 +432,8 @@ class _Slice:
 
     def _topics(self) -> _Int32s:
         """The number of each row's topic."""
-        if self._encoder._topic is not None:
-            self._topic_rule(0, self._encoder._topic)
+        if self._encoder.topic is not None:
+            self._topic_rule(0, self._encoder.topic)
             return np.zeros(self._rows, np.int32)
         column = self._columns["topic"]
         if column.null_count:
@@ -443,11 +446,11 @@ class _Slice:
         return numbers
 
     def _topic_rule(self, row: int, name: str) -> None:
-        self._judged(row, "topic", lambda: self._rules.topic(name))
+        self._judged_by.append(self._judged(row, "topic", lambda: self._rules.topic(name)))
         self._codes[name] = len(self._codes)
 
     def _queues(self, topics: _Int32s, keys: Any) -> _Int64s:
-        rules = [self._rules.topic(name) for name in self._codes]
+        rules = self._judged_by
         queues = np.full(self._rows, -1, np.int64)
         given = self._columns.get("queue_id")
         if given is not None:
@@ -462,28 +465,18 @@ class _Slice:
                     rule += "; it is not there yet: option queues gives it more"
                 self._refuse(row, "queue_id", str(queues[row]), rule)
         write = np.array([rule.write_queues for rule in rules], np.int64)[topics]
-        self._put = dict.fromkeys(self._codes, 0)
         if keys is not None:
-            self._check_groups(keys)
+            sizes = _sizes(keys)
+            rule = f"a message group takes {MAX_MESSAGE_GROUP} at most; hash longer ones: md5(sharding_key)"
+            self._refuse_first(sizes > MAX_MESSAGE_GROUP, "sharding_key", lambda i: f"{sizes[i]} bytes", rule)
             rows = np.flatnonzero((queues < 0) & ~_nulls(keys))
             if len(rows):
                 queues[rows] = self._group_queues(keys.take(pa.array(rows)), write[rows])
-                by_key = np.bincount(topics[rows], minlength=len(rules)) > 0
-                self._put = {name: rules[i].write_queues if by_key[i] else 0 for i, name in enumerate(self._codes)}
         free = np.flatnonzero(queues < 0)
         for number, name in enumerate(self._codes):
             mine = free[topics[free] == number] if len(self._codes) > 1 else free
             queues[mine] = self._encoder.turns(name, len(mine)) % write[mine]
         return queues
-
-    def _check_groups(self, keys: Any) -> None:
-        sizes = _sizes(keys)
-        self._refuse_first(
-            sizes > MAX_MESSAGE_GROUP,
-            "sharding_key",
-            lambda i: f"{sizes[i]} bytes",
-            f"a message group takes {MAX_MESSAGE_GROUP} at most; hash longer ones: md5(sharding_key)",
-        )
 
     def _group_queues(self, keys: Any, write: _Int64s) -> _Int64s:
         if self._rules.group_hash != "jump":
@@ -504,22 +497,16 @@ class _Slice:
         values = self._columns.get("keys")
         if values is None or pa.types.is_string(values.type):
             return self._text("keys")
-        edges = values.offsets.to_numpy()
-        words = _small(values.values).slice(edges[0], edges[-1] - edges[0])
-
-        def row_of(i: int) -> int:
-            return int(np.searchsorted(edges, i + edges[0], "right")) - 1
-
+        words, rows = _small(pc.list_flatten(values)), pc.list_parent_indices(values)
         if words.null_count:
-            self._refuse(row_of(int(np.argmax(_nulls(words)))), "keys", "null", "leave it out of the array: filter()")
-        self._check(words, "keys", row_of)
-        data, _ = _flat(words)
-        if (data == 0x20).any():
+            row = rows[int(np.argmax(_nulls(words)))].as_py()
+            self._refuse(row, "keys", "null", "leave it out of the array: filter()")
+        self._check(words, "keys", lambda i: int(rows[i].as_py()))
+        if (_flat(words)[0] == 0x20).any():
             i = int(np.argmax(pc.match_substring(words, " ").to_numpy(zero_copy_only=False)))
-            self._refuse(row_of(i), "keys", repr(words[i].as_py()[:40]), "a key of an array has no blanks")
+            self._refuse(rows[i].as_py(), "keys", repr(words[i].as_py()[:40]), "a key of an array has no blanks")
         joined = pc.binary_join(values.cast(pa.list_(pa.string())), " ")
-        empty = _sizes(joined) == 0
-        return pc.if_else(pa.array(empty), pa.scalar(None, pa.string()), joined) if empty.any() else joined
+        return pc.if_else(pc.equal(pc.binary_length(joined), 0), pa.scalar(None, pa.string()), joined)
 
     def _unique(self) -> Any:
         """The column, with derived keys in its gaps."""
@@ -528,7 +515,7 @@ class _Slice:
             return given
         rows = self._rows
         digits = np.empty((rows, 34), np.uint8)
-        digits[:, : 34 - _ROW_DIGITS] = self._encoder._prefix
+        digits[:, : 34 - _ROW_DIGITS] = self._encoder.prefix
         number = np.arange(self._encoder.row, self._encoder.row + rows, dtype=np.int64)
         for place in range(_ROW_DIGITS):
             digits[:, 33 - place] = _HEX[number >> 4 * place & 15]
@@ -542,7 +529,7 @@ class _Slice:
         if column.null_count and np.diff(column.offsets.to_numpy())[_nulls(column)].any():
             column = pa.array(column.to_pylist(), column.type)  # a null map that has entries all the same
         entries = _Entries(column)
-        if self._encoder._called:  # a map of Spark's has each name once
+        if self._encoder.called:  # a map of Spark's has each name once
             rule = "a name stands twice, and a property has one value; keep one of them"
             self._refuse_first(entries.repeated(), "properties", lambda _: "", rule)
         for values in (entries.names, entries.values):
@@ -586,15 +573,12 @@ class _Slice:
         self._refuse_first(
             several > 1, "delay_level", lambda _: "not alone", "of delay_level, deliver_time, delay_seconds only one"
         )
+        large = f"it is too large; max_delay allows {self._rules.max_delay_ms // 1000} seconds"
         for name in ("delay_level", "delay_seconds"):
             numbers = self._numbers(name, 0)
-            if (numbers < 0).any():
-                row = int(np.argmax(numbers < 0))
-                self._refuse(row, name, str(numbers[row]), "it is negative; 0 is no delay")
+            for wrong, rule in ((numbers < 0, "it is negative; 0 is no delay"), (numbers >= _TOO_LONG, large)):
+                self._refuse_first(wrong, name, numbers.item, rule)
             delayed |= numbers > 0
-        waits, limit = self._numbers("delay_seconds", 0), self._rules.max_delay_ms // 1000
-        rule = f"it is too large; max_delay allows {limit} seconds"
-        self._refuse_first(waits >= _TOO_LONG, "delay_seconds", lambda i: str(waits[i]), rule)
         if "deliver_time" in self._columns:
             delayed |= ~_nulls(self._columns["deliver_time"])
         return np.flatnonzero(delayed)
@@ -610,7 +594,9 @@ class _Slice:
     ) -> list[Any]:
         """Give delayed rows the place and the properties that a put would give them. `topics` and `queues` are changed;
         the properties become the first of the parts."""
-        names = list(self._codes)
+        names, rules = list(self._codes), self._rules
+        # Where a record with these properties goes now: as `Road.route` has it (delivery#level-put).
+        route = partial(delay_route, now_ms=lambda: self._now_ms, levels=rules.levels, max_delay_ms=rules.max_delay_ms)
         levels, waits = self._numbers("delay_level", 0), self._numbers("delay_seconds", 0)
         moments = self._times("deliver_time", -1, up=True)
         replaced: list[bytes] = []
@@ -626,12 +612,10 @@ class _Slice:
                 column, stored[TIMER_DELAY_SEC] = "delay_seconds", str(waits[row])
             else:
                 column, stored[TIMER_DELIVER_MS] = "deliver_time", str(moments[row])
-            topic, queue_id, stored = self._judged(
-                row,
-                column,
-                lambda row=row, stored=stored: self._routed(names[topics[row]], int(queues[row]), stored),  # type: ignore[misc]
-            )
-            replaced.append(self._judged(row, "properties", lambda stored=stored: encode_properties(stored)))  # type: ignore[misc]
+            place = names[topics[row]], int(queues[row])
+            routed = self._judged(row, column, partial(route, *place, stored))
+            topic, queue_id, stored = routed or (*place, stored)
+            replaced.append(self._judged(row, "properties", partial(encode_properties, stored)))
             topics[row] = self._codes.setdefault(topic, len(self._codes))
             queues[row] = queue_id
         mask = np.zeros(self._rows, np.bool_)
@@ -640,13 +624,8 @@ class _Slice:
         whole = pc.replace_with_mask(cleared[0], pa.array(mask), pa.array(replaced, pa.binary()))
         return [whole, *cleared[1:]]
 
-    def _routed(self, topic: str, queue_id: int, properties: dict[str, str]) -> tuple[str, int, dict[str, str]]:
-        """Where a record with these properties goes now: as `Road.route` has it (broker-semantics 4.2, 5.2)."""
-        rules = self._rules
-        delayed = delay_route(
-            topic, queue_id, properties, lambda: self._now_ms, levels=rules.levels, max_delay_ms=rules.max_delay_ms
-        )
-        return delayed or (topic, queue_id, properties)
+    def _named(self) -> dict[str, TopicRule | None]:
+        return dict(zip_longest(self._codes, self._judged_by))
 
     def _counted(self, topics: _Int32s, queues: _Int64s) -> dict[tuple[str, int], int]:
         names = list(self._codes)
@@ -664,7 +643,7 @@ class _Copies(_Slice):
                 preparedTransactionOffset, which names a place in the log of the original
     given       topic and queue id, if the row or the option names others
     zero        queueOffset, physicalOffset, storeTimestamp, checksum, as in each staged record
-    left out    a CRC tail (store-format 2.5), which would be wrong
+    left out    a CRC tail (format#crc-tail), which would be wrong
 
     The store time is the target's, as in every record that is appended: retention, and every search by time, rely on
     times that do not step back within a log.
@@ -703,7 +682,7 @@ class _Copies(_Slice):
         _write(data, ">i8", starts + QUEUE_OFFSET_AT, 0)
         _write(data, ">i8", starts + PHYSICAL_OFFSET_AT, 0)
         _write(data, ">i8", starts + STORE_TIMESTAMP_AT_V4 + (headers.born_host_size - IPV4_BYTES), 0)
-        return Encoded(memoryview(data.data), sizes, self._counted(topics, queues), tuple(self._codes), self._put)
+        return Encoded(memoryview(data.data), sizes, self._counted(topics, queues), self._named())
 
     def _gather(self, data: memoryview, edges: _Int32s) -> Headers:
         """The fields of the records that fill `data`. Refuses what is no record, or a damaged one."""
@@ -835,7 +814,8 @@ _LONG: Final = f"properties, the columns that become such included, take {MAX_PR
 
 
 def _large(limit: int) -> str:
-    who = "the target takes"
-    if limit == _DEFAULTS.max_message_size:  # a store does not say what its owner has set
-        who = "this sink goes by the default of max_message_size, whatever the target's owner has set:"
-    return f"{who} {limit} bytes at most; keep large bodies elsewhere, and send where they are"
+    """A store does not say what its owner has set, so the sink goes by the default, or by the size of a segment."""
+    return (
+        f"a message has at most {limit} bytes here (the default of max_message_size, or what a segment of the target "
+        "takes); keep large bodies elsewhere, and send where they are"
+    )

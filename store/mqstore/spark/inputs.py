@@ -1,4 +1,4 @@
-"""The columns that a frame may have to be written: one table, from which they are checked, and documented (B6).
+"""The columns that a frame may have to be written: one table, from which they are checked, and documented.
 
 By name, in any order. A column that is not in the table is refused, as is one of another type: a misspelt `tag` that
 was left out silently would be missed only when a consumer filters by it. Knows no Spark.

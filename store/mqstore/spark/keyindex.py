@@ -1,4 +1,4 @@
-"""Where messages with wanted keys lie, by the index files: option `keys` without reading whole queues (spark B2).
+"""Where messages with wanted keys lie, by the index files: option `keys` without reading whole queues.
 
     index      hash of topic#key -> physical offset        a suggestion: other keys have the same hash
     record     its queue and its queue offset
@@ -7,22 +7,21 @@
 Tasks then read the slots as they would read the queue, and compare the keys themselves: so a plan may be too wide,
 never too narrow. Each file vouches for the records between that of its first entry and that of its last, as far as
 entries are known to be on disk (a clean end, or the checkpoint's `dispatched`). All else is looked at, since a file may
-be lost (`answered`). Missing or odd index files, more hits than a scan is worth, or a hit whose record cannot be read:
-no answer, and the queue is scanned. An entry that is damaged in a file that looks whole is not noticed here, but by
-`verify`. Knows no Spark.
+be lost (`answered`). Missing or damaged index files, more hits than a scan is worth, or a hit whose record cannot be
+read: no answer, and the queue is scanned. An entry that is damaged in a file that looks whole is not noticed here, but
+by `verify`. Knows no Spark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
 
-__all__ = ["KeyIndex", "answered", "bears"]
+__all__ = ["KeyIndex"]
 
 HITS_MAX = 10_000
 """More entries of one topic than these, and its queues are scanned."""
@@ -41,8 +40,27 @@ class KeyIndex:
 
     @cached_property
     def answered(self) -> Sequence[tuple[int, int]]:
-        """What the index answers for, as `answered` has it."""
-        return answered(self._store)
+        """The ranges [low, high) of physical offsets, ascending, that the index answers for.
+
+        All keys of the records that begin there are in it. The records where one file ends and the next begins are in
+        no range, since some of their keys may be in a file that is lost, as may those of all records in between.
+        """
+        store, index = self._store, self._store.index
+        try:
+            files = [*index.files]
+            while files and files[-1].header.next_entry <= 1:
+                files.pop()  # just made; or lost, as if it were not there
+            spans = [file.span(index.entries_per_file) for file in files]
+            full = all(file.header.next_entry >= index.entries_per_file for file in files[:-1])
+        except FileNotFoundError:  # another process's retention took one
+            return ()
+        whole = [span for span in spans if span is not None]
+        if store.parts.index_findings or len(whole) < len(spans) or not full:
+            return ()
+        if any(before[1] > behind[0] for before, behind in pairwise(whole)):
+            return ()
+        limit = _ALWAYS if store.clean_shutdown else store.parts.checkpoint.dispatched or 0
+        return [(low + 1, min(high, limit)) for low, high in whole if low + 1 < min(high, limit)]
 
     def narrowed(
         self, ref: QueueRef, start: int, stop: int, vouched: Sequence[tuple[int, int]]
@@ -77,7 +95,7 @@ class KeyIndex:
         store = self._store
         places: set[int] = set()
         for key in self._keys:
-            places.update(store.parts.index.query(topic, key, -_ALWAYS, _ALWAYS, HITS_MAX + 1 - len(places)))
+            places.update(store.index.query(topic, key, -_ALWAYS, _ALWAYS, HITS_MAX + 1 - len(places)))
             if len(places) > HITS_MAX:
                 return None
         found: dict[QueueRef, list[int]] = {}
@@ -90,33 +108,6 @@ class KeyIndex:
         except LookupError:
             return None  # what a scan makes of it, `onCorrupt` says
         return {ref: sorted(slots) for ref, slots in found.items()}
-
-
-def bears(message: Message, keys: Collection[str]) -> bool:
-    """Whether one of `keys` is among a message's keys, or is its unique key."""
-    return message.unique_key in keys or not set(keys).isdisjoint(message.keys)
-
-
-def answered(store: MessageStore) -> Sequence[tuple[int, int]]:
-    """Return the ranges [low, high) of physical offsets, ascending, that the index of an opened store answers for: all
-    keys of the records that begin there are in it. The records where one file ends and the next begins are in no range,
-    since some of their keys may be in a file that is lost, as may those of all records in between."""
-    index = store.parts.index
-    try:
-        files = [*index.files]
-        while files and files[-1].header.next_entry <= 1:
-            files.pop()  # just made; or lost, as if it were not there
-        spans = [file.span(index.entries_per_file) for file in files]
-        full = all(file.header.next_entry >= index.entries_per_file for file in files[:-1])
-    except FileNotFoundError:  # another process's retention took one
-        return ()
-    whole = [span for span in spans if span is not None]
-    if store.parts.index_findings or len(whole) < len(spans) or not full:
-        return ()
-    if any(before[1] > behind[0] for before, behind in pairwise(whole)):
-        return ()
-    limit = _ALWAYS if store.clean_shutdown else store.parts.checkpoint.dispatched or 0
-    return [(low + 1, min(high, limit)) for low, high in whole if low + 1 < min(high, limit)]
 
 
 def _joined(parts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

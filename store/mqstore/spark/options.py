@@ -7,39 +7,36 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from mqstore.broker import sql92
 from mqstore.broker.names import check_group, is_system_group
 from mqstore.errors import ConfigError
 from mqstore.log.tagfilter import parse_tags
 from mqstore.spark.optiontable import (
-    YES_NO,
     Option,
     OptionTable,
-    boolean,
-    count,
+    choice,
     duration_s,
+    flag,
     local_path,
     names,
+    number,
     option,
     options_of,
     text,
-    word,
 )
 
 if TYPE_CHECKING:  # it would need pyarrow, which planning does not
     from mqstore.spark.rows import OnCorrupt
 
 __all__ = [
-    "CHOOSING",
     "OPTIONS",
     "QUEUE_ID",
     "SOURCE_OPTIONS",
     "Offsets",
     "Option",
     "SourceOptions",
-    "as_markdown",
     "interval_ms",
     "not_for",
 ]
@@ -133,10 +130,7 @@ def _instant(text: str) -> int:
 
 
 def _group(text: str) -> str:
-    try:
-        group = check_group(text)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
+    group = check_group(text)
     if is_system_group(group):
         raise ValueError("that is the engine's own bookkeeping")
     return group
@@ -154,19 +148,13 @@ def interval_ms(value: str) -> int:
     return found
 
 
-def _one_path(value: str) -> list[str]:
-    return [local_path(value)]
-
-
 def _paths(text: str) -> dict[str, str] | list[str]:
     value = _parsed(text)
-    names = value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else []
-    if not names or not all(isinstance(name, str) and name for name in names):
+    found = value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else []
+    if not found or not all(isinstance(path, str) for path in found):
         raise ValueError("not that form")
-    found: dict[str, str] | list[str] = value
-    for name in names:
-        local_path(name)
-    return found
+    paths = [local_path(path) for path in found]
+    return dict(zip(value, paths, strict=True)) if isinstance(value, dict) else paths
 
 
 def _paths_file(text: str) -> dict[str, str] | list[str]:
@@ -184,21 +172,18 @@ _WHERE = "earliest, latest, or JSON {topic: {queue id: offset}} with -2 for earl
 _WHEN = "milliseconds since 1970, or ISO 8601, UTC unless it says otherwise"
 _PATHS = 'a JSON array of paths, or {"id": "path"}'
 
-_PLACES: Final = (
-    Option(
-        "path", "paths", "", "a path", "a store, a store set, or a glob of stores (as does `.load(path)`)", _one_path
-    ),
-    Option(
-        "paths", "paths", "", _PATHS, "many of them; the ids become column `store` (as does `.load([a, b])`)", _paths
-    ),
-    Option(
-        "pathsFile",
-        "paths",
-        "",
-        f"a file that holds {_PATHS}",
-        "the same from a file: a fleet's catalogue",
-        _paths_file,
-    ),
+_PLACES: Final = tuple(
+    Option(name, "paths", "", accepts, meaning, parse)
+    for name, accepts, meaning, parse in (
+        (
+            "path",
+            "a path",
+            "a store, a store set, or a glob of stores (as does `.load(path)`)",
+            lambda path: [local_path(path)],
+        ),
+        ("paths", _PATHS, "many of them; the ids become column `store` (as does `.load([a, b])`)", _paths),
+        ("pathsFile", f"a file that holds {_PATHS}", "the same from a file: a fleet's catalogue", _paths_file),
+    )
 )
 
 
@@ -215,9 +200,7 @@ class SourceOptions:
         None, "a regular expression", "which topics; the whole name fits", _pattern, name="subscribePattern"
     )
     assign: dict[str, list[int]] | None = option(None, 'JSON {"topic": [queue id, ...]}', "which queues", _assign)
-    include_system_topics: bool = option(
-        False, YES_NO, "the engine's own topics, retries and dead letters as well", boolean
-    )
+    include_system_topics: bool = flag(False, "the engine's own topics, retries and dead letters as well")
     tags: str | None = option(
         None,
         "`A || B`, or `*`",
@@ -252,12 +235,10 @@ class SourceOptions:
     starting_group: str | None = option(
         None, "a consumer group", "begin at its committed offsets, where it has none at the oldest message", text
     )
-    read_by: Literal["auto", "queue", "log"] = option(
-        "auto",
-        "auto, queue or log",
-        "by consume queues, or by ranges of the commitlog, which needs none; auto: by queues if there are any, "
+    read_by: Literal["auto", "queue", "log"] = choice(
+        *("auto", "queue", "log"),
+        meaning="by consume queues, or by ranges of the commitlog, which needs none; auto: by queues if there are any, "
         "and for a stream always",
-        word("auto", "queue", "log"),
     )
     columns: tuple[str, ...] | None = option(
         None,
@@ -266,54 +247,28 @@ class SourceOptions:
         names,
         shown="all",
     )
-    include_properties: bool = option(True, YES_NO, "column `properties`", boolean)
-    body_as: Literal["binary", "string"] = option(
-        "binary",
-        "binary or string",
-        "type of `body`; string puts U+FFFD for what is not UTF-8",
-        word("binary", "string"),
+    include_properties: bool = flag(True, "column `properties`")
+    body_as: Literal["binary", "string"] = choice(
+        "binary", "string", meaning="type of `body`; string puts U+FFFD for what is not UTF-8"
     )
-    decompress: bool = option(True, YES_NO, "inflate bodies that are stored compressed", boolean)
-    verify: bool = option(
-        True, YES_NO, "compare each record's checksum; magic, offsets and lengths are compared always", boolean
+    decompress: bool = flag(True, "inflate bodies that are stored compressed")
+    verify: bool = flag(True, "compare each record's checksum; magic, offsets and lengths are compared always")
+    isolation: Literal["dispatched", "flushed"] = choice(
+        "dispatched", "flushed", meaning="flushed: only what no power cut can take back, by the store's checkpoint"
     )
-    isolation: Literal["dispatched", "flushed"] = option(
-        "dispatched",
-        "dispatched or flushed",
-        "flushed: only what no power cut can take back, by the store's checkpoint",
-        word("dispatched", "flushed"),
+    on_corrupt: OnCorrupt = choice(
+        *("fail", "skip", "keep"),
+        meaning="what becomes of a damaged message; keep: a row with nulls, and why in column `error`",
     )
-    on_corrupt: OnCorrupt = option(
-        "fail",
-        "fail, skip or keep",
-        "what becomes of a damaged message; keep: a row with nulls, and why in column `error`",
-        word("fail", "skip", "keep"),
-    )
-    fail_on_data_loss: bool = option(
-        True, YES_NO, "fail if wanted messages, or a wanted queue, are gone; else read what is left", boolean
-    )
-    min_partitions: int = option(
+    fail_on_data_loss: bool = flag(True, "fail if wanted messages, or a wanted queue, are gone; else read what is left")
+    min_partitions: int = number(
         1,
-        "a number from 1",
         "at least so many tasks, if there are as many messages; large queues are cut, small ones put together",
-        count(1),
         shown="one per 128 MiB or 500 000 messages",
     )
-    max_rows_per_batch: int = option(
-        20_000, f"a number from 1 to {_BATCH_MAX}", "rows of an Arrow batch", count(1, _BATCH_MAX)
-    )
-    max_bytes_per_batch: int = option(
-        8 << 20,
-        f"a number from 1 to {_BATCH_MAX}",
-        "bytes of an Arrow batch; it has one message at least",
-        count(1, _BATCH_MAX),
-    )
-    view: View = option(
-        "messages",
-        "messages, queues, segments, groups, delay, traffic or verify",
-        "which table",
-        word("messages", "queues", "segments", "groups", "delay", "traffic", "verify"),
-    )
+    max_rows_per_batch: int = number(20_000, "rows of an Arrow batch", _BATCH_MAX)
+    max_bytes_per_batch: int = number(8 << 20, "bytes of an Arrow batch; it has one message at least", _BATCH_MAX)
+    view: View = choice(*get_args(View), meaning="which table")
     interval_ms: int = option(
         60_000,
         "a length of time from 1s (30s, 5m, 1h)",
@@ -322,17 +277,11 @@ class SourceOptions:
         name="interval",
         shown="1m",
     )
-    max_offsets_per_trigger: int | None = option(
-        None,
-        "a number from 1",
-        "stream: at most so many messages a batch, shared among queues by what waits in each (pyspark 4.2)",
-        count(1),
+    max_offsets_per_trigger: int | None = number(
+        None, "stream: at most so many messages a batch, shared among queues by what waits in each (pyspark 4.2)"
     )
-    max_bytes_per_trigger: int | None = option(
-        None,
-        "a number from 1",
-        "stream: at most so many bytes of records a batch, or a single message that is larger (pyspark 4.2)",
-        count(1),
+    max_bytes_per_trigger: int | None = number(
+        None, "stream: at most so many bytes of records a batch, or a single message that is larger (pyspark 4.2)"
     )
     commit_group: str | None = option(
         None,
@@ -344,9 +293,6 @@ class SourceOptions:
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SourceOptions:
         """The options as Spark gives them. ConfigError names option, value and what is accepted."""
-        paths = [name for name in ("path", "paths", "pathsfile") if name in {key.lower() for key in given}]
-        if len(paths) > 1:
-            raise ConfigError(f"options {' and '.join(paths)} both say where the stores are; give one of them")
         options = cls(**SOURCE_OPTIONS.parse(given))
         options._check()
         return options
@@ -409,7 +355,7 @@ class SourceOptions:
 SOURCE_OPTIONS: Final = OptionTable((*_PLACES, *options_of(SourceOptions)))
 OPTIONS: Final[Mapping[str, Option]] = SOURCE_OPTIONS.options
 """Every option by its name."""
-CHOOSING: Final = (
+_CHOOSING: Final = (
     *("tags", "filter", "keys", "isolation", "startingGroup", "startingOffsets", "endingOffsets"),
     *("startingTimestamp", "endingTimestamp", "readBy", "includeProperties", "bodyAs", "decompress", "minPartitions"),
 )
@@ -423,9 +369,4 @@ _ONLY_STREAM: Final = ("maxOffsetsPerTrigger", "maxBytesPerTrigger", "commitGrou
 
 def not_for(view: View) -> tuple[str, ...]:
     """The options that a small table does not go by, and refuses."""
-    return (*CHOOSING, *_TOPICS) if view in _OF_STORES else CHOOSING
-
-
-def as_markdown() -> str:
-    """The table for the documentation."""
-    return SOURCE_OPTIONS.as_markdown()
+    return (*_CHOOSING, *_TOPICS) if view in _OF_STORES else _CHOOSING

@@ -20,10 +20,13 @@ __all__ = [
     "Option",
     "OptionTable",
     "boolean",
+    "choice",
     "count",
     "duration_s",
+    "flag",
     "local_path",
     "names",
+    "number",
     "option",
     "options_of",
     "refuse_table",
@@ -35,7 +38,7 @@ _TABLE: Final = "provider"
 """`CREATE TABLE ... USING` and `saveAsTable` add it to the options; nothing else does."""
 YES_NO: Final = "true or false"
 _SHOWN: Final = 200
-"""Characters of a value in a message: JSON may name each queue of a fleet."""
+"""Most characters of a value in a message: JSON may name each queue of a fleet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,21 @@ def option(
     return field(default=default, metadata={"option": (name, shown, accepts, meaning, parse)})
 
 
+def flag(default: bool, meaning: str) -> Any:
+    """Return a field that is true or false, as `option` does."""
+    return option(default, YES_NO, meaning, boolean)
+
+
+def choice(*words: str, meaning: str) -> Any:
+    """Return a field that is one of these words, in any case, as `option` does. The first word is the default."""
+    return option(words[0], f"{', '.join(words[:-1])} or {words[-1]}", meaning, word(*words))
+
+
+def number(default: int | None, meaning: str, most: int | None = None, *, shown: str | None = None) -> Any:
+    """Return a field that is a whole number from 1, to `most`, as `option` does."""
+    return option(default, "a number from 1" + (f" to {most}" if most else ""), meaning, count(1, most), shown=shown)
+
+
 def options_of(table: type) -> Iterator[Option]:
     """Return the options among the fields of a dataclass, in their order."""
     for each in fields(table):
@@ -73,11 +91,6 @@ def options_of(table: type) -> Iterator[Option]:
                 shown = shown.lower() if isinstance(each.default, bool) else shown
             name = name or re.sub("_(.)", lambda found: found[1].upper(), each.name)
             yield Option(name, each.name, shown, accepts, meaning, parse)
-
-
-def _shown(value: str) -> str:
-    """For a message; of what is long, the beginning."""
-    return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}... ({len(value)} characters)"
 
 
 class OptionTable:
@@ -111,7 +124,7 @@ class OptionTable:
             except (ValueError, RecursionError) as error:
                 deep = isinstance(error, RecursionError)  # of json or re; its traceback is as long as that
                 why = "it is nested too deeply" if deep else str(error)
-                raise ConfigError(f"option {option.name}={_shown(value)}: {why}; {option.accepts}") from (
+                raise ConfigError(f"option {option.name}={value!r:.{_SHOWN}}: {why}; {option.accepts}") from (
                     None if deep else error
                 )
         return values
@@ -191,17 +204,17 @@ _SCHEME: Final = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:|file://(?!/)")
 
 
 def local_path(value: str) -> str:
-    """A path of a mounted file system, perhaps behind `file:`. What else there is in front of a path would be taken for
-    a folder's name: a job would write below its driver's working directory, and say done.
+    """A path of a mounted file system, without the `file:` that may stand before it. What else there is in front of a
+    path would be taken for a folder's name: a job would write below its driver's working directory, and say done.
 
     >>> local_path("file:///var/mq")
-    'file:///var/mq'
+    '/var/mq'
     """
     if found := _SCHEME.match(value):
         raise ValueError(f"only local paths, of a mounted file system; {found[0]!r} leads elsewhere (a folder: ./NAME)")
     if value.startswith("~"):
         raise ValueError("'~' is not replaced here: give the whole path (a folder: ./NAME)")
-    return text(value)
+    return text(value.removeprefix("file://") if value.startswith("file://") else value.removeprefix("file:"))
 
 
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

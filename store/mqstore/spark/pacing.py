@@ -1,4 +1,4 @@
-"""How much of what waits a batch of a stream may have (spec/spark.md B5). Knows no Spark.
+"""How much of what waits a batch of a stream may have (spark#pacing). Knows no Spark.
 
 A limit, of messages or of bytes, is shared among queues in proportion to what waits in each. Queues whose share is less
 than their next message get one message each, for up to half of the limit; what rounding leaves over goes to whoever can
@@ -12,27 +12,22 @@ sizes in its units. A stream that reads whole logs (readBy=log) has no limit: th
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from json import dumps
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.errors import TopicNotFoundError
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.store import MessageStore
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import mean_size, open_store, stores_of
+from mqstore.spark.plan import SlicedStore, mean_size, open_sliced, stores_of
 from mqstore.spark.positions import Key, Offsets
 
-__all__ = ["Costs", "Limit", "Messages", "admit", "costs_of"]
+__all__ = ["Costs", "Limit", "admit", "costs_of"]
 
 _CHUNK_UNITS = 8192
-_STORES_OPEN = 8
 
 
 class Limit(NamedTuple):
@@ -42,17 +37,27 @@ class Limit(NamedTuple):
     unit: Literal["messages", "bytes"]
 
 
-class Costs(Protocol):
-    """What messages cost of a limit."""
+class Costs:
+    """Costs of messages against a limit: 1 each."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the store that was looked at last."""
 
     def weight(self, key: Key, start: int, stop: int) -> float:
         """Of all in [start, stop), about."""
+        return stop - start
 
     def reach(self, key: Key, start: int, stop: int, budget: int) -> tuple[int, int]:
         """How far a budget goes from `start`, at most to `stop`, and what of it that takes."""
+        to = min(stop, start + budget)
+        return to, to - start
 
     def step(self, key: Key, start: int, stop: int) -> tuple[int, int]:
         """The position behind the message at `start`, and what it costs."""
+        return start + 1, 1
 
 
 def admit(begin: Mapping[Key, int], end: Mapping[Key, int], most: int, costs: Costs) -> Offsets:
@@ -93,48 +98,27 @@ def admit(begin: Mapping[Key, int], end: Mapping[Key, int], most: int, costs: Co
     return at
 
 
-class Messages:
-    """Each message of a queue costs 1."""
-
-    def weight(self, key: Key, start: int, stop: int) -> float:
-        return stop - start
-
-    def reach(self, key: Key, start: int, stop: int, budget: int) -> tuple[int, int]:
-        to = min(stop, start + budget)
-        return to, to - start
-
-    def step(self, key: Key, start: int, stop: int) -> tuple[int, int]:
-        return start + 1, 1
-
-
-class _QueueBytes:
+class _QueueBytes(Costs):
     """A message of a queue costs the size of its record, as its unit says.
 
-    Opens stores when they are needed, and keeps the last few open: a store has one descriptor for each queue, and a
-    fleet has many stores. To be closed.
+    Keeps open the store that was asked for last: a store has one descriptor for each queue, and a fleet has many
+    stores. `admit` goes through the queues store by store.
     """
 
     def __init__(self, options: SourceOptions) -> None:
         self._names = {name.id: name for name in stores_of(options)}
-        self._open: OrderedDict[str, MessageStore] = OrderedDict()
-
-    def __enter__(self) -> Self:
-        return self
+        self._open = ""
+        self._store: SlicedStore | None = None
 
     def __exit__(self, *_: object) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
+        if self._store is not None:
+            self._store.close()
 
     def _queue(self, key: Key) -> ConsumeQueue:
-        if key.store not in self._open:
-            while len(self._open) >= _STORES_OPEN:
-                self._open.popitem(last=False)[1].close()
-            self._open[key.store] = open_store(self._names[key.store])
-        self._open.move_to_end(key.store)
-        found = self._open[key.store]._queues.get(key.topic, key.queue_id)
-        if found is None:
-            raise TopicNotFoundError(f"{key} has been removed just now")
-        return found
+        if self._store is None or self._open != key.store:
+            self.__exit__()
+            self._store, self._open = open_sliced(self._names[key.store]), key.store
+        return self._store.unbounded(key.topic, key.queue_id)
 
     def weight(self, key: Key, start: int, stop: int) -> float:
         return mean_size(self._queue(key), start, stop) * (stop - start)
@@ -159,11 +143,6 @@ class _QueueBytes:
         return start + 1, int(self._sizes(key, start, 1)[0])
 
 
-@contextmanager
-def costs_of(options: SourceOptions, limit: Limit) -> Iterator[Costs]:
-    """Return the costs that count against `limit`. Stores that have to be looked at stay open until the exit."""
-    if limit.unit == "bytes":
-        with _QueueBytes(options) as sizes:
-            yield sizes
-    else:
-        yield Messages()
+def costs_of(options: SourceOptions, limit: Limit) -> Costs:
+    """Return the costs that count against `limit`. The store that was looked at last is open until the exit."""
+    return _QueueBytes(options) if limit.unit == "bytes" else Costs()

@@ -17,16 +17,16 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX, SCHEDULE_TOPIC, is_system_topic
+from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX, is_system_topic
 from mqstore.broker.parts import open_parts
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
-from mqstore.layout.consumequeue import UNIT, is_void
+from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.dispatch import LIGHT_PREFIX
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
@@ -50,8 +50,6 @@ __all__ = [
     "bounds_of",
     "bounds_of_log",
     "check_ids",
-    "has_all",
-    "have_queues_lost",
     "is_wanted",
     "mean_size",
     "names_queue",
@@ -61,7 +59,6 @@ __all__ = [
     "plan",
     "queues_of",
     "stores_of",
-    "survey",
     "weigh",
     "weigh_log",
 ]
@@ -73,7 +70,6 @@ _PARTITION_MESSAGES = 500_000
 _LEAST_PARTITION = 0.5
 """Of the usual one: what is still worth a task."""
 _LAST = (1 << 63) - 1
-_FEW_UNITS = 4096
 _FEW_MAPPINGS = StoreConfig(max_mappings=4)
 """Mapped pages count as memory of a worker, and a mapping keeps the disk space of a segment that is deleted."""
 _REGION_BYTES = 64 << 20
@@ -133,9 +129,9 @@ class Bounds(NamedTuple):
 def stores_of(options: SourceOptions) -> list[StoreName]:
     """The stores that the options name, in their order. ConfigError: a glob fits none, an id stands twice."""
     if isinstance(options.paths, dict):
-        found = [_named(name, os.path.abspath(_local(path))) for name, path in options.paths.items()]
+        found = [_named(name, os.path.abspath(path)) for name, path in options.paths.items()]
     else:
-        found = [store for path in options.paths for store in _stores_at(_local(path))]
+        found = [store for path in options.paths for store in _stores_at(path)]
     ids = [store.id for store in found]
     twice = sorted({name for name in ids if ids.count(name) > 1}) if len(set(ids)) < len(ids) else []
     if twice:
@@ -146,19 +142,12 @@ def stores_of(options: SourceOptions) -> list[StoreName]:
 
 
 def _named(name: str, path: str) -> StoreName:
-    """A store under the id that it was given. What is many would be taken for a store that is gone."""
-    several = ""
-    if not os.path.isdir(path):
-        several = "a glob" if glob.has_magic(path) else ""
-    elif os.path.exists(os.path.join(path, SET_FILE)):
-        several = "a store set, whose stores have ids of their own"
-    if several:
-        raise ConfigError(f"option paths: the id {name!r} is given to {path}, which is {several}: name it in an array")
+    """A store under the id that it was given. Several stores would be taken for a store that is gone."""
+    if os.path.exists(os.path.join(path, SET_FILE)) or (glob.has_magic(path) and not os.path.isdir(path)):
+        raise ConfigError(
+            f"option paths: the id {name!r} is given to {path}, which is a glob or a store set: name it in an array"
+        )
     return StoreName(name, path)
-
-
-def _local(path: str) -> str:
-    return path.removeprefix("file://").removeprefix("file:") if path.startswith("file:") else path
 
 
 def _stores_at(path: str) -> Iterator[StoreName]:
@@ -200,27 +189,17 @@ class SlicedStore(MessageStore):
 
     def load(self, topic: str, queue_id: int) -> ConsumeQueue | None:
         """A queue, with its bounds as opening finds them. None: it is not there."""
-        queue = self._queues.get(topic, queue_id)
+        queue = self.queue_table.get(topic, queue_id)
         # A checkpoint may name whatever it likes.
         if queue is None and is_path_safe(topic) and os.path.isdir(self.unbounded(topic, queue_id).directory):
-            queue = self._queues.create(topic, queue_id)
+            queue = self.queue_table.create(topic, queue_id)
             queue.load(exact=not self.clean_shutdown)
             self._bound(queue)
         return queue
 
     def unbounded(self, topic: str, queue_id: int) -> ConsumeQueue:
         """A queue to read units of that are known to be there; where it begins and ends it does not know."""
-        return ConsumeQueue(self._queues, topic, queue_id)
-
-
-def has_all(store: SlicedStore, topic: str, queue_id: int, start: int, stop: int) -> bool:
-    """Whether a queue has each of the units [start, stop), and retention has left its message at `start`. Looked for
-    only where that is little work. False: its bounds have to be found."""
-    if not (is_path_safe(topic) and queue_id >= 0 and 0 <= start < stop <= start + _FEW_UNITS):
-        return False
-    units = store.unbounded(topic, queue_id).units(start, stop - start)
-    oldest = int(units["physical_offset"][0])
-    return bool((units["size"] > 0).all() and oldest >= store.min_offset and not is_void(units[:1])[0])
+        return ConsumeQueue(self.queue_table, topic, queue_id)
 
 
 def open_sliced(store: StoreName) -> SlicedStore:
@@ -229,26 +208,13 @@ def open_sliced(store: StoreName) -> SlicedStore:
         return SlicedStore(store.path, "r", fs=QUIET, config=_FEW_MAPPINGS)
 
 
-def have_queues_lost(store: MessageStore) -> bool:
-    """Whether queues lack files, or ends, that they had when the store was closed. Opening warns of it."""
-    return store.clean_shutdown and store.parts.has_lost_queues()
-
-
-def left_by_crash(name: StoreName) -> str:
-    """What to tell of a store that `has_unlisted`."""
-    return (
-        f"a crash left messages in the log of {name.path} that its queues do not list: open it for writing once, or "
-        "`mqstore recover` it"
-    )
-
-
 def queues_of(store: MessageStore) -> list[ConsumeQueue]:
     """The queues of a store that was opened a moment ago, by topic and queue id, with their bounds as of then.
 
     As `topics`, `queues` and `offsets` of the store have it, which look for news with every call: of a thousand stores
     that is half the time of planning.
     """
-    return sorted((queue for queue in store.parts.queues if queue.next_offset), key=lambda queue: queue.ref)
+    return sorted((queue for queue in store.queue_table if queue.next_offset), key=lambda queue: queue.ref)
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------
@@ -336,22 +302,11 @@ def plan(
     resumed: bool = False,
     slots: int = 1,
 ) -> list[list[Slice]]:
-    """The partitions of a query, for who runs so many of them at once. [] if there is nothing to read. As `survey`."""
-    found = survey(options, offsets=offsets, times_ms=times_ms, by_region=by_region, resumed=resumed)
-    return [*partitions(found, options.min_partitions, slots)]
+    """Return the partitions of a query, cut for `slots` tasks at once. [] if there is nothing to read.
 
-
-def survey(
-    options: SourceOptions,
-    *,
-    offsets: tuple[int, int] = (0, _LAST),
-    times_ms: tuple[int, int] = (-_LAST, _LAST),
-    by_region: bool = False,
-    resumed: bool = False,
-) -> list[Weighed]:
-    """What a query reads, weighed. `by_region`: queues that share a log in alternation, for who reads every record; of
-    each queue in order, as ever. `offsets`, `times_ms`: queue offsets and store times [from, to) besides those of the
-    options. `resumed`: it begins where an earlier run ended, in queues that may be gone by now.
+    `offsets`, `times_ms`: queue offsets and store times [from, to) besides those of the options. `by_region`: queues
+    that share a log in alternation, for a query that reads every record; each queue stays in order. `resumed`: the
+    query begins where an earlier run ended, in queues that may be gone by now.
 
     Raises TopicNotFoundError for a topic or queue that is named and that no store has, OffsetOutOfRangeError for
     messages that are gone (both only with `fail_on_data_loss`), ConfigError, and what opening a store raises.
@@ -372,7 +327,10 @@ def survey(
         with store:
             queues = queues_of(store)
             if (queues or options.read_by == "queue") and store.has_unlisted():
-                warn_once(f"mqstore: {left_by_crash(name)}; a query does not see them")
+                warn_once(
+                    f"mqstore: a crash left messages in the log of {name.path} that its queues do not list: open it "
+                    "for writing once, or `mqstore recover` it; a query does not see them"
+                )
             if options.read_by == "log" or (options.read_by == "auto" and not queues):
                 expected.missing = {}  # nobody knows the topics of a log before it is read
                 found += _log_slices(store, name, options)
@@ -382,7 +340,7 @@ def survey(
             # What is damaged keeps its row with `keep`, whatever its keys were.
             by_key = KeyIndex(store, options.keys) if options.keys and options.on_corrupt != "keep" else None
             mine: list[Weighed] = []
-            for queue in (each for each in queues if wanted(*each.ref)):
+            for queue in (queue for queue in queues if wanted(*queue.ref)):
                 start, stop = _wanted_part(store, name, queue, options, starts)
                 start, stop = max(start, offsets[0]), min(stop, offsets[1])
                 if times_ms[0] > -_LAST:
@@ -393,14 +351,15 @@ def survey(
                     parts = [(start, stop)] if by_key is None else _by_key(by_key, store, queue, start, stop)
                     mine += [weigh(name, queue, *part) for part in parts]
             if options.tags:
-                mine = [_tagged(each) for each in mine]
+                for each in mine:
+                    each.each *= _TAGGED
             elif by_region and not options.keys:
                 mine = _by_region(store, mine)
             found += mine
     if options.fail_on_data_loss:
         expected.check("failOnDataLoss=false reads what there is")
     starts.check()
-    return found
+    return [*partitions(found, options.min_partitions, slots)]
 
 
 class Expected:
@@ -572,73 +531,36 @@ def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: in
     return [*index.narrowed(queue.ref, start, stop, vouched)]
 
 
-def _tagged(weighed: Weighed) -> Weighed:
-    """As a tag is asked of it; where units have times in place of hashes that makes no difference."""
-    piece = weighed.slice
-    by_time = isinstance(piece, QueueSlice) and piece.topic == SCHEDULE_TOPIC
-    return weighed if by_time else Weighed(piece, weighed.each * _TAGGED)
-
-
 def _by_region(store: MessageStore, found: list[Weighed]) -> list[Weighed]:
     """The same messages cut where their records pass from one region of the log to the next, region by region: each
     page is then mapped and fetched once, and not once for each queue that has a record in it. Where exactly is cut does
-    not matter, so places are guessed from those of a few units."""
-    spans = [_span(store, each.slice) for each in found]
-    known = [span for span in spans if span is not None]
-    if len(known) < 2:
+    not matter."""
+    if len(found) < 2:
         return found
-    low, high = min(first for first, _ in known), max(last for _, last in known)
-    messages = sum(each.slice.stop - each.slice.start for each in found)
-    most = min(messages // _REGION_MESSAGES, _MOST_SLICES) // len(known)
-    regions = min((high - low) // _REGION_BYTES, most)
+    pieces = [each.slice for each in found if isinstance(each.slice, QueueSlice)]
+    ends = [[_place(store, piece, slot) for slot in (piece.start, piece.stop - 1)] for piece in pieces]
+    low, high = min(min(places) for places in ends), max(max(places) for places in ends)
+    messages = sum(piece.stop - piece.start for piece in pieces)
+    regions = min((high - low) // _REGION_BYTES, min(messages // _REGION_MESSAGES, _MOST_SLICES) // len(pieces))
     if regions < 2 or (high - low) // regions > _MAX_REGION_BYTES:
         return found
-    cut: list[tuple[int, Weighed]] = []
     edges = [low + (high - low) * (region + 1) // regions for region in range(regions - 1)]
-    for weighed, span in zip(found, spans, strict=True):
-        piece = weighed.slice
-        slots = [] if span is None else _slots_near(store, piece, span, edges)
-        for region, (start, stop) in enumerate(pairwise([piece.start, *slots, piece.stop])):
+    cut: list[tuple[int, Weighed]] = []
+    for weighed, piece, (first, last) in zip(found, pieces, ends, strict=True):
+        at, ref = [piece.start], QueueRef(piece.topic, piece.queue_id)
+        for edge in edges:
+            near = _REGION_MESSAGES // 4
+            inside = _slot_at(store, ref, at[-1], piece.stop, edge, near) if first < edge <= last else at[-1]
+            at.append(piece.stop if edge > last else inside)
+        for region, (start, stop) in enumerate(pairwise([*at, piece.stop])):
             if start < stop:
-                cut.append((region, Weighed(_part(piece, start, stop), weighed.each)))
+                cut.append((region, Weighed(replace(piece, start=start, stop=stop), weighed.each)))
     return [each for _, each in sorted(cut, key=lambda pair: pair[0])]
 
 
-def _span(store: MessageStore, piece: Slice) -> tuple[int, int] | None:
-    """Where in the log the first and the last message of a slice lie. None: there is no unit that says so."""
-    if isinstance(piece, LogSlice):
-        return None
-    places = [_place(store, piece, slot) for slot in (piece.start, piece.stop - 1)]
-    return None if min(places) < 0 else (places[0], places[1])
-
-
-def _place(store: MessageStore, piece: Slice, slot: int) -> int:
-    """Where in the log a message lies; -1: nobody knows."""
-    assert isinstance(piece, QueueSlice)
-    [(physical, size, _)] = UNIT.iter_unpack(
-        ConsumeQueue(store.parts.queues, piece.topic, piece.queue_id).read(slot, 1)
-    )
-    return int(physical) if 0 < size < 0x7FFF_FFFF else -1
-
-
-def _slots_near(store: MessageStore, piece: Slice, span: tuple[int, int], edges: Sequence[int]) -> list[int]:
-    """About which slots lie first behind each of these offsets of the log, which ascend; so do they."""
-    found: list[int] = []
-    low_slot, low = piece.start, span[0]
-    for edge in edges:
-        high_slot, high = piece.stop - 1, span[1]
-        guess = piece.stop if edge > high else low_slot
-        for look in range(3 if low < edge <= high else 0):  # the last guess is not looked at
-            guess = low_slot + (high_slot - low_slot) * (edge - low) // (high - low)
-            place = _place(store, piece, guess) if look < 2 and low_slot < guess < high_slot else -1
-            if not low < place < high:
-                break
-            if place < edge:
-                low_slot, low = guess, place
-            else:
-                high_slot, high = guess, place
-        found.append(max(guess, found[-1] if found else piece.start))
-    return found
+def _place(store: MessageStore, piece: QueueSlice, slot: int) -> int:
+    """Return the physical offset of a message; 0 for a unit that does not say."""
+    return int(store.units(piece.topic, piece.queue_id, slot, 1)["physical_offset"][0])
 
 
 def mean_size(queue: ConsumeQueue, start: int, stop: int) -> float:
@@ -649,9 +571,10 @@ def mean_size(queue: ConsumeQueue, start: int, stop: int) -> float:
     return sum(sizes) / len(sizes) if sizes else 1.0
 
 
-def _slot_at(store: MessageStore, ref: QueueRef, low: int, high: int, physical: int) -> int:
-    """The first slot of [low, high) whose record lies at or behind `physical`; void units count as before it."""
-    while low < high:
+def _slot_at(store: MessageStore, ref: QueueRef, low: int, high: int, physical: int, near: int = 0) -> int:
+    """The first slot of [low, high) whose record lies at or behind `physical`, or up to `near` slots before it; void
+    units count as before it."""
+    while high - low > near:
         middle = (low + high) // 2
         at, value = middle, -1
         while at < high:
@@ -709,7 +632,7 @@ def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator
             fits = max(1, round(room / each))
             # What would be left over is not worth a cut.
             end = stop if (stop - start - fits) * each < full / 64 else start + fits
-            group.append(_part(piece, start, end))
+            group.append(replace(piece, start=start, stop=end))
             room -= (end - start) * each
             left -= (end - start) * each
             start = end
@@ -720,9 +643,3 @@ def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator
                 group, room = [], (full := left / number)
     if group:
         yield group
-
-
-def _part(piece: Slice, start: int, stop: int) -> Slice:
-    if isinstance(piece, LogSlice):
-        return LogSlice(piece.store, start, stop)
-    return QueueSlice(piece.store, piece.topic, piece.queue_id, start, stop)

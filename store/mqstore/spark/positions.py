@@ -1,4 +1,4 @@
-"""How far a stream has come, and how Spark keeps that in its checkpoint (spec/spark.md B5). Knows no Spark.
+"""How far a stream has come, and how Spark keeps that in its checkpoint (spark#stream). Knows no Spark.
 
 `{"v":1,"s":{store:{topic:{queue:n}}}}`, n the queue offset of the next message; with readBy=log, which has one position
 a store, `{"v":1,"p":{store:physical offset}}`. Spark compares offsets as text, so each has one spelling: sorted.

@@ -1,4 +1,4 @@
-"""How far a stream has come, and what its next batch is (spec/spark.md A6, B5). Knows no Spark.
+"""How far a stream has come, and what its next batch is (spark#stream-calls, spark#stream). Knows no Spark.
 
     offset      where each queue of each store goes on: what Spark keeps in its checkpoint, and gives back (`positions`)
     snapshot    the bounds of every queue at a moment
@@ -47,7 +47,6 @@ from mqstore.spark.plan import (
     bounds_of,
     bounds_of_log,
     check_ids,
-    has_all,
     names_queue,
     open_sliced,
     open_store,
@@ -140,35 +139,34 @@ def _tell_missing(options: SourceOptions, expected: Expected) -> None:
 # -- loss --------------------------------------------------------------------------------------------------------------
 
 _GO_ON = " (failOnDataLoss=false goes on with what is left)"
-_SHOWN = 5
-"""Of the stores of a fleet, in an error."""
 
 
 @dataclass(slots=True)
 class _Losses:
-    """What is found to be lost: sentences, each with the error that it makes. `settle` fails for them, or tells."""
+    """What is found to be lost. `settle` fails for the first, or warns."""
 
-    found: list[tuple[str, Callable[[str], MQStoreError], str]] = field(default_factory=list)
+    found: list[tuple[Callable[[str], MQStoreError], str, str]] = field(default_factory=list)
+    """The error, what it says, and what the user can do."""
 
-    def below(self, key: Key, wanted: int, low: int, top: int) -> None:
-        text = f"{key}: the stream goes on at offset {wanted}, but the oldest that is kept is {low}"
-        self._out_of_range(f"{text}: {_count(key, low - wanted)} are lost", low, top)
-
-    def beyond(self, key: Key, wanted: int, low: int, top: int) -> None:
-        text = f"{key}: the stream has come to offset {wanted}, but there are {low} to {top}"
-        self._out_of_range(
-            f"{text}: {_count(key, wanted - top)} are not there any more, and what is stored next bears their "
-            "numbers. Was the store restored, or its tail lost in a power cut (isolation=flushed never reads such)?",
-            low,
-            top,
-        )
-
-    def _out_of_range(self, text: str, low: int, top: int) -> None:
-        self.found.append((text, lambda whole: OffsetOutOfRangeError(whole, low, top), _GO_ON))
+    def out_of_range(self, key: Key, start: int, stop: int, low: int, top: int) -> None:
+        """Note what of [start, stop) is lost, where a queue or log holds [low, top)."""
+        what = "messages" if key.topic else "bytes"
+        texts = []
+        if start < low:
+            goes_on = f"the stream goes on at offset {start}, but the oldest that is kept is {low}"
+            texts.append(f"{goes_on}: {min(low, stop) - start} {what} are lost")
+        if stop > top:
+            texts.append(
+                f"the stream has come to offset {stop}, but there are {low} to {top}: {stop - top} {what} are not "
+                "there any more, and what is stored next bears their numbers. Was the store restored, or its tail lost "
+                "in a power cut (isolation=flushed never reads such)?"
+            )
+        for text in texts:
+            self.found.append((lambda whole: OffsetOutOfRangeError(whole, low, top), f"{key}: {text}", _GO_ON))
 
     def queue(self, key: Key, wanted: int, name: StoreName) -> None:
         text = f"{key} is not in {name.path} any more; the stream wants it from offset {wanted}"
-        self.found.append((text, TopicNotFoundError, _GO_ON))
+        self.found.append((TopicNotFoundError, text, _GO_ON))
 
     def store(self, key: Key, wanted: int, known: Mapping[str, StoreName]) -> None:
         """`known`: the stores that the options name, by id."""
@@ -178,25 +176,21 @@ class _Losses:
         else:
             # To go on would read what may be the same store, under another id, a second time.
             where = f"no option names store {key.store!r} any more"
-            there = ", ".join(map(repr, list(known)[:_SHOWN])) + (", ..." if len(known) > _SHOWN else "")
+            there = ", ".join(map(repr, list(known)[:5]))  # some stores of a fleet
             remedy = (
                 f". There are {there}: use the path or id that the query was started with, or "
                 f"paths={{{key.store!r}: path}}"
             )
-        self.found.append((f"{key}: {where}; the stream wants it from offset {wanted}", NotAStoreError, remedy))
+        self.found.append((NotAStoreError, f"{key}: {where}; the stream wants it from offset {wanted}", remedy))
 
     def settle(self, options: SourceOptions) -> None:
         if not self.found:
             return
-        text, error, remedy = self.found[0]
-        more = f". {len(self.found) - 1} more queues have lost messages" if len(self.found) > 1 else ""
+        error, text, remedy = self.found[0]
+        text += f". {len(self.found) - 1} more queues have lost messages" if len(self.found) > 1 else ""
         if options.fail_on_data_loss:
-            raise error(f"{text}{more}{remedy}")
-        warn_once(f"{text}{more}; passed over, as failOnDataLoss=false has it")
-
-
-def _count(key: Key, number: int) -> str:
-    return f"{number} {'messages' if key.topic else 'bytes'}"
+            raise error(f"{text}{remedy}")
+        warn_once(f"{text}; passed over, as failOnDataLoss=false has it")
 
 
 # -- the next offset ---------------------------------------------------------------------------------------------------
@@ -227,13 +221,10 @@ def advance(
                     losses.store(key, position, named)
                 else:
                     losses.queue(key, position, named[key.store])
-        elif position > bounds.top:
-            losses.beyond(key, position, bounds.low, bounds.top)
-            begin[key] = end[key] = bounds.top
-        else:
-            if position < bounds.low:
-                losses.below(key, position, bounds.low, bounds.top)
-            begin[key] = max(position, bounds.low)
+            continue
+        losses.out_of_range(key, position, max(position, bounds.low), bounds.low, bounds.top)
+        begin[key] = end[key] = min(max(position, bounds.low), bounds.top)
+        if position <= bounds.top:
             end[key] = max(begin[key], bounds.high if target is None else min(bounds.high, target.get(key, 0)))
     losses.settle(options)
     for key, bounds in now.bounds.items():
@@ -265,8 +256,6 @@ class StreamProgress:
         self._target: Offsets | None = None
         self._last: Offsets = {}
         self._published: dict[str, dict[tuple[str, int], int]] = {}
-        self._done: Offsets | None = None
-        """The offsets of the last call of `_publish`."""
 
     def initial(self) -> dict[str, Any]:
         """Where a new stream begins; the same however often it is asked for in a run. As `look`."""
@@ -357,7 +346,7 @@ class StreamProgress:
 
     def _publish(self, done: Offsets) -> None:
         group = self._options.commit_group
-        if group is None or done == self._done:
+        if group is None:
             return
         admits = _admits(self._options)
         by_store: dict[str, dict[tuple[str, int], int]] = {}
@@ -377,7 +366,6 @@ class StreamProgress:
                         "the user that Spark runs as write in config/spark, or leave the option out"
                     ) from error
                 self._published[name.id] = offsets
-        self._done = done
 
     def _encode(self, offsets: Offsets) -> dict[str, Any]:
         return encode_offset(offsets, by_log=self._by_log)
@@ -408,9 +396,6 @@ def _between(
         if not isinstance(store, SlicedStore):
             queue = None
             low, _, top = bounds_of_log(store, options)
-        elif has_all(store, key.topic, key.queue_id, begin.get(key, -1), end[key]):
-            yield weigh(name, store.unbounded(key.topic, key.queue_id), begin[key], end[key])
-            continue
         else:
             queue = store.load(key.topic, key.queue_id)
             if queue is None or not queue.next_offset:
@@ -418,10 +403,7 @@ def _between(
                 continue
             low, top = queue.min_offset, queue.max_offset
         start, stop = begin.get(key, low), end[key]
-        if start < low:
-            losses.below(key, start, min(low, stop), top)
-        if stop > top:
-            losses.beyond(key, stop, low, top)
+        losses.out_of_range(key, start, stop, low, top)
         start, stop = max(start, low), min(stop, top)
         if start < stop:
             yield weigh_log(name, start, stop) if queue is None else weigh(name, queue, start, stop)

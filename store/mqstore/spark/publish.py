@@ -1,4 +1,4 @@
-"""Committing a write: staged shards become messages, all of them or none (spark.md B6, steps 2 to 6). Knows no Spark.
+"""Committing a write: staged shards become messages, all of them or none (spark#commit, steps 2 to 6). Knows no Spark.
 
     target   what counts                    the step by which it counts                         afterwards
     store    the log and its txn record     the record's rename, in `MessageStore.splice`       staging goes
@@ -19,7 +19,7 @@ commit of it does nothing but clean up. A batch job without a transaction id is 
 never committed again, so neither a set nor a store remembers it: its table would in time forget others for such. (The
 owner of an inbox does, as a crash may show him a bundle twice.)
 
-A commit keeps no file of how far it has come (spark.md B12 thought of one): by the intent of its splice a kill is
+A commit keeps no file of how far it has come: by the intent of its splice a kill is
 harmless, and doing a splice again from its beginning takes about two raw copies of its bytes (`bench.splice`).
 
 `abort` may come after a commit that succeeded and then raised: it deletes what is staged, and nothing that counts lies
@@ -29,10 +29,9 @@ there any more.
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +40,7 @@ from typing import Any, Final
 from mqstore.broker.configchecks import OVERWRITE_FILE, check_overwrite
 from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic, is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.parts import Parts, open_parts
-from mqstore.broker.topics import PERM_WRITE, TopicConfig
+from mqstore.broker.topics import TopicConfig
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import (
     ConfigError,
@@ -49,40 +48,37 @@ from mqstore.errors import (
     FormatError,
     MQStoreError,
     NotAStoreError,
-    ReadOnlyStoreError,
     StoreLockedError,
 )
 from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.jsonfile import decode_json, encode_json, load_json, read_json, save_json
+from mqstore.files.jsonfile import encode_json, load_json, save_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer, writer_alive
 from mqstore.layout.record import BLANK_BYTES
-from mqstore.log.bulk.inbox import check_highest, topics_entered
+from mqstore.log.bulk.inbox import topics_entered
 from mqstore.log.bulk.txn import read_txn
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.manifest import MANIFEST, NOT_YET
 from mqstore.log.store import MessageStore
-from mqstore.options import Profile, StoreConfig
+from mqstore.options import StoreConfig
 from mqstore.spark.encode import Rules, TopicRule
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.sets import RECORDED, SET_FILE, read_set
 from mqstore.spark.sinkoptions import SinkOptions
 from mqstore.spark.staging import (
     STAGING,
-    Leftover,
     ShardInfo,
     clean,
     discard,
+    folders,
     make_folders,
     transaction_folder,
     write_file,
 )
-from mqstore.spark.telling import readable
 
 __all__ = [
     "MEMBERS",
     "Commit",
-    "Published",
     "abort",
     "check_lock",
     "clean_target",
@@ -100,18 +96,11 @@ _OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak",
 _SEGMENT_BYTES = 64 << 20
 _PAGE = 4096
 _LOCK_POLL_S = 0.05
+_CLEAN_WAITS_S = 30.0
 _LOOK: Final = (
     "Look whether the messages are in before they are written again; with txnAppId and txnVersion they are not written "
     "twice"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What tasks have to know of the target. Plain values: it travels."""
-
-    rules: Rules
-    profile: Profile = "mqstore"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,40 +117,21 @@ class Commit:
     """A batch of a streaming query. Such a batch comes again until the next one has come, and never after."""
 
     @property
-    def topics(self) -> list[str]:
-        return [*dict.fromkeys(topic for shard in self.shards for topic in shard.topics)]
-
-    @property
-    def put(self) -> dict[str, int]:
-        """As that of a shard."""
-        found: dict[str, int] = {}
-        for shard in self.shards:
-            for topic, queues in shard.put.items():
-                found[topic] = max(queues, found.get(topic, 0))
-        return found
+    def topics(self) -> dict[str, TopicRule | None]:
+        return {topic: rule for shard in self.shards for topic, rule in shard.topics.items()}
 
     @property
     def records(self) -> int:
         return sum(shard.records for shard in self.shards)
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What came of a commit."""
-
-    already: bool
-    """It was in before; nothing was written."""
-    records: int
-
-
 # -- planning ----------------------------------------------------------------------------------------------------------
 
 
-def plan_target(options: SinkOptions) -> Plan:
+def plan_target(options: SinkOptions) -> Rules:
     """Look at the target, without a lock and without a trace. ConfigError where it is not what `target` says;
     NotAStoreError and others as of opening a store."""
     root = Path(options.path)
-    _refuse_unwritable(root)
     is_set, is_store = (root / SET_FILE).exists(), (root / MANIFEST).exists() or (root / "commitlog").exists()
     if is_set and options.target != "set":
         raise ConfigError(f"{root} is a store set, and option target={options.target} wants a store: use target=set")
@@ -169,9 +139,9 @@ def plan_target(options: SinkOptions) -> Plan:
         if is_store:
             raise ConfigError(f"{root} is a store, and option target=set wants a folder of stores: use target=store")
         if not is_set:
-            _refuse_foreign(root)
+            _refuse_foreign(root, _OURS)
         _manifest(root)
-        return Plan(Rules(new_queues=options.queues))
+        return Rules(new_queues=options.queues)
     try:
         store = open_store(StoreName(options.path, options.path))
     except NotAStoreError:
@@ -180,23 +150,22 @@ def plan_target(options: SinkOptions) -> Plan:
                 f"{root} is no store, and option target=inbox hands over to the process that has it open: use "
                 "target=store, which creates it"
             ) from None
-        if root.exists():
-            _refuse_other_files(root)
-        return Plan(Rules(new_queues=options.queues))
+        _refuse_foreign(root, NOT_YET)
+        return Rules(new_queues=options.queues)
     with store:
         parts = open_parts(store)
         config, manifest = parts.config, store.manifest
         room = manifest.commitlog_segment_bytes - BLANK_BYTES
         largest = min(config.max_message_size + ALLOWANCE, room)
-        rules = Rules(
+        return Rules(
             topics={each.name: _rule(each) for each in parts.topics.configs()},
             new_queues=options.queues,
             group_hash="siphash24" if manifest.group_hash == "siphash24" else "jump",
             levels=len(store.delay_table_ms),
             max_body_bytes=min(config.max_message_size, largest),
             max_record_bytes=largest,
+            profile=manifest.profile,
         )
-        return Plan(rules, manifest.profile)
 
 
 def check_lock(options: SinkOptions) -> None:
@@ -225,39 +194,12 @@ def _rule(config: TopicConfig) -> TopicRule:
     return TopicRule(config.write_queues, max(config.write_queues, config.read_queues), refused)
 
 
-def _refuse_unwritable(root: Path) -> None:
-    """Whoever plans commits, too, so what he cannot make tasks need not try. Looks at where the first folder would be
-    made; a target that is a file is told of elsewhere."""
-    with readable(str(root)):
-        there = next(path for path in (root / STAGING, root, *root.absolute().parents) if path.exists())
-    if there == root and not there.is_dir():
-        return
-    if not there.is_dir():
-        raise NotAStoreError(f"{there} is a file, so there can be no {root}: give another path")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ReadOnlyStoreError(
-            f"{there} may not be written to by the user that Spark runs as (uid {os.getuid()}): let that user, or give "
-            "another path"
-        )
-
-
-def _refuse_foreign(root: Path) -> None:
-    """A folder with other things in it becomes no set: a reader would not see them, and nobody would know why."""
-    foreign = sorted(path.name for path in root.iterdir() if path.name not in _OURS) if root.is_dir() else []
+def _refuse_foreign(root: Path, known: Collection[str]) -> None:
+    """A folder with other things in it becomes no target: a reader would not see them, and nobody would know why."""
+    foreign = sorted(path.name for path in root.iterdir() if path.name not in known) if root.is_dir() else []
     if foreign or (root.exists() and not root.is_dir()):
-        raise ConfigError(
-            f"{root} holds {', '.join(foreign[:3]) or 'a file'} and no {SET_FILE}: option target=set wants a set, or a "
-            "folder of its own"
-        )
-
-
-def _refuse_other_files(root: Path) -> None:
-    """As opening for writing would, but before the tasks run."""
-    if not root.is_dir():
-        raise NotAStoreError(f"{root} is a file, and no store: give a folder of its own")
-    foreign = sorted(path.name for path in root.iterdir() if path.name not in NOT_YET)
-    if foreign:
-        raise NotAStoreError(f"{root} holds {', '.join(foreign[:3])} and is no store: give a folder of its own")
+        what = f"holds {', '.join(foreign[:3])}, and is no store or store set" if foreign else "is a file"
+        raise NotAStoreError(f"{root} {what}: give a folder of its own")
 
 
 # -- in the task: a shard as a store ---------------------------------------------------------------------------------
@@ -288,7 +230,7 @@ def make_member(
         clock=clock,  # with one of its own a store starts no threads: there is nothing for them to do
     )
     with MessageStore(folder / "store", config=config, fs=fs) as store:
-        _admit(open_parts(store), shard.topics, shard.queues, options)
+        _admit(open_parts(store), shard.topics, options)
         store.splice([folder], app=transaction.name, version=0)
     fs.unlink(folder / "shard.json")
     fs.unlink(folder / "records.bin")
@@ -297,14 +239,17 @@ def make_member(
 # -- commit ------------------------------------------------------------------------------------------------------------
 
 
-def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock: Clock = SYSTEM_CLOCK) -> Published:
-    """Publish. Raises StoreLockedError naming who has the target (option lockTimeout), ConfigError where the target is
-    no longer what was planned, and what a splice raises: then nothing of it counts, unless FlushFailedError says that
-    this is not known; to commit again is right in any case."""
+def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock: Clock = SYSTEM_CLOCK) -> int | None:
+    """Publish. Returns the number of records that were written, None for a version that was in.
+
+    Raises StoreLockedError naming who has the target (option lockTimeout), ConfigError where the target is no longer
+    what was planned, and what a splice raises: then nothing of it counts, unless FlushFailedError says that this is not
+    known; to commit again is right in any case.
+    """
     root = Path(options.path)
-    published = _COMMITS[options.target](root, options, wanted, fs, clock)
+    written = _COMMITS[options.target](root, options, wanted, fs, clock)
     _tidy(root, options, wanted, fs, clock)
-    return published
+    return written
 
 
 def abort(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL) -> None:
@@ -315,23 +260,19 @@ def abort(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL
         discard(root, app, version, fs)
 
 
-def clean_target(
-    root: Path,
-    ttl_s: float,
-    *,
-    dry_run: bool = False,
-    clock: Clock = SYSTEM_CLOCK,
-    fs: FileSystem = REAL,
-    lock_timeout_s: float = 30.0,
-) -> list[Leftover]:
-    """Delete what jobs left in a store or a set that nobody has touched for `ttl_s` seconds; those, or with `dry_run`
-    what they would be. Of a set also stores that its manifest does not name; then its lock is taken."""
+def clean_target(root: Path, ttl_s: float, *, dry_run: bool = False) -> list[Path]:
+    """Delete what jobs left in a store or a set that nobody has touched for `ttl_s` seconds.
+
+    In a set these are also stores that its manifest does not name; then its lock is taken. Returns the folders, with
+    `dry_run` those that would be deleted.
+    """
     root = Path(resolved(root))
     if not (root / SET_FILE).exists():
-        return clean(root, ttl_s, dry_run=dry_run, clock=clock, fs=fs)
-    with nullcontext() if dry_run else _locked_set(root, lock_timeout_s, fs):
+        return clean(root, ttl_s, dry_run=dry_run)
+    with nullcontext() if dry_run else _locked_set(root, _CLEAN_WAITS_S, REAL):
         named = _named(_manifest(root))
-        return clean(root, ttl_s, dry_run=dry_run, clock=clock, fs=fs, named=named, members=MEMBERS)
+        others = [path for path in folders(root / MEMBERS) if path.name not in named]
+        return clean(root, ttl_s, others=others, dry_run=dry_run)
 
 
 def _tidy(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> None:
@@ -367,10 +308,10 @@ def _waiting(root: Path, options: SinkOptions) -> Iterator[None]:
 # -- target=store ------------------------------------------------------------------------------------------------------
 
 
-def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
+def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> int | None:
     with _waiting(root, options):
         store = MessageStore(root, lock_timeout=options.lock_timeout_s, config=StoreConfig(clock=clock), fs=fs)
-    published: Published | None = None
+    written: int | None = None
     try:
         with store:
             parts = open_parts(store)
@@ -378,10 +319,7 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
             if (last := store.spliced_version(wanted.app)) >= wanted.version:
                 return _already(root, wanted, last)
             store.enter_topics_by(lambda noted: _enter(parts, noted))
-            _admit(parts, wanted.topics, _counts(wanted.shards), options)
-            for topic, chosen in wanted.put.items():
-                config = parts.topics.need(topic)
-                _check_put(root, topic, chosen, config.write_queues, config.writable)
+            _admit(parts, wanted.topics, options)
             if wanted.overwrite:
                 _note_overwrite(parts, root, wanted, fs)
             shards = [transaction_folder(root, wanted.app, wanted.version) / each.name for each in wanted.shards]
@@ -391,17 +329,17 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
                 result = store.splice(shards, app=wanted.app, version=wanted.version, remembered=remembered)
             except FlushFailedError as error:
                 raise FlushFailedError(f"{error}. {_LOOK}") from error
-            published = Published(result.already, result.records)
+            written = result.records
             _finish_overwrite(parts, root, fs)
     except (OSError, MQStoreError) as error:
-        if published is None:
+        if written is None:
             raise
         # Of a job that is told to have failed the messages would be written again.
         _log.error("%s: the messages are in, but what comes after them failed: %s; the next job ends it", root, error)
-    return published
+    return written
 
 
-def _already(root: Path, wanted: Commit, last: int) -> Published:
+def _already(root: Path, wanted: Commit, last: int) -> int | None:
     """For a version that is in. That is as it should be where a job or a batch is done again; where other rows come
     under a name that was used, they would be lost without a word. ConfigError for a query that has gone back."""
     if wanted.query and last > wanted.version:
@@ -418,7 +356,7 @@ def _already(root: Path, wanted: Commit, last: int) -> Published:
         wanted.app,
         last,
     )
-    return Published(True, 0)
+    return None
 
 
 def _gone(path: Path) -> FormatError:
@@ -437,45 +375,31 @@ def _unknown(path: Path, error: OSError) -> FlushFailedError:
     )
 
 
-def _counts(shards: Sequence[ShardInfo]) -> dict[tuple[str, int], int]:
-    return {key: count for shard in shards for key, count in shard.queues.items()}
-
-
 def _enter(parts: Parts, noted: Mapping[str, int]) -> None:
     """Enter the topics of a bundle that opening the store has taken from its inbox, as a broker does."""
     for name, queues in noted.items():
         parts.topics.ensure(check_user_topic(name), queues)
 
 
-def _admit(
-    parts: Parts,
-    topics: Sequence[str],
-    queues: Mapping[tuple[str, int], int],
-    options: SinkOptions,
-) -> None:
+def _admit(parts: Parts, topics: Mapping[str, TopicRule | None], options: SinkOptions) -> None:
     """Enter the topics that are missing. ConfigError if one has changed since the rows were given queues."""
-    for name in topics:
-        if is_system_topic(name):
+    for name, planned in topics.items():
+        if planned is None:
             parts.topics.ensure(name, len(parts.store.delay_table_ms) if name == SCHEDULE_TOPIC else 1)
-        elif parts.topics.get(name) is None:
+            continue
+        if parts.topics.get(name) is None:
             parts.topics.create(name, queues=options.queues)
-    for topic, queue_id in queues:
-        config = parts.topics.need(topic)
-        if queue_id >= max(config.write_queues, config.read_queues):
-            raise ConfigError(
-                f"{parts.store.path}: rows were written for queue {queue_id} of topic {topic!r}, which has "
-                f"{config.read_queues} queues now: it was altered meanwhile; write them again"
-            )
+        _refuse_altered(parts.store.path, name, planned, _rule(parts.topics.need(name)))
 
 
-def _check_put(root: Path, topic: str, chosen: int, queues: int, writable: bool) -> None:
-    """ConfigError if a topic that rows were put to has changed since: a message group would go on in another queue than
-    that in which producers have it (`chosen`: of how many queues its key chose one)."""
-    if not writable or chosen not in (0, queues):
-        what = f"has {queues} queues to write to now" if writable else "may not be written to any more"
-        among = f"by their key among {chosen} queues of" if chosen else "to"
+def _refuse_altered(root: str | Path, topic: str, planned: TopicRule, now: TopicRule) -> None:
+    """ConfigError if a topic is not what it was when rows were given queues: nobody might read some of them, and a
+    message group would go on in another queue than that in which producers have it."""
+    if now != planned:
+        what = f"has {now.write_queues} queues to write to and {now.queues} in all"
         raise ConfigError(
-            f"{root}: rows were put {among} topic {topic!r}, which {what}: altered meanwhile; write again"
+            f"{root}: topic {topic!r} was altered while rows for it were written: it "
+            f"{'may not be written to' if now.refused else what} now. Write them again"
         )
 
 
@@ -508,7 +432,7 @@ def _finish_overwrite(parts: Parts, root: Path, fs: FileSystem) -> None:
 # -- target=set --------------------------------------------------------------------------------------------------------
 
 
-def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
+def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> int | None:
     make_folders(root, fs)
     with _waiting(root, options), _locked_set(root, options.lock_timeout_s, fs):
         manifest = _manifest(root)
@@ -530,9 +454,13 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
             if _manifest(root) == wanted_manifest:
                 raise _unknown(root / SET_FILE, error) from error
             raise
-        if wanted.overwrite:
-            _delete_members(root, before, fs)
-        return Published(False, wanted.records)
+        for where in before.values() if wanted.overwrite else ():
+            path = root / where
+            # The sink makes folders in one place: what lies deeper, or behind a link, is somebody else's.
+            if path.parent == root / MEMBERS and not path.is_symlink():
+                with _left_to_clean(root):
+                    fs.remove_tree(path)
+        return wanted.records
 
 
 @contextmanager
@@ -581,27 +509,15 @@ def _move_in(root: Path, wanted: Commit, fs: FileSystem) -> list[str]:
     return names
 
 
-def _delete_members(root: Path, before: Mapping[str, Any], fs: FileSystem) -> None:
-    """The batch is in by now: what cannot be deleted is left to `clean_target`. The sink makes folders: what is reached
-    by a link, or by `..`, somebody else has made, wherever it lies."""
-    for where in before.values():
-        path = Path(str(where))
-        ours = path.parts[:1] == (MEMBERS,) and len(path.parts) == 2 and path.name != ".."
-        if ours and not (root / path).is_symlink():
-            try:
-                fs.remove_tree(root / path)
-            except OSError as error:
-                _log.warning("%s: an overwritten store stays on disk: %s; mqstore spark clean", root / path, error)
-
-
 # -- target=inbox ------------------------------------------------------------------------------------------------------
 
 
-def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> Published:
+def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> int | None:
     """Hand the shards over: durable when this returns, spliced when the owner comes to it, or the next one opens."""
     folder = transaction_folder(root, wanted.app, wanted.version)
     target = root / _INBOX / folder.name
-    waiting = _waiting_in(root, wanted.app, fs)  # before the record: what is taken in meanwhile is in one of them
+    # Before the record: what is taken in meanwhile is in one of them.
+    waiting = _waiting_in(root / _INBOX, wanted.app, fs)
     last = read_txn(root, fs).version_of(wanted.app)
     newest = max(last, *waiting, -1)
     if wanted.version in waiting:
@@ -610,13 +526,13 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     if last >= wanted.version or (wanted.query and newest > wanted.version):
         return _already(root, wanted, newest)
     if not wanted.shards:
-        return Published(False, 0)
+        return 0
+    entered = topics_entered(root, fs)  # a topic without an entry gets queues by puts
+    there = plan_target(options).topics
+    for topic, planned in wanted.topics.items():
+        if planned is not None and topic in entered:
+            _refuse_altered(root, topic, planned, there.get(topic, planned))
     highest = _highest(wanted.shards)
-    entered = topics_entered(root, fs)
-    check_highest(root, entered, highest)
-    for topic, chosen in wanted.put.items():
-        if has := entered.get(topic):
-            _check_put(root, topic, chosen, has.write_queues, has.perm & PERM_WRITE != 0)
     create = {  # a topic that was deleted meanwhile comes again, with the queues that rows were given by what it had
         name: max(options.queues, highest.get(name, -1) + 1) for name in wanted.topics if _is_users(name)
     }
@@ -628,24 +544,25 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         "create": create,
         "highest": highest,
     }
-    _check_staged(folder, wanted.shards, fs)
+    for shard in wanted.shards:  # one that is missing the owner could only refuse, when the job is long said to be done
+        if not all(fs.exists(folder / shard.name / each) for each in ("records.bin", "records.idx", "shard.json")):
+            raise _gone(folder / shard.name)
     fs.unlink(folder / "bundle.json", missing_ok=True)  # of a commit that was killed before the rename
-    write_file(folder / "bundle.json", encode_json(bundle), fs=fs)
+    write_file(folder / "bundle.json", encode_json(bundle), fs)
     make_folders(root / _INBOX, fs)
     fs.replace(folder, target)
     try:
         fs.sync_directory(root / _INBOX)
-        with suppress(FileNotFoundError):  # another job has removed it, which was empty
-            fs.sync_directory(folder.parent)
+        fs.sync_directory(folder.parent)
     except OSError as error:
         raise _unknown(target, error) from error
-    return Published(False, wanted.records)
+    return wanted.records
 
 
 def _refuse_behind_refused(root: Path, wanted: Commit, last: int, fs: FileSystem) -> None:
     """ConfigError where the owner has put aside a bundle of this application: it was told that it is in, and its rows
     are missing. `last`: the version that is in; one that came twice is no loss."""
-    lost = _waiting_in(root / _INBOX, wanted.app, fs, "refused") - {last}
+    lost = _waiting_in(root / _INBOX / "refused", wanted.app, fs) - {last}
     if lost and (wanted.remembered or wanted.version in lost):
         first = wanted.version if wanted.version in lost else min(lost)
         raise ConfigError(
@@ -655,35 +572,16 @@ def _refuse_behind_refused(root: Path, wanted: Commit, last: int, fs: FileSystem
         )
 
 
-def _waiting_in(root: Path, app: str, fs: FileSystem, folder: str = _INBOX) -> frozenset[int]:
-    """The versions of an application that lie in the inbox."""
-    try:
-        names = fs.scandir_directories(root / folder)
-    except FileNotFoundError:
-        return frozenset()
-    rests = (name.removeprefix(f"{app}-") for name in names if name.startswith(f"{app}-"))
-    return frozenset(int(rest) for rest in rests if rest.isdecimal())
-
-
-def _check_staged(folder: Path, shards: Sequence[ShardInfo], fs: FileSystem) -> None:
-    """FormatError unless the shards in `folder` are there as their tasks finished them. Whether each byte is right the
-    owner sees; a shard that is missing he could only refuse, when the job has long been told that it is done."""
-    for shard in shards:
-        path = folder / shard.name
-        try:
-            said = decode_json(read_json(path / "shard.json", fs))
-            files = dict(fs.scandir_files(path))
-        except FileNotFoundError as error:
-            raise _gone(path) from error
-        found = (said.get("records"), said.get("bytes"), files.get("records.bin"))
-        if found != (shard.records, shard.bytes, shard.bytes) or "records.idx" not in files:
-            raise _gone(path)
+def _waiting_in(folder: Path, app: str, fs: FileSystem) -> frozenset[int]:
+    """The versions of an application that lie in the inbox, or in a folder of it."""
+    parts = (path.name.rpartition("-") for path in folders(folder, fs))
+    return frozenset(int(version) for name, _, version in parts if name == app and version.isdecimal())
 
 
 def _highest(shards: Sequence[ShardInfo]) -> dict[str, int]:
     """The highest queue that rows of each topic were given, of those that a bundle may ask for."""
     highest: dict[str, int] = {}
-    for topic, queue_id in _counts(shards):
+    for topic, queue_id in (key for shard in shards for key in shard.queues):
         if _is_users(topic):
             highest[topic] = max(queue_id, highest.get(topic, 0))
     return highest

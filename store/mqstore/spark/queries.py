@@ -1,4 +1,4 @@
-"""Stores as views of SQL: `messages`, and each of the source's small tables (spec `spark.md` B7).
+"""Stores as views of SQL: `messages`, and each of the source's small tables.
 
 Spark asks a Python source for every column that a frame has, whatever a query uses. So `sql` looks at the text first:
 columns that it does not name are left out of `messages`. When that cannot be told (a `*` that is no `count(*)`, a table
@@ -71,27 +71,21 @@ def sql(spark: Any, stores: Stores | Selection, query: str) -> Any:
 def _create(
     spark: Any, selection: Selection, wanted: tuple[str, ...], columns: tuple[str, ...] | None
 ) -> tuple[str, ...]:
-    given = {name: value for name, value in selection.given.items() if name.lower() not in ("columns", "view")}
-    for name in wanted:
-        source = spark.read.format("mqstore")
-        if name == _MESSAGES:
-            frame = _messages(source.options(**given), selection, columns)
-        else:
-            unfit = {option.lower() for option in not_for(cast(View, name))}
-            whole = {option: value for option, value in given.items() if option.lower() not in unfit}
-            frame = source.options(**whole).option("view", name).load()
-        frame.createOrReplaceTempView(name)
-    return wanted
-
-
-def _messages(source: Any, selection: Selection, columns: tuple[str, ...] | None) -> Any:
-    for name, bound in zip(("startingTimestamp", "endingTimestamp"), selection.times_ms, strict=True):
-        if abs(bound) < 1 << 62:
-            source = source.option(name, str(bound))
     columns = columns or selection.options.columns
     (low, high), bounded = selection.offsets, selection.offsets != Selection(selection.options).offsets
-    if columns is not None:
-        kept = (*columns, *(("queue_offset",) if bounded and "queue_offset" not in columns else ()))
-        source = source.option("columns", ",".join(kept))
-    frame = source.load()
-    return frame.where(f"queue_offset >= {low} and queue_offset < {high}") if bounded else frame
+    for name in wanted:
+        unfit = {"columns", "view", *(option.lower() for option in not_for(cast(View, name)) if name != _MESSAGES)}
+        source = spark.read.format("mqstore").option("view", name)
+        source = source.options(**{key: value for key, value in selection.given.items() if key.lower() not in unfit})
+        if name == _MESSAGES:
+            for option, bound in zip(("startingTimestamp", "endingTimestamp"), selection.times_ms, strict=True):
+                if abs(bound) < 1 << 62:
+                    source = source.option(option, str(bound))
+            if columns is not None:
+                kept = (*columns, *((_ALWAYS,) if bounded and _ALWAYS not in columns else ()))
+                source = source.option("columns", ",".join(kept))
+        frame = source.load()
+        if name == _MESSAGES and bounded:
+            frame = frame.where(f"queue_offset >= {low} and queue_offset < {high}")
+        frame.createOrReplaceTempView(name)
+    return wanted

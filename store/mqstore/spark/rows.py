@@ -10,7 +10,7 @@ taken away is counted, not damage.
 
 The log scan lists what dispatch would: no prepared or rolled back record, no queue that cannot be. It needs no consume
 queue. A range may begin in the middle of a record: the first record that verifies there begins it, since a record
-names its own position (store-format 2.1), so ranges that follow each other share no record and lose none.
+names its own position (format#record), so ranges that follow each other share no record and lose none.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class QueueScan:
     ) -> Iterator[list[Piece]]:
         """Messages of queue offsets [start, stop), in order. `records` False looks at units alone; `tags` lets pass
         what its hash lets pass, so some that it would not."""
-        queue = self._store.parts.queues.get(topic, queue_id)
+        queue = self._store.queue_table.get(topic, queue_id)
         if queue is None:
             return iter(())
         pieces = self._pieces(queue, start, stop, records, tags)
@@ -211,7 +211,7 @@ class QueueScan:
             whole = _of_units(*queue.ref, np.arange(start, start + count, dtype=np.int64), units)
             live = (whole.sizes > 0) & (whole.physical >= 0)
             if not live.all():
-                store.list_again()
+                store.find_news()
                 queue.correct_min(store.min_offset)  # retention may have taken the file they were in
                 gone = ~live & (whole.slots < queue.min_offset)
                 if live[0] or gone[0]:
@@ -250,8 +250,9 @@ class QueueScan:
         for part in np.split(np.arange(len(whole)), np.flatnonzero(np.diff(segments)) + 1) if len(whole) else ():
             first, last = int(part[0]), int(part[-1]) + 1
             here = slice(first, last)
-            stop = int((whole.physical[here] + whole.sizes[here]).max())
-            there = store.checker.segment_at(int(whole.physical[first]), stop)
+            there = store.checker.segment_at(
+                int(whole.physical[first]), int((whole.physical[here] + whole.sizes[here]).max())
+            )
             if there is None and int(whole.physical[first]) < store.min_offset:
                 policy.removed += last - first
                 continue
@@ -266,7 +267,7 @@ class QueueScan:
             yield piece
             return
         store, policy = self._store, self._policy
-        checksum = store.parts.checksum if policy.verify else None
+        checksum = store.checksum if policy.verify else None
         units = piece.physical, piece.sizes, piece.slots
         rows, headers = sound_records(queue, buffer, positions, *units, checksum)
         if len(rows) < len(piece):
@@ -288,7 +289,7 @@ class QueueScan:
         """Whether all records are sound and nothing rare, by compiled parts: one pass, in which is kept what is wanted.
         Of all else, `_checked` finds out what it is."""
         verifies = self._policy.verify
-        if verifies and self._store.parts.checksum != "crc32c-record":
+        if verifies and self._store.checksum != "crc32c-record":
             return False
         found = ordinary_bodies(
             *(buffer, positions, piece.physical, piece.sizes, piece.slots, queue.queue_id, queue.topic_bytes),
@@ -320,7 +321,7 @@ def at_once(store: MessageStore, parts: Sequence[tuple[str, int, int, int]], pol
     """
     # The bounds of a queue do not matter here, so none is looked for in the store, which may not have loaded it.
     read = (
-        ConsumeQueue(store.parts.queues, topic, queue_id).read(low, high - low) for topic, queue_id, low, high in parts
+        ConsumeQueue(store.queue_table, topic, queue_id).read(low, high - low) for topic, queue_id, low, high in parts
     )
     units = np.frombuffer(b"".join(read), UNIT_DTYPE)
     counts = [stop - start for _, _, start, stop in parts]
@@ -347,7 +348,7 @@ def at_once(store: MessageStore, parts: Sequence[tuple[str, int, int, int]], pol
     topics = [part[0].encode("utf-8", "surrogateescape") for part in parts]
     for topic in {*topics}:
         fine &= topic_is(buffer, headers, topic) | np.repeat([each != topic for each in topics], counts)
-    if not fine.all() or (policy.verify and not verify(buffer, headers, store.parts.checksum).all()):
+    if not fine.all() or (policy.verify and not verify(buffer, headers, store.checksum).all()):
         return None
     return piece
 
@@ -377,13 +378,11 @@ def log_batches(
     stop: int,
     policy: Policy,
     wanted: Callable[[str], bool],
-    *,
-    at_record: bool = False,
 ) -> Iterator[list[Piece]]:
     """Messages, of the topics `wanted`, whose records begin at physical offsets [start, stop), in log order.
 
-    `stop` lies at or below the end of what has been dispatched, or in a segment's BLANK. `at_record`: a record is known
-    to begin at `start`; else the way there is found from the start of its segment.
+    `stop` lies at or below the end of what has been dispatched, or in a segment's BLANK. The first record at or behind
+    `start` is found from the start of its segment.
     """
     seen: dict[bytes, bool] = {}
 
@@ -396,7 +395,7 @@ def log_batches(
     size = store.manifest.commitlog_segment_bytes
     for base in range(start // size * size, stop, size):
         low, high = max(start, base), min(stop, base + size)
-        for found in _events(store, base, low, high, at_record or low == base, policy):
+        for found in _events(store, base, low, high, policy):
             if isinstance(found, Bad):
                 yield from _no_record(store, found, policy)
                 continue
@@ -408,9 +407,7 @@ def log_batches(
                 yield [Piece(None, None, *numbers, None, found.buffer, base, headers)]
 
 
-def _events(
-    store: MessageStore, base: int, low: int, high: int, at_record: bool, policy: Policy
-) -> Iterator[Good | Bad]:
+def _events(store: MessageStore, base: int, low: int, high: int, policy: Policy) -> Iterator[Good | Bad]:
     """The records that begin in [low, high) of the segment at `base`, and the bytes that are none."""
     there = store.checker.segment_at(low, high)
     if there is None:
@@ -420,18 +417,16 @@ def _events(
             yield Bad("missing_segment", low, high, "no file holds these bytes")
         return
     segment, buffer = there
-    start = low - base if at_record else _led_to(store, buffer, base, low - base)
+    start = _led_to(store, buffer, base, low - base)
     if start is None:
-        found = first_good_in(store.parts.run, segment, low - base, store.parts.checksum, high - base)
+        found = first_good_in(store.log_files, segment, low - base, store.checksum, high - base)
         start = None if found is None else found - base
     if start is not None and start < high - base:
-        scan = scan_segment(
-            store.parts.run, segment, start, store.parts.checksum, stop=high - base, checksums=policy.verify
-        )
+        scan = scan_segment(store.log_files, segment, start, store.checksum, stop=high - base, checksums=policy.verify)
         end = base + (yield from scan)
         if end < high:
             yield Bad(
-                "bad_record", end, high, check_record(buffer, end - base, len(buffer), end, store.parts.checksum).detail
+                "bad_record", end, high, check_record(buffer, end - base, len(buffer), end, store.checksum).detail
             )
 
 
@@ -446,11 +441,7 @@ def _led_to(store: MessageStore, buffer: _Buffer, base: int, low: int) -> int | 
     _, end = walk(buffer, at, len(buffer), 1)
     if end > at:
         return end
-    return (
-        len(buffer)
-        if check_record(buffer, at, len(buffer), base + at, store.parts.checksum).status == "blank"
-        else None
-    )
+    return len(buffer) if check_record(buffer, at, len(buffer), base + at, store.checksum).status == "blank" else None
 
 
 def _listed(found: Good, is_wanted: Callable[[bytes], bool]) -> _Bools:

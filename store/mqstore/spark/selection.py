@@ -10,19 +10,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from typing import Any
 
 from mqstore.errors import ConfigError, NotAStoreError
 from mqstore.log.reader import to_ms
+from mqstore.spark import optiontable
 from mqstore.spark.options import OPTIONS, SourceOptions
 from mqstore.spark.plan import (
-    LogSlice,
     QueueSlice,
     Slice,
     StoreName,
-    have_queues_lost,
     open_store,
     plan,
     queues_of,
@@ -57,19 +56,8 @@ class Shaped:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON: fields by name, tuples as lists, keys of mappings as text."""
-        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}  # type: ignore[arg-type]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Shaped):
-        return value.to_dict()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    raise TypeError(f"{type(value).__name__} does not belong into a result")
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # type: ignore[call-overload]
+        return found
 
 
 # -- which messages ----------------------------------------------------------------------------------------------------
@@ -115,20 +103,9 @@ class Selection:
         )
 
     def queue_tasks(self, *, by_region: bool = False, resumed: bool = False, slots: int = 1) -> list[list[QueueSlice]]:
-        """As `tasks`, for a job that goes by queues. ConfigError for a store that has records and no queues."""
-        found: list[list[QueueSlice]] = []
-        for task in self.tasks(by_region=by_region, resumed=resumed, slots=slots):
-            found.append([])
-            for piece in task:
-                if isinstance(piece, LogSlice):
-                    raise _no_queues(piece.store)
-                found[-1].append(piece)
-        return found
-
-    def check_queues(self) -> None:
-        """ConfigError for a store that has records and no queues, for a job that sets readBy=queue itself; as
-        `queue_tasks`, it does not mind where the user has said that. For one that lost some of its queues, too: opening
-        it brings them back, and who notes how far he has come would pass over them."""
+        """As `tasks`, for a job that goes by queues. ConfigError for a store that has records and no queues, unless the
+        user has said readBy=queue, and for a store that lost some of its queues: opening it brings them back, and a job
+        that notes how far it has come would pass over them."""
         for name in self.stores():
             try:
                 store = open_store(name)
@@ -136,19 +113,18 @@ class Selection:
                 continue  # what that means is for planning to say
             with store:
                 if self.options.read_by == "auto" and not queues_of(store) and store.parts.has_records():
-                    raise _no_queues(name)
-                if have_queues_lost(store):
+                    raise ConfigError(
+                        f"{name.path} has records, and no consume queues to read them by: `mqstore recover` rebuilds "
+                        "these (and readBy=queue reads what there is, which is nothing)"
+                    )
+                if store.clean_shutdown and store.parts.has_lost_queues():
                     raise ConfigError(
                         f"queues of {name.path} have lost files since it was closed: open it for writing once, or "
-                        "`mqstore recover` it; until then a copy would lack messages"
+                        "`mqstore recover` it; until then messages would be missing"
                     )
-
-
-def _no_queues(name: StoreName) -> ConfigError:
-    return ConfigError(
-        f"{name.path} has records, and no consume queues to read them by: `mqstore recover` makes these anew (and "
-        "readBy=queue reads what there is, which is nothing)"
-    )
+        by_queue = self.with_options(read_by="queue") if self.options.read_by == "auto" else self
+        found = by_queue.tasks(by_region=by_region, resumed=resumed, slots=slots)
+        return [[piece for piece in task if isinstance(piece, QueueSlice)] for task in found]
 
 
 def select(
@@ -170,7 +146,8 @@ def select(
             raise ConfigError("a selection says all of it: give topics, bounds and options to `select`")
         return stores
     given = dict(options or {})
-    for name, value in (("subscribe", _names(topics)), ("filter", where), ("paths", json.dumps(_paths(stores)))):
+    topics = topics if topics is None or isinstance(topics, str) else ",".join(topics)
+    for name, value in (("subscribe", topics), ("filter", where), ("paths", json.dumps(_paths(stores)))):
         if value is not None:
             if name.lower() in {each.lower() for each in given}:
                 raise ConfigError(f"option {name!r} is given twice: by its argument, and among the options")
@@ -189,12 +166,6 @@ def select(
     return Selection(checked, (offsets[0], offsets[1]), (times_ms[0], times_ms[1]), given)
 
 
-def _names(topics: str | Sequence[str] | None) -> str | None:
-    if topics is None or isinstance(topics, str):
-        return topics
-    return ",".join(topics)
-
-
 def _paths(stores: Stores) -> list[str] | dict[str, str]:
     if isinstance(stores, Mapping):
         return {name: local_path(path) for name, path in stores.items()}
@@ -206,15 +177,11 @@ def _paths(stores: Stores) -> list[str] | dict[str, str]:
 def check_followed(selection: Selection, *followed: str, bounds: bool = False) -> None:
     """ConfigError for options of the source that a job does not go by, but for the fields that it does, and unless it
     goes by `bounds` for these: what was to leave messages out must not be passed over."""
-    options, unset = selection.options, SourceOptions()
-    plain = Selection(options)
+    plain = Selection(selection.options)
     if not bounds and (selection.offsets, selection.times_ms) != (plain.offsets, plain.times_ms):
         raise ConfigError("start and stop (--from, --to): this job does not go by it; leave it out")
-    ignored = [
-        name
-        for name, option in OPTIONS.items()
-        if option.field not in ("paths", *followed) and getattr(options, option.field) != getattr(unset, option.field)
-    ]
+    unused = [name for name, option in OPTIONS.items() if option.field not in ("paths", *followed)]
+    ignored = selection.options.set_among(unused)
     if ignored:
         raise ConfigError(f"option {', '.join(ignored)}: this job does not go by it; leave it out")
 
@@ -233,9 +200,7 @@ def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
 def local_path(path: str | os.PathLike[str]) -> str:
     """The absolute path: executors have working directories of their own. ConfigError for a URL of what is no file
     system."""
-    text = os.fspath(path)
-    if text.startswith("file:"):
-        text = text.removeprefix("file://").removeprefix("file:")
-    elif "://" in text:
-        raise ConfigError(f"{text!r} is no path of a file system, which is where stores are read and files written")
-    return os.path.abspath(text)
+    try:
+        return os.path.abspath(optiontable.local_path(os.fspath(path)))
+    except ValueError as error:
+        raise ConfigError(f"{os.fspath(path)!r} is no path to read stores from or write files to: {error}") from error

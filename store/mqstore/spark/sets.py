@@ -1,4 +1,4 @@
-"""The manifest of a store set: which stores a folder holds (spark.md B2). Only those it names count.
+"""The manifest of a store set: which stores a folder holds (spark#options). Only those it names count.
 
 mqstore-set.json
 {"version": 1,

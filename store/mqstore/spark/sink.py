@@ -1,5 +1,5 @@
 """Writing frames: `df.write.format("mqstore").mode("append").save(path)` and `df.writeStream`. Thin: the rest is made
-elsewhere (spark.md A7, B6).
+elsewhere (spark#writer-calls, spark#commit).
 
     planner process     writer, streamWriter      options, columns and target are checked; rules for the tasks
     executors' workers  write                     rows -> records (`encode`) -> staged shards (`staging`)
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -33,11 +33,10 @@ from pyspark.sql.types import StructType
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.spark.encode import Encoder
 from mqstore.spark.inputs import check_columns
-from mqstore.spark.publish import Commit, Plan, abort, check_lock, commit, make_member, plan_target
+from mqstore.spark.publish import Commit, abort, check_lock, commit, make_member, plan_target
 from mqstore.spark.sinkoptions import APP_NAME, SinkOptions
 from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
-from mqstore.spark.telling import plain_errors
-from mqstore.spark.workers import settle
+from mqstore.spark.telling import plain_errors, settle
 
 __all__ = ["BATCH_PROPERTY", "QUERY_PROPERTY", "Staged", "batch_writer", "ordered", "stream_writer"]
 
@@ -63,116 +62,80 @@ def batch_writer(given: Mapping[str, str], schema: StructType, overwrite: bool) 
     StoreLockedError if the target is locked: else the commit would find out, after all tasks. The writer of a stream
     does not look, for Spark makes it once more for each commit and abort.
     """
-    options = _checked(given, schema, overwrite)
-    plan = _planned(options)
-    check_lock(options)
-    return _BatchWriter(_Write(options, plan, overwrite, f"job-{uuid.uuid4().hex}"))
+    writer = _BatchWriter(given, schema, overwrite)
+    check_lock(writer.options)
+    return writer
 
 
 @plain_errors()
 def stream_writer(given: Mapping[str, str], schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
     """Return the writer of a stream's batch, as `batch_writer`. `overwrite`: output mode `complete`."""
-    options = _checked(given, schema, overwrite)
-    options.check_stream()
-    return _StreamWriter(_Write(options, _planned(options), overwrite, None))
+    return _StreamWriter(given, schema, overwrite)
 
 
-def _checked(given: Mapping[str, str], schema: StructType, overwrite: bool) -> SinkOptions:
-    options = SinkOptions.parse(given)
-    check_columns({each.name: each.dataType.simpleString() for each in schema.fields}, topic=options.topic)
-    if overwrite:
-        options.check_overwrite()
-    # Executors stand in folders of their own.
-    return replace(options, path=os.path.abspath(options.path))
+class _Writer:
+    """A write, with what both writers do: Spark wants one class for jobs and one for streams. It is pickled into every
+    task, so it holds plain values."""
 
+    is_stream = False
 
-def _planned(options: SinkOptions) -> Plan:
-    """What tasks need. The topic that the option names is judged here, and not in the first row of each task."""
-    plan = plan_target(options)
-    if options.topic is not None:
-        try:
-            plan.rules.topic(options.topic)
-        except MQStoreError as error:
-            raise ConfigError(f"option topic={options.topic!r}: {error}") from error
-    return plan
+    def __init__(self, given: Mapping[str, str], schema: StructType, overwrite: bool) -> None:
+        options = SinkOptions.parse(given)
+        check_columns({each.name: each.dataType.simpleString() for each in schema.fields}, topic=options.topic)
+        if overwrite:
+            options.check_overwrite()
+        if self.is_stream:
+            options.check_stream()
+        # Executors stand in folders of their own.
+        self.options = replace(options, path=os.path.abspath(options.path))
+        self.rules = plan_target(self.options)
+        self.overwrite = overwrite
+        self.batch = (options.txn_app_id or f"job-{uuid.uuid4().hex}", options.txn_version or 0)
+        """Who writes, for a job. Of a stream only the tasks know it."""
+        if options.topic is not None:  # judged here, and not in the first row of each task
+            try:
+                self.rules.topic(options.topic)
+            except MQStoreError as error:
+                raise ConfigError(f"option topic={options.topic!r}: {error}") from error
 
-
-@dataclass(frozen=True)
-class _Write:
-    """A job, or the batch of a stream. Plain values: it is pickled into every task."""
-
-    options: SinkOptions
-    plan: Plan
-    overwrite: bool
-    job: str | None
-    """None: of a stream; who writes is known in the tasks only."""
-
-    # -- in a task ---------------------------------------------------------------------------------------------------
-
-    def stage(self, batches: Iterable[Any]) -> Staged:
+    @plain_errors()
+    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
         settle()
         context = TaskContext.get()
         assert context is not None, "write() runs in a task"
-        app, version = self._identity(context.getLocalProperty)
+        app, version = _batch_of(context.getLocalProperty) if self.is_stream else self.batch
         options, partition = self.options, context.partitionId()
+        max_rows = options.max_rows_per_shard
         encoder = Encoder(
-            self.plan.rules,
-            app=app,
-            version=version,
-            partition=partition,
-            topic=options.topic,
-            max_rows=options.max_rows_per_shard,
+            self.rules, app=app, version=version, partition=partition, topic=options.topic, max_rows=max_rows
         )
         folder = transaction_folder(Path(options.path), app, version)
         shards = []
         for shard in write_shards(
-            (piece for batch in batches for piece in encoder.encode(batch)),
+            (piece for batch in iterator for piece in encoder.encode(batch)),
             folder,
             partition,
             context.attemptNumber(),
-            profile=self.plan.profile,
-            max_rows=options.max_rows_per_shard,
-            sync=options.flush == "commit",
+            profile=self.rules.profile,
+            max_rows=max_rows,
         ):
             if options.target == "set":
                 make_member(folder, shard, options)
             shards.append(shard)
         return Staged(app, version, partition, tuple(shards))
 
-    def _identity(self, local_property: Any) -> tuple[str, int]:
-        if self.job is not None:
-            return self._batch_identity()
-        query, batch = local_property(QUERY_PROPERTY), local_property(BATCH_PROPERTY)
-        if query is None or batch is None or not batch.isdecimal() or not APP_NAME.fullmatch(query):
-            raise ConfigError(
-                f"this Spark does not tell a task which query and batch it writes ({QUERY_PROPERTY}={query!r}, "
-                f"{BATCH_PROPERTY}={batch!r}), so a stream cannot be written exactly once. Use "
-                "writeStream.foreachBatch(...), and in it frame.write.format('mqstore').mode('append') with options "
-                "txnAppId, a name for the stream, and txnVersion, the number of the batch"
-            )
-        return query, int(batch)
-
-    def _batch_identity(self) -> tuple[str, int]:
-        if self.options.txn_app_id is not None and self.options.txn_version is not None:
-            return self.options.txn_app_id, self.options.txn_version
-        assert self.job is not None
-        return self.job, 0
-
-    # -- after all tasks ---------------------------------------------------------------------------------------------
-
-    def commit(self, messages: Sequence[Staged | None]) -> None:
-        if self.job is None and None in messages:  # Spark has called no `write`, and would go on without the rows
+    @plain_errors()
+    def commit(self, messages: Any, *batch_id: int) -> None:
+        """`batch_id` comes with a stream only. The messages of its tasks have it already."""
+        if self.is_stream and None in messages:  # Spark has called no `write`, and would go on without the rows
             raise ConfigError(
                 "trigger(continuous=...) does not go with this sink: nothing was written. Use "
                 "trigger(processingTime=...) or trigger(availableNow=True), and the same checkpoint"
             )
         staged = sorted((each for each in messages if each is not None), key=lambda each: each.partition)
-        if self.job is not None:
-            app, version = self._batch_identity()
-        elif staged:
-            app, version = staged[0].app, staged[0].version
-        else:
+        if self.is_stream and not staged:
             return  # a batch without tasks: nothing was written, and nobody says by whom
+        app, version = (staged[0].app, staged[0].version) if self.is_stream else self.batch
         if any((each.app, each.version) != (app, version) for each in staged):
             raise ConfigError(f"tasks of different batches are to be committed as {app!r}, {version}; nothing was")
         commit(
@@ -181,39 +144,17 @@ class _Write:
                 app,
                 version,
                 [shard for each in staged for shard in each.shards],
-                remembered=self.job is None or self.options.txn_app_id is not None,
+                remembered=self.is_stream or self.options.txn_app_id is not None,
                 overwrite=self.overwrite,
-                query=self.job is None,
+                query=self.is_stream,
             ),
         )
 
-    def abort(self, messages: Sequence[Staged | None]) -> None:
-        who = {(each.app, each.version) for each in messages if each is not None}
-        for app, version in who if self.job is None else {self._batch_identity()}:
-            abort(self.options, app, version)
-
-
-# -- what Spark calls --------------------------------------------------------------------------------------------------
-
-
-class _Writer:
-    """Methods of both writers. Spark wants one class for jobs and one for streams."""
-
-    def __init__(self, write: _Write) -> None:
-        self._write = write
-
-    @plain_errors()
-    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
-        return self._write.stage(iterator)
-
-    @plain_errors()
-    def commit(self, messages: Any, *batch_id: int) -> None:
-        """`batch_id` comes with a stream only. The messages of its tasks have it already."""
-        self._write.commit(messages)
-
     @plain_errors()
     def abort(self, messages: Any, *batch_id: int) -> None:
-        self._write.abort(messages)
+        who = {(each.app, each.version) for each in messages if each is not None}
+        for app, version in who if self.is_stream else {self.batch}:
+            abort(self.options, app, version)
 
 
 class _BatchWriter(_Writer, DataSourceArrowWriter):
@@ -223,6 +164,21 @@ class _BatchWriter(_Writer, DataSourceArrowWriter):
 class _StreamWriter(_Writer, DataSourceStreamArrowWriter):
     """Writer of a stream's batch."""
 
+    is_stream = True
+
+
+def _batch_of(local_property: Callable[[str], str | None]) -> tuple[str, int]:
+    """Return the query and the number of the batch that a task writes, from its local properties."""
+    query, batch = local_property(QUERY_PROPERTY), local_property(BATCH_PROPERTY)
+    if query is None or batch is None or not batch.isdecimal() or not APP_NAME.fullmatch(query):
+        raise ConfigError(
+            f"this Spark does not tell a task which query and batch it writes ({QUERY_PROPERTY}={query!r}, "
+            f"{BATCH_PROPERTY}={batch!r}), so a stream cannot be written exactly once. Use "
+            "writeStream.foreachBatch(...), and in it frame.write.format('mqstore').mode('append') with options "
+            "txnAppId, a name for the stream, and txnVersion, the number of the batch"
+        )
+    return query, int(batch)
+
 
 def ordered(frame: DataFrame, *, key: str = "sharding_key", by: Sequence[str]) -> DataFrame:
     """`frame` with all rows of a key in one partition, and there in the order of the columns `by`.
@@ -231,15 +187,6 @@ def ordered(frame: DataFrame, *, key: str = "sharding_key", by: Sequence[str]) -
     messages of a key follow each other in a queue as `by` says. Across tasks Spark knows no order. Use it last before
     `write`: what comes after it may move rows, but for a `drop` of columns that a message does not have. Rows without a
     key all meet in one partition, which may become large.
-
-    ConfigError for a column that is not there, and for no `by`.
     """
-    by = [by] if isinstance(by, str) else list(by)
-    missing = [name for name in (key, *by) if name not in frame.columns]
-    if missing:
-        raise ConfigError(
-            f"ordered: the frame has no column {', '.join(map(repr, missing))}; there are {', '.join(frame.columns)}"
-        )
-    if not by:
-        raise ConfigError("ordered: by names no column; without one the rows of a key have no order, as in by=['time']")
+    by = [by] if isinstance(by, str) else by
     return frame.repartition(key).sortWithinPartitions(*by)

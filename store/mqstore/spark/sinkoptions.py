@@ -1,6 +1,6 @@
 """The options of `df.write.format("mqstore")` and `df.writeStream`: a table (`optiontable`), as that of the source.
 
-Knows no Spark. Spec: spark.md B6.
+Knows no Spark. spark#commit.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from mqstore.broker.topics import QUEUES_MAX
 from mqstore.errors import ConfigError
 from mqstore.files.beneath import resolved
 from mqstore.spark.optiontable import (
-    YES_NO,
-    Option,
     OptionTable,
-    boolean,
+    choice,
     count,
     duration_s,
+    flag,
     local_path,
+    number,
+    option,
+    options_of,
     text,
-    word,
 )
 
-__all__ = ["APP_NAME", "FOR_THE_STREAM", "ONLY_FOR_WRITING", "SINK_OPTIONS", "SinkOptions", "Target", "as_markdown"]
+__all__ = ["APP_NAME", "FOR_THE_STREAM", "ONLY_FOR_WRITING", "SINK_OPTIONS", "SinkOptions", "Target"]
 
 Target = Literal["store", "set", "inbox"]
 
@@ -37,30 +38,73 @@ APP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LAST_VERSION: Final = (1 << 63) - 1
 
 
+_DURATION: Final = "seconds, or a number with ms, s, m, h or d"
+
+
+def _path(value: str) -> str:
+    return resolved(local_path(value))
+
+
+def _app(value: str) -> str:
+    if not APP_NAME.fullmatch(value):
+        raise ValueError("no such name")
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class SinkOptions:
-    """The options of a write, checked. Fields as in `SINK_OPTIONS`."""
+    """The options of a write, checked."""
 
-    path: str
-    topic: str | None = None
-    target: Target = "store"
-    queues: int = 8
-    flush: Literal["commit", "none"] = "commit"
-    validate: bool = True
-    txn_app_id: str | None = None
-    txn_version: int | None = None
-    max_rows_per_shard: int | None = None
-    lock_timeout_s: float = 30.0
-    staging_ttl_s: float = 7 * 86400.0
-    confirm_overwrite: bool = False
+    path: str = option("", "a path", "the store, or the store set (as does `.save(path)`)", _path)
+    topic: str | None = option(None, "a topic", "where all rows go; wins over the column", text, shown="column `topic`")
+    target: Target = choice(
+        *("store", "set", "inbox"),
+        meaning="append to a store that nobody has open; add stores to a set; hand over to the process that has it "
+        "open",
+    )
+    queues: int = number(8, "queues of a topic that is not there yet", QUEUES_MAX)
+    flush: Literal["commit", "none"] = choice(
+        "commit", "none", meaning="none changes nothing: all is on disk before it counts"
+    )
+    validate: bool = flag(
+        True, "false changes nothing: every rule of a put is checked. Column `record` copies messages as they are"
+    )
+    txn_app_id: str | None = option(
+        None,
+        "1 to 100 letters, digits, '.', '_' and '-'; the first a letter or a digit",
+        "batch: who writes. With txnVersion: a version that was written, or a smaller one, is not written again",
+        _app,
+    )
+    txn_version: int | None = option(None, "a number from 0", "batch: see txnAppId", count(0, _LAST_VERSION))
+    max_rows_per_shard: int | None = number(
+        None, "rows of a shard, which with target=set is a store: one task may make several", shown="no limit"
+    )
+    lock_timeout_s: float = option(
+        30.0,
+        _DURATION,
+        "how long to wait for whoever has the target open for writing",
+        duration_s,
+        name="lockTimeout",
+        shown="30s",
+    )
+    staging_ttl_s: float = option(
+        7 * 86400.0,
+        _DURATION,
+        "age at which what a crashed job left is deleted by the next one that writes there",
+        duration_s,
+        name="stagingTtl",
+        shown="7d",
+    )
+    confirm_overwrite: bool = flag(
+        False, "lets overwrite take the old messages of a store's topics from their consumers (target=store)"
+    )
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SinkOptions:
         """The options as Spark gives them. ConfigError names option, value and what is accepted."""
-        values = SINK_OPTIONS.parse(given)
-        if "path" not in values:
+        options = cls(**SINK_OPTIONS.parse(given))
+        if not options.path:
             raise ConfigError("no target: give .save(PATH), or .option('path', PATH)")
-        options = cls(**values)
         if (options.txn_app_id is None) != (options.txn_version is None):
             missing = "txnVersion" if options.txn_version is None else "txnAppId"
             raise ConfigError(f"options txnAppId and txnVersion go together; {missing} is missing")
@@ -86,104 +130,8 @@ class SinkOptions:
             raise ConfigError("overwrite does not go with target=inbox: the store belongs to another; append to it")
 
 
-def _path(value: str) -> str:
-    return resolved(local_path(value).removeprefix("file://").removeprefix("file:"))
-
-
-def _app(value: str) -> str:
-    if not APP_NAME.fullmatch(value):
-        raise ValueError("no such name")
-    return value
-
-
-SINK_OPTIONS: Final = OptionTable(
-    (
-        Option("path", "path", "", "a path", "the store, or the store set (as does `.save(path)`)", _path),
-        Option("topic", "topic", "column `topic`", "a topic", "where all rows go; wins over the column", text),
-        Option(
-            "target",
-            "target",
-            "store",
-            "store, set or inbox",
-            "append to a store that nobody has open; add stores to a set; hand over to the process that has it open",
-            word("store", "set", "inbox"),
-        ),
-        Option(
-            "queues",
-            "queues",
-            "8",
-            f"a number from 1 to {QUEUES_MAX}",
-            "queues of a topic that is not there yet",
-            count(1, QUEUES_MAX),
-        ),
-        Option(
-            "flush",
-            "flush",
-            "commit",
-            "commit or none",
-            "commit: all is on disk before it counts; none, for throw-away data: a power cut may damage it",
-            word("commit", "none"),
-        ),
-        Option(
-            "validate",
-            "validate",
-            "true",
-            YES_NO,
-            "false changes nothing: every rule of a put is checked. Column `record` copies messages as they are",
-            boolean,
-        ),
-        Option(
-            "txnAppId",
-            "txn_app_id",
-            "",
-            "1 to 100 letters, digits, '.', '_' and '-'; the first a letter or a digit",
-            "batch: who writes. With txnVersion: a version that was written, or a smaller one, is not written again",
-            _app,
-        ),
-        Option("txnVersion", "txn_version", "", "a number from 0", "batch: see txnAppId", count(0, _LAST_VERSION)),
-        Option(
-            "maxRowsPerShard",
-            "max_rows_per_shard",
-            "no limit",
-            "a number from 1",
-            "rows of a shard, which with target=set is a store: one task may make several",
-            count(1),
-        ),
-        Option(
-            "lockTimeout",
-            "lock_timeout_s",
-            "30s",
-            "seconds, or a number with ms, s, m, h or d",
-            "how long to wait for whoever has the target open for writing",
-            duration_s,
-        ),
-        Option(
-            "stagingTtl",
-            "staging_ttl_s",
-            "7d",
-            "seconds, or a number with ms, s, m, h or d",
-            "age at which what a crashed job left is deleted by the next one that writes there",
-            duration_s,
-        ),
-        Option(
-            "confirmOverwrite",
-            "confirm_overwrite",
-            "false",
-            YES_NO,
-            "lets overwrite take the old messages of a store's topics from their consumers (target=store)",
-            boolean,
-        ),
-    ),
-    FOR_THE_STREAM,
-)
+SINK_OPTIONS: Final = OptionTable([*options_of(SinkOptions)], FOR_THE_STREAM)
 """Every option of the sink."""
-
-
 ONLY_FOR_WRITING: Final = frozenset(name.lower() for name in SINK_OPTIONS.options) - {"path"} | FOR_THE_STREAM
 """Names in small letters. Spark makes one object for a format's options, and does not say whether to read or to write;
 one of these tells."""
-
-
-def as_markdown() -> str:
-    """The table for the documentation."""
-    return SINK_OPTIONS.as_markdown()

@@ -47,21 +47,13 @@ from mqstore.errors import ConfigError
 from mqstore.spark.columns import COLUMNS, check_columns, check_once, default_columns
 from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
 from mqstore.spark.optiontable import refuse_table
-from mqstore.spark.plan import partitions, survey
+from mqstore.spark.plan import plan
 from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions
 from mqstore.spark.tasks import read_slices
-from mqstore.spark.telling import plain_errors, warn_once
+from mqstore.spark.telling import plain_errors, settle
 from mqstore.spark.views import VIEWS, view_batch, view_stores
-from mqstore.spark.workers import settle
 
 __all__ = ["MQStoreDataSource", "register_source"]
-
-_MUCH: Final = 8.0
-"""Full partitions: about 1 GiB."""
-_ALL_COLUMNS: Final = (
-    "mqstore: a query reads all columns of more than 1 GiB of messages. Spark does not tell a Python source which of "
-    "them it needs, not even for count(): name those, by .option('columns', 'topic,queue_offset') or by a schema"
-)
 
 
 def register_source(spark: Any) -> None:
@@ -176,19 +168,22 @@ _TYPES: Final = {
 }
 
 
+def _kinds(options: SourceOptions) -> dict[str, str]:
+    """Every column that rows can have, with its SQL type."""
+    if options.view != "messages":
+        return VIEWS[options.view].columns
+    return {name: column.sql for name, column in COLUMNS.items()} | {"body": options.body_as}
+
+
 def _struct(options: SourceOptions, columns: Iterable[str]) -> StructType:
     """The schema of rows with these columns."""
-    if options.view != "messages":
-        kinds = VIEWS[options.view].columns
-    else:
-        kinds = {name: options.body_as if name == "body" else COLUMNS[name].sql for name in columns}
+    kinds = _kinds(options)
     return StructType([StructField(name, _TYPES[kinds[name]]) for name in columns])
 
 
 def _check_schema(options: SourceOptions, schema: StructType) -> Any:
     """Whether rows can have this schema, which may be the user's; how bodies are to be had. ConfigError."""
-    every = VIEWS[options.view].columns if options.view != "messages" else COLUMNS
-    known = {field.name: field.dataType for field in _struct(options, every).fields}
+    known = {name: _TYPES[kind] for name, kind in _kinds(options).items()}
     body_as: str = options.body_as
     if not schema.fields:
         raise ConfigError("schema: it has no column, and what has no column has no rows; queue_offset costs least")
@@ -223,10 +218,7 @@ class MQStoreReader(DataSourceReader):
         if self._options.view != "messages":
             # By name, not by number: a plan is used again, and of a glob or a set there may be others by then.
             return [InputPartition(name) for name in view_stores(self._options)]
-        found = survey(self._options, by_region=True)
-        if {*default_columns()} <= {*self._columns} and sum(each.weight for each in found) > _MUCH:
-            warn_once(_ALL_COLUMNS)
-        return [InputPartition(slices) for slices in partitions(found, self._options.min_partitions)]
+        return [InputPartition(slices) for slices in plan(self._options, by_region=True)]
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         settle()

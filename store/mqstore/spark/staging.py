@@ -1,4 +1,4 @@
-"""Shards: what a task of a write leaves for the commit, and how what was never committed goes (spark.md B6, step 1).
+"""Shards: what a task of a write leaves for the commit, and how what was never committed goes (spark#stage, step 1).
 
     <root>/_staging/<app>-<version>/<partition>-<attempt>-<random>/
         records.bin    adjacent records, places not known
@@ -23,28 +23,27 @@ from __future__ import annotations
 import os
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import crc32c
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.errors import raise_os_error
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.bulk.shard import index_entries, shard_json
 from mqstore.options import Profile
-from mqstore.spark.encode import Encoded
+from mqstore.spark.encode import Encoded, TopicRule
 
 __all__ = [
     "STAGING",
-    "Leftover",
     "ShardInfo",
     "ShardWriter",
     "clean",
     "discard",
+    "folders",
     "make_folders",
     "transaction_folder",
     "write_file",
@@ -53,7 +52,6 @@ __all__ = [
 
 STAGING: Final = "_staging"
 _BUFFER_BYTES = 4 << 20
-_TRIES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +65,8 @@ class ShardInfo:
     largest: int
     queues: dict[tuple[str, int], int]
     """(topic, queue id) -> records."""
-    topics: tuple[str, ...]
-    """Topics that have to be there for these records, those where delayed ones will go in the end included."""
-    put: dict[str, int] = field(default_factory=dict)
-    """Topics that rows were put to as a producer does, with of how many queues a key chose one (`Encoded.put`)."""
+    topics: dict[str, TopicRule | None]
+    """As those of `Encoded`."""
 
 
 def transaction_folder(root: Path, app: str, version: int) -> Path:
@@ -79,101 +75,70 @@ def transaction_folder(root: Path, app: str, version: int) -> Path:
 
 
 def make_folders(path: Path, fs: FileSystem = REAL) -> None:
-    """`path` and what is missing above it; each durable in the one above."""
-    for tries_left in range(_TRIES, -1, -1):
-        missing = []
-        there = path
-        while not fs.exists(there):
-            missing.append(there)
-            there = there.parent
-        try:
-            for each in reversed(missing):
-                fs.mkdir(each, exist_ok=True)  # another task may be making it, too
-                fs.sync_directory(each.parent)
-            if not missing:  # whoever made it may have been killed before it was durable
-                fs.sync_directory(path.parent)
-            return
-        except FileNotFoundError:  # another job has removed the one above, which was empty
-            if not tries_left:
-                raise
+    """Make `path` and what is missing above it, each durable in the one above."""
+    missing = [each for each in (path, *path.parents) if not fs.exists(each)]
+    for each in reversed(missing):
+        fs.mkdir(each, exist_ok=True)  # another task may be making it, too
+    for each in reversed(missing or [path]):  # whoever made it may have been killed before it was durable
+        fs.sync_directory(each.parent)
 
 
 class ShardWriter:
-    """Writes one shard. `finish`, or `abandon` it; what is neither is found by `clean`."""
+    """Writes one shard. Leaving the context before `finish` takes the shard away; what a kill leaves `clean` finds."""
 
-    def __init__(
-        self,
-        transaction: Path,
-        partition: int,
-        attempt: int,
-        *,
-        profile: Profile,
-        sync: bool = True,
-        fs: FileSystem = REAL,
-    ) -> None:
+    def __init__(self, transaction: Path, partition: int, attempt: int, fs: FileSystem) -> None:
         self.folder = transaction / f"{partition}-{attempt}-{secrets.token_hex(6)}"
         self.records = 0
-        self._profile = profile
-        self._sync = sync
         self._fs = fs
-        self._bytes = 0
-        self._crc = 0
-        self._index_bytes = self._index_crc = 0
+        self._sizes = [0, 0]
+        self._crcs = [0, 0]
         self._largest = 0
         self._queues: Counter[tuple[str, int]] = Counter()
-        self._topics: dict[str, None] = {}
-        self._put: dict[str, int] = {}
+        self._topics: dict[str, TopicRule | None] = {}
         make_folders(self.folder, fs)
-        self._fds: list[int] = []
-        for name in ("records.bin", "records.idx"):
-            self._fds.append(fs.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+        self._fds = [fs.open(self.folder / name, flags) for name in ("records.bin", "records.idx")]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fds:
+            self._close(sync=False)
+            with suppress(OSError):
+                self._fs.remove_tree(self.folder)
 
     def write(self, piece: Encoded) -> None:
-        records, index = self._fds
+        """Append records, and what the index says of them."""
         for start in range(0, len(piece.data), _BUFFER_BYTES):  # while the bytes are in the processor's cache
-            part = piece.data[start : start + _BUFFER_BYTES]
-            self._fs.pwrite(records, part, self._bytes)
-            self._crc = crc32c.crc32c(part, self._crc)
-            self._bytes += len(part)
-        entries = index_entries(piece.data, piece.sizes)
-        self._fs.pwrite(index, entries, self._index_bytes)
-        self._index_crc = crc32c.crc32c(entries, self._index_crc)
-        self._index_bytes += len(entries)
+            self._append(0, piece.data[start : start + _BUFFER_BYTES])
+        self._append(1, index_entries(piece.data, piece.sizes))
         self.records += piece.records
         self._largest = max(self._largest, int(piece.sizes.max(initial=0)))
         self._queues.update(piece.queues)
-        self._topics.update(dict.fromkeys(piece.topics))
-        for topic, queues in piece.put.items():
-            self._put[topic] = max(queues, self._put.get(topic, 0))
+        self._topics.update(piece.topics)
 
-    def finish(self) -> ShardInfo:
+    def _append(self, file: int, data: bytes | memoryview) -> None:
+        self._fs.pwrite(self._fds[file], data, self._sizes[file])
+        self._crcs[file] = crc32c.crc32c(data, self._crcs[file])
+        self._sizes[file] += len(memoryview(data))
+
+    def finish(self, profile: Profile) -> ShardInfo:
         """Make it durable, records before the file that says they are whole."""
-        self._close(sync=self._sync)
+        self._close(sync=True)
         content = shard_json(
-            self._profile,
+            profile,
             records=self.records,
-            size=self._bytes,
-            crc=self._crc,
+            size=self._sizes[0],
+            crc=self._crcs[0],
             largest=self._largest,
             queues=self._queues,
-            index=self._index_crc,
+            index=self._crcs[1],
         )
-        write_file(self.folder / "shard.json", content, sync=self._sync, fs=self._fs)
+        write_file(self.folder / "shard.json", content, self._fs)
         return ShardInfo(
-            self.folder.name,
-            self.records,
-            self._bytes,
-            self._largest,
-            dict(self._queues),
-            tuple(self._topics),
-            self._put,
+            self.folder.name, self.records, self._sizes[0], self._largest, dict(self._queues), self._topics
         )
-
-    def abandon(self) -> None:
-        """Leave nothing behind, if that can be had."""
-        self._close(sync=False)
-        with suppress(OSError):
-            self._fs.remove_tree(self.folder)
 
     def _close(self, *, sync: bool) -> None:
         while self._fds:
@@ -185,17 +150,15 @@ class ShardWriter:
                 self._fs.close(fd)
 
 
-def write_file(path: Path, content: bytes, *, sync: bool = True, fs: FileSystem = REAL) -> None:
+def write_file(path: Path, content: bytes, fs: FileSystem = REAL) -> None:
     """A new file in a folder that is there, durable in it."""
     fd = fs.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         fs.pwrite(fd, content, 0)
-        if sync:
-            fs.fdatasync(fd)
+        fs.fdatasync(fd)
     finally:
         fs.close(fd)
-    if sync:
-        fs.sync_directory(path.parent)
+    fs.sync_directory(path.parent)
 
 
 def write_shards(
@@ -206,26 +169,21 @@ def write_shards(
     *,
     profile: Profile,
     max_rows: int | None = None,
-    sync: bool = True,
     fs: FileSystem = REAL,
 ) -> Iterator[ShardInfo]:
     """Stage what a task encoded: one shard, or several of `max_rows` rows at most, in the order of the rows; none if
     there are no rows. A shard that is begun and not finished is taken away again if this raises."""
-    writer: ShardWriter | None = None
-    try:
+    with ExitStack() as begun:
+        writer: ShardWriter | None = None
         for piece in pieces:
             if writer is not None and max_rows is not None and writer.records + piece.records > max_rows:
-                done, writer = writer, None
-                yield done.finish()
+                yield writer.finish(profile)
+                writer = None
             if writer is None:
-                writer = ShardWriter(transaction, partition, attempt, profile=profile, sync=sync, fs=fs)
+                writer = begun.enter_context(ShardWriter(transaction, partition, attempt, fs))
             writer.write(piece)
         if writer is not None:
-            done, writer = writer, None
-            yield done.finish()
-    finally:
-        if writer is not None:
-            writer.abandon()
+            yield writer.finish(profile)
 
 
 # -- taking away -------------------------------------------------------------------------------------------------------
@@ -234,71 +192,44 @@ def write_shards(
 def discard(root: Path, app: str, version: int, fs: FileSystem = REAL) -> None:
     """Delete everything that (app, version) has staged, of all its attempts."""
     fs.remove_tree(transaction_folder(root, app, version))
-    with suppress(OSError):  # it is not empty, or never was
-        fs.rmdir(root / STAGING)
-
-
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """What a job left that was never committed."""
-
-    path: str
-    bytes: int
-    age_s: float
-    """Since anything in it was changed last."""
 
 
 def clean(
     root: Path,
     ttl_s: float,
     *,
+    others: Iterable[Path] = (),
     dry_run: bool = False,
     clock: Clock = SYSTEM_CLOCK,
     fs: FileSystem = REAL,
-    named: Collection[str] = (),
-    members: str = "",
-) -> list[Leftover]:
+) -> list[Path]:
     """Delete everything staged under `root` that nobody has touched for `ttl_s` seconds, of running jobs as well.
 
-    With `members`, also the stores in that folder that are not `named`. Returns what was deleted, or would be with
-    `dry_run`, newest last. For a store set use `publish.clean_target`, which knows what is named.
+    The same for `others`. Returns what was deleted, or would be with `dry_run`, newest last. For a store set use
+    `publish.clean_target`, which knows what counts.
     """
-    paths = _folders(root / STAGING)
-    if members:
-        paths += [path for path in _folders(root / members) if path.name not in named]
-    old = []
-    for path in paths:
-        size, changed_s = _measure(path)
-        age_s = max(0.0, clock.now_ms() / 1000 - changed_s)
-        if age_s >= ttl_s:
-            old.append(Leftover(str(path), size, age_s))
-    if not dry_run:
-        for each in old:
-            fs.remove_tree(each.path)
-        with suppress(OSError):
-            fs.rmdir(root / STAGING)
-    return sorted(old, key=lambda each: -each.age_s)
+    now_s = clock.now_ms() / 1000
+    ages_s = {path: max(0.0, now_s - _changed_s(path)) for path in (*folders(root / STAGING, fs), *others)}
+    old = sorted((path for path in ages_s if ages_s[path] >= ttl_s), key=lambda path: -ages_s[path])
+    for path in () if dry_run else old:
+        fs.remove_tree(path)
+    return old
 
 
-def _folders(path: Path) -> list[Path]:
+def folders(path: Path, fs: FileSystem = REAL) -> list[Path]:
+    """Return the folders in `path`, sorted, without links to folders; none if it is not there."""
     try:
-        with os.scandir(path) as entries:
-            return sorted(Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False))
+        found = [path / name for name in fs.scandir_directories(path)]
     except FileNotFoundError:
         return []
-    except OSError as error:  # no folder, or a link that leads in a circle
-        raise_os_error(error, path, "scandir")
+    return [each for each in found if not each.is_symlink()]
 
 
-def _measure(path: Path) -> tuple[int, float]:
-    """Bytes on disk, and when anything was changed last; of what goes meanwhile nothing."""
-    size, changed = 0, 0.0
-    with suppress(FileNotFoundError):
-        changed = os.lstat(path).st_mtime
+def _changed_s(path: Path) -> float:
+    """When anything in a folder was changed last; what goes meanwhile does not count."""
+    changed = 0.0
     for folder, _, names in os.walk(path):
         for each in (folder, *(os.path.join(folder, name) for name in names)):
             with suppress(FileNotFoundError):
-                found = os.lstat(each)
-                changed = max(changed, found.st_mtime)
-                size += found.st_blocks * 512
-    return size, changed
+                changed = max(changed, os.lstat(each).st_mtime)
+    return changed

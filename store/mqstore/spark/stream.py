@@ -3,7 +3,7 @@
     one process a run    initialOffset, latestOffset, partitions, commit
     other processes      read: a copy of the reader, made anew; nothing is shared with the first
 
-What of Spark's behaviour this leans on, none of it documented, each with a test of its own (spec/spark.md A6):
+What of Spark's behaviour this leans on, none of it documented, each with a test of its own (spark#stream-calls):
 
 - `initialOffset` is asked for twice in a new query, and again after a restart if the first batch was not done.
 - A first `latestOffset` that returns `start` makes a batch all the same, an empty one, and it is logged.
@@ -36,8 +36,7 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.pacing import Limit
 from mqstore.spark.progress import StreamProgress
 from mqstore.spark.tasks import read_slices
-from mqstore.spark.telling import plain_errors
-from mqstore.spark.workers import settle
+from mqstore.spark.telling import plain_errors, settle
 
 __all__ = ["MQStoreStreamReader", "RefusedStream", "stream_reader"]
 

@@ -2,7 +2,7 @@
 
 Batches and streams read by the same road. A task opens each store for itself, read-only and without a trace, and
 keeps nothing when it is done. Between plan and task retention may have deleted what is wanted: then the policy of
-`failOnDataLoss` is decided here (spec/spark.md B5).
+`failOnDataLoss` is decided here (spark#stream).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from mqstore.broker.parts import open_parts
 from mqstore.errors import NotAStoreError
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.commitlog import QueueRef
+from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.recovery.scanner import Good, scan_log
 from mqstore.log.recovery.verify import verified_ranges
 from mqstore.log.store import MessageStore
@@ -39,21 +40,33 @@ _ARROW: Final = {
 }
 
 
+_Rows = Callable[[MessageStore, SourceOptions], Iterator[tuple[Any, ...]]]
+
+
 @dataclass(frozen=True, slots=True)
 class ViewTable:
     """A view: its columns with their SQL types, and the function that makes a store's rows."""
 
     columns: dict[str, str]
-    rows: Callable[[MessageStore, SourceOptions], Iterator[tuple[Any, ...]]]
-
-    @classmethod
-    def of(cls, columns: str, rows: Callable[[MessageStore, SourceOptions], Iterator[tuple[Any, ...]]]) -> ViewTable:
-        """Return the view with these columns, which are written as in SQL."""
-        return cls(dict(each.split() for each in columns.split(", ")), rows)
+    rows: _Rows
 
     @property
     def schema(self) -> Any:
         return pa.schema([(name, _ARROW[kind]) for name, kind in self.columns.items()])
+
+
+VIEWS: Final[dict[str, ViewTable]] = {}
+"""The views by name: functions below."""
+
+
+def _view(columns: str) -> Callable[[_Rows], _Rows]:
+    """Return a decorator that adds a function to `VIEWS`, with these columns, which are written as in SQL."""
+
+    def add(rows: _Rows) -> _Rows:
+        VIEWS[rows.__name__.removeprefix("_")] = ViewTable(dict(each.split() for each in columns.split(", ")), rows)
+        return rows
+
+    return add
 
 
 def view_stores(options: SourceOptions) -> list[StoreName]:
@@ -97,18 +110,21 @@ def _instant(ms: int | None) -> datetime | None:
         return None
 
 
-def _refs(store: MessageStore, options: SourceOptions) -> list[QueueRef]:
+def _wanted(store: MessageStore, options: SourceOptions) -> list[ConsumeQueue]:
     wanted = names_queue(options)
-    return [ref for topic in store.topics() for ref in store.queues(topic) if wanted(*ref)]
+    return [queue for queue in queues_of(store) if wanted(*queue.ref)]
 
 
+@_view(
+    "store string, topic string, queue_id int, min_offset bigint, max_offset bigint, messages bigint, "
+    "first_store_timestamp timestamp, last_store_timestamp timestamp, bytes bigint, state string"
+)
 def _queues(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
-    for ref in _refs(store, options):
-        low, high = store.offsets(*ref)
+    for queue in _wanted(store, options):
+        ref, low, high = queue.ref, queue.min_offset, queue.max_offset
         messages = size = 0
         holes = False
-        queue = store.parts.queues.get(*ref)
-        for _, units in queue.chunks(low, high) if queue is not None else ():
+        for _, units in queue.chunks(low, high):
             there = is_message(units)
             messages += int(there.sum())
             size += int(units["size"][there].sum(dtype=np.int64))
@@ -126,17 +142,18 @@ def _time_of(store: MessageStore, ref: QueueRef, slots: range) -> datetime | Non
     return None
 
 
-def _segments(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
-    del options
-    segments = store.parts.run.segments()
+@_view(
+    "store string, file string, base bigint, used_bytes bigint, messages bigint, "
+    "first_store_timestamp timestamp, last_store_timestamp timestamp, sealed boolean, modified timestamp"
+)
+def _segments(store: MessageStore, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
+    segments = store.log_files.segments()
     seen: dict[int, tuple[int, int, int, int]] = {}
-    events = scan_log(
-        *(store.parts.run, store.min_offset, store.parts.checksum), checksums=False, on_front=lambda _: None
-    )
+    events = scan_log(*(store.log_files, store.min_offset, store.checksum), checksums=False, on_front=lambda _: None)
     for event in events if segments else ():
         if isinstance(event, Good):
             stamps = event.headers.store_timestamp_ms
-            _, count, first, _ = seen.get(event.base, (0, 0, int(stamps[0]), 0))
+            count, first = seen.get(event.base, (0, 0, int(stamps[0])))[1:3]
             seen[event.base] = (event.end - event.base, count + len(event.headers), first, int(stamps[-1]))
     for segment in segments:
         used, count, first_ms, last_ms = seen.get(segment.start, (0, 0, None, None))
@@ -149,6 +166,10 @@ def _segments(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any
         yield name, segment.start, used, count, _instant(first_ms), _instant(last_ms), sealed, changed
 
 
+@_view(
+    "store string, group string, topic string, queue_id int, committed_offset bigint, max_offset bigint, "
+    "lag bigint, lag_seconds bigint, in_flight bigint, lost bigint, oldest_store_timestamp timestamp"
+)
 def _groups(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
     wanted = names_queue(options)
     parts = open_parts(store)
@@ -165,9 +186,12 @@ def _groups(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, 
             )
 
 
-def _delay(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
+@_view(
+    "store string, level int, delay_ms bigint, delay_offset bigint, max_offset bigint, waiting bigint, "
+    "next_deliver_timestamp timestamp"
+)
+def _delay(store: MessageStore, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
     """Levels, and a row without one: what waits for a moment of its own."""
-    del options
     parts = open_parts(store)
     for level in delay_levels(parts):
         yield level.level, level.delay_ms, level.offset, level.end, level.waiting, _instant(level.next_due_ms)
@@ -176,57 +200,28 @@ def _delay(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, .
         yield None, None, None, None, timer.waiting, _instant(timer.next_due_ms)
 
 
+@_view(
+    "store string, topic string, queue_id int, interval_start timestamp, messages bigint, bytes bigint, "
+    "size_p50 bigint, size_p95 bigint, size_max bigint"
+)
 def _traffic(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
     policy = policy_of(replace(options, on_corrupt="fail" if options.on_corrupt == "fail" else "skip"))
-    for ref in _refs(store, options):
+    for queue in _wanted(store, options):
         tally = Tally(options.interval_ms, by_interval=True)
-        for piece in ColumnReader(store, (), policy=policy).pieces(*ref, *store.offsets(*ref)):
+        reader = ColumnReader(store, (), policy=policy)
+        for piece in reader.pieces(*queue.ref, queue.min_offset, queue.max_offset):
             tally.add(piece)
         for number, messages, size, sizes in tally.rows():
             start = _instant(number * options.interval_ms)
-            yield *ref, start, messages, size, sizes.percentile(50), sizes.percentile(95), sizes.largest
+            yield *queue.ref, start, messages, size, sizes.percentile(50), sizes.percentile(95), sizes.largest
 
 
-def _verify(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
-    del options
+@_view("store string, file string, first bigint, end bigint, records bigint, errors bigint, first_error string")
+def _verify(store: MessageStore, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
     for result, errors, told in verified_ranges(store.verifier()):
         base = result.range.base
         begin = result.range.low if result.first is None else result.first
         yield f"{base:020d}", base + begin, base + result.end, result.records, errors, told
-
-
-VIEWS: Final = {
-    "queues": ViewTable.of(
-        "store string, topic string, queue_id int, min_offset bigint, max_offset bigint, messages bigint, "
-        "first_store_timestamp timestamp, last_store_timestamp timestamp, bytes bigint, state string",
-        _queues,
-    ),
-    "segments": ViewTable.of(
-        "store string, file string, base bigint, used_bytes bigint, messages bigint, "
-        "first_store_timestamp timestamp, last_store_timestamp timestamp, sealed boolean, modified timestamp",
-        _segments,
-    ),
-    "groups": ViewTable.of(
-        "store string, group string, topic string, queue_id int, committed_offset bigint, max_offset bigint, "
-        "lag bigint, lag_seconds bigint, in_flight bigint, lost bigint, oldest_store_timestamp timestamp",
-        _groups,
-    ),
-    "delay": ViewTable.of(
-        "store string, level int, delay_ms bigint, delay_offset bigint, max_offset bigint, waiting bigint, "
-        "next_deliver_timestamp timestamp",
-        _delay,
-    ),
-    "traffic": ViewTable.of(
-        "store string, topic string, queue_id int, interval_start timestamp, messages bigint, bytes bigint, "
-        "size_p50 bigint, size_p95 bigint, size_max bigint",
-        _traffic,
-    ),
-    "verify": ViewTable.of(
-        "store string, file string, first bigint, end bigint, records bigint, errors bigint, first_error string",
-        _verify,
-    ),
-}
-"""The views by name."""
 
 
 def as_markdown() -> str:

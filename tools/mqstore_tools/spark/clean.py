@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from mqstore import ConfigError
-from mqstore_tools.render import console, print_json, show_bytes, table
+from mqstore_tools.render import console, print_json, table
 from mqstore_tools.shared import StoreCommand, json_option
 from mqstore_tools.spark.common import duration, usable
 
@@ -40,14 +40,13 @@ def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool, json_outp
     """
     with usable():
         from mqstore.spark.publish import clean_target
-    found = []
+    found: list[Path] = []
     for target in targets:
         if not target.is_dir():
             raise ConfigError(f"{target} is no folder")
         found += clean_target(target, older_than, dry_run=dry_run)
     if json_output:
-        rows = [{"path": each.path, "bytes": each.bytes, "age_s": round(each.age_s, 3)} for each in found]
-        print_json({"dry_run": dry_run, "deleted": rows})
+        print_json({"dry_run": dry_run, "deleted": [{"path": str(path)} for path in found]})
         return
-    rows_shown = [(each.path, show_bytes(each.bytes), f"{each.age_s / 3600:.1f}") for each in found]
-    console().print(table("would delete" if dry_run else "deleted", ("path", "size>", "hours old>"), rows_shown))
+    rows = [(str(path),) for path in found]
+    console().print(table("would delete" if dry_run else "deleted", ("path",), rows))

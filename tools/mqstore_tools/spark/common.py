@@ -3,7 +3,7 @@
 A command is a function of a `Given`, which has the options of all jobs, and of its own options:
 
     @click.command(cls=StoreCommand, short_help=..., epilog=...)      errors become a line and an exit code
-    @job_options                                                      STORES... --master --conf --topics --from ...
+    @job_options                                                      STORES... --master --conf --topic --from ...
     @click.option(...)
     def lag(given: Given, max_lag: int | None) -> None: ...
 
@@ -22,15 +22,21 @@ from typing import Any
 import click
 
 from mqstore import ConfigError
-from mqstore_tools.many import bound, duration, names, pairs, usable
+from mqstore_tools.many import (
+    between_options,
+    duration,
+    option_option,
+    pairs,
+    topic_option,
+    usable,
+    where_option,
+)
 from mqstore_tools.shared import json_option
 
 __all__ = [
     "Given",
-    "bound",
     "duration",
     "job_options",
-    "names",
     "spark_errors",
     "usable",
 ]
@@ -43,7 +49,7 @@ class Given:
     stores: tuple[str, ...]
     master: str
     conf: tuple[str, ...]
-    topics: str | None
+    topics: tuple[str, ...]
     start: int | datetime | None
     stop: int | datetime | None
     where: str | None
@@ -56,7 +62,7 @@ class Given:
             from mqstore.spark.selection import select
         return select(
             self.stores,
-            topics=self.topics,
+            topics=self.topics or None,
             start=self.start,
             stop=self.stop,
             where=self.where,
@@ -98,24 +104,10 @@ _OPTIONS = (
         help="Where Spark runs; local[*] if nothing says otherwise.",
     ),
     click.option("--conf", metavar="NAME=VALUE", multiple=True, help="A setting of Spark; may be repeated."),
-    click.option("--topics", metavar="NAMES", help="Only these topics, separated by commas; without it all of users."),
-    click.option(
-        "--from",
-        "start",
-        type=bound,
-        metavar="WHERE",
-        help="Begin at this queue offset of each queue, at this time (UTC unless it says otherwise), or so long ago "
-        "(36h).",
-    ),
-    click.option("--to", "stop", type=bound, metavar="WHERE", help="End before it, likewise."),
-    click.option("--where", metavar="SQL", help="Only messages whose properties fulfil this SQL92 expression."),
-    click.option(
-        "--option",
-        "options",
-        metavar="NAME=VALUE",
-        multiple=True,
-        help="An option of the Spark source (onCorrupt=skip, tags=A, minPartitions=8, ...); may be repeated.",
-    ),
+    topic_option,
+    between_options,
+    where_option,
+    option_option,
     json_option,
 )
 

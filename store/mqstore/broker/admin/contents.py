@@ -84,22 +84,24 @@ def inspect_store(
     with MessageStore(path, "r", config=config, fs=fs) as store:
         if live:
             store.stop_at(store.parts.listed_end())
-        manifest, parts = store.manifest, store.parts
+        manifest = store.manifest
         problems += manifest.problems
         problems += [
             f"{os.path.basename(p.file)}: {p.kind}: {p.detail}"
-            for p in [*parts.load_problems, *parts.missing_in_front()]
+            for p in [*store.parts.load_problems, *store.parts.missing_in_front()]
         ]
-        problems += [f"{finding.file}: {finding.detail}" for finding in parts.index_findings]
-        problems += [f"consumequeue/{name}: no queue can be made of this folder" for name in parts.queues.unsafe_names]
+        problems += [f"{finding.file}: {finding.detail}" for finding in store.parts.index_findings]
+        problems += [
+            f"consumequeue/{name}: no queue can be made of this folder" for name in store.queue_table.unsafe_names
+        ]
         problems += store.foreign()
         topics: dict[str, Any] = {}
         dispatched = 0
-        for queue in sorted(parts.queues, key=lambda q: (q.topic, q.queue_id)):
+        for queue in sorted(store.queue_table, key=lambda q: (q.topic, q.queue_id)):
             if not queue.max_offset:
                 continue
             first, end = _physical_bounds(queue)
-            if end <= parts.run.end:  # else a unit that points nowhere; `verify` tells of it
+            if end <= store.log_files.end:  # else a unit that points nowhere; `verify` tells of it
                 dispatched = max(dispatched, end)
             topics.setdefault(queue.topic, {"queues": {}})["queues"][str(queue.queue_id)] = {
                 "min_offset": queue.min_offset,
@@ -109,11 +111,11 @@ def inspect_store(
             }
         commitlog, undispatched, torn = _walk_log(store, dispatched, problems, progress, live=live)
         incomplete = store.unlisted_queue()
-        checkpoint = parts.checkpoint
+        checkpoint = store.parts.checkpoint
         if torn and not live:
             problems.append(torn)
-        index_limit = parts.index.entries_per_file
-        entries = sum(min(max(0, header.next_entry - 1), index_limit) for _, header in parts.index.headers())
+        index_limit = store.index.entries_per_file
+        entries = sum(min(max(0, header.next_entry - 1), index_limit) for _, header in store.index.headers())
         found = {
             "path": os.fspath(path),
             "profile": manifest.profile,
@@ -127,9 +129,9 @@ def inspect_store(
             "commitlog": commitlog,
             "topics": topics,
             "index": {
-                "files": len(parts.index.files),
+                "files": len(store.index.files),
                 "entries": entries,
-                "slots": parts.index.slots,
+                "slots": store.index.slots,
                 "entries_per_file": index_limit,
             },
             "checkpoint": {
@@ -197,7 +199,7 @@ def _walk_log(
 ) -> tuple[dict[str, Any], int, str]:
     """(the commitlog's part, bytes of whole records at or beyond `dispatched` that a queue should list, "" or what
     stands at the end of the log that is no record)."""
-    parts, run = store.parts, store.parts.run
+    run = store.log_files
     size = run.segment_bytes
     segments: dict[int, dict[str, Any]] = {
         segment.start: {
@@ -219,9 +221,9 @@ def _walk_log(
         for start in [start for start in segments if start < front]:
             del segments[start]
 
-    events = scan_log(run, first, parts.checksum, checksums=False, on_front=go_on_at)
+    events = scan_log(run, first, store.checksum, checksums=False, on_front=go_on_at)
     # What lies before the end that is looked at beside a writer was written whole.
-    for event in until_torn(events, lambda: NEVER_TORN if live else parts.torn_from()) if segments else ():
+    for event in until_torn(events, lambda: NEVER_TORN if live else store.parts.torn_from()) if segments else ():
         if isinstance(event, Good):
             entry = segments[event.base]
             stamps = event.headers.store_timestamp_ms
@@ -271,7 +273,7 @@ def _without_queue(store: MessageStore, good: Good, dispatched: int) -> int:
 
 
 class _ConfigFiles:
-    """Progress that a broker has written down (store-format 11.3), in either dialect of JSON. What cannot be used is
+    """Progress that a broker has written down (format#json-files), in either dialect of JSON. What cannot be used is
     left out and told in `problems`; nothing here can fail."""
 
     def __init__(self, root: Path, fs: FileSystem, problems: list[str]) -> None:

@@ -1,11 +1,11 @@
 """What a broker keeps, looked at from outside: takes no lock, changes nothing, also beside a broker at work.
 
-    levels      delayOffset.json, the schedule topic's queues              4.7, 4.8
-    timer       timercheck, timer log, timer topic                         5
-    in flight   consumerOrderInfo.json, pop log, consumerOffset.json       8.10, 9
-    halves      half topic, op topic                                       11
-    lag         offsets and pop log beside the ends of queues              2.6, 13
-    pins        all of these: whose record keeps the front of the log      2.6
+    levels      delayOffset.json, the schedule topic's queues              delivery#levels
+    timer       timercheck, timer log, timer topic                         delivery#timer
+    in flight   consumerOrderInfo.json, pop log, consumerOffset.json       delivery#pop-log
+    halves      half topic, op topic                                       delivery#transactions
+    lag         offsets and pop log beside the ends of queues              delivery#statistics
+    pins        all of these: whose record keeps the front of the log      delivery#retention-bound
 
 What a running broker knows and has not written yet is not seen: commits of the last seconds, mostly. What is shown was
 true of the files at some moment; nothing is locked, so two numbers may be of two moments.
@@ -120,7 +120,7 @@ class LevelView(NamedTuple):
 
     level: int
     delay_ms: int | None
-    """None: an orphan. The table has no such level any more; its messages stay until it has (4.8)."""
+    """None: an orphan. The table has no such level any more; its messages stay until it has (delivery#level-crash)."""
     offset: int
     """The next queue offset to look at, by what is on disk."""
     end: int
@@ -152,7 +152,7 @@ def _due_ms(store: MessageStore, level: int, offset: int) -> int | None:
     units = store.units(SCHEDULE_TOPIC, level - 1, offset, 1)
     if len(units) and int(units["tags_code"][0]) > 0:
         return int(units["tags_code"][0])
-    # An address in a file of extensions, which RocketMQ keeps and we do not (4.3).
+    # An address in a file of extensions, which RocketMQ keeps and we do not (delivery#level-unit).
     messages = store.get(SCHEDULE_TOPIC, level - 1, offset, 1).messages
     return deliver_time_ms(store.delay_table_ms, level, messages[0].store_timestamp_ms) if messages else None
 
@@ -257,7 +257,7 @@ def _slot_of(message: Message) -> int | None:
 
 
 def is_waiting(parts: Parts, handle: str, now_ms: int) -> bool:
-    """Whether the message of a recall handle could still be cancelled, by what its topic holds (5.3).
+    """Whether the message of a recall handle could still be cancelled, by what its topic holds (delivery#recall).
     InvalidReceiptError for what is no handle."""
     wanted = parse_recall_handle(handle)
     if wanted.deliver_ms <= now_ms or parts.store.offsets_or_none(TIMER_TOPIC, 0) is None:
@@ -292,7 +292,7 @@ class InFlight(NamedTuple):
 
 
 class OrderView(NamedTuple):
-    """The last batch of a FIFO queue, or the failed attempts of one that is consumed in order without popping (9)."""
+    """The last batch of a FIFO queue, or the failed attempts of one that is consumed in order without popping."""
 
     group: str
     topic: str
@@ -311,7 +311,7 @@ class OrderView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PopView:
-    """What order info file and pop log tell (8.10)."""
+    """Messages in flight, as the order info file and the pop log have them (delivery#pop-log)."""
 
     in_flight: list[InFlight] = field(default_factory=list)
     orders: list[OrderView] = field(default_factory=list)
@@ -416,7 +416,7 @@ class QueueLag(NamedTuple):
     end: int
     """Offset of the next message to come."""
     messages: int
-    """Not consumed, those in flight included; 0 without progress, for nobody knows where it would begin (13)."""
+    """Not consumed, those in flight included; 0 without progress, for nobody knows where it would begin."""
     lost: int
     """Gone before the group came to them: retention, expiry, a purge."""
     in_flight: int

@@ -1,4 +1,4 @@
-"""How far a group is behind in one queue (broker-semantics 13): one rule for a broker at work and for who looks at its
+"""How far a group is behind in one queue (delivery#statistics): one rule for a broker at work and for who looks at its
 files from outside.
 
     lag       = ready + in flight

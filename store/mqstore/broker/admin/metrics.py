@@ -1,4 +1,4 @@
-"""What the statistics of a broker are made of: who notes what, and what is measured on demand (broker-semantics 13).
+"""Sources of the statistics of a broker: numbers that are noted, and those measured on demand (delivery#statistics).
 
     put ------> dispatcher --- "this queue grew from .. to .." --> noted    |
     read -----> `Reads`        plain numbers by group and queue             |--- `harvest` --> `Statistics` --> windows

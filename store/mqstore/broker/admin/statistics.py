@@ -1,4 +1,4 @@
-"""What the broker counts, and how fast it grows (broker-semantics 13, 3.4).
+"""What the broker counts, and how fast it grows (delivery#statistics, delivery#read-status).
 
 Counters by name and key, each with three windows (minute, hour, day), the messages that groups lost to retention, and
 the text that Prometheus scrapes. Knows nothing of stores: what is not counted but measured (lags, sizes, messages in
@@ -159,7 +159,7 @@ class StatisticsSnapshot:
     hour: Mapping[CounterKey, Rate]
     day: Mapping[CounterKey, Rate]
     lost: Mapping[LostKey, int]
-    """Messages that retention took before the group consumed them, since the store was opened (3.4)."""
+    """Messages that retention took before the group consumed them, since the store was opened."""
 
     def total(self, name: str, key: str = "") -> int:
         """The sum of a counter; 0 when it was never added to."""
@@ -260,7 +260,7 @@ class Statistics:
             self._latest[name, key] = value
 
     def lost(self, group: str, topic: str, queue_id: int, messages: int) -> None:
-        """Count messages that were dropped before `group` had consumed them (3.4)."""
+        """Count messages that were dropped before `group` had consumed them (delivery#read-status)."""
         if messages <= 0:
             return
         with self._lock:
@@ -309,7 +309,7 @@ class Statistics:
         expected: Iterable[CounterKey] | None = None,
         type_of: Callable[[str], str] | None = None,
     ) -> str:
-        """All series of 13 in Prometheus' text format 0.0.4, counters from here, `gauges` from the broker.
+        """All series in Prometheus' text format 0.0.4, counters from here, `gauges` from the broker.
 
         `gauges` maps the name of a series to its samples (labels, value), or to one number for a series without labels.
         A value that is not a finite number is left out; of samples with equal labels the last counts. ValueError for a

@@ -1,8 +1,8 @@
-"""Delay levels: messages that wait a fixed time and then go on to where they were sent (broker-semantics 4).
+"""Delay levels: messages that wait a fixed time and then go on to where they were sent (delivery#levels).
 
     put, DELAY = n  ->  SCHEDULE_TOPIC_XXXX, queue n - 1  ->  (due)  ->  REAL_TOPIC, queue REAL_QID
 
-Who puts has rewritten the message (4.2), and the dispatcher has written its time of delivery into its unit (4.3). What
+Who puts has rewritten the message, and the dispatcher has written its time of delivery into its unit. What
 is left to do is to look at the head of each level's queue. All messages of a level wait equally long, so a queue is in
 the order of its times: nothing is sorted, nothing is kept in memory, and a level costs the same with a million waiting.
 
@@ -12,12 +12,12 @@ the order of its times: nothing is sorted, nothing is kept in memory, and a leve
     failing      a copy could not be put             100 ms later, then twice as long each time, at most 10 s
 
     a message that is due                what is done
-    can be restored                      the same body and properties without DELAY, to the end of its real queue (4.5)
+    can be restored                      the same body and properties without DELAY, to the end of its real queue
     cannot: REAL_TOPIC, REAL_QID         a dead letter of CID_RMQ_SYS_SCHEDULE, with the reason
     belongs to the half topic            passed over
     does not verify                      passed over, reported and counted
 
-What waits long, where only such messages still hold the log (2.6), is rolled: the same is done with it before it is
+What waits long, where only such messages still hold the log, is rolled: the same is done with it before it is
 due, but that it goes to the timer topic, for the rest of its time. The queue of a level is in the order of the log, so
 that is its front, and progress tells it from the rest. It comes as if the level had delivered it, but up to a second
 later: so perhaps behind messages put less than a second after it, which were not rolled.
@@ -25,7 +25,7 @@ later: so perhaps behind messages put less than a second after it, which were no
 Progress, the next unit of each level to look at, is written to `delayOffset.json` every ten seconds and at the end, and
 never before the log is on disk as far as it had been written: a progress on disk rests on copies on disk. In between
 it is saved quickly (`configfile`), 100 ms after a delivery that was not saved. So `kill -9` repeats at most what was
-delivered in that time, a power cut what was delivered in ten seconds (4.8), and neither loses anything. Until nothing
+delivered in that time, a power cut what was delivered in ten seconds, and neither loses anything. Until nothing
 more is due after opening, and after messages were rolled, it is written at the end of each step: a machine that crashes
 again and again within ten seconds repeats a message once, not each time.
 
@@ -80,14 +80,14 @@ _BATCH_UNITS = 1024
 _RETRY_MIN_MS, _RETRY_MAX_MS = 100, 10_000
 _SAVE_MS = 10_000
 _VERSION_STEP = 200
-"""Deliveries for which RocketMQ counts the file's version up by one (0.4)."""
+"""Deliveries for which RocketMQ counts the file's version up by one (delivery#tables)."""
 _UNKNOWN_LEVEL_MS = 1_000
 _MEMO_ENTRIES = 1024
 _LOGGED_UNITS = 10
 
 
 def deliver_time_ms(table_ms: Sequence[int], level: int, store_timestamp_ms: int) -> int:
-    """When a message of `level` is due; a level that the table does not have waits a second (4.3).
+    """When a message of `level` is due; a level that the table does not have waits a second (delivery#level-unit).
 
     >>> deliver_time_ms((1000, 5000), 2, 1_700_000_000_000), deliver_time_ms((1000, 5000), 999, 0)
     (1700000005000, 1000)
@@ -112,7 +112,7 @@ _DELAY_PIECE = b"\x02" + DELAY.encode() + NAME_END
 
 def restored(properties: bytes) -> tuple[str, int, bytes]:
     """(topic, queue id, properties) of the copy that is delivered, of the stored properties of the delayed message
-    (4.5). Works on the bytes: what it does not know stays as it is. ValueError says what is missing.
+    (delivery#restore). Works on the bytes: what it does not know stays as it is. ValueError says what is missing.
 
     >>> restored(b"TAGS\\x01a\\x02DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02")
     ('orders', 2, b'TAGS\\x01a\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02WAIT\\x01false\\x02')
@@ -142,7 +142,7 @@ _restored_end = lru_cache(_MEMO_ENTRIES)(restored)
 
 def _parted(properties: bytes) -> tuple[bytes, bytes]:
     """(a beginning that the copy has as well, the rest, which is to be restored). The engine writes DELAY and what it
-    adds last (4.2), so few different rests follow upon many different beginnings.
+    adds last (delivery#level-put), so few different rests follow upon many different beginnings.
 
     >>> _parted(b"TAGS\\x01a\\x02DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02")
     (b'TAGS\\x01a\\x02', b'DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02')
@@ -201,7 +201,7 @@ class DelayService:
 
     `dead_letter(message, group, reason)` stores a dead letter; it must leave out DELAY. `orphans` are levels that the
     table no longer has although messages wait in them, with how many; `orphan_level_policy="deliver_now"` delivers
-    those at once, "keep" leaves them alone until the level is back (4.8). `problems` says what was found at opening.
+    those at once, "keep" leaves them alone until the level is back. `problems` says what was found at opening.
     Raises CorruptStoreError when the progress file and its backup are damaged.
     """
 
@@ -261,7 +261,7 @@ class DelayService:
 
     def _level(self, number: int, delay_ms: int | None, stored: int) -> _Level:
         """A level at its stored offset, lowered to where its queue ends: a crash may have taken the end, and its
-        numbers are given to the messages that come next, which must not be passed over (4.7)."""
+        numbers are given to the messages that come next, which must not be passed over (delivery#level-progress)."""
         high = (self._store.offsets_or_none(SCHEDULE_TOPIC, number - 1) or (0, 0))[1]
         level = _Level(number, delay_ms, stored)
         if stored > high:
@@ -403,7 +403,7 @@ class DelayService:
     def _times(self, level: _Level, units: npt.NDArray[np.void], now_ms: int) -> npt.NDArray[np.int64]:
         """Return when the messages of `units` are due: at the time in their unit, whatever the clock does.
 
-        A message that was stored while its level had a longer delay is due now (4.8). Its record tells it from a
+        A message that was stored while its level had a longer delay is due now. Its record tells it from a
         message that only looks too far ahead because the clock was set back.
         """
         times = units["tags_code"].astype(np.int64)
@@ -546,7 +546,7 @@ class DelayService:
             self._copy(level, copies, times, rolled=rolled)
             if reason:
                 self._bury(level, message, reason)
-            else:  # the half message was delivered or given up long ago (4.4 step 8)
+            else:  # the half message was delivered or given up long ago (delivery#level-delivery)
                 what = f"to {HALF_TOPIC}" if home is not None else f"to {topic}, which was deleted since,"
                 _log.warning("%s: the delayed message at %d of level %d belongs %s and is passed over",
                              self._store.path, message.offset, level.number, what)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The rules of delay, without files or state: who waits, where, until when, in which slot (broker-semantics 4.2, 5.2).
+"""The rules of delay, without files or state: who waits, where, until when, in which slot (delivery#timer-put).
 
     a message with                         waits
     DELAY > 0                              in the queue of its level
@@ -207,7 +207,7 @@ def _deliver_ms(properties: Mapping[str, str], now_ms: int) -> int | None:
 
 def level_properties(delivered: bytes, level: int, due_ms: int) -> bytes:
     """The stored properties with which a message of `level` waits for `due_ms` in the timer topic; `delivered`: those
-    with which the level would deliver it (4.5).
+    with which the level would deliver it (delivery#restore).
 
     >>> level_properties(b"REAL_TOPIC\\x01orders\\x02REAL_QID\\x010\\x02", 2, 2001)[29:]
     b'TIMER_OUT_MS\\x012000\\x02TIMER_DELAY_LEVEL\\x012\\x02'

@@ -1,4 +1,4 @@
-"""Arbitrary delay: messages that wait for a moment of their own, on a timer wheel (broker-semantics 5).
+"""Arbitrary delay: messages that wait for a moment of their own, on a timer wheel (delivery#timer).
 
     put (`delayroute.py`) -> rmq_sys_wheel_timer, queue 0 --place-> slot of the wheel --read-> REAL_TOPIC, REAL_QID
                                       ^                                      |
@@ -20,7 +20,7 @@ bytes. Slots without messages are passed over half an hour at a time. A recall a
 their units without a walk through the slot: the log is in the order of the topic's queue, so they are counted off from
 its end (`TimerLog.find`).
 
-Never early (P4). A slot is read when the wall clock has passed its end, and before a message is delivered the record's
+Never early. A slot is read when the wall clock has passed its end, and before a message is delivered the record's
 own TIMER_OUT_MS is asked as well. A clock set back by more than a few seconds is followed: what waits is placed anew,
 and what comes then is not late (`_turn_back`).
 
@@ -31,7 +31,7 @@ a process that crashes within each second repeats a message once, not each time.
 built again from the timer topic's queue: `placement` tells of each message, and of each copy that was rolled, whether
 it was done by then. Retention keeps the oldest record that waits (`pins`).
 
-Rolled early (2.6, `roll`): what waits where all else in the log is dead is put to the timer topic again, as it is. The
+Rolled early (`roll`): what waits where all else in the log is dead is put to the timer topic again, as it is. The
 timer log is in the order of the commitlog, so what holds the front of that are the first units from `_low` on; `_low`
 moves over those that were rolled, and a chain ends where it goes on below:
 
@@ -277,7 +277,7 @@ class TimerService:
         return self._waiting + not_in_the_wheel_yet
 
     def recall(self, handle: str) -> bool:
-        """Cancel the message of a recall handle (5.3). True: it waits no more, and will not be delivered. False: it is
+        """Cancel the message of a recall handle. True: it waits no more, and will not be delivered. False: it is
         due or delivered already, or there is none. Raises InvalidReceiptError for what is no handle, and what a put
         does. As durable as a put, by the store's durability."""
         wanted = parse_recall_handle(handle)

@@ -1,4 +1,4 @@
-"""The three files behind the timer: its log, its wheel, its checkpoint (broker-semantics 5.1, store-format 1.2).
+"""The three files behind the timer: its log, its wheel, its checkpoint (delivery#timer-files, format#sizes).
 
     timerlog/<20 digits>    one unit a message that waits, in the order of the timer topic's queue; in segments
 
@@ -308,7 +308,7 @@ class TimerLog:
             yield positions, units
 
     def write(self) -> None:
-        """Make all units durable. May be tried again, but for a failed sync: that is final (store-format 8.1), the
+        """Make all units durable. May be tried again, but for a failed sync: that is final (format#flush), the
         log stays as it was last promised, and the next opening goes on from there."""
         if self._failed is not None:
             raise FlushFailedError(f"{self._run.directory}: {self._failed}; close the store and open it again")

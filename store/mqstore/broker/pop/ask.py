@@ -1,4 +1,4 @@
-"""The values that go in and out of pop: a question, a delivery, a receipt's claim (broker-semantics 8.1, 8.4)."""
+"""The values that go in and out of pop: a question, a delivery, a receipt's claim (delivery#pop-request)."""
 
 from __future__ import annotations
 

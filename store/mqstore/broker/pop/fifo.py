@@ -1,4 +1,4 @@
-"""Popping in order: a queue's next batch only when nothing of the last is invisible (broker-semantics 8.9, 9).
+"""Popping in order: a queue's next batch only when nothing of the last is invisible (delivery#pop-fifo).
 
     pop      blocked?  -> nothing
              else      -> ck record, then the order info's new batch; committed = its first message. With `skip_acked`
@@ -9,7 +9,7 @@
              else the queue is free: a parked receiver is woken
 
 Nothing is copied to come again: the queue is read again from `committed`, acknowledged messages too, unless the pop is
-to skip them: for who works through the message groups of a batch side by side (client-semantics D13). Which messages of
+to skip them: for who works through the message groups of a batch side by side. Which messages of
 the last batch are settled and until when the others are invisible is the order info's to say (orderinfo.py);
 `state.fifo` names its `ck` record.
 """
@@ -138,7 +138,7 @@ class FifoQueues:
             if claim.offset < state.cursor:
                 continue  # settled before
             if record is None and claim.offset == state.cursor and self._record_lost(state, claim):
-                # With it the order of what was popped is lost: only the next in line may go (9.8).
+                # With it the order of what was popped is lost: only the next in line may go (delivery#order-missing).
                 self._tables.reset(state, claim.offset + 1)
             elif record is None or claim.pop_time_ms != record.pop_time_ms:
                 late.append(claim.text)
@@ -180,7 +180,7 @@ class FifoQueues:
         self, state: QueueState, claim: Claim, invisible_ms: int, *, renew: bool = False, failed: bool = False
     ) -> str:
         """Let a delivery become visible in `invisible_ms` from now. The pop time stays, so that the old receipt stays
-        good as well; the new one differs in its invisible time only (8.7). `failed`: who had it has it no more."""
+        good as well; the new one differs in its invisible time only. `failed`: who had it has it no more."""
         del renew
         if claim.offset < state.cursor:
             return claim.text  # settled before
@@ -248,7 +248,7 @@ class FifoQueues:
                 self._tables.announce(state, min(times))
 
     def _bury_exhausted(self, state: QueueState, now_ms: int, limit: int | None) -> None:
-        """Dead letters of the messages that became visible after their last attempt (8.7)."""
+        """Dead letters of the messages that became visible after their last attempt (delivery#pop-change)."""
         record = self._tables.order(state)
         if record is None or limit is None:
             return

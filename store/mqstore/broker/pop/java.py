@@ -1,4 +1,4 @@
-"""Taking over what a Java broker had handed out and not got back (broker-semantics 8.10, 8.5).
+"""Taking over what a Java broker had handed out and not got back (delivery#java-pop).
 
 A Java broker moves a group's offset when it pops. That a message before it is not acknowledged yet is told by its
 checkpoints alone, records like all others, which wait in the timer topic until they are nearly due:

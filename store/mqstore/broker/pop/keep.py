@@ -1,4 +1,4 @@
-"""What keeps the pop log short and its summary on disk (broker-semantics 8.10, 9.4, 9.6).
+"""What keeps the pop log short and its summary on disk (delivery#pop-log, delivery#order-clean, delivery#order-file).
 
 replay position    the oldest batch with something unsettled, and nothing that the order info file does not sum up: the
                    offset of group CID_RMQ_SYS_POP_LOG, so it is on disk together with the progress it goes with

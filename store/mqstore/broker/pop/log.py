@@ -1,4 +1,4 @@
-"""The pop log: what happened to popped messages, as ordinary records of one queue (broker-semantics 8.10).
+"""The pop log: what happened to popped messages, as ordinary records of one queue (delivery#pop-log).
 
     kind   TAGS   appended                                           body
     POP    ck     before a batch is returned                         t c q so pt it d nx [f a oc ot cm rel] [l]
@@ -8,8 +8,8 @@
     GIVE   rel    before `release` returns                           k o
     RESET  rst    when a queue's position is set from outside        t c q o      o = -1: it is forgotten
 
-The letters are those of 8.5, `cm` and `rel` those of 9.1: what a batch with `skip_acked` knows of messages that it does
-not hand out. `k` is the queue offset of a `ck` in this very log: the batch's name. All values are absolute, so reading
+delivery#pop-log names the letters; `cm` and `rel` are what a batch with `skip_acked` knows of messages that it does not
+hand out. `k` is the queue offset of a `ck` in this very log: the batch's name. All values are absolute, so reading
 a stretch twice ends where reading it once does. `rst` is ours: without it a replay would take the batches from before a
 reset for progress made after it. Unknown kinds and members are passed over.
 

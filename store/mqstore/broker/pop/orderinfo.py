@@ -1,4 +1,5 @@
-"""Order info: the last batch that a FIFO group popped from each queue, and whether the next may be popped (9).
+"""Order info: the last batch that a FIFO group popped from each queue, and whether it may pop the next
+(delivery#order-info).
 
 One record a (topic, group, queue). Pure state: no clock (`now_ms` is a parameter), no file (the pop service writes
 `as_json` to ``consumerOrderInfo.json`` and replays its log), no idea of how messages are read or who waits for them.
@@ -16,14 +17,14 @@ The queue is *blocked* while one unacked message is invisible. Once none is, the
 message and replaces the record: order is kept, and receipts of the old batch are dead because their pop time differs.
 Redeliveries are counted against the batch before, message by message, and forgotten for messages that a batch skips.
 
-The same file keeps the failed attempts of groups that consume orderly in the queue model (9.6; client-semantics A7.7):
+The same file keeps the failed attempts of groups that consume orderly in the queue model (delivery#order-file):
 an *attempt entry* has pop time 0, so that it blocks no pop and takes no acknowledgement, here and in RocketMQ.
 
 Either kind of record also says which of its messages have failed and are not settled (`Suspended`): since when, and
 why. This is for people: nothing depends on it, and RocketMQ passes over the member `susp` of the file.
 
 Locking: a pop, an ack or a change spans several calls here and the offsets besides, so each (topic, group, queue) has a
-lock of its own in the pop service (9.5). The lock of this table is a leaf below it; it makes one call atomic, and
+lock of its own in the pop service. The lock of this table is a leaf below it; it makes one call atomic, and
 `as_json` a copy of whole records.
 """
 
@@ -56,9 +57,9 @@ ILLEGAL: Final = -1
 NO_COMMIT: Final = -2
 """From an acknowledgement: not of the batch that counts; nothing was changed and there is nothing to commit."""
 BATCH_MAX: Final = 63
-"""Most offsets in one record: Java's shift of the bitmap wraps at 64, and bit 63 is its sign (9.1)."""
+"""Most offsets in one record: Java's shift of the bitmap wraps at 64, and bit 63 is its sign (delivery#order-info)."""
 IDLE_MS: Final = 86_400_000
-"""A record not popped again for longer than this is dropped (9.4), unless it holds attempts that are still to count."""
+"""A record not popped again for longer than this is dropped, unless it holds attempts that are still to count."""
 
 ERROR_CHARS: Final = 300
 """Longest text of an error that is kept of a suspended queue."""
@@ -90,7 +91,7 @@ class Suspended:
 
 
 class Counts(NamedTuple):
-    """How often the messages of a batch were delivered before, as a pop answers it (9.2)."""
+    """How often the messages of a batch were delivered before, as a pop answers it (delivery#order-rules)."""
 
     queue_id: int
     per_offset: dict[int, int]
@@ -99,18 +100,18 @@ class Counts(NamedTuple):
     """The fewest redeliveries in the batch; 0 as soon as one message is new."""
 
     def of(self, offset: int) -> int:
-        """`reconsume_times` of a delivered message: its own entry, else that of the queue (8.4)."""
+        """`reconsume_times` of a delivered message: its own entry, else that of the queue (delivery#receipt)."""
         return self.per_offset.get(offset, self.queue)
 
     def count_string(self, mark: int = 0) -> str:
-        """orderCountInfo of 8.3; `mark` is `receipts.topic_mark` of the topic that was read."""
+        """orderCountInfo of delivery#info-strings; `mark` is `receipts.topic_mark` of the topic that was read."""
         items = [receipts.offset_count_item(mark, self.queue_id, x, n) for x, n in self.per_offset.items()]
         return receipts.join_items([*items, receipts.count_item(mark, self.queue_id, self.queue)])
 
 
 @dataclass(slots=True)
 class OrderInfo:
-    """One batch of one queue (9.1). Offsets are absolute here; distances to the first are the file's affair."""
+    """One batch of one queue. Offsets are absolute here; distances to the first are the file's affair."""
 
     offsets: tuple[int, ...]
     """Queue offsets that were delivered, ascending; with gaps where a filter passed messages over."""
@@ -133,11 +134,11 @@ class OrderInfo:
     suspended: dict[int, Suspended] = field(default_factory=dict)
     """By offset: messages that have failed and are not settled."""
     unknown: dict[str, Any] = field(default_factory=dict)
-    """Members of the file's entry that are not understood here, kept on rewriting (0.4)."""
+    """Members of the file's entry that are not understood here, kept on rewriting (delivery#tables)."""
 
     @property
     def counts_attempts(self) -> bool:
-        """Whether this is an attempt entry (9.6)."""
+        """Whether this is an attempt entry (delivery#order-file)."""
         return self.pop_time_ms == 0 and bool(self.counts)
 
     def before(self, end: int) -> OrderInfo:
@@ -181,7 +182,7 @@ class OrderInfo:
         return [offset for i, offset in enumerate(self.offsets) if not self.acked >> i & 1]
 
     def blocks(self, attempt_id: str | None, invisible_ms: int, now_ms: int) -> bool:
-        """`check_block` of 9.2. May set `invisible_ms`, as RocketMQ does."""
+        """`check_block` of delivery#order-rules. May set `invisible_ms`, as RocketMQ does."""
         if self.pop_time_ms == 0 or not self.offsets or (attempt_id is not None and attempt_id == self.attempt_id):
             return False
         if not self.invisible_ms or self.invisible_ms <= 0:
@@ -196,7 +197,7 @@ class OrderInfo:
         return self.offsets[first] if first < len(self.offsets) else self.offsets[-1] + 1
 
     def lock_free_ms(self, now_ms: int) -> int | None:
-        """`lock_free_time` of 9.2: when to look again whether the queue is free.
+        """`lock_free_time` of delivery#order-rules: when to look again whether the queue is free.
 
         The time of the first message that is invisible, not of the last: looking may find the queue still blocked.
         """
@@ -230,7 +231,7 @@ class OrderInfo:
         return bool(self.redelivered(None, [offset for offset in self.unacked() if offset >= committed]))
 
     def as_json(self) -> dict[str, Any]:
-        """The entry of the file (9.6); members without a value are left out."""
+        """The entry of the file (delivery#order-file); members without a value are left out."""
         first = self.offsets[0] if self.offsets else 0
         entry: dict[str, Any] = {
             **self.unknown,
@@ -250,7 +251,7 @@ class OrderInfo:
 
     @classmethod
     def from_json(cls, entry: object, where: str) -> OrderInfo:
-        """Read any of the three shapes of 9.1. ValueError says what of `where` cannot be."""
+        """Read any of the three shapes of delivery#order-info. ValueError says what of `where` cannot be."""
         if not isinstance(entry, dict):
             _refuse(where, f"an object is expected, not {type(entry).__name__}")
         offsets = _offsets(entry.get("o"), f"{where}.o")
@@ -280,7 +281,7 @@ _MEMBERS = frozenset({"a", "c", "cm", "i", "l", "o", "oc", "ot", "popTime", "rel
 
 
 class OrderInfoTable:
-    """The records of all queues (9.2 to 9.4). Safe to call from many threads; each call is atomic.
+    """The records of all queues (delivery#order-rules). Safe to call from many threads; each call is atomic.
 
     >>> table = OrderInfoTable()
     >>> table.update(None, "orders", "billing", 0, 1_000_000, 60_000, [0, 1, 2], 1_000_000).count_string()
@@ -293,7 +294,7 @@ class OrderInfoTable:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By "topic@group", the file's key: a key of another form, which cleaning must keep (9.4), needs no place of its
+        # By "topic@group", the file's key: a key of another form, which cleaning must keep, needs no place of its
         # own, and topic and group cannot hold an "@".
         self._queues: dict[str, dict[int, OrderInfo]] = {}
         self._unknown: dict[str, Any] = {}
@@ -304,7 +305,7 @@ class OrderInfoTable:
         """Grows with every change: what was written at one version need not be written again while it stands."""
         return self._version
 
-    # --- pop, ack, change (9.2) ------------------------------------------------------------------------------------
+    # --- pop, ack, change (delivery#order-rules) ----------------------------------------------------------------------
 
     def update(
         self,
@@ -352,7 +353,7 @@ class OrderInfoTable:
     ) -> int:
         """Acknowledge `offset`, popped at `pop_time_ms`; the offset to commit, `ILLEGAL`, or `NO_COMMIT`.
 
-        Without a record only the message at `committed` may be acknowledged (9.8): after a lost record any other would
+        Without a record only the message at `committed` may be acknowledged: after a lost record any other would
         take the ones before it along, which nobody has consumed.
         """
         with self._lock:
@@ -409,7 +410,7 @@ class OrderInfoTable:
     def release(
         self, topic: str, group: str, queue_id: int, offsets: Iterable[int], pop_time_ms: int, now_ms: int
     ) -> bool:
-        """Take unseen messages back (8.10, `rel`): visible at once, and their next delivery counts as this one.
+        """Take unseen messages back (delivery#pop-log): visible at once, and their next delivery counts as this one.
 
         Releasing twice changes nothing more. False when there is no batch of that pop time; offsets that are not in it
         are passed over.
@@ -438,7 +439,7 @@ class OrderInfoTable:
             return NO_COMMIT if record is None else record.next_offset()
 
     def lock_free_ms(self, topic: str, group: str, queue_id: int, now_ms: int) -> int | None:
-        """When to look again whether the queue is free (9.3): `now_ms` when it is, None when no time will free it."""
+        """When to look again whether the queue is free: `now_ms` when it is, None when no time will free it."""
         with self._lock:
             record = self._find(topic, group, queue_id)
             return None if record is None else record.lock_free_ms(now_ms)
@@ -452,7 +453,7 @@ class OrderInfoTable:
             return None if record is None else _copy(record)
 
     def restore(self, topic: str, group: str, queue_id: int, record: OrderInfo) -> None:
-        """Put `record` in place of whatever is there: what replaying the pop log found (8.10)."""
+        """Put `record` in place of whatever is there: what replaying the pop log found (delivery#pop-log)."""
         with self._lock:
             self._queues.setdefault(_key(topic, group), {})[queue_id] = _copy(record)
             self._version += 1
@@ -485,7 +486,7 @@ class OrderInfoTable:
                     self._version += 1
         return changed
 
-    # --- attempts of the queue model (9.6; client-semantics A7.7) --------------------------------------------------
+    # --- attempts of the queue model (delivery#order-file) ------------------------------------------------------------
 
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
         """Queue offset -> failed attempts, as noted; {} for a queue whose group pops."""
@@ -543,7 +544,7 @@ class OrderInfoTable:
             queues.pop(queue_id, None)
         self._version += 1
 
-    # --- the file (9.4, 9.6) ---------------------------------------------------------------------------------------
+    # --- the file (delivery#order-clean, delivery#order-file) ---------------------------------------------------------
 
     def clean(
         self,
@@ -552,7 +553,7 @@ class OrderInfoTable:
         has_group: Callable[[str], bool],
         committed: Callable[[str, str, int], int | None],
     ) -> int:
-        """Drop what nobody will ask for again (9.4), before the file is written; how many records went.
+        """Drop what nobody will ask for again, before the file is written; how many records went.
 
         `read_queues(topic)` is None for a topic that is gone; `committed(topic, group, queue_id)` its progress.
         Unlike RocketMQ a record stays, however old, while one of its messages is invisible: its receiver still works
@@ -630,7 +631,7 @@ def _key(topic: str, group: str) -> str:
 
 
 def _idle(record: OrderInfo, now_ms: int) -> bool:
-    """Whether the rule of 9.4 drops a record by its age. Asked of a copy: `blocks` may note an invisible time."""
+    """Whether the cleaning drops a record by its age. Asked of a copy: `blocks` may note an invisible time."""
     return now_ms - record.updated_ms > IDLE_MS and not _copy(record).blocks(None, 0, now_ms)
 
 

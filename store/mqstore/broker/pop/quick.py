@@ -1,8 +1,8 @@
-"""What pop knows of a queue, a batch and a timeline: bases of popstate's, compiled where possible.
+"""What pop knows of a queue, a batch and a timeline: bases of those in state.py, compiled where possible.
 
 With `native.kernel` their fields are those of C structures, and `Desk` hands out and settles single messages, each in
 one call. Without it these are plain classes, and the two methods are not there to be called. The rules stand in
-popstandard.py and popstate.py, which do whatever the compiled ones decline.
+standard.py and state.py, which do whatever the compiled ones decline.
 """
 
 from __future__ import annotations
@@ -146,11 +146,11 @@ class Desk:
 
     if TYPE_CHECKING:
 
-        def _hand_out(self, state: Lending, now_ms: int, invisible_ms: int, topic: str, local: bool) -> Delivery | None:
+        def hand_out(self, state: Lending, now_ms: int, invisible_ms: int, topic: str, local: bool) -> Delivery | None:
             """Pop the next message; None, with nothing changed, when it takes more than `StandardQueues.pop` does for
             one that was read ahead. Takes the state's lock."""
 
-        def _settle_one(self, states: Sequence[Lending], receipt: str) -> bool:
+        def settle_one(self, states: Sequence[Lending], receipt: str) -> bool:
             """Acknowledge one delivery from a queue of `states`, a list by queue id; False, with nothing changed, when
             it takes more than `StandardQueues.settle` does for one in flight. Takes the state's lock."""
 

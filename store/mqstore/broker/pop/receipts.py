@@ -4,13 +4,13 @@ Pure text in, values out. Knows neither what is in flight nor whether a receipt 
 service's knowledge. Whoever holds such a string treats it as opaque; what comes back may be forged, so every field is
 checked here and nothing outside the types' ranges goes further.
 
-Receipt (broker-semantics 8.4), fields joined by one space::
+Receipt (delivery#receipt), fields joined by one space::
 
     startOffset popTime invisibleTime reviveQid mark brokerName queueId queueOffset [commitLogOffset]
 
-Recall handle (5.3)::  base64url("v1 topic brokerName deliverMs uniqKey")
+Recall handle (delivery#recall)::  base64url("v1 topic brokerName deliverMs uniqKey")
 
-Info strings (8.3), items joined by ``;``::
+Info strings (delivery#info-strings), items joined by ``;``::
 
     startOffsetInfo   mark queueId startOffset
     msgOffsetInfo     mark queueId offset,offset,...
@@ -63,7 +63,7 @@ _TEXT_MAX = 1024
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,18})\Z")
 
 
-# --- receipts (8.4) -------------------------------------------------------------------------------------------------
+# --- receipts (delivery#receipt) --------------------------------------------------------------------------------------
 
 
 class Receipt(NamedTuple):
@@ -131,7 +131,7 @@ def parse(text: str) -> Receipt:
     )
 
 
-# --- recall handles (5.3) -------------------------------------------------------------------------------------------
+# --- recall handles (delivery#recall) ---------------------------------------------------------------------------------
 
 
 class RecallHandle(NamedTuple):
@@ -169,7 +169,7 @@ def parse_recall_handle(handle: str) -> RecallHandle:
     return RecallHandle(fields[1], fields[2], _number(fields[3], "deliver time", _I64_MAX, handle), fields[4])
 
 
-# --- info strings (8.3) ---------------------------------------------------------------------------------------------
+# --- info strings (delivery#info-strings) -----------------------------------------------------------------------------
 
 
 def topic_mark(topic: str) -> Mark:

@@ -1,4 +1,4 @@
-"""Start-up: from order info file, offset table and pop log to the states that a crash or a close left (8.10).
+"""Start-up: from order info file, offset table and pop log to the states that a crash or a close left.
 
     order info file     FIFO batches as of its last save; of directories of a Java broker all there is of order
     + pop log           from the replay position: every batch with something unsettled, and what happened to it

@@ -1,19 +1,19 @@
-# ruff: noqa: A002  (`filter` is the word of the engine contract, client-semantics 0.4)
-"""Pop: messages handed out, each invisible until it is acknowledged or its time is over (broker-semantics 8, 9).
+# ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
+"""Pop: messages handed out, each invisible until it is acknowledged or its time is over (delivery#pop).
 
     pop ----> route: which queues, the retry topic first or last ----> StandardQueues | FifoQueues ----> pop log
     ack, change_invisible, nack, release, dead_letter ---- receipt says which queue, which of the two --^
     run_once: queues whose deliveries became visible; the log's replay position; consumerOrderInfo.json
 
-    module         knows
-    popask         arguments, deliveries, receipts as values
-    popstate       what is in flight in one queue, in memory
-    popquick       its fields, where compiled code hands out and takes back single messages
-    poplog         how records look
-    poptables      all states, locks, who is due when
-    poptime        pop times and visible times, by a clock that may be set back
-    popstandard    redelivery by copies             popfifo    redelivery by reading again
-    popreplay      start-up                         popkeep    how long the log is, consumerOrderInfo.json
+    module      knows
+    ask         arguments, deliveries, receipts as values
+    state       what is in flight in one queue, in memory
+    quick       its fields, where compiled code hands out and takes back single messages
+    log         how records look
+    tables      all states, locks, who is due when
+    time        pop times and visible times, by a clock that may be set back
+    standard    redelivery by copies              fifo    redelivery by reading again
+    replay      start-up                          keep    how long the log is, consumerOrderInfo.json
 
 Nothing here blocks but `wait_for` and a pop that is given time. Locks: one for each (topic, group, queue); under it the
 tables' own, then the store's. No callback is called under one. What a call appends it appends with durability "append",
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_BATCH", "Delivery", "Pending", "PopService"]
 
-"""Most messages of one pop (8.1): a batch's bitmap has room for no more than 63."""
+"""Most messages of one pop (delivery#pop-request): a batch's bitmap has room for no more than 63."""
 _MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
 _RETRY_PERCENT = 20
 """How often the retry topic is looked at first."""
@@ -189,7 +189,7 @@ class PopService:
                 if queue_id != -1:
                     self._check_queue(route, topic, queue_id)
                 state = route.queues[lucky % len(route.queues) if queue_id == -1 else queue_id]
-                delivery = self._tables._hand_out(state, now_ms, invisible_ms, topic, local)
+                delivery = self._tables.hand_out(state, now_ms, invisible_ms, topic, local)
                 if delivery is not None:
                     found = [delivery]
                     if self._waiters.parked and state.ahead:
@@ -278,7 +278,7 @@ class PopService:
 
     def retry_topics(self, group: str, topic: str) -> list[tuple[int, str]]:
         """(mark, name) of the topics that copies of popped messages may lie in, there or not. Version 1 may be another
-        group's: its name is ambiguous (8.2)."""
+        group's: its name is ambiguous (delivery#system-names)."""
         names = [(2, pop_retry_topic(group, topic, 2))]
         if self._parts.config.pop_retry_version == 1 or self._parts.groups.get(f"{group}_{topic}") is None:
             names.append((1, pop_retry_topic(group, topic, 1)))
@@ -301,7 +301,7 @@ class PopService:
         self._routes = {}
 
     def _in_order(self, topic: str, group: str) -> bool:
-        """Whether the group popped the topic in order, or has attempts of its messages counted (9.4)."""
+        """Whether the group popped the topic in order, or has attempts of its messages counted."""
         return any(key[:2] == (topic, group) for key in self._orders.records())
 
     # -- waiting ----------------------------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ class PopService:
         waits = self._flush_by_default if durability is None else self._waits(durability)
         if len(receipts) == 1 and not waits:
             route = self._routes.get((group, topic))
-            if route is not None and route.quick and self._tables._settle_one(route.queues, receipts[0]):
+            if route is not None and route.quick and self._tables.settle_one(route.queues, receipts[0]):
                 return
         late = self._each_queue(group, topic, receipts, self._standard.settle, self._fifo.settle)
         if waits:
@@ -420,7 +420,7 @@ class PopService:
     def renew(
         self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None = None
     ) -> str:
-        """As `change_invisible`, but the given receipt stays good, and is what is returned (grpc-server 6.4)."""
+        """As `change_invisible`, but the given receipt stays good, and is what is returned."""
         return self._change(group, topic, receipt, invisible_ms, durability, renew=True)
 
     def _change(
@@ -662,7 +662,7 @@ class PopService:
 
     def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, count: int, error: str = "") -> None:
         """Note that the message at `offset` has failed `count` times, the last time by `error`; on disk within a second
-        (9.6)."""
+        (delivery#order-file)."""
         now_ms = self._clock.now_ms()
         self._orders.note_attempt(group, topic, queue_id, offset, count, now_ms, error)
         self._save_soon(now_ms)

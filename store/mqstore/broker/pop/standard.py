@@ -1,4 +1,4 @@
-"""Popping without order: what is not acknowledged comes again as a copy (broker-semantics 8.3, 8.5-8.7, 8.10).
+"""Popping without order: what is not acknowledged comes again as a copy (delivery#pop-queue).
 
     pop      ck record, then in flight                           attempt ended by expiry (`visit`) or `bury`:
     settle   ack record, then settled                               copy to the retry topic, or dead letter
@@ -123,7 +123,7 @@ class StandardQueues:
         return found
 
     def _within_limit(self, state: QueueState, limit: int, messages: list[Message]) -> list[Message]:
-        """Without the copies that have used up all attempts, which become dead letters (8.7): the limit was lowered, or
+        """Without the copies that have used up all attempts, which become dead letters: the limit was lowered, or
         a Java broker made them. The cursor is behind them; a crash before that is known files them once more."""
         key = state.key
         over = [message for message in messages if message.reconsume_times >= limit]

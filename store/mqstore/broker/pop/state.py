@@ -1,4 +1,4 @@
-"""What is known of one (topic, group, queue) that is popped from: the state machine of broker-semantics 8.10.
+"""What is known of one (topic, group, queue) that is popped from: the state machine of delivery#pop-state.
 
     offsets of a queue:   settled ... | in flight, released and settled, mixed | not popped yet
                                       ^ committed                              ^ cursor

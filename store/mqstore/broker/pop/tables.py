@@ -93,7 +93,7 @@ class PopTables(Desk):
         return found
 
     def open(self, state: QueueState, start: Start | None = None) -> None:
-        """Make the state's position known; under its lock. Where the group never came to, `start` decides (2.3)."""
+        """Make the state's position known; under its lock. Where the group never came to, `start` decides."""
         topic, group, queue_id = state.key
         committed = self.offsets.committed(group, topic, queue_id)
         if committed is None:

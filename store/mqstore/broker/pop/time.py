@@ -1,4 +1,4 @@
-"""When a delivery was made and whether it is over, by a wall clock that may be set back (broker-semantics 0.1, 8.10).
+"""When a delivery was made and whether it is over, by a wall clock that may be set back (delivery#clock).
 
     pop time       when it was popped, or its receipt was changed; the receipt names it
     visible time   when the message comes again; what lies between the two is the invisible time

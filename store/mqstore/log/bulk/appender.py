@@ -1,4 +1,4 @@
-"""The bulk door of a store that is open for writing: staged shards and the bundles of its inbox (spark B6)."""
+"""The bulk door of a store that is open for writing: staged shards and the bundles of its inbox (spark#commit)."""
 
 from __future__ import annotations
 

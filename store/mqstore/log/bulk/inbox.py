@@ -1,4 +1,4 @@
-"""Bundles of staged shards that wait for the owner of the store, who has its lock (spark B6, target `inbox`).
+"""Bundles of staged shards that wait for the owner of the store, who has its lock (spark#inbox).
 
     inbox/<app>-<version>/bundle.json   {"version": 1, "app", "ver", "shards": [names in order],
                                          "create": {TOPIC: queues}, "highest": {TOPIC: queue id}}

@@ -1,4 +1,4 @@
-"""A staged shard: records that a task has encoded and that only lack their place in the log (spark B6 step 1).
+"""A staged shard: records that a task has encoded and that only lack their place in the log (spark#stage).
 
     <folder>/records.bin    complete records side by side in the store's profile; queueOffset, physicalOffset,
                             storeTimestamp and checksum are zero, no BLANKs
@@ -308,7 +308,7 @@ class Shard:
 
     def _check_tails(self, window: Window, groups: Groups, base: int) -> None:
         """Topics that may be, and no property that would keep a record from being read: a CRC tail that the copy makes
-        wrong, numbers that are none (store-format 2.5, 9.2 row 7)."""
+        wrong, numbers that are none (format#crc-tail, format#verifies)."""
         headers, data = window.headers, window.data
         topics = [topic for topic, _ in groups.keys]
         for topic in set(topics):

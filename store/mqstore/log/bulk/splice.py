@@ -1,4 +1,4 @@
-"""Appending staged shards to the log in bulk, all of them or none, and each once (spark B6 steps 2 and 3).
+"""Appending staged shards to the log in bulk, all of them or none, and each once (spark#splice).
 
     step                          log                 config/spark/txn.json      a crash right after it leaves
     1 check every shard           ends at S           no intent                  nothing
@@ -15,11 +15,11 @@ before it, so that what is recorded is on disk. * Of a splice that nobody will r
 application would take room in the table from those that are asked for again.
 
 What fails before step 5 is undone at once: zeros from S on, segments beyond removed, intent cleared, numbers never
-given out. Where even that fails, and whenever a sync fails (store-format 8.1), the store takes no more puts until it
+given out. Where even that fails, and whenever a sync fails (format#flush), the store takes no more puts until it
 is opened anew, and opening undoes it (`undo`). A second splice of the same (app, version), or of an older one, writes
 nothing.
 
-All records of a splice bear one store time, that of its intent, as those of a batch do (store-format 2.9): it tells
+All records of a splice bear one store time, that of its intent, as those of a batch do (format#batch): it tells
 them from whatever else might stand beyond S. Numbers, places, times and checksums are put into a window of 8 MiB at a
 time with numpy; a thread of its own writes them while the next window is made.
 """
@@ -450,7 +450,7 @@ def _slices(data: memoryview, starts: npt.NDArray[np.int64], ends: npt.NDArray[n
 class _Sink:
     """Lays windows into segments beyond the end of the log, and writes them in a thread of its own.
 
-    The rules of rolling are those of a put (store-format 2.6): a record ends 8 bytes before its segment does, or a
+    The rules of rolling are those of a put (format#blank): a record ends 8 bytes before its segment does, or a
     BLANK takes the rest and the record begins the next one. `end` is how far is laid, `_written` how far is written.
     """
 
@@ -557,7 +557,7 @@ class Undone:
 
 
 def _cut_back(run: SegmentRun, start: int) -> None:
-    """Zeros from `start` to the end of its segment, no segments behind, durably (store-format 9.6). A segment that
+    """Zeros from `start` to the end of its segment, no segments behind, durably (format#zeros). A segment that
     begins at `start` stays when it is the first, so that the log remembers where it is. May be repeated."""
     run.zero(start)
     run.drop_from(start + 1 if run.starts and run.starts[0] == start else start)
@@ -606,7 +606,7 @@ def undo(txn: TxnFile, run: SegmentRun, checksum: Checksum, flushed: int | None)
     its intent. Idempotent, and may be killed at any moment: the intent goes last.
 
     `flushed`: the watermark of the checkpoint. A file without an intent is written once more all the same: a killed
-    process may have left it in the page cache alone, and an older one with an intent must not come back (8.1).
+    process may have left it in the page cache alone, and an older one with an intent must not come back (format#flush).
     """
     nothing = Undone(None, [], [])
     intent = txn.state.intent

@@ -1,4 +1,4 @@
-"""What a splice leaves behind: which versions of which applications are in, and which one is under way (spark B6).
+"""What a splice leaves behind: which versions of which applications are in, and which one is under way (spark#splice).
 
     config/spark/txn.json
     {"version": 1,
@@ -141,7 +141,7 @@ class TxnState:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], file: str | os.PathLike[str] = TXN_FILE) -> TxnState:
-        """ValueError for another shape: that makes the file a bad one (store-format 11.2). UnsupportedStoreError, which
+        """ValueError for another shape: that makes the file a bad one (format#json-load). UnsupportedStoreError, which
         names `file`, for one of a newer program: that is no damage, and nobody may move it aside."""
         if (version := _number(value.get("version"), "version")) > _SCHEMA:
             raise UnsupportedStoreError(

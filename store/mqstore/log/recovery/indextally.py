@@ -95,7 +95,7 @@ def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
             np.maximum(times - header.begin_timestamp_ms, 0) // 1000 if header.begin_timestamp_ms > 0 else times * 0
         )
         wrong = known & (np.minimum(seconds, 0x7FFF_FFFF) != diffs)
-        wrong &= here != 0  # RocketMQ counts that one from the end of the file before (6.3)
+        wrong &= here != 0  # RocketMQ counts that one from the end of the file before (format#index-put)
         if wrong.any():
             tally.wrong_times[file.name] = int(np.count_nonzero(wrong))
         begins, ends = known & (here == 0), known & (here == last)

@@ -1,4 +1,4 @@
-"""Where queues ended when a recovery may have shortened them: for whoever keeps positions in them (P3).
+"""Where queues ended when a recovery may have shortened them: for whoever keeps positions in them (reliability#p3).
 
 A group that had come to offset 100 of a queue that was cut at 43 has to go on at 43, or it skips what is put under the
 numbers between. Who keeps the groups' progress lowers it when it opens (`broker/offsets.py`); but the store may be

@@ -1,7 +1,7 @@
 """A commit log read in byte ranges, and put together again: for `verify`, here or by many tasks.
 
 A record says where it lies, so reading may begin anywhere: at the first place of a range where a record verifies whose
-own physical offset is that place (store-format 9.2, 9.8; spark.md B8).
+own physical offset is that place (format#verifies, format#opening, spark#ranges).
 
     segment   |........................|........................|..........BLANK|
     ranges    low                      high = low of the next

@@ -1,4 +1,4 @@
-"""What opening for writing does to a store that may be damaged (store-format 9.7, 9.8).
+"""What opening for writing does to a store that may be damaged (format#damage, format#opening).
 
 The commitlog alone is trusted. From it this finds the end of the log, tells a torn tail from damage, and brings
 consume queues and index in line with it:
@@ -25,47 +25,42 @@ From here on it counts as durable, so whatever lies beyond the old watermarks is
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import EXTENDED, LoadProblem, place_in_file
-from mqstore.layout.checkpoint import Checkpoint, min_timestamp
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, differing, is_void
 from mqstore.layout.dispatch import Rows
-from mqstore.layout.record import QUEUE_OFFSET_AT, check_record
+from mqstore.layout.record import QUEUE_OFFSET_AT
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.index import IndexFile
 from mqstore.log.names import is_path_safe
 from mqstore.log.parts import StoreParts
-from mqstore.log.recovery.indextally import Wanted, index_faults
+from mqstore.log.recovery.generations import TopicGenerations
+from mqstore.log.recovery.indexrepair import IndexRepair
 from mqstore.log.recovery.misnamed import MisnamedSegmentsError, misnamed_segments
 from mqstore.log.recovery.report import Cut, Finding, RecoveryReport, finding_of
-from mqstore.log.recovery.scanner import Bad, Good, record_at, scan_log, until_torn, used_end
+from mqstore.log.recovery.scanner import Bad, Good, scan_log, until_torn
+from mqstore.log.recovery.scanstart import ScanStart, WholeLogNeededError
 from mqstore.log.recovery.slots import Misnumbered, SlotAssigner, first_slot_in_range, strays_in_front
-from mqstore.log.recovery.watermark import NEVER_TORN, first_record_time, watermark
+from mqstore.log.recovery.tail import COPY_BYTES, Tail
+from mqstore.log.recovery.watermark import NEVER_TORN
 from mqstore.log.tip import QueueRef
 
 __all__ = [
     "Progress",
     "RecoverOptions",
     "recover",
-    "save_bytes",
     "unlisted_queue",
 ]
 
 _log = logging.getLogger("mqstore")
 _VOIDS = 1 << 16
 """Void units written at a time: a damaged number may ask for many."""
-_COPY_BYTES = 1 << 20
 
 Progress = Callable[[int, int], None]
 """Called now and then with (bytes done, bytes in all)."""
@@ -97,34 +92,33 @@ class Outcome:
 def recover(parts: StoreParts, options: RecoverOptions, progress: Progress | None = None) -> Outcome:
     """Bring the store in order, or with `dry_run` say how. May be run again. Raises StoreIOError, StoreFullError, and
     MisnamedSegmentsError before anything is changed."""
-    checkpoint = parts.checkpoint
     try:
-        return _Recovery(parts, checkpoint, options, progress, whole=False).run()
-    except _WholeLogNeededError:
-        return _Recovery(parts, checkpoint, options, progress, whole=True).run()
+        return _Recovery(parts, options, progress, whole=False).run()
+    except WholeLogNeededError:
+        return _Recovery(parts, options, progress, whole=True).run()
 
 
 def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: bool = False) -> QueueRef | None:
     """Return a queue of a topic that is `wanted` to which recovery will give its first unit for a record: one behind
     its end, or in front of its first file. Reads headers from S on (`whole`: all), up to the first such record; changes
     nothing."""
-    if not parts.run.starts:
+    if not parts.log_files.starts:
         return None
-    recovery = _Recovery(parts, parts.checkpoint, RecoverOptions(dry_run=True), None, whole=whole)
-    start = recovery._scan_start()
-    found = scan_log(parts.run, start, parts.checksum, checksums=False)
-    for event in until_torn(found, lambda: recovery._torn_from(recovery._watermark(start))):
+    generations = TopicGenerations(parts.log_files, parts.checksum)
+    start = ScanStart(parts, whole=whole).start()
+    found = scan_log(parts.log_files, start, parts.checksum, checksums=False)
+    for event in until_torn(found, lambda: parts.torn_from(start)):
         if not isinstance(event, Good):
             continue
-        rows = parts.queues.rows_of(event.buffer, event.headers, event.base)
+        rows = parts.queue_table.rows_of(event.buffer, event.headers, event.base)
         for topic, queue_id, chosen in rows.by_queue():
             if queue_id < 0 or not is_path_safe(topic) or not wanted(topic):
                 continue
-            queue = parts.queues.get(topic, queue_id)
+            queue = parts.queue_table.get(topic, queue_id)
             if queue is None:
                 return QueueRef(topic, queue_id)
             offsets = rows.queue_offset[chosen]
-            kept = recovery.slots.generations.current(queue, offsets, rows.physical_offset[chosen])
+            kept = generations.current(queue, offsets, rows.physical_offset[chosen])
             if kept is not None:
                 offsets = offsets[kept]
             if len(offsets) and (offsets.max() >= queue.max_offset or 0 <= offsets.min() < queue.first_offset()):
@@ -132,43 +126,39 @@ def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: b
     return None
 
 
-class _WholeLogNeededError(Exception):
-    """A queue lacks units below the range that is read: read everything."""
-
-
 class _Recovery:
     def __init__(
         self,
         parts: StoreParts,
-        checkpoint: Checkpoint,
         options: RecoverOptions,
         progress: Progress | None,
         *,
         whole: bool,
     ) -> None:
         self.parts = parts
-        self.checkpoint = checkpoint
-        """Checkpoint as the last writer left it, whatever is saved here meanwhile."""
         self.options = options
         self.progress = progress
         self.whole = whole or options.full
         self.report = RecoveryReport(clean_shutdown=parts.clean)
         self.writing = not options.dry_run
-        self.first = parts.run.starts[0] if parts.run.starts else 0
-        noted = self.checkpoint.log_start
+        self.first = parts.log_files.starts[0] if parts.log_files.starts else 0
+        noted = parts.checkpoint.log_start
         self.log_start = self.first if noted is None else min(noted, self.first)
         """Where the log begins. Below `first` it has lost segments."""
         self.start = self.first
         """Physical offset from which on records get their units."""
-        self.slots = SlotAssigner(parts.run, parts.queues, parts.checksum, self._first_slot)
+        self.slots = SlotAssigner(parts.log_files, parts.queue_table, parts.checksum, self._first_slot)
         self.touched: set[ConsumeQueue] = set()
         self.has_short_files = False
         """A crash has left queue files that are too short."""
-        self.index_entries: list[Wanted] = []
+        self.index = IndexRepair(
+            parts, self.report, whole=self.whole, force=options.rebuild_index, writing=self.writing
+        )
+        self.tail = Tail(parts, self.report, writing=self.writing)
         self.last_record = -1
         self.last_store_timestamp_ms = 0
         # Units of records at or beyond this were perhaps never synced. After a clean end all were.
-        dispatched = self.checkpoint.dispatched
+        dispatched = parts.checkpoint.dispatched
         self.unsynced_from = 1 << 62 if parts.clean else dispatched if dispatched is not None else 0
 
     # -- the whole --------------------------------------------------------------------------------------------------
@@ -177,24 +167,27 @@ class _Recovery:
         begin = time.monotonic()
         parts, report = self.parts, self.report
         for problem in parts.load_problems:
-            self._note_load_problem(problem)
+            if problem.kind != "missing_segment":
+                self._note_load_problem(problem)
         self._lengthen_queue_files()
-        if parts.run.starts:
-            known = self._clean_end()
-            end = self._scan() if known is None else known
+        if parts.log_files.starts:
+            where = ScanStart(parts, whole=self.whole)
+            known = where.clean_end(self.log_start)
+            self.last_record, self.last_store_timestamp_ms = where.last_record, where.last_store_timestamp_ms
+            end = self._scan(where.start()) if known is None else known
         else:
             end = self._empty_log()
         if self.writing:
-            parts.queues.sync()
-            parts.queues.short_files = []
+            parts.queue_table.sync()
+            parts.queue_table.short_files = []
             parts.index.sync()
             if not parts.clean:
                 # Names that a killed process made may never have been synced; its bytes are dealt with where they are
                 # read (`_repair`, `_write_again`).
-                if parts.run.starts:
-                    parts.fs.sync_directory(parts.run.directory)
+                if parts.log_files.starts:
+                    parts.fs.sync_directory(parts.log_files.directory)
                 parts.index.sync_all()
-        for queue in parts.queues:
+        for queue in parts.queue_table:
             queue.correct_min(self.first)
         report.seconds = time.monotonic() - begin
         report.log_end = end
@@ -213,7 +206,7 @@ class _Recovery:
 
     def _note_load_problem(self, problem: LoadProblem) -> None:
         """Report what listing the segments showed. A writer has mended the last one by then; a dry run would."""
-        run, report = self.parts.run, self.report
+        run, report = self.parts.log_files, self.report
         finding = finding_of(problem, run.segment_bytes)
         if problem.kind == "empty_segment" and problem.position >= run.end:
             report.truncated.append(Cut(finding.file, 0, 0, "empty file"))
@@ -228,7 +221,7 @@ class _Recovery:
 
     def _lengthen_queue_files(self) -> None:
         """Give queue files their length. Their units are built from the log."""
-        queues = self.parts.queues
+        queues = self.parts.queue_table
         self.report.changed |= bool(queues.short_files)
         self.has_short_files = bool(queues.short_files) and not self.parts.clean
         if self.writing:
@@ -237,154 +230,31 @@ class _Recovery:
     def _refuse_misnamed(self, start: int) -> None:
         """Raise MisnamedSegmentsError if segments from physical offset `start` on have wrong names."""
         parts = self.parts
-        if places := misnamed_segments(parts.run, parts.checksum, parts.fs, start):
+        if places := misnamed_segments(parts.log_files, parts.checksum, parts.fs, start):
             raise MisnamedSegmentsError(parts.root, places)
 
     def _empty_log(self) -> int:
         """No segment. The stream goes on behind all that is known of it, so that old units point below its start and
         the numbers of queues go on; with no checkpoint to tell, it begins anew and units into it are cut."""
         self._refuse_misnamed(0)
-        checkpoint = self.checkpoint
+        checkpoint = self.parts.checkpoint
         end = max(checkpoint.clean_end or 0, checkpoint.flushed or 0)
-        end += -end % self.parts.run.segment_bytes
+        end += -end % self.parts.log_files.segment_bytes
         self.first = self.start = end
         if end:
             detail = "the commitlog folder is empty"
             self.report.findings.append(Finding("missing_segment", "commitlog", 0, end, detail))
         self._begin(end, end, end)
         self._finish_queues(end)
-        self._finish_index(list(self.parts.index.files), end)
+        self.index.rebuild()
+        self.index.finish(end)
         return end
-
-    # -- where to read ----------------------------------------------------------------------------------------------
-
-    def _clean_end(self) -> int | None:
-        """The end of the log when the last close vouches for it and nothing contradicts; None: read (9.8)."""
-        parts = self.parts
-        checkpoint = self.checkpoint
-        if self.whole or not parts.clean or checkpoint.clean_end is None or checkpoint.clean_end < 0:
-            return None
-        if checkpoint.queues is not None and checkpoint.queues != parts.queues.digest():
-            raise _WholeLogNeededError  # a queue has lost files, and would be numbered anew from where they end
-        end = checkpoint.clean_end
-        run = parts.run
-        if end < self.first or end > run.end or self.log_start < self.first:
-            return None
-        if any(p.kind != "segment_name" for p in parts.load_problems):
-            return None
-        if run.starts[-1] >= end and run.starts[-1] != self.first:
-            return None  # a segment that is not of this log: what an older copy of it was put over had that, say
-        if end > self.first and not self._last_record_proves(checkpoint.confirm_physical_offset, end):
-            return None
-        segment = run.find(end)
-        if segment is not None:
-            buffer = run.mapping(segment)
-            at = end - segment.start
-            if any(buffer[at : at + 4096]):
-                return None
-        if not self._last_units_hold(end, end):
-            return None
-        if any(self._is_nonsense(file) or file.header.end_physical_offset >= end for file in parts.index.files):
-            return None
-        return end
-
-    def _last_record_proves(self, start: int, end: int) -> bool:
-        """Return True if the record at `start` verifies, ends the log at `end`, and has its unit."""
-        record = record_at(self.parts.run, start, self.parts.checksum)
-        if record is None:
-            return False
-        behind = start + record.total_size
-        queue = self.parts.queues.get(record.topic, record.queue_id)
-        if (behind != end and not self._blank_between(behind, end)) or queue is None:
-            return False
-        if not 0 <= record.queue_offset < queue.max_offset:
-            return False
-        unit = queue.units(record.queue_offset, 1)[0]
-        self.last_record = start
-        self.last_store_timestamp_ms = record.store_timestamp_ms
-        return bool(unit["physical_offset"] == start and unit["size"] == record.total_size)
-
-    def _blank_between(self, position: int, end: int) -> bool:
-        """Whether a BLANK leads from `position` to `end`: the log was closed right behind a roll."""
-        segment = self.parts.run.find(position)
-        if segment is None or end != segment.end:
-            return False
-        buffer = self.parts.run.mapping(segment)
-        at = position - segment.start
-        return (
-            at >= len(buffer) or check_record(buffer, at, len(buffer), position, self.parts.checksum).status == "blank"
-        )
-
-    def _watermark(self, start: int) -> int:
-        parts = self.parts
-        return watermark(parts.run, self.checkpoint, parts.checksum, clean=parts.clean, start=start)
 
     def _torn_from(self, mark: int) -> int:
         """Return the physical offset from which bad bytes are a torn tail. `mark` is the watermark."""
         if self.options.prefix:
             return 0
         return NEVER_TORN if self.parts.machine_ran_on or (self.options.full and not self.parts.clean) else mark
-
-    def _scan_start(self) -> int:
-        """S (9.8), always the start of a segment."""
-        parts = self.parts
-        first = parts.run.starts[0]
-        if self.whole or not parts.has_checkpoint or not len(parts.queues):
-            return first
-        start = self._scan_start_by_checkpoint()
-        return start if start == first or self._last_units_hold(start, None) else first
-
-    def _scan_start_by_checkpoint(self) -> int:
-        parts = self.parts
-        checkpoint = self.checkpoint
-        starts = parts.run.starts
-        if checkpoint.flushed is not None and checkpoint.dispatched is not None and not parts.clean:
-            mark = min(checkpoint.flushed, checkpoint.dispatched)
-            return max([s for s in starts if s <= mark], default=starts[0])
-        if parts.clean:
-            dispatched = max((self._last_physical(queue)[0] for queue in parts.queues), default=-1)
-            for start in reversed(starts):
-                if start <= dispatched and first_record_time(parts.run, start, parts.checksum) is not None:
-                    return start
-            return starts[0]
-        limit = min_timestamp(checkpoint)
-        for start in reversed(starts):
-            stamp = first_record_time(parts.run, start, parts.checksum)
-            if stamp is not None and stamp <= limit:
-                return start
-        return starts[0]
-
-    def _last_physical(self, queue: ConsumeQueue) -> tuple[int, int, int]:
-        """(physical offset, size, slot) of the queue's newest unit that is a message; (-1, 0, -1) without one."""
-        for at, units in queue.held_before(queue.max_offset, 64):
-            live = np.flatnonzero((units["size"] > 0) & ~is_void(units))
-            if len(live):
-                i = int(live[-1])
-                return int(units["physical_offset"][i]), int(units["size"][i]), at + i
-        return -1, 0, -1
-
-    def _last_units_hold(self, mark: int, end: int | None) -> bool:
-        """Whether the newest unit of each queue leads to its record; those at or beyond `mark` are read anyway, but
-        with `end` none may point there or beyond."""
-        parts = self.parts
-        for queue in parts.queues:
-            physical, size, slot = self._last_physical(queue)
-            if physical >= mark and end is None:
-                continue
-            if physical < self.first:
-                if physical < 0 and queue.max_offset > queue.first_offset():
-                    units = queue.units(queue.max_offset - 1, 1)
-                    if not is_void(units)[0]:
-                        return False  # a negative offset is no unit
-                continue
-            if end is not None and physical >= end:
-                return False
-            record = record_at(parts.run, physical, parts.checksum)
-            if record is None or record.total_size != size:
-                return False
-            if (record.topic, record.queue_id, record.queue_offset) != (queue.topic, queue.queue_id, slot):
-                return False
-        return True
 
     # -- reading and repairing --------------------------------------------------------------------------------------
 
@@ -393,19 +263,19 @@ class _Recovery:
         opening then finds the same F, and reads at least what this one does."""
         if not self.writing:
             return
-        checkpoint = self.checkpoint
+        checkpoint = self.parts.checkpoint
         known = checkpoint.dispatched
         dispatched = min(start, index_from, watermark) if known is None else min(start, index_from, watermark, known)
         noted = replace(checkpoint, flushed=watermark, dispatched=dispatched, clean_end=-1)
         if noted != checkpoint:
             self.parts.checkpoint_file.save(noted)
 
-    def _scan(self) -> int:
+    def _scan(self, start: int) -> int:
         parts, report = self.parts, self.report
-        run = parts.run
-        start = self.start = self._scan_start()
+        run = parts.log_files
+        self.start = start
         self._refuse_misnamed(start)
-        mark = self._watermark(start)
+        mark = parts.watermark(start)
         gap = self._gap_in_front()
         torn_from = self._torn_from(mark)
         if gap is not None and gap.start >= torn_from:  # none of it was synced: the log ends before it began
@@ -414,9 +284,12 @@ class _Recovery:
             self._note_damage(gap)
             gap = None
         report.scanned_from = start
-        doomed_index, index_from = self._plan_index(start)
+        index_from = self.index.plan(start, self.first)
         self._begin(mark, start, index_from)
         read_from = min(start, max([s for s in run.starts if s <= index_from], default=start))
+        for problem in parts.load_problems:
+            if problem.kind == "missing_segment" and problem.position < read_from:  # else reading finds it
+                report.findings.append(finding_of(problem, run.segment_bytes))
         total = run.end - read_from
         end = read_from
         tail = ""
@@ -425,7 +298,7 @@ class _Recovery:
         events = scan_log(run, read_from, parts.checksum) if gap is None else (gap,)
         for event in until_torn(events, lambda: torn_from):
             if isinstance(event, Good):
-                self._take(event, index_from)
+                self._take(event)
                 end = event.end
                 if self.progress is not None:
                     self.progress(end - read_from, total)
@@ -437,24 +310,25 @@ class _Recovery:
                 tail = event.detail if torn is None else ""
                 blank = torn is None and not tail
         # Where a queue file was cut, or lost all its units, records before the range may lack their units.
-        if start > self.first and (self.has_short_files or any(map(self._lacks_units, parts.queues))):
-            raise _WholeLogNeededError
-        if not self.whole and self._index_reaches(end, doomed_index):
-            raise _WholeLogNeededError
+        if start > self.first and (self.has_short_files or any(map(self._lacks_units, parts.queue_table))):
+            raise WholeLogNeededError
+        if not self.whole and self.index.reaches(end):
+            raise WholeLogNeededError
         self.report.log_end = end
         if end < mark and not self.options.prefix:
             name, at = self._place(end)
             report.findings.append(
                 Finding("lost_tail", name, at, mark - end, f"the log once reached {mark} and was synced")
             )
-        cuts, report.moved_to_cut = self._plan_cut(end, torn, blank=blank)
+        cuts, report.moved_to_cut = self.tail.plan(end, torn, blank=blank)
+        why = f"torn_tail: {tail}" if tail else "prefix" if torn is not None and self.options.prefix else "torn_tail"
         # Of a torn record alone nothing was promised. What was synced, or is whole, may be its only copy.
-        self._cut(end, cuts, self._why_cut(torn, tail), keep=torn is not None or end < mark)
+        self.tail.cut(end, cuts, why, keep=torn is not None or end < mark)
         self.start = min(start, end)  # index entries may have been read from further in front
         self._finish_queues(end)
-        self._finish_index(doomed_index, end)
-        if self.writing and not parts.clean and self.checkpoint.flushed is not None:
-            self._write_again(max(self.checkpoint.flushed, self.first), end)
+        self.index.finish(end)
+        if self.writing and not parts.clean and parts.checkpoint.flushed is not None:
+            self._write_again(max(parts.checkpoint.flushed, self.first), end)
         if self.progress is not None:
             self.progress(total, total)
         return end
@@ -475,8 +349,8 @@ class _Recovery:
 
     def _write_again(self, start: int, end: int) -> None:
         """Make the pages of [start, end) dirty, so that the sync that follows really writes them: after a failed fsync
-        the kernel takes what it could not write for written (8.1)."""
-        run = self.parts.run
+        the kernel takes what it could not write for written (format#flush)."""
+        run = self.parts.log_files
         position = start
         while position < end:
             segment = run.find(position)
@@ -484,7 +358,7 @@ class _Recovery:
                 position += run.segment_bytes - position % run.segment_bytes
                 continue
             at = position - segment.start
-            stop = min(segment.length, end - segment.start, at + _COPY_BYTES)
+            stop = min(segment.length, end - segment.start, at + COPY_BYTES)
             if stop <= at:
                 position = segment.end
                 continue
@@ -492,11 +366,11 @@ class _Recovery:
             position = segment.start + stop
 
     def _place(self, position: int) -> tuple[str, int]:
-        return place_in_file(position, self.parts.run.segment_bytes)
+        return place_in_file(position, self.parts.log_files.segment_bytes)
 
-    def _take(self, good: Good, index_from: int) -> None:
+    def _take(self, good: Good) -> None:
         """Give the records of one stretch their units, and remember their index entries."""
-        rows = self.parts.queues.rows_of(good.buffer, good.headers, good.base)
+        rows = self.parts.queue_table.rows_of(good.buffer, good.headers, good.base)
         self.last_record = int(rows.physical_offset[len(rows) - 1])
         self.last_store_timestamp_ms = int(rows.store_timestamp_ms[len(rows) - 1])
         if good.end > self.start:  # a stretch lies within one segment, and `start` begins one
@@ -504,8 +378,7 @@ class _Recovery:
             if self.report.damaged_ranges:
                 self.report.kept_behind_damage += len(rows)
             self._give_units(rows)
-        if len((entries := rows.entries(index_from))[0]):
-            self.index_entries.append(entries)
+        self.index.take(rows)
 
     def _give_units(self, rows: Rows) -> None:
         for found in self.slots.place(rows):
@@ -514,7 +387,7 @@ class _Recovery:
                 continue
             if isinstance(found, Misnumbered):
                 if found.slot is None:
-                    self.report.findings.append(found.finding(self.parts.run.segment_bytes))
+                    self.report.findings.append(found.finding(self.parts.log_files.segment_bytes))
                 else:
                     self._renumber(found.physical_offset, found.slot)
                 continue
@@ -537,8 +410,8 @@ class _Recovery:
         self.report.renumbered += 1
         self.report.changed = True
         if self.writing:
-            self.parts.run.own(position)
-            self.parts.run.write(position + QUEUE_OFFSET_AT, slot.to_bytes(8, "big"))
+            self.parts.log_files.own(position)
+            self.parts.log_files.write(position + QUEUE_OFFSET_AT, slot.to_bytes(8, "big"))
 
     def _mend_front(self, queue: ConsumeQueue, stop: int) -> None:
         """Slots before `stop` are of records that retention took."""
@@ -552,14 +425,14 @@ class _Recovery:
         tell who is right, as it did when that unit was written."""
         for _, units in queue.held(least, queue.max_offset):
             if ((units["physical_offset"] < self.start) & (units["size"] > 0) & ~is_void(units)).any():
-                raise _WholeLogNeededError
+                raise WholeLogNeededError
 
     def _doubt_gap(self, queue: ConsumeQueue, low: int, high: int) -> None:
         """No unit where the queue enters the range that is read: were these records lost to damage, or the units of
         records that lie before the range?"""
         for _, units in queue.chunks(low, high):
             if (units["size"] <= 0).any():
-                raise _WholeLogNeededError
+                raise WholeLogNeededError
 
     def _repair(self, queue: ConsumeQueue, first: int, units: npt.NDArray[np.void]) -> None:
         """Make slots [first, first + len) hold `units`. What differs is written, and counted; so is, uncounted, what
@@ -581,11 +454,11 @@ class _Recovery:
         if low < high:
             queue.write(first + low, units[low:high].view(np.uint8).data)
             queue.write_back(first + low, first + high)
-            self.parts.queues.note_names(queue.directory)
+            self.parts.queue_table.note_names(queue.directory)
         queue.publish(first + len(units))
 
     def _void(self, queue: ConsumeQueue, low: int, high: int) -> None:
-        """Slots [low, high) have no record any more: they become void units (4.3)."""
+        """Slots [low, high) have no record any more: they become void units (format#void)."""
         if not queue.list_files() and queue not in self.touched:
             return
         for at in range(low, high, _VOIDS):
@@ -601,96 +474,9 @@ class _Recovery:
         findings.append(Finding(bad.kind, name, at, bad.end - bad.start, bad.detail))
         self.report.damaged_ranges += 1
 
-    def _left_behind(self, position: int, *, blank: bool) -> list[tuple[int, int]]:
-        """What there is at `position` and behind it that is not zeros, one range a segment; with `blank` nothing in
-        the segment of `position`. A record that begins a range is in it whole, even if it ends in zeros."""
-        run = self.parts.run
-        found = []
-        for segment in run.segments():
-            if segment.end <= position or (blank and segment.start <= position):
-                continue
-            at = max(position - segment.start, 0)
-            stop = used_end(run, segment, at)
-            if stop > at:
-                buffer = run.mapping(segment)
-                claimed = check_record(buffer, at, len(buffer), segment.start + at, self.parts.checksum).size
-                found.append((segment.start + at, segment.start + min(max(stop, at + claimed), len(buffer))))
-        return found
-
-    def _plan_cut(self, end: int, torn: Bad | None, *, blank: bool) -> tuple[list[tuple[int, int]], int]:
-        """Return the ranges from `end` on that are not zeros, one a segment, and the number of their whole records."""
-        cuts = self._left_behind(end, blank=blank)
-        if torn is None:
-            return cuts, 0
-        size = self.parts.run.segment_bytes
-        whole_to: dict[int, int] = {}
-        count = 0
-        for event in scan_log(self.parts.run, torn.end, self.parts.checksum):
-            if isinstance(event, Good):
-                whole_to[event.base] = event.end
-                count += len(event.headers)
-        # A whole record may end in zeros.
-        return [(begin, max(stop, whole_to.get(begin - begin % size, 0))) for begin, stop in cuts], count
-
-    def _why_cut(self, torn: Bad | None, tail: str) -> str:
-        if torn is not None:
-            return "prefix" if self.options.prefix else "torn_tail"
-        return f"torn_tail: {tail}" if tail else "torn_tail"
-
-    def _save(self, begin: int, stop: int) -> str:
-        """Copy [begin, stop) of the log to a new file under `cut/`; return its path. With `dry_run` only name it."""
-        name = f"{begin:020d}-{self.parts.clock.now_ms()}"
-        names = (name if number == 1 else f"{name}.{number}" for number in itertools.count(1))
-        path = next(each for name in names if not (each := self.parts.root / "cut" / name).exists())
-        if self.writing:
-            save_bytes(path, self._bytes_of(begin, stop), self.parts.fs)
-        return str(path)
-
-    def _bytes_of(self, begin: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """Yield (position behind `begin`, bytes there) of [begin, stop), which lies in one segment."""
-        segment = self.parts.run.find(begin)
-        assert segment is not None
-        buffer = self.parts.run.mapping(segment)
-        end = min(stop - segment.start, len(buffer))
-        for at in range(begin - segment.start, end, _COPY_BYTES):
-            yield segment.start + at - begin, buffer[at : min(at + _COPY_BYTES, end)]
-
-    def _cut(self, end: int, cuts: Sequence[tuple[int, int]], why: str, *, keep: bool) -> None:
-        """Zeros from `end` to the end of its segment, unless there are; no segments behind (9.6). `cuts` tells what
-        is not zeros; with `keep` it is copied first."""
-        run, report = self.parts.run, self.report
-        for begin, stop in cuts:
-            name, at = self._place(begin)
-            # What a record led to says nothing of the segments behind.
-            reason = why if begin == end else why.partition(":")[0]
-            report.truncated.append(Cut(name, at, at + stop - begin, reason))
-            if keep:
-                report.kept.append(self._save(begin, stop))
-        report.changed |= bool(cuts)
-        segment = run.find(end)
-        if segment is not None:
-            if self.writing:
-                run.own(end)  # the log goes on in it, even where there is nothing to cut
-                if any(begin < segment.end for begin, _ in cuts):
-                    run.zero(end)
-            report.changed |= segment.length < segment.size
-        for problem in self.parts.load_problems:
-            if problem.kind == "empty_segment" and end <= problem.position < run.end:
-                report.truncated.append(Cut("commitlog/" + os.path.basename(problem.file), 0, 0, "empty file"))
-                report.changed = True
-        # A segment that begins at the end is kept when it is the only one, so that the log remembers where it is.
-        doomed = [s for s in run.segments() if s.start > end or (s.start == end != run.starts[0])]
-        report.changed |= bool(doomed)
-        told = {begin - begin % run.segment_bytes for begin, _ in cuts}
-        report.truncated += [Cut(self._place(s.start)[0], 0, 0, "unused file") for s in doomed if s.start not in told]
-        if self.writing:
-            if doomed:
-                run.drop_from(doomed[0].start)
-            run.finish(end)
-
     def _finish_queues(self, end: int) -> None:
         """Behind the last record seen no unit may point into the scanned range or beyond its end."""
-        for queue in self.parts.queues:
+        for queue in self.parts.queue_table:
             first, seen = self.slots.behind_last(queue, self.start)
             if not self.slots.is_met(queue):
                 self._mend_front(queue, first)
@@ -705,116 +491,3 @@ class _Recovery:
                     queue.zero_from(zero_from)
             queue.next_offset = queue.max_offset
         self.report.rebuilt.consume_queues = len(self.touched)
-
-    # -- the index --------------------------------------------------------------------------------------------------
-
-    def _is_nonsense(self, file: IndexFile) -> bool:
-        """Whether nothing can be put into `file`."""
-        header = file.header
-        return not 1 <= header.next_entry <= self.parts.index.entries_per_file or header.end_timestamp_ms < 0
-
-    def _plan_index(self, start: int) -> tuple[list[IndexFile], int]:
-        """(files to be built anew, physical offset of the first record whose entries may be missing)."""
-        parts = self.parts
-        files = parts.index.files
-        if self.whole:
-            return [], self.first  # decided when all entries are known
-        dispatched = self.checkpoint.dispatched
-        stamp = self.checkpoint.index_msg_timestamp_ms
-        doomed: list[IndexFile] = []
-        for i, file in enumerate(files):
-            late = False
-            if parts.clean:
-                pass
-            elif dispatched is not None:
-                late = file.header.end_physical_offset >= dispatched or parts.index.is_ahead(file)
-            else:
-                late = file.header.end_timestamp_ms > stamp
-            if late or self._is_nonsense(file):
-                doomed = files[i:]
-                break
-        kept = files[: len(files) - len(doomed)]
-        newest = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=-1)
-        if doomed:
-            return list(doomed), max(self.first, newest)
-        if dispatched is not None and not parts.clean:
-            return [], dispatched
-        # A Java store, or a clean end that was doubted: entries go on behind the newest one there is.
-        return [], max(start, newest)
-
-    def _finish_index(self, doomed: list[IndexFile], end: int) -> None:
-        index, report = self.parts.index, self.report
-        entries, self.index_entries = self.index_entries, []
-        if self.whole:
-            if not self.options.rebuild_index and not self._index_lacks_something(entries, end):
-                return
-            doomed = list(index.files)
-            report.changed |= bool(self.parts.index_findings)
-            for finding in self.parts.index_findings if self.writing else ():
-                self.parts.fs.unlink(self.parts.root / finding.file, missing_ok=True)
-        else:
-            entries = self._without_known([file for file in index.files if file not in doomed], entries)
-        report.rebuilt.index_entries += sum(len(hashes) for hashes, _, _ in entries)
-        report.changed |= bool(doomed or entries)
-        if self.writing:
-            index.remove(doomed)
-            for hashes, physical, stamps in entries:
-                index.put(hashes, physical, stamps, end=int(physical[-1]) + 1)
-
-    def _index_reaches(self, end: int, doomed: Sequence[IndexFile]) -> bool:
-        """Return True if an index file that stays has entries of records at or behind `end`."""
-        kept = [file for file in self.parts.index.files if file not in doomed and file.header.next_entry > 1]
-        return any(file.header.end_physical_offset >= end for file in kept)
-
-    def _without_known(self, kept: list[IndexFile], entries: list[Wanted]) -> list[Wanted]:
-        """`entries` without those of the newest indexed record that the kept files have: a record's keys may be spread
-        over two files."""
-        newest = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=-1)
-        known = 0
-        for file in reversed(kept):
-            physical = file.places(self.parts.index.entries_per_file)
-            known += int(np.count_nonzero(physical == newest))
-            if len(physical) and int(physical[0]) < newest:
-                break
-        result = []
-        for hashes, physical, stamps in entries:
-            skip = np.zeros(len(physical), np.bool_)
-            same = np.flatnonzero(physical == newest)[:known]
-            skip[same] = True
-            known -= len(same)
-            if not skip.all():
-                result.append((hashes[~skip], physical[~skip], stamps[~skip]))
-        return result
-
-    def _index_lacks_something(self, entries: list[Wanted], end: int) -> bool:
-        """Return True if the files are damaged, point beyond the log, or lack an entry that the log asks for."""
-        index = self.parts.index
-        damaged = self.parts.index_findings or index.check() or self._index_reaches(end, ())
-        return bool(damaged or index_faults(index, entries))
-
-
-def save_bytes(path: Path, parts: Iterable[tuple[int, bytes]], fs: FileSystem) -> None:
-    """Write a file of `parts`, each (position, bytes). Durable on return, and it has its name only when it is whole."""
-    _make_folder(path.parent, fs)
-    unfinished = path.with_name(f"{path.name}.tmp")
-    fs.unlink(unfinished, missing_ok=True)
-    fd = fs.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        for at, data in parts:
-            fs.pwrite(fd, data, at)
-        fs.fdatasync(fd)
-    finally:
-        fs.close(fd)
-    fs.replace(unfinished, path)
-    fs.sync_directory(path.parent)
-
-
-def _make_folder(folder: Path, fs: FileSystem) -> None:
-    """`folder` and what is missing above it, durably."""
-    missing = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for each in reversed(missing):
-        fs.mkdir(each, exist_ok=True)
-        fs.sync_directory(each.parent)

@@ -1,4 +1,4 @@
-"""Repair on request, away from the path that serves: what `mqstore recover` does (store-format 9.7, 11.2)."""
+"""Repair on request, away from the path that serves: what `mqstore recover` does (format#damage, format#json-load)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from mqstore.layout.record import Checksum
 from mqstore.log import manifest as manifests
 from mqstore.log.own import check_own
 from mqstore.log.recovery.known import load_known, save_known
-from mqstore.log.recovery.recover import Progress, RecoverOptions, save_bytes
+from mqstore.log.recovery.recover import Progress, RecoverOptions
 from mqstore.log.recovery.report import Cut, Finding, RecoveryReport
+from mqstore.log.recovery.tail import save_bytes
 from mqstore.log.recovery.verify import bad_json, json_files, json_tables
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig

@@ -27,7 +27,7 @@ Kind = Literal[
     "unfinished_splice",
     "not_inflated",
 ]
-"""Kinds of findings (store-format 9.7; docs/recovery.md tells what each means)."""
+"""Kinds of findings (format#damage; docs/recovery.md tells what each means)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Rebuilt:
 
 @dataclass(slots=True)
 class RecoveryReport:
-    """What an opening found and did (store-format 9.8). Offsets and lengths in bytes.
+    """What an opening found and did (format#opening). Offsets and lengths in bytes.
 
     `changed` is False when the store was in order: a second recovery of the same directory always says so.
 

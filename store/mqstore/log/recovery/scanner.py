@@ -1,4 +1,4 @@
-"""Walk a commitlog from end to end, damaged or not (store-format 9.2, 9.8).
+"""Walk a commitlog from end to end, damaged or not (format#verifies, format#opening).
 
     Good   a stretch of consecutive records that verify, as arrays
     Bad    bytes that are no record, with a record that verifies somewhere behind them

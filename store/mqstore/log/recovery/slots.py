@@ -218,7 +218,7 @@ def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> t
 def strays_in_front(queue: ConsumeQueue, stop: int, start: int) -> Iterator[tuple[int, int]]:
     """Slots before `stop` are those of records that retention took. Of these the runs [low, high) whose units point
     behind `start`, where the log begins, all the same: they are of no record, and a queue whose first file begins with
-    one would begin there (4.6). They are to become void."""
+    one would begin there (format#queue-start). They are to become void."""
     for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
         wrong = np.flatnonzero((units["physical_offset"] >= start) & ~is_void(units))
         for group in np.split(wrong, np.flatnonzero(np.diff(wrong) > 1) + 1) if len(wrong) else []:
@@ -239,7 +239,7 @@ def sort_out(
     Returns (the slot of each record; index ranges of consecutive slots, in order; indices of the records that get no
     slot). `expected` is the slot behind the last record before these, which ends at `seen`; None when there is none to
     go by. A number that another record has already, one that jumps further than lost records could explain, or one that
-    later records contradict, is wrong: profile `rocketmq` has no checksum over it (2.10). To believe it would void the
+    later records contradict, is wrong: profile `rocketmq` has no checksum over it. To believe it would void the
     slots of the rest. Such a record gets the slot whose unit leads to it, where its neighbours leave room for that, or
     else the only slot that they leave. A record of another queue, whose queue id is damaged, gets no slot that another
     record has. `queue` None: its units are not asked. `leads` tells whether a unit leads to the record of its slot.

@@ -1,4 +1,4 @@
-"""Compare every part of a store with the commitlog, and say what does not agree (store-format 9.7).
+"""Compare every part of a store with the commitlog, and say what does not agree (format#damage).
 
 Reads only, and never trusts: what is found is yielded as `Finding`s, in the order log, queues, index, JSON. `mqstore
 verify` prints them, tests assert on them, `mqstore recover` mends what they name.
@@ -124,9 +124,9 @@ class Verifier:
         """How far the log has been read, for a progress bar; `total_bytes` in the end."""
         self._parts = parts
         self._root, self._fs, self._checksum = parts.root, parts.fs, parts.checksum
-        self._run, self._queues, self._index = parts.run, parts.queues, parts.index
+        self._run, self._queues, self.index = parts.log_files, parts.queue_table, parts.index
         self._checkpoint, self._clean = parts.checkpoint, parts.clean
-        run, checkpoint = parts.run, parts.checkpoint
+        run, checkpoint = parts.log_files, parts.checkpoint
         self.total_bytes = len(run.starts) * run.segment_bytes
         self._live = live
         self.until = until
@@ -139,7 +139,7 @@ class Verifier:
         self._problems = problems
         self._unfinished = unfinished
         self._json_checks = json_checks
-        self.slots = SlotAssigner(run, parts.queues, parts.checksum, self._first_slot)
+        self.slots = SlotAssigner(run, parts.queue_table, parts.checksum, self._first_slot)
         self._max_errors = max_errors
         self._entries = IndexTally()
         self._first = run.starts[0] if run.starts else 0
@@ -166,8 +166,8 @@ class Verifier:
         self.done_bytes = self.total_bytes
         yield from self.tails()
         yield from self._parts.index_findings
-        yield from self._index.check(live=self._live) if index_findings is None else index_findings
-        yield from self._entries.findings(self._index)
+        yield from self.index.check(live=self._live) if index_findings is None else index_findings
+        yield from self._entries.findings(self.index)
         yield from self.json_files()
 
     @property
@@ -183,7 +183,7 @@ class Verifier:
 
     @property
     def watermark(self) -> int:
-        """Physical offset below which the log had been synced (store-format 9.8)."""
+        """Physical offset below which the log had been synced (format#watermark)."""
         if self._watermark is None:
             self._watermark = self._parts.watermark()
         return self._watermark
@@ -484,7 +484,7 @@ class Verifier:
 
     def _among_indexed(self, wanted: Wanted) -> Wanted | None:
         """The entries of records before the end of the index, which may lag behind the log."""
-        ends = [header.end_physical_offset for _, header in self._index.headers() if header.next_entry > 1]
+        ends = [header.end_physical_offset for _, header in self.index.headers() if header.next_entry > 1]
         hashes, physical, stamps = wanted
         inside = physical < max(self._indexed_end(), ends[-1] if ends else 0)
         return (hashes[inside], physical[inside], stamps[inside]) if inside.any() else None
@@ -501,9 +501,9 @@ class Verifier:
         """What the index has of these entries, all of `wanted_of`."""
         if wanted and self._has_writer():
             wanted = [part for each in wanted if (part := self._among_indexed(each)) is not None]
-        found = tally_index(self._index, wanted)
+        found = tally_index(self.index, wanted)
         while found.missing and (kept := self._kept_of(wanted)) is not None:
-            wanted, found = kept, tally_index(self._index, kept)
+            wanted, found = kept, tally_index(self.index, kept)
         return found
 
     def _kept_of(self, wanted: Sequence[Wanted]) -> list[Wanted] | None:
@@ -541,7 +541,7 @@ def verified_ranges(verifier: Verifier) -> Iterator[tuple[RangeResult, int, str 
         if position not in within:  # it belongs to the range that it begins in, or lies behind
             behind.setdefault(max(0, bisect_right(starts, position) - 1), []).append(finding)
     for number, result in enumerate(fitting):
-        of_index = list(result.index.findings(verifier._index))
+        of_index = list(result.index.findings(verifier.index))
         of_queues = (finding for part in result.queues.values() for finding in part.findings)
         more = behind.get(number, [])
         first = next(chain(map(verifier.bad, result.bads), more, of_queues, of_index), None)

@@ -1,4 +1,4 @@
-"""Watermark of a log: all bytes below it had been synced when the store was last open for writing (store-format 9.8).
+"""Watermark of a log: all bytes below it had been synced when the store was last open for writing (format#watermark).
 
     last writer                                    bad bytes with whole records behind them
     closed the store                               damage below the log's end

@@ -1,4 +1,4 @@
-"""What a store is at one moment, while others use it: what of its files a copy takes (spark B4.9; see `snapshot.py`).
+"""What a store is at one moment, while others use it: what of its files a copy takes (see `take.py`).
 
     first    everything small, read to memory: manifest, checkpoint, `config/`, `local_offsets/`; and copied to a folder
              aside: the bundles that wait in the inbox, the timer's files

@@ -1,4 +1,4 @@
-"""A copy of a store as of one moment, while others put to it (spark B4.9, reliability P2, P3, P7).
+"""A copy of a store as of one moment, while others put to it (spark#snapshot).
 
 What comes out is a store that was closed cleanly. It holds what the original would after its writer had been killed at
 a moment during the call (`moment.py`). Segments are copied from the oldest to the newest. Should retention take one

@@ -1,17 +1,13 @@
-"""Endings that come at a bad moment: an exception amid `stop`, a signal handler that stops what is being stopped, a
-cancelled entry, a close out of a handler, a fork while another thread holds a lock."""
+"""Stopping and closing at a bad moment: amid a signal, out of a handler, before a block runs, while handlers hang."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,7 @@ import pytest
 
 import mqstore
 import mqstore.aio
-from mqstore import Message, StoreClosedError
+from mqstore import Message
 from tests.client.popsupport import until
 
 
@@ -29,9 +25,7 @@ def push_consumer(store: mqstore.Store) -> mqstore.PushConsumer:
     return consumer
 
 
-def test_who_is_interrupted_while_stopping_has_given_the_queues_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_stop_has_given_the_queues_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The group stood still for a minute, and a second `stop` did nothing."""
     with mqstore.open(tmp_path / "s") as store:
         store.create_topic("t", queues=2)
@@ -55,9 +49,7 @@ def test_who_is_interrupted_while_stopping_has_given_the_queues_back(
             assert got.wait(20)
 
 
-def test_a_signal_handler_that_stops_what_its_thread_is_stopping_does_not_wait_for_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_in_a_signal_handler_during_stop_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A repeated SIGTERM took the whole timeout, and then whoever supervises sends SIGKILL."""
     with mqstore.open(tmp_path / "s") as store:
         store.create_topic("t", queues=1)
@@ -73,7 +65,7 @@ def test_a_signal_handler_that_stops_what_its_thread_is_stopping_does_not_wait_f
         assert again == [False]
 
 
-def test_a_queue_may_be_shut_down_by_a_signal_handler_of_a_thread_that_has_its_lock(tmp_path: Path) -> None:
+def test_queue_is_shut_down_by_a_thread_that_has_its_lock(tmp_path: Path) -> None:
     """The main thread stood still for ever."""
     with mqstore.open(tmp_path / "s") as store:
         queue = store.queue("jobs")
@@ -88,7 +80,7 @@ def test_a_queue_may_be_shut_down_by_a_signal_handler_of_a_thread_that_has_its_l
         assert done.wait(20)
 
 
-def test_a_consumer_whose_block_was_not_entered_does_not_run(tmp_path: Path) -> None:
+def test_consumer_does_not_run_if_its_block_was_not_entered(tmp_path: Path) -> None:
     async def run() -> None:
         async with mqstore.aio.open(tmp_path / "s") as store:
             await store.create_topic("t", queues=1)
@@ -116,7 +108,7 @@ def test_a_consumer_whose_block_was_not_entered_does_not_run(tmp_path: Path) -> 
     asyncio.run(run())
 
 
-def test_a_store_closed_out_of_a_handler_does_not_wait_for_it(tmp_path: Path) -> None:
+def test_store_closed_by_a_handler_does_not_wait_for_it(tmp_path: Path) -> None:
     """It waited for itself until its time was over and the handler was cancelled: the message came again."""
 
     async def run() -> None:
@@ -138,68 +130,6 @@ def test_a_store_closed_out_of_a_handler_does_not_wait_for_it(tmp_path: Path) ->
     asyncio.run(run())
     with mqstore.open(tmp_path / "s") as again:
         assert again.lag("g") == {mqstore.QueueRef("t", 0): 0}
-
-
-def in_a_child(work: Callable[[], object]) -> int:
-    """How a forked child that did `work` ended: 0; 1: StoreClosedError; 2: another error; or by which signal."""
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)
-        try:
-            work()
-        except StoreClosedError:
-            os._exit(1)
-        except BaseException:
-            os._exit(2)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_forked_child_does_not_wait_at_what_was_drained(tmp_path: Path) -> None:
-    """It was told that there is nothing, and waited for ever: what would come is its parent's."""
-    with mqstore.open(tmp_path / "s") as store:
-        queue = store.queue("jobs")
-        queue.put(b"x")
-        store.put("orders", b"x")
-        consumer = store.simple_consumer("g", {"orders": "*"})
-        for task in queue:
-            task.ack()
-        for delivery in consumer.receive(wait=0):
-            delivery.ack()
-        assert consumer.receive(wait=0) == []
-
-        assert in_a_child(lambda: consumer.receive(wait=0)) == 1
-        assert in_a_child(lambda: next(iter(consumer))) == 1
-        assert in_a_child(lambda: store.broker.pop("g", "orders")) == 1
-        assert in_a_child(lambda: list(queue)) == 1
-        assert in_a_child(lambda: queue.get()) == 1
-
-
-def test_a_forked_child_hangs_at_no_lock_that_another_thread_had(tmp_path: Path) -> None:
-    with mqstore.open(tmp_path / "s") as store:
-        queue = store.queue("jobs")
-        queue.put(b"x")
-        consumer = store.push_consumer("g")
-        held, let_go = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with store.log._dispatcher._lock, queue._waits.lock, queue._changed, consumer._lock:
-                held.set()
-                let_go.wait(60)
-
-        holder = threading.Thread(target=hold)
-        holder.start()
-        assert held.wait(20)
-        store.log.append("jobs", 0, b"not dispatched")
-        try:
-            assert in_a_child(queue.shutdown) == 0
-            assert in_a_child(lambda: store.lag("jobs")) == 1
-            assert in_a_child(lambda: consumer.subscribe("other", print)) == 1
-            assert in_a_child(lambda: store.log.offsets_or_none("jobs", 0)) == 1
-        finally:
-            let_go.set()
-            holder.join()
 
 
 # --- several consumers -----------------------------------------------------------------------------------------------
@@ -236,7 +166,7 @@ class Crowd:
 
 
 @pytest.mark.parametrize("options", [{}, {"ordered": True}, {"mode": "pop"}, {"mode": "pop", "ordered": True}])
-def test_a_store_waits_once_for_all_that_hangs_and_meanwhile_nothing_begins(
+def test_store_close_waits_once_and_begins_no_handler(
     tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each had the whole timeout, one after the other, and those whose turn had not come went on with new messages."""
@@ -251,7 +181,7 @@ def test_a_store_waits_once_for_all_that_hangs_and_meanwhile_nothing_begins(
     assert caplog.text.count("handlers still run") == 4  # of the four that do; the other one has ended in time
 
 
-def test_a_process_ends_once_for_all_its_stores(tmp_path: Path) -> None:
+def test_exit_waits_once_for_all_stores(tmp_path: Path) -> None:
     """With four consumers in handlers that hung it took 20 s."""
     program = """
         import sys, threading, mqstore, mqstore.store
@@ -278,7 +208,7 @@ def test_a_process_ends_once_for_all_its_stores(tmp_path: Path) -> None:
     assert time.time() - float(ran.stdout) < 4
 
 
-def test_what_is_submitted_is_stored_however_long_handlers_hang(tmp_path: Path) -> None:
+def test_submitted_messages_are_stored_while_handlers_hang(tmp_path: Path) -> None:
     store = mqstore.open(tmp_path / "s")
     crowd = Crowd(store, 1, {})
     producer = store.producer(linger=30)
@@ -288,7 +218,7 @@ def test_what_is_submitted_is_stored_however_long_handlers_hang(tmp_path: Path) 
     assert future.result(0).queue.topic == "late"
 
 
-def test_an_aio_store_waits_once_for_its_consumers_and_those_of_its_sync_twin(tmp_path: Path) -> None:
+def test_aio_store_close_waits_once_for_all_consumers(tmp_path: Path) -> None:
     async def run() -> tuple[float, int, int]:
         store = await mqstore.aio.open(tmp_path / "s")
         crowd = await asyncio.to_thread(Crowd, store.sync, 2, {})
@@ -312,7 +242,7 @@ def test_an_aio_store_waits_once_for_its_consumers_and_those_of_its_sync_twin(tm
     assert took_s < 2.8
 
 
-def test_who_is_at_nothing_is_closed_before_what_hangs_is_waited_for(tmp_path: Path) -> None:
+def test_idle_consumers_are_closed_before_hanging_ones(tmp_path: Path) -> None:
     """A process that is killed while it waits for one handler has the progress of the others on disk."""
     store = mqstore.open(tmp_path / "s")
     revoked: list[bool] = []

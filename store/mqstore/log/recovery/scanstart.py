@@ -1,0 +1,149 @@
+"""Where recovery begins to read a log, or the end of the log if nothing has to be read (format#opening)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mqstore.layout.checkpoint import min_timestamp
+from mqstore.layout.consumequeue import is_void
+from mqstore.layout.record import check_record
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.parts import StoreParts
+from mqstore.log.recovery.indexrepair import is_nonsense
+from mqstore.log.recovery.scanner import record_at
+from mqstore.log.recovery.watermark import first_record_time
+
+__all__ = ["ScanStart", "WholeLogNeededError"]
+
+
+class WholeLogNeededError(Exception):
+    """A queue lacks units below the range that is read: read everything."""
+
+
+class ScanStart:
+    """Decides where to read a log that has segments. `whole`: from its front, whatever the checkpoint says."""
+
+    def __init__(self, parts: StoreParts, *, whole: bool) -> None:
+        self._parts = parts
+        self._whole = whole
+        self._first = parts.log_files.starts[0]
+        self.last_record = -1
+        """Physical offset of the record that `clean_end` found to be the last one."""
+        self.last_store_timestamp_ms = 0
+
+    def clean_end(self, log_start: int) -> int | None:
+        """The end of the log when the last close vouches for it and nothing contradicts; None: read (format#opening).
+        `log_start`: where the log should begin."""
+        parts = self._parts
+        checkpoint = parts.checkpoint
+        if self._whole or not parts.clean or checkpoint.clean_end is None or checkpoint.clean_end < 0:
+            return None
+        if checkpoint.queues is not None and checkpoint.queues != parts.queue_table.digest():
+            raise WholeLogNeededError  # a queue has lost files, and would be numbered anew from where they end
+        end = checkpoint.clean_end
+        run = parts.log_files
+        if end < self._first or end > run.end or log_start < self._first:
+            return None
+        if any(p.kind != "segment_name" for p in parts.load_problems):
+            return None
+        if run.starts[-1] >= end and run.starts[-1] != self._first:
+            return None  # a segment that is not of this log: what an older copy of it was put over had that, say
+        if end > self._first and not self._last_record_proves(checkpoint.confirm_physical_offset, end):
+            return None
+        segment = run.find(end)
+        if segment is not None:
+            buffer = run.mapping(segment)
+            at = end - segment.start
+            if any(buffer[at : at + 4096]):
+                return None
+        if not self._last_units_hold(end, end):
+            return None
+        if any(is_nonsense(file, parts.index) or file.header.end_physical_offset >= end for file in parts.index.files):
+            return None
+        return end
+
+    def _last_record_proves(self, start: int, end: int) -> bool:
+        """Return True if the record at `start` verifies, ends the log at `end`, and has its unit."""
+        record = record_at(self._parts.log_files, start, self._parts.checksum)
+        if record is None:
+            return False
+        behind = start + record.total_size
+        queue = self._parts.queue_table.get(record.topic, record.queue_id)
+        if (behind != end and not self._blank_between(behind, end)) or queue is None:
+            return False
+        if not 0 <= record.queue_offset < queue.max_offset:
+            return False
+        unit = queue.units(record.queue_offset, 1)[0]
+        self.last_record = start
+        self.last_store_timestamp_ms = record.store_timestamp_ms
+        return bool(unit["physical_offset"] == start and unit["size"] == record.total_size)
+
+    def _blank_between(self, position: int, end: int) -> bool:
+        """Whether a BLANK leads from `position` to `end`: the log was closed right behind a roll."""
+        segment = self._parts.log_files.find(position)
+        if segment is None or end != segment.end:
+            return False
+        buffer = self._parts.log_files.mapping(segment)
+        at = position - segment.start
+        return (
+            at >= len(buffer) or check_record(buffer, at, len(buffer), position, self._parts.checksum).status == "blank"
+        )
+
+    def start(self) -> int:
+        """S (format#opening), always the start of a segment."""
+        if self._whole or not self._parts.has_checkpoint or not len(self._parts.queue_table):
+            return self._first
+        start = self._start_by_checkpoint()
+        return start if start == self._first or self._last_units_hold(start, None) else self._first
+
+    def _start_by_checkpoint(self) -> int:
+        parts = self._parts
+        checkpoint = parts.checkpoint
+        starts = parts.log_files.starts
+        if checkpoint.flushed is not None and checkpoint.dispatched is not None and not parts.clean:
+            mark = min(checkpoint.flushed, checkpoint.dispatched)
+            return max([s for s in starts if s <= mark], default=self._first)
+        if parts.clean:
+            dispatched = max((self._last_physical(queue)[0] for queue in parts.queue_table), default=-1)
+            for start in reversed(starts):
+                if start <= dispatched and first_record_time(parts.log_files, start, parts.checksum) is not None:
+                    return start
+            return self._first
+        limit = min_timestamp(checkpoint)
+        for start in reversed(starts):
+            stamp = first_record_time(parts.log_files, start, parts.checksum)
+            if stamp is not None and stamp <= limit:
+                return start
+        return self._first
+
+    def _last_physical(self, queue: ConsumeQueue) -> tuple[int, int, int]:
+        """(physical offset, size, slot) of the queue's newest unit that is a message; (-1, 0, -1) without one."""
+        for at, units in queue.held_before(queue.max_offset, 64):
+            live = np.flatnonzero((units["size"] > 0) & ~is_void(units))
+            if len(live):
+                i = int(live[-1])
+                return int(units["physical_offset"][i]), int(units["size"][i]), at + i
+        return -1, 0, -1
+
+    def _last_units_hold(self, mark: int, end: int | None) -> bool:
+        """Whether the newest unit of each queue leads to its record; those at or beyond `mark` are read anyway, but
+        with `end` none may point there or beyond."""
+        parts = self._parts
+        for queue in parts.queue_table:
+            physical, size, slot = self._last_physical(queue)
+            if physical >= mark and end is None:
+                continue
+            if physical < self._first:
+                if physical < 0 and queue.max_offset > queue.first_offset():
+                    units = queue.units(queue.max_offset - 1, 1)
+                    if not is_void(units)[0]:
+                        return False  # a negative offset is no unit
+                continue
+            if end is not None and physical >= end:
+                return False
+            record = record_at(parts.log_files, physical, parts.checksum)
+            if record is None or record.total_size != size:
+                return False
+            if (record.topic, record.queue_id, record.queue_offset) != (queue.topic, queue.queue_id, slot):
+                return False
+        return True

@@ -1,0 +1,143 @@
+"""What lies behind the end of a log: kept under `cut/` where it may be of use, then zeroed, or deleted with its
+segment (format#zeros)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from mqstore.files.filesystem import FileSystem
+from mqstore.files.segments import place_in_file
+from mqstore.layout.record import check_record
+from mqstore.log.parts import StoreParts
+from mqstore.log.recovery.report import Cut, RecoveryReport
+from mqstore.log.recovery.scanner import Bad, Good, scan_log, used_end
+
+__all__ = ["COPY_BYTES", "Tail", "save_bytes"]
+
+COPY_BYTES = 1 << 20
+"""Bytes of a log that are copied at a time."""
+
+
+class Tail:
+    """Ends a log. Changes are noted in `report`; without `writing` they are only noted."""
+
+    def __init__(self, parts: StoreParts, report: RecoveryReport, *, writing: bool) -> None:
+        self._parts = parts
+        self._report = report
+        self._writing = writing
+
+    def _left_behind(self, position: int, *, blank: bool) -> list[tuple[int, int]]:
+        """What there is at `position` and behind it that is not zeros, one range a segment; with `blank` nothing in
+        the segment of `position`. A record that begins a range is in it whole, even if it ends in zeros."""
+        run = self._parts.log_files
+        found = []
+        for segment in run.segments():
+            if segment.end <= position or (blank and segment.start <= position):
+                continue
+            at = max(position - segment.start, 0)
+            stop = used_end(run, segment, at)
+            if stop > at:
+                buffer = run.mapping(segment)
+                claimed = check_record(buffer, at, len(buffer), segment.start + at, self._parts.checksum).size
+                found.append((segment.start + at, segment.start + min(max(stop, at + claimed), len(buffer))))
+        return found
+
+    def plan(self, end: int, torn: Bad | None, *, blank: bool) -> tuple[list[tuple[int, int]], int]:
+        """Return the ranges from `end` on that are not zeros, one a segment, and the number of their whole records."""
+        cuts = self._left_behind(end, blank=blank)
+        if torn is None:
+            return cuts, 0
+        size = self._parts.log_files.segment_bytes
+        whole_to: dict[int, int] = {}
+        count = 0
+        for event in scan_log(self._parts.log_files, torn.end, self._parts.checksum):
+            if isinstance(event, Good):
+                whole_to[event.base] = event.end
+                count += len(event.headers)
+        # A whole record may end in zeros.
+        return [(begin, max(stop, whole_to.get(begin - begin % size, 0))) for begin, stop in cuts], count
+
+    def _save(self, begin: int, stop: int) -> str:
+        """Copy [begin, stop) of the log to a new file under `cut/`; return its path. With `dry_run` only name it."""
+        name = f"{begin:020d}-{self._parts.clock.now_ms()}"
+        names = (name if number == 1 else f"{name}.{number}" for number in itertools.count(1))
+        path = next(each for name in names if not (each := self._parts.root / "cut" / name).exists())
+        if self._writing:
+            save_bytes(path, self._bytes_of(begin, stop), self._parts.fs)
+        return str(path)
+
+    def _bytes_of(self, begin: int, stop: int) -> Iterator[tuple[int, bytes]]:
+        """Yield (position behind `begin`, bytes there) of [begin, stop), which lies in one segment."""
+        segment = self._parts.log_files.find(begin)
+        assert segment is not None
+        buffer = self._parts.log_files.mapping(segment)
+        end = min(stop - segment.start, len(buffer))
+        for at in range(begin - segment.start, end, COPY_BYTES):
+            yield segment.start + at - begin, buffer[at : min(at + COPY_BYTES, end)]
+
+    def cut(self, end: int, cuts: Sequence[tuple[int, int]], why: str, *, keep: bool) -> None:
+        """Zeros from `end` to the end of its segment, unless there are; no segments behind. `cuts` tells what
+        is not zeros; with `keep` it is copied first."""
+        run, report = self._parts.log_files, self._report
+        for begin, stop in cuts:
+            name, at = place_in_file(begin, run.segment_bytes)
+            # What a record led to says nothing of the segments behind.
+            reason = why if begin == end else why.partition(":")[0]
+            report.truncated.append(Cut(name, at, at + stop - begin, reason))
+            if keep:
+                report.kept.append(self._save(begin, stop))
+        report.changed |= bool(cuts)
+        segment = run.find(end)
+        if segment is not None:
+            if self._writing:
+                run.own(end)  # the log goes on in it, even where there is nothing to cut
+                if any(begin < segment.end for begin, _ in cuts):
+                    run.zero(end)
+            report.changed |= segment.length < segment.size
+        for problem in self._parts.load_problems:
+            if problem.kind == "empty_segment" and end <= problem.position < run.end:
+                report.truncated.append(Cut("commitlog/" + os.path.basename(problem.file), 0, 0, "empty file"))
+                report.changed = True
+        # A segment that begins at the end is kept when it is the only one, so that the log remembers where it is.
+        doomed = [s for s in run.segments() if s.start > end or (s.start == end != run.starts[0])]
+        report.changed |= bool(doomed)
+        told = {begin - begin % run.segment_bytes for begin, _ in cuts}
+        report.truncated += [
+            Cut(place_in_file(s.start, run.segment_bytes)[0], 0, 0, "unused file")
+            for s in doomed
+            if s.start not in told
+        ]
+        if self._writing:
+            if doomed:
+                run.drop_from(doomed[0].start)
+            run.finish(end)
+
+
+def save_bytes(path: Path, parts: Iterable[tuple[int, bytes]], fs: FileSystem) -> None:
+    """Write a file of `parts`, each (position, bytes). Durable on return, and it has its name only when it is whole."""
+    _make_folder(path.parent, fs)
+    unfinished = path.with_name(f"{path.name}.tmp")
+    fs.unlink(unfinished, missing_ok=True)
+    fd = fs.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        for at, data in parts:
+            fs.pwrite(fd, data, at)
+        fs.fdatasync(fd)
+    finally:
+        fs.close(fd)
+    fs.replace(unfinished, path)
+    fs.sync_directory(path.parent)
+
+
+def _make_folder(folder: Path, fs: FileSystem) -> None:
+    """`folder` and what is missing above it, durably."""
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        fs.mkdir(each, exist_ok=True)
+        fs.sync_directory(each.parent)

@@ -1,0 +1,308 @@
+"""Messages under way when queues, topics or groups are removed.
+
+Such a message waits for a delay level or a moment, is a half message or a retry, or is in flight.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore import Retention, TransactionStateError
+from mqstore.broker.names import POP_LOG_TOPIC
+from mqstore.broker.pop.state import QueueKey
+from mqstore.errors import GroupNotFoundError, ReceiptExpiredError
+from mqstore.layout.properties import SHARDINGKEY
+from tests.broker.popsupport import PopBench, bodies, fail_once
+from tests.broker.support import Bench
+from tests.log.support import kill
+
+DAY = 86_400_000
+
+
+def three_under_way(bench: Bench, topic: str = "t", queue_id: int = 3) -> Any:
+    """One by level, one by timer, and a half message, which is returned."""
+    bench.broker.put(topic, b"level", queue_id=queue_id, delay_level=3)
+    bench.broker.put(topic, b"timer", queue_id=queue_id, delay=10)
+    return bench.broker.transactions.begin(topic, b"half", producer_group="p", queue_id=queue_id)
+
+
+# -- fewer queues -----------------------------------------------------------------------------------------------------
+
+
+def test_delayed_messages_of_a_removed_queue_come_into_another(bench: Bench) -> None:
+    """Three messages were stored where nobody may read, and held the log for ever."""
+    bench.broker.topics.create("t", queues=4)
+    assert bench.drain() == []
+    half = three_under_way(bench)
+    bench.broker.topics.alter("t", write_queues=2)
+    bench.broker.topics.alter("t", read_queues=2)
+    bench.broker.transactions.end(half, "commit")
+    bench.jump(20_000)
+    assert sorted(bench.drain()) == [b"half", b"level", b"timer"]
+    assert bench.broker.store.offsets_or_none("t", 3) is None
+
+
+def test_half_message_of_a_group_goes_to_the_groups_new_queue(bench: Bench) -> None:
+    bench.broker.topics.create("t", queues=8)
+    names = [f"g{i}" for i in range(20)]
+    prepare = bench.broker.transactions.prepare
+    halves = [prepare("t", b"", {SHARDINGKEY: name}, producer_group="p", queue_id=7) for name in names]
+    bench.broker.topics.alter("t", write_queues=3)
+    bench.broker.topics.alter("t", read_queues=3)
+    for half, name in zip(halves, names, strict=True):
+        receipt = bench.broker.transactions.end(half, "commit")
+        assert receipt is not None
+        assert receipt.queue == bench.broker.put("t", b"", message_group=name).queue
+
+
+# -- deleted topics ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_messages_waiting_for_a_deleted_topic_are_dropped(bench: Bench, again: bool) -> None:
+    bench.broker.topics.create("t", queues=2)
+    half = three_under_way(bench, queue_id=1)
+    bench.broker.put("t", b"far", queue_id=1, delay=5 * 86_400)  # rolled on its way
+    bench.settle()
+    bench.broker.topics.delete("t")
+    if again:
+        bench.broker.topics.create("t", queues=1)
+        bench.broker.put("t", b"new", delay=5)
+    bench.again()
+    bench.jump(20_000)
+    with pytest.raises(TransactionStateError, match="deleted"):
+        bench.broker.transactions.end(half, "commit")
+    assert bench.broker.stats().open_transactions == 0
+    for _ in range(7):
+        bench.jump(DAY)
+    if again:
+        assert bench.drain() == [b"new"]
+    else:
+        assert "t" not in bench.broker.topics.names()
+    assert bench.broker.stats().timer_waiting == 0
+    pin = bench.broker.stats().oldest_pin
+    assert pin is None or pin.topic == POP_LOG_TOPIC, "nothing of them holds the log"
+
+
+def test_check_ends_a_half_message_of_a_deleted_topic(bench: Bench) -> None:
+    bench.broker.topics.create("t", queues=2)
+    bench.broker.transactions.begin("t", b"half", producer_group="p")
+    bench.broker.transactions.on_check("p", bench.check)
+    bench.broker.topics.delete("t")
+    bench.jump(60_000)
+    assert bench.asked == [b"half"]
+    assert bench.broker.stats().open_transactions == 0
+    assert "t" not in bench.broker.topics.names()
+
+
+def test_recreated_topic_is_empty_and_goes_on_counting(bench: Bench) -> None:
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"old")
+    assert bench.bodies() == [b"old"]
+    broker.topics.delete("t", force=True)
+
+    broker.topics.create("t", queues=1)
+
+    assert broker.put("t", b"new").offset == 1
+    assert bench.bodies() == [b"new"]
+
+
+def test_deletion_spares_later_messages_after_a_lost_log_end(bench: Bench) -> None:
+    """Where the log ended is where a topic was deleted; if it ends before that now, positions mean other messages."""
+    bench.broker.topics.create("t", queues=1)
+    bench.broker.put_many("fill", [bytes(1000)] * 50, queue_id=0)
+    bench.broker.topics.delete("t")
+    table = bench.broker._parts.offsets
+    table._committed["t"]["CID_RMQ_SYS_DELETED"][0] += 1 << 20  # as if so much were gone
+    table._changes += 1
+    bench.again()
+    bench.broker.topics.create("t", queues=1)
+    bench.broker.put("t", b"new", delay=5)
+    bench.jump(20_000)
+    assert bench.drain() == [b"new"]
+
+
+def fail_one(bench: Bench, group: str, topic: str, body: bytes) -> None:
+    """Create a topic with a message that a group pops and gives back, so that it goes to a retry topic."""
+    bench.broker.topics.create(topic, queues=1)
+    bench.broker.put(topic, body)
+    [delivery] = bench.broker.pop(group, topic)
+    bench.broker.nack(group, topic, delivery.receipt, delay=0)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_retries_of_pop_are_deleted_with_their_topic(bench: Bench, version: Any) -> None:
+    bench.again(pop_retry_version=version)
+    broker = bench.broker
+    fail_one(bench, "g", "orders", b"old")
+    bench.jump(1)
+    broker.topics.delete("orders", force=True)
+    assert broker.topics.names() == []
+    broker.topics.create("orders", queues=1)
+    broker.put("orders", b"new")
+    assert bench.drain("g", "orders") == [b"new"]
+
+
+def test_retry_topic_shared_with_another_group_is_kept(bench: Bench) -> None:
+    """Version 1: group `a`, topic `b_c` and group `a_b`, topic `c` have one retry topic."""
+    bench.again(pop_retry_version=1)
+    broker = bench.broker
+    for group, topic in (("a", "b_c"), ("a_b", "c")):
+        fail_one(bench, group, topic, topic.encode())
+    bench.jump(1)
+    broker.topics.delete("b_c", force=True)
+    assert b"c" in bench.drain("a_b", "c")
+
+
+@pytest.mark.parametrize("deleted", ["group", "topic"])
+def test_retry_topic_of_a_group_with_an_ambiguous_name_is_kept(bench: Bench, deleted: str) -> None:
+    """`%RETRY%a_b` is of group `a_b`, and was taken for that of group `a` and topic `b`."""
+    broker = bench.broker
+    for topic in ("orders", "b"):
+        broker.topics.create(topic, queues=1)
+        broker.put(topic, topic.encode())
+    assert bench.drain("a", "b") == [b"b"]
+    broker.groups.create("a_b")  # it has no progress anywhere yet
+    [message] = broker.read("orders", 0, 0, 1).messages
+    broker.send_back("a_b", message.physical_offset, delay_level=1)
+    if deleted == "group":
+        broker.delete_group("a")
+    else:
+        broker.topics.delete("b", force=True)
+    bench.jump(2_000)
+    assert broker.store.offsets_or_none("%RETRY%a_b", 0) == (0, 1)
+    assert bench.drain("a_b", "%RETRY%a_b") == [b"orders"]
+
+
+def test_retries_of_pop_survive_deleting_a_group_of_that_name(bench: Bench) -> None:
+    bench.again(pop_retry_version=1)
+    broker = bench.broker
+    fail_one(bench, "a", "b", b"x")
+    bench.jump(1)
+    broker.groups.create("a_b")
+    broker.delete_group("a_b")
+    assert bench.drain("a", "b") == [b"x"]
+
+
+def test_ack_during_a_topic_deletion_says_the_receipt_expired(tmp_path: Path) -> None:
+    """`ack` raised ConfigError: offset -1 cannot be committed."""
+    with PopBench(tmp_path) as bench:
+        bench.put("t", 1)
+        [delivery] = bench.pop()
+        state = bench.service._tables.states[QueueKey("t", "g", 0)]
+        find = bench.service._state_of
+        bench.service._state_of = lambda *args: (find(*args), bench.parts.topics.delete("t", force=True))[0]  # type: ignore[method-assign,func-returns-value]
+        with pytest.raises(ReceiptExpiredError):
+            bench.ack(delivery)
+        assert state.gone
+
+
+def test_topic_deletion_is_complete_though_the_pop_log_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`delete` raised after the topic was gone, its other queues stayed in flight, and other listeners never heard."""
+    told: list[str] = []
+    with PopBench(tmp_path) as bench:
+        bench.put("t", 1)
+        bench.put("t", 1, queue_id=1)
+        bench.pop(n=2)
+        bench.parts.topics.on_change.append(told.append)
+        fail_once(monkeypatch, bench.service._tables.log, "put_reset")
+        bench.parts.topics.delete("t", force=True)
+        assert told == ["t"]
+        assert bench.service.in_flight() == 0
+        bench.put("t", 1, first=7)
+        assert bodies(bench.pop(n=8)) == [b"7"]
+
+
+# -- deleted groups ---------------------------------------------------------------------------------------------------
+
+
+def test_recreated_group_gets_no_retries_of_the_deleted_one(bench: Bench) -> None:
+    """It was acknowledged, even; the copy among the retries came again, since nobody's progress said so any more."""
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.groups.create("g", start="latest")
+    assert broker.start_of("g", "t", 0) == 0
+    for body in (b"acknowledged", b"waits"):
+        broker.put("t", body)
+        [delivery] = broker.pop("g", "t")
+        broker.nack("g", "t", delivery.receipt, delay=0)
+        bench.jump(1)
+        if body == b"acknowledged":
+            assert bench.drain() == [body]
+    [message] = broker.read("t", 0, 0, 1).messages
+    broker.send_back("g", message.physical_offset)  # due in ten seconds
+    broker.delete_group("g")
+    assert not [name for name in broker.topics.names() if name.startswith("%RETRY%")]
+    broker.groups.create("g", start="latest")
+    bench.jump(20_000)
+    assert bench.drain() == []
+
+
+def test_deleted_group_holds_no_part_of_the_log(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "store", segment_bytes=4096, retention=Retention(age=60))
+    broker = bench.broker
+    broker.topics.create("t", queues=1)
+    broker.put("t", b"x")
+    [delivery] = broker.pop("g", "t")
+    broker.nack("g", "t", delivery.receipt, delay=0)
+    bench.jump(1)
+    broker.delete_group("g")
+    broker.groups.create("h")
+    for _ in range(30):
+        broker.put_many("t", [bytes(100)] * 20, queue_id=0)
+        while bench.drain("h"):
+            pass
+        bench.jump(30_000)
+    assert broker.store.min_offset > 0
+    bench.broker.close()
+
+
+def test_retries_of_a_deleted_group_go_to_no_other_group(bench: Bench) -> None:
+    """`%RETRY%a_b` is the retry topic of group `a_b`, and of group `a` and topic `b` in version 1."""
+    broker = bench.broker
+    broker.topics.create("x", queues=1)
+    broker.topics.create("b", queues=1)
+    broker.put("x", b"of a_b")
+    [delivery] = broker.pop("a_b", "x")
+    broker.send_back("a_b", delivery.message.physical_offset, delay=0)
+    broker.delete_group("a_b")
+    broker.put("b", b"for a")
+    assert bench.drain("a", "b") == [b"for a"]
+
+
+def test_group_deletion_survives_a_crash(tmp_path: Path) -> None:
+    """Its settings were gone and its progress was not: a new group of that name never got what the old had consumed."""
+    broker = Bench(tmp_path).broker
+    broker.put("t", b"", queue_id=0)
+    broker.commit("g", "t", 0, 1, durability="flush")
+    broker.delete_group("g")
+    kill(broker.store)
+    with Bench(tmp_path).broker as broker:
+        assert broker.committed("g", "t", 0) is None
+        assert len(broker.pop("g", "t", queue_id=0)) == 1
+
+
+def test_recreated_group_inherits_no_attempts(tmp_path: Path) -> None:
+    """Its first delivery of a message counted as the seventeenth, and made a dead letter of it."""
+    with Bench(tmp_path).broker as broker:
+        broker.put("t", b"", queue_id=0)
+        broker.groups.create("g")
+        broker.note_attempt("g", "t", 0, 0, 16)
+        broker.delete_group("g")
+        broker.groups.create("g")
+        assert broker.attempts("g", "t", 0) == {}
+
+
+def test_deleted_group_is_forgotten(bench: Bench) -> None:
+    bench.broker.put("t", b"x")
+    assert bench.bodies() == [b"x"]
+
+    bench.broker.delete_group("g")
+
+    with pytest.raises(GroupNotFoundError, match="not known"):
+        bench.broker.lag("g")
+    assert bench.bodies() == [b"x"]

@@ -1,0 +1,46 @@
+"""Small stores for crash images, and recoveries that are cut short themselves."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from mqstore.clock import SimulatedClock
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.log.store import MessageStore
+from mqstore.options import Profile, StoreConfig
+from tests.crash.recording import RecordingFileSystem, build_image
+from tests.log.support import kill
+
+QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]
+
+
+def open_store(path: Path, mode: Literal["rw", "r"], profile: Profile, fs: FileSystem = REAL) -> MessageStore:
+    new = mode == "rw" and not any((path / name).exists() for name in ("mqstore.json", "mqstore.json.bak", "commitlog"))
+    sizes = (
+        {"segment_bytes": 8192, "consumequeue_units": 16, "index_slots": 8, "index_entries": 32}
+        if new or profile == "rocketmq"
+        else {}
+    )
+    config = StoreConfig(clock=SimulatedClock(), **sizes)
+    return MessageStore(path, mode, profile=profile, config=config, fs=fs)
+
+
+def cut_short(image: Path, rng: random.Random, profile: Profile, *, in_order: bool) -> Path:
+    """What power cuts during the recovery of `image` leave of it: of up to two, or none (`image` itself)."""
+    source = image
+    for attempt in range(rng.choice((0, 0, 1, 2))):
+        copy = image.with_name(f"{image.name}-recording-{attempt}")
+        shutil.copytree(source, copy)
+        fs = RecordingFileSystem(copy)
+        baseline = len(fs.events)
+        store = open_store(copy, "rw", profile, fs)
+        fs.observe()
+        kill(store)
+        fs.dispose()
+        source = image.with_name(f"{image.name}-torn-{attempt}")
+        build_image(fs.events[: rng.randrange(baseline, len(fs.events) + 1)], rng, source, in_order=in_order)
+        shutil.rmtree(copy)
+    return source

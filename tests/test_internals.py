@@ -1,0 +1,98 @@
+"""The pages of `docs/internals/` and the code agree: citations lead to anchors, promises to tests."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "internals"
+NAMES = ("format", "delivery", "clients", "spark", "reliability")
+TEXTS = {name: (FOLDER / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
+PROMISES = [f"p{n}" for n in range(1, 14)]
+
+_ANCHOR = re.compile(r'<a id="([^"]*)"></a>')
+_CITATION = re.compile(rf"(?<![\w/.-])({'|'.join(NAMES)})#([\w-]*)")
+_LINK = re.compile(r"\]\(([^)#\s:]*)(?:#([^)\s]*))?\)")
+_OLD = re.compile(
+    r"(?:store-format|broker-semantics|client-semantics|grpc-server|\bcompanion [AB]\d|\bspark(?:\.md)? [AB]\d"
+    r"|(?<![\w#.])[AB]\d{1,2}\.\d|\([XP]\d{1,2}[,;:)])"
+)
+_BARE = re.compile(r"(?<= )\(\d{1,2}(?:\.\d{1,2})?\)[.:](?=\s|\")")
+
+
+def _sources() -> list[Path]:
+    """Return the files that may cite: code, tests and pages, but not this file."""
+    found = [path for name in ("store", "tools", "bench", "tests") for path in (ROOT / name).rglob("*.*")]
+    found = [path for path in found if path.suffix in (".py", ".c", ".h")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return [path for path in [*found, *pages] if path != Path(__file__)]
+
+
+def _slugs(page: Path) -> set[str]:
+    """Return what a link into `page` may name: its anchors, and its headings as GitHub spells them."""
+    text = page.read_text(encoding="utf-8")
+    headings = [heading.lower() for heading in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings} | set(_ANCHOR.findall(text))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_anchors_of_a_page_are_unique_and_plain(name: str) -> None:
+    anchors = _ANCHOR.findall(TEXTS[name])
+
+    assert anchors
+    assert sorted(anchors) == sorted(set(anchors))
+    assert [anchor for anchor in anchors if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", anchor)] == []
+
+
+def test_each_citation_leads_to_an_anchor() -> None:
+    anchors = {name: set(_ANCHOR.findall(text)) for name, text in TEXTS.items()}
+    cited = [
+        (path.relative_to(ROOT), name, anchor)
+        for path in _sources()
+        for name, anchor in _CITATION.findall(path.read_text(encoding="utf-8"))
+    ]
+
+    assert len(cited) > 100
+    assert [f"{path}: {name}#{anchor}" for path, name, anchor in cited if anchor not in anchors[name]] == []
+
+
+def test_no_citation_has_the_spelling_of_before() -> None:
+    """Section numbers of documents that are not in the repository lead nowhere."""
+    old = [(path, _OLD.findall(path.read_text(encoding="utf-8"))) for path in _sources()]
+    code = [path for path in _sources() if path.suffix == ".py" and "tests" not in path.parts]
+    old += [(path, _BARE.findall(path.read_text(encoding="utf-8"))) for path in code]
+
+    assert {str(path.relative_to(ROOT)): found for path, found in old if found} == {}
+
+
+@pytest.mark.parametrize("page", sorted(FOLDER.glob("*.md")), ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    dead = []
+    for target, anchor in _LINK.findall(page.read_text(encoding="utf-8")):
+        path = (page.parent / target).resolve() if target else page
+        if not path.is_file() or (anchor and anchor not in _slugs(path)):
+            dead.append(f"{target}#{anchor}")
+
+    assert dead == []
+
+
+@pytest.mark.parametrize("page", sorted(FOLDER.glob("*.md")), ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    rooms = "store|tests|broker|client|files|jobs|layout|log|spark"
+    named = re.findall(rf"`((?:{rooms})/[\w./*-]+)`", page.read_text(encoding="utf-8"))
+    missing = [path for path in named if not [*ROOT.glob(path), *(ROOT / "store" / "mqstore").glob(path)]]
+
+    assert missing == []
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_a_promise_names_its_tests(promise: str) -> None:
+    [section] = re.findall(rf'<a id="{promise}"></a>\n(.*?)(?=<a id=|\Z)', TEXTS["reliability"], re.S)
+    [tests] = re.findall(r"^- Tests: (.*?)(?=^- |\n\n|\Z)", section, re.S | re.M)
+    named = re.findall(r"`(tests/[\w/]+\.py)`", tests)
+
+    assert named
+    assert [path for path in named if not (ROOT / path).is_file()] == []
