@@ -26,8 +26,9 @@ from mqstore import (
     TopicNotFoundError,
 )
 from mqstore.files.filesystem import StrPath
-from mqstore.log import reader as reader_module
+from mqstore.log import iteration
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.reader import to_ms
 from tests.log.support import HEADER, SEGMENT, Unsynced, flip, open_store
 
 UNIT = struct.Struct(">qiq")
@@ -429,7 +430,7 @@ def test_following_all_queues_sleeps_when_nothing_matches_and_finds_new_queues(
         lambda: store.put("t", b"1", 3, tag="A"),
         lambda: store.put("t", b"2", tag="A"),
     ]
-    monkeypatch.setattr(reader_module.time, "sleep", lambda seconds: coming.pop(0)())
+    monkeypatch.setattr(iteration.time, "sleep", lambda seconds: coming.pop(0)())
     reads = 0
     get = store.get
 
@@ -593,7 +594,7 @@ def test_offset_at_against_a_naive_search(
 @given(stamp=st.integers(0, 4_102_444_800_000))
 def test_every_millisecond_survives_being_a_datetime(tmp_path_factory: pytest.TempPathFactory, stamp: int) -> None:
     when = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=stamp)
-    assert reader_module.to_ms(when) == stamp
+    assert to_ms(when) == stamp
 
 
 # -- a reader of another process's store -----------------------------------------------------------------------------

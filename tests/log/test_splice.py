@@ -606,7 +606,7 @@ def test_closing_takes_a_splice_back_and_the_next_opening_can_do_it(tmp_path: Pa
 
     def close() -> None:
         closer.start()
-        while not store._wakeups.stopping:
+        while not store.wakeups.stopping:
             pass
 
     store = open_store(tmp_path / "store")

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import logging
 import mmap
-import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from heapq import merge
 from itertools import repeat
 from pathlib import Path
 from types import ModuleType
@@ -52,6 +50,7 @@ from mqstore.log.columns import Columns, columns_of
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.foreign import foreign
 from mqstore.log.index import Index
+from mqstore.log.iteration import iterate
 from mqstore.log.manifest import Manifest
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.names import is_path_safe
@@ -70,9 +69,6 @@ _SCAN_UNITS = 800
 """Units looked at for one filtered read (format#reads)."""
 _COMPILED_UNITS = 4096
 """Units read at once: their messages keep them all."""
-_FOLLOW_MIN_S, _FOLLOW_MAX_S = 0.001, 0.1
-_FOLLOW_LOOK_S = 1.0
-"""Who follows looks so often whether the end has moved back."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LOOK_AHEAD_UNITS = 256
 LOST_SEGMENTS = 1024
@@ -133,7 +129,7 @@ class StoreReader:
     clock: Clock
     checksum: Checksum
     delay_table_ms: tuple[int, ...]
-    _news: News
+    news: News
     checker: RecordChecker
 
     def _init_reader(self) -> None:
@@ -148,9 +144,6 @@ class StoreReader:
         """Whether `close` was called, or this is a forked child of the process that opened the store."""
         return self._closed
 
-    def _is_closed(self) -> bool:
-        return self._closed
-
     def check_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"{self.path} was closed (or this process was forked from its owner); open it again")
@@ -160,13 +153,13 @@ class StoreReader:
     def topics(self) -> list[str]:
         """Names of the topics that have a queue, sorted."""
         self.check_open()
-        self._news.catch_up(None)
+        self.news.catch_up(None)
         return sorted({queue.topic for queue in self.queue_table if queue.max_offset or queue.next_offset})
 
     def queues(self, topic: str) -> list[QueueRef]:
         """The queues of `topic`, by queue id; TopicNotFoundError without one."""
         self.check_open()
-        self._news.catch_up(None)
+        self.news.catch_up(None)
         found = [QueueRef(topic, q.queue_id) for q in self.queue_table.of(topic) if q.max_offset or q.next_offset]
         if not found:
             raise TopicNotFoundError(f"{self.path} has no topic {topic!r}")
@@ -187,12 +180,12 @@ class StoreReader:
         queue = self.queue_table.get(topic, queue_id)
         if queue is None or not queue.next_offset:  # a refused put may have left a queue without a message
             if is_path_safe(topic):
-                self._news.catch_up(None)
+                self.news.catch_up(None)
                 queue = self.queue_table.get(topic, queue_id)
             if queue is None or not queue.next_offset:
                 raise TopicNotFoundError(f"{self.path} has no queue {queue_id} of topic {topic!r}")
         elif offset is None or offset >= queue.max_offset:
-            self._news.catch_up(queue)
+            self.news.catch_up(queue)
         return queue
 
     def offsets(self, topic: str, queue_id: int = 0) -> tuple[int, int]:
@@ -207,7 +200,7 @@ class StoreReader:
         if queue is None:
             return None
         if self.mode == "rw":
-            self._news.catch_up(queue)
+            self.news.catch_up(queue)
         return (queue.min_offset, queue.max_offset) if queue.next_offset else None
 
     def units(self, topic: str, queue_id: int, offset: int, max_units: int) -> npt.NDArray[np.void]:
@@ -217,7 +210,7 @@ class StoreReader:
         if queue is None:
             return np.empty(0, UNIT_DTYPE)
         if offset + max_units > queue.max_offset:
-            self._news.catch_up(queue)
+            self.news.catch_up(queue)
         if offset < queue.min_offset:
             return np.empty(0, UNIT_DTYPE)
         return queue.units(offset, max(0, min(max_units, queue.max_offset - offset)))
@@ -499,11 +492,11 @@ class StoreReader:
 
     def find_news(self) -> None:
         """List the segments of the log again, where another process may have changed them."""
-        self._news.list_again()
+        self.news.list_again()
 
     def find_front(self, queue: ConsumeQueue) -> int:
         """Return the first offset of `queue` that retention has left by now. Lists the log again."""
-        self._news.list_again()
+        self.news.list_again()
         queue.correct_min(self._first_kept())
         return queue.min_offset
 
@@ -652,7 +645,7 @@ class StoreReader:
             raise InvalidMessageError("give key= or unique_key=, one of them", "key")
         wanted = key if key is not None else unique_key
         assert wanted is not None
-        self._news.catch_up(None)
+        self.news.catch_up(None)
         found: dict[int, Message] = {}
         asked = limit
         while True:
@@ -732,127 +725,4 @@ class StoreReader:
         says so. The same holds where retention overtakes the reader. Messages that cannot be read are passed over as by
         `read`. An offset as `start` that is not there is an OffsetOutOfRangeError.
         """
-        if queue_id is not None:
-            queue = self.queue_named(topic, queue_id)
-            position, named = self._start_of(queue, start), isinstance(start, int)
-            if stop is None and not follow and position <= queue.max_offset:
-                stop = queue.max_offset
-            yield from self._iter_queue(queue, position, stop, follow, tags, named=named)
-            return
-        if isinstance(start, int) or stop is not None:
-            raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
-        positions = {ref: self._start_of(self.queue_named(*ref), start) for ref in self.queues(topic)}
-        cuts = {ref: self.queue_named(*ref).cuts for ref in positions}
-        while True:
-            for ref in positions if follow else ():
-                queue = self.queue_named(*ref)
-                if queue.cuts != cuts.setdefault(ref, 0):
-                    cuts[ref] = queue.cuts
-                    if positions[ref] > queue.cut_to:
-                        positions[ref] = self._back_to_cut(queue, positions[ref])
-            begun = dict(positions)
-            rounds = [self._round(ref, positions, tags) for ref in positions]
-            yield from merge(*rounds, key=lambda m: (m.store_timestamp_ms, m.physical_offset))
-            if not follow:
-                return
-            if positions == begun:
-                self._wait_for_news(topic, positions)
-            for ref in self.queues(topic):
-                if ref not in positions:
-                    positions[ref] = self.queue_named(*ref).min_offset
-
-    def _round(self, ref: QueueRef, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
-        """What `ref` holds now, from its position on, which then moves behind all that was looked at."""
-        queue = self.queue_named(*ref)
-        positions[ref] = yield from self._iter_queue(queue, positions[ref], queue.max_offset, False, tags)
-
-    def _wait_for_news(self, topic: str, positions: dict[QueueRef, int]) -> None:
-        """Return when a queue of `topic` has grown beyond its position, or a new one has come."""
-        pause = _FOLLOW_MIN_S
-        polls = 0
-        while True:
-            self.check_open()
-            time.sleep(pause)  # at least once: what is there beyond a position may not be readable yet
-            pause = min(2 * pause, _FOLLOW_MAX_S)
-            polls += 1
-            if any(self.queue_named(*ref, offset).max_offset != offset for ref, offset in positions.items()):
-                return
-            # To another process a new queue is a new folder, which is not looked for at every turn.
-            if (self.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in self.queues(topic)):
-                return
-
-    def _start_of(self, queue: ConsumeQueue, start: str | datetime | int) -> int:
-        if isinstance(start, int):
-            return start
-        if isinstance(start, datetime):
-            return self.offset_at(queue.topic, queue.queue_id, start)
-        if start not in ("earliest", "latest"):
-            raise InvalidMessageError(f"start is 'earliest', 'latest', a datetime or an offset, not {start!r}", "start")
-        return queue.min_offset if start == "earliest" else queue.max_offset
-
-    def _iter_queue(
-        self,
-        queue: ConsumeQueue,
-        start: int,
-        stop: int | None,
-        follow: bool,
-        tags: str | None,
-        *,
-        named: bool = False,
-    ) -> Generator[Message, None, int]:
-        """Messages of `queue`; the value at the end is the offset behind all that was looked at. `named`: a user asked
-        for offset `start`, and is told when it is not there."""
-        position = start
-        size = 32
-        cuts = queue.cuts
-        while stop is None or position < stop:
-            want = size if stop is None else min(size, stop - position)
-            result = self.get(queue.topic, queue.queue_id, position, want, tags=tags)
-            if follow and queue.cuts != cuts:
-                cuts = queue.cuts
-                if position > queue.cut_to:
-                    position = self._back_to_cut(queue, position)
-                    continue
-            if result.status == "OFFSET_TOO_SMALL" and not (named and position == start):
-                _log.warning(
-                    "%s: retention has dropped offsets %d to %d of %s/%d before they were read; reading goes on at %d",
-                    *(self.path, position, result.min_offset - 1, queue.topic, queue.queue_id, result.min_offset),
-                )
-                position = result.min_offset
-                continue
-            if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):
-                raise OffsetOutOfRangeError(
-                    f"offset {position} of {queue.topic}/{queue.queue_id} is not between "
-                    f"{result.min_offset} and {result.max_offset}",
-                    result.min_offset,
-                    result.max_offset,
-                )
-            for message in result.messages:
-                if stop is not None and message.offset >= stop:
-                    return stop
-                yield message
-            if result.next_offset > position:
-                position = result.next_offset
-                size = min(2 * size, 1024)
-            elif not follow:
-                return position
-            else:
-                size = 32
-                self.check_open()
-                if queue.max_offset > position:
-                    time.sleep(_FOLLOW_MAX_S)  # its record cannot be read yet
-                else:
-                    self._news.wait(queue, position, _FOLLOW_LOOK_S, self._is_closed)
-        return position
-
-    def _back_to_cut(self, queue: ConsumeQueue, position: int) -> int:
-        """Where who follows goes on after the end of `queue` has moved back (format#readers)."""
-        _log.warning(
-            "%s: the log was cut: %s/%d ended at %d and not behind %d; following goes on there",
-            self.path,
-            queue.topic,
-            queue.queue_id,
-            queue.cut_to,
-            position,
-        )
-        return queue.cut_to
+        return iterate(self, topic, queue_id, start=start, stop=stop, follow=follow, tags=tags)

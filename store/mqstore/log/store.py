@@ -191,13 +191,13 @@ class MessageStore(StoreWriter):
         self._store_host = encode_host(config.store_host)
         pages = PagesAhead(parts.log_files, self.clock)
         after_sync = self.durability == "flush"
-        self._wakeups = Wakeups(pages, background=self._background, after_sync=after_sync)
-        self._log = self._wakeups.log = CommitLog(
+        self.wakeups = Wakeups(pages, background=self._background, after_sync=after_sync)
+        self._log = self.wakeups.log = CommitLog(
             parts.log_files,
             checksum=parts.checksum,
             clock=self.clock,
             store_host=self._store_host,
-            on_alarm=self._wakeups.passed,
+            on_alarm=self.wakeups.passed,
         )
         self._commit = GroupCommit(self._sync)
         self._dispatcher = Dispatcher(
@@ -209,12 +209,12 @@ class MessageStore(StoreWriter):
         self._first_put_position = 0
         self._opened_ms = self.clock.now_ms()
         self._file_news = FileNews(parts, self._log)
-        self._news: News = (
+        self.news: News = (
             self._file_news
             if self.mode == "r"
-            else OwnNews(self._dispatcher, self._wakeups, visible_end=self._visible_end, check_open=self.check_open)
+            else OwnNews(self._dispatcher, self.wakeups, visible_end=self._visible_end, check_open=self.check_open)
         )
-        self.checker = RecordChecker(parts, self._news, passes_over_bad=self.mode == "rw")
+        self.checker = RecordChecker(parts, self.news, passes_over_bad=self.mode == "rw")
         self._init_reader()
         self._init_writer()
 
@@ -223,7 +223,7 @@ class MessageStore(StoreWriter):
         parts, config, errors = self.parts, self.config, self._errors
         self._checkpointer = Checkpointer(parts, self._dispatcher, errors)
         self.background = BackgroundWork(
-            parts, self._commit, self._dispatcher, self._checkpointer, self._wakeups, errors
+            parts, self._commit, self._dispatcher, self._checkpointer, self.wakeups, errors
         )
         self._retainer = Retainer(
             parts,
@@ -243,9 +243,9 @@ class MessageStore(StoreWriter):
             queue_of=self._queue_to_put,
             sync=self._sync_beyond,
             poison=self._poison,
-            stopping=lambda: self._wakeups.stopping,
+            stopping=lambda: self.wakeups.stopping,
         )
-        self._bulk = BulkAppender(parts, splicer, self._commit, appended=self._wakeups.passed)
+        self._bulk = BulkAppender(parts, splicer, self._commit, appended=self.wakeups.passed)
         if config.retention is not None:
             self.background.add_task("retention", _RETENTION_MS, self.clean)
         take_inbox = partial(self._bulk.take_inbox_if_idle, lambda: self._closed)
@@ -300,7 +300,7 @@ class MessageStore(StoreWriter):
         self._numbered_before = sum(queue.next_offset for queue in parts.queue_table)
         self._dispatcher.position = end
         self._dispatcher.last_store_timestamp_ms = outcome.last_store_timestamp_ms
-        self._wakeups.pages.reset(end)
+        self.wakeups.pages.reset(end)
         if self.manifest.profile == "mqstore":
             # Segments that it has lost at its beginning stay noted, until retention comes there.
             noted = parts.checkpoint.log_start if parts.log_files.starts else None
@@ -314,7 +314,7 @@ class MessageStore(StoreWriter):
         )
         if opened.went_down:
             self._abort.set(os.getpid())
-        self._wakeups.set()
+        self.wakeups.set()
 
     def stop_at(self, end: int) -> None:
         """Hide the log at and beyond physical offset `end` until the next refresh. For readers only."""
@@ -377,25 +377,19 @@ class MessageStore(StoreWriter):
     def wait(self, topic: str, queue_id: int, offset: int, timeout: Duration) -> bool:
         """Block until the queue has a message at `offset`, or `timeout` seconds have passed; whether it has."""
         queue = self.queue_named(topic, queue_id, offset)
-        return self._news.wait(queue, offset, seconds(timeout, "timeout"), self._is_closed)
+        return self.news.wait(queue, offset, seconds(timeout, "timeout"), lambda: self.closed)
 
     def attend(self, waiting: bool) -> None:
         """Note whether somebody waits for `on_growth`. While this is so, what is put becomes visible at once, and not
         when the dispatcher has let puts run for a while."""
         self._dispatcher.attended = waiting
-        if waiting and not self._wakeups.is_dispatcher_idle:  # it may be in that pause
-            self._wakeups.dispatcher.ring()
-
-    def _flushed(self) -> None:
-        self._wakeups.synced()
-
-    def _flush_soon(self) -> None:
-        self.background.flush_soon()
+        if waiting and not self.wakeups.is_dispatcher_idle:  # it may be in that pause
+            self.wakeups.dispatcher.ring()
 
     # -- housekeeping -----------------------------------------------------------------------------------------------
 
     def _start_threads(self) -> None:
-        dispatch = partial(self._dispatcher.run_thread, self._wakeups, self._errors)
+        dispatch = partial(self._dispatcher.run_thread, self.wakeups, self._errors)
         for name, target in (("dispatcher", dispatch), ("flusher", self.background.run)):
             thread = threading.Thread(target=target, name=f"mqstore-{name}", daemon=True)
             thread.start()
@@ -563,7 +557,7 @@ class MessageStore(StoreWriter):
             self._dispatcher.catch_up()
         else:
             if until is None and writer_alive(self.path, self.fs):
-                self._news.catch_up(None)
+                self.news.catch_up(None)
                 for queue in self.queue_table:
                     queue.refresh()
                 until = self.parts.listed_end()
@@ -623,7 +617,7 @@ class MessageStore(StoreWriter):
             self._dispatcher.wake_all()
             if self.mode == "r":
                 return
-            self._wakeups.stop()
+            self.wakeups.stop()
             self._join_threads(timeout_s)
             with self._bulk.lock:  # who splices sees that we are closing, and takes it back
                 failed = self._log.failed
@@ -631,7 +625,7 @@ class MessageStore(StoreWriter):
             if failed is None:
                 self._finish()
         finally:  # Ctrl-C in between costs the clean end, but nobody puts from here on, and the lock is given back
-            self._wakeups.stop()
+            self.wakeups.stop()
             self._log.poison(closed)
             self._join_threads(timeout_s)
             # Its files must not be taken from a splice that takes itself back.
@@ -685,7 +679,7 @@ class MessageStore(StoreWriter):
     def _disown(self) -> None:
         """In a forked child: never touch the parent's files again."""
         self._closed = self._released = True
-        self._wakeups.stopping = True
+        self.wakeups.stopping = True
         self._log.disown(StoreClosedError(f"{self.path} belongs to the process that forked this one; open it here"))
 
     def __enter__(self) -> Self:

@@ -41,6 +41,7 @@ from mqstore.layout.properties import (
     decode_properties,
 )
 from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, MAGIC_V1, MAGIC_V2, MAX_TOPIC_BYTES_V1, unreadable_number
+from mqstore.log.background import BackgroundWork
 from mqstore.log.commitlog import ALLOWANCE, CommitLog, Fields, SendReceipt, SendReceipts
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import check_topic
@@ -59,6 +60,7 @@ from mqstore.log.outgoing import (
 from mqstore.log.reader import StoreReader
 from mqstore.log.stats import Histogram
 from mqstore.log.tip import Numbered, QueueRef, Tip
+from mqstore.log.wakeups import Wakeups
 from mqstore.native import kernel
 from mqstore.options import Durability, StoreConfig, seconds, waits_for_disk
 
@@ -121,7 +123,7 @@ class Outlet:
         if waits:
             store._wait_flushed(receipt[2] + receipt[3], receipt)
         elif store._flush_by_default:
-            store._flush_soon()
+            store.background.flush_soon()
         return receipt
 
     def way(self) -> Way | None:
@@ -154,6 +156,8 @@ class StoreWriter(StoreReader):
     _log: CommitLog
     _commit: GroupCommit
     _store_host: bytes
+    wakeups: Wakeups
+    background: BackgroundWork
 
     def _init_writer(self) -> None:
         self._put_latency = Histogram()
@@ -169,14 +173,6 @@ class StoreWriter(StoreReader):
         self._putters: dict[str, dict[int, ConsumeQueue]] = {}
         self._sync_to = 0
         """What lies beyond the end of the log and is to be synced with it: a splice that is not in yet."""
-
-    def _flushed(self) -> None:
-        """Called after a put has waited for its sync: what it synced may be visible now."""
-        raise NotImplementedError
-
-    def _flush_soon(self) -> None:
-        """Called after a put that does not wait, in a store that shows only what was flushed."""
-        raise NotImplementedError
 
     # -- putting ----------------------------------------------------------------------------------------------------
 
@@ -210,7 +206,7 @@ class StoreWriter(StoreReader):
             if waits:
                 self._wait_flushed(receipt[2] + receipt[3], receipt)
             elif self._flush_by_default:
-                self._flush_soon()
+                self.background.flush_soon()
             if sample:
                 self._note_put(queue, time.perf_counter_ns() - begin)
             return receipt
@@ -411,7 +407,7 @@ class StoreWriter(StoreReader):
             return 1
         self._log.append_copies(queues, heads, bodies, tails)
         if self._flush_by_default:
-            self._flush_soon()
+            self.background.flush_soon()
         return len(heads)
 
     def _copied_tail(self, queue: ConsumeQueue, properties: bytes) -> bytes:
@@ -570,7 +566,7 @@ class StoreWriter(StoreReader):
         if awaited is not None:
             self._wait_flushed(awaited.physical_offset + awaited.size, awaited)
         elif self._flush_by_default:
-            self._flush_soon()
+            self.background.flush_soon()
 
     def _wait_flushed(self, position: int, receipt: SendReceipt | None) -> None:
         try:
@@ -581,7 +577,7 @@ class StoreWriter(StoreReader):
             raise FlushTimeoutError(
                 f"stored, but not known to be on disk after {self._flush_timeout_s} s (flush_timeout)", receipt
             )
-        self._flushed()
+        self.wakeups.synced()
 
     def flush(self) -> None:
         """Return once everything put before is on disk. Raises FlushFailedError, FlushTimeoutError."""

@@ -1,0 +1,168 @@
+"""Iterating over messages, of one queue or of a topic, with or without waiting for more (format#reads)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Iterator
+from datetime import datetime
+from heapq import merge
+from typing import TYPE_CHECKING, Literal
+
+from mqstore.errors import InvalidMessageError, OffsetOutOfRangeError
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.message import Message
+from mqstore.log.tip import QueueRef
+
+if TYPE_CHECKING:
+    from mqstore.log.reader import StoreReader
+
+__all__ = ["iterate"]
+
+_log = logging.getLogger("mqstore")
+
+_FOLLOW_MIN_S, _FOLLOW_MAX_S = 0.001, 0.1
+_FOLLOW_LOOK_S = 1.0
+"""Interval at which an iteration that follows looks whether the end has moved back."""
+
+
+def iterate(
+    store: StoreReader,
+    topic: str,
+    queue_id: int | None,
+    *,
+    start: Literal["earliest", "latest"] | datetime | int,
+    stop: int | None,
+    follow: bool,
+    tags: str | None,
+) -> Iterator[Message]:
+    """Yield messages as `MessageStore.iter` does."""
+    if queue_id is not None:
+        queue = store.queue_named(topic, queue_id)
+        position, named = _start_of(store, queue, start), isinstance(start, int)
+        if stop is None and not follow and position <= queue.max_offset:
+            stop = queue.max_offset
+        yield from _iter_queue(store, queue, position, stop, follow, tags, named=named)
+        return
+    if isinstance(start, int) or stop is not None:
+        raise InvalidMessageError("start and stop as offsets belong to one queue: give queue_id=", "start")
+    positions = {ref: _start_of(store, store.queue_named(*ref), start) for ref in store.queues(topic)}
+    cuts = {ref: store.queue_named(*ref).cuts for ref in positions}
+    while True:
+        for ref in positions if follow else ():
+            queue = store.queue_named(*ref)
+            if queue.cuts != cuts.setdefault(ref, 0):
+                cuts[ref] = queue.cuts
+                if positions[ref] > queue.cut_to:
+                    positions[ref] = _back_to_cut(store, queue, positions[ref])
+        begun = dict(positions)
+        rounds = [_round(store, ref, positions, tags) for ref in positions]
+        yield from merge(*rounds, key=lambda m: (m.store_timestamp_ms, m.physical_offset))
+        if not follow:
+            return
+        if positions == begun:
+            _wait_for_news(store, topic, positions)
+        for ref in store.queues(topic):
+            if ref not in positions:
+                positions[ref] = store.queue_named(*ref).min_offset
+
+
+def _round(store: StoreReader, ref: QueueRef, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
+    """What `ref` holds now, from its position on, which then moves behind all that was looked at."""
+    queue = store.queue_named(*ref)
+    positions[ref] = yield from _iter_queue(store, queue, positions[ref], queue.max_offset, False, tags)
+
+
+def _wait_for_news(store: StoreReader, topic: str, positions: dict[QueueRef, int]) -> None:
+    """Return when a queue of `topic` has grown beyond its position, or a new one has come."""
+    pause = _FOLLOW_MIN_S
+    polls = 0
+    while True:
+        store.check_open()
+        time.sleep(pause)  # at least once: what is there beyond a position may not be readable yet
+        pause = min(2 * pause, _FOLLOW_MAX_S)
+        polls += 1
+        if any(store.queue_named(*ref, offset).max_offset != offset for ref, offset in positions.items()):
+            return
+        # To another process a new queue is a new folder, which is not looked for at every turn.
+        if (store.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in store.queues(topic)):
+            return
+
+
+def _start_of(store: StoreReader, queue: ConsumeQueue, start: str | datetime | int) -> int:
+    if isinstance(start, int):
+        return start
+    if isinstance(start, datetime):
+        return store.offset_at(queue.topic, queue.queue_id, start)
+    if start not in ("earliest", "latest"):
+        raise InvalidMessageError(f"start is 'earliest', 'latest', a datetime or an offset, not {start!r}", "start")
+    return queue.min_offset if start == "earliest" else queue.max_offset
+
+
+def _iter_queue(
+    store: StoreReader,
+    queue: ConsumeQueue,
+    start: int,
+    stop: int | None,
+    follow: bool,
+    tags: str | None,
+    *,
+    named: bool = False,
+) -> Generator[Message, None, int]:
+    """Messages of `queue`; the value at the end is the offset behind all that was looked at. `named`: a user asked
+    for offset `start`, and is told when it is not there."""
+    position = start
+    size = 32
+    cuts = queue.cuts
+    while stop is None or position < stop:
+        want = size if stop is None else min(size, stop - position)
+        result = store.get(queue.topic, queue.queue_id, position, want, tags=tags)
+        if follow and queue.cuts != cuts:
+            cuts = queue.cuts
+            if position > queue.cut_to:
+                position = _back_to_cut(store, queue, position)
+                continue
+        if result.status == "OFFSET_TOO_SMALL" and not (named and position == start):
+            _log.warning(
+                "%s: retention has dropped offsets %d to %d of %s/%d before they were read; reading goes on at %d",
+                *(store.path, position, result.min_offset - 1, queue.topic, queue.queue_id, result.min_offset),
+            )
+            position = result.min_offset
+            continue
+        if result.status in ("OFFSET_TOO_SMALL", "OFFSET_OVERFLOW_BADLY"):
+            raise OffsetOutOfRangeError(
+                f"offset {position} of {queue.topic}/{queue.queue_id} is not between "
+                f"{result.min_offset} and {result.max_offset}",
+                result.min_offset,
+                result.max_offset,
+            )
+        for message in result.messages:
+            if stop is not None and message.offset >= stop:
+                return stop
+            yield message
+        if result.next_offset > position:
+            position = result.next_offset
+            size = min(2 * size, 1024)
+        elif not follow:
+            return position
+        else:
+            size = 32
+            store.check_open()
+            if queue.max_offset > position:
+                time.sleep(_FOLLOW_MAX_S)  # its record cannot be read yet
+            else:
+                store.news.wait(queue, position, _FOLLOW_LOOK_S, lambda: store.closed)
+    return position
+
+
+def _back_to_cut(store: StoreReader, queue: ConsumeQueue, position: int) -> int:
+    """Where who follows goes on after the end of `queue` has moved back (format#readers)."""
+    _log.warning(
+        "%s: the log was cut: %s/%d ended at %d and not behind %d; following goes on there",
+        store.path,
+        queue.topic,
+        queue.queue_id,
+        queue.cut_to,
+        position,
+    )
+    return queue.cut_to
