@@ -346,3 +346,17 @@ def test_too_many_open_files(tmp_path: Path) -> None:
         for i in range(n, n + 20):
             store.put("t", body_of(i))
         assert [m.body for m in store.iter("t")] == [body_of(i) for i in range(n + 20)]
+
+
+def test_a_wanted_sync_without_a_descriptor_is_tried_again(tmp_path: Path) -> None:
+    """A put that does not wait, in a store that shows only what is on disk, has asked the flusher for it."""
+    fs, clock = FaultyFileSystem(), SimulatedClock()
+    with MessageStore(tmp_path / "store", durability="flush", config=config(clock), fs=fs) as store:
+        store.put("t", body_of(0), durability="append")
+        fs.fail("sync_directory", errno.EMFILE, path_part="commitlog", times=None)
+        store.run_once(clock.monotonic_ms())
+        assert "flush" in store.stats().errors
+        fs.heal()
+        clock.advance(1_000)
+        store.run_once(clock.monotonic_ms())
+        assert store.offsets("t") == (0, 1)
