@@ -204,6 +204,24 @@ def test_a_sync_that_finds_no_descriptor_free_is_made_when_there_is_one(
     check(path, 3)
 
 
+def test_units_whose_sync_failed_are_not_claimed_by_a_later_sync(tmp_path: Path) -> None:
+    """The system may have dropped what it could not write, and the second sync would not know."""
+    path = tmp_path / "store"
+    fs, clock = FaultyFileSystem(), SimulatedClock()
+    with MessageStore(path, config=config(clock), fs=fs) as store:
+        store.put("t", body_of(0), keys="k0", durability="flush")
+        store.dispatch()
+        store.run_once(clock.monotonic_ms())
+        fs.fail("fdatasync", errno.EIO, path_part="consumequeue")
+        clock.advance(60_000)
+        store.run_once(clock.monotonic_ms())
+        assert "units" in store.stats().errors
+        fs.heal()
+    with MessageStore(path, config=config()) as store:
+        assert not store.clean_shutdown
+    check(path, 1)
+
+
 @pytest.mark.parametrize("operation", ["open", "sync_directory"])
 def test_queues_that_find_no_descriptor_free_to_sync_by_are_synced_later(tmp_path: Path, operation: str) -> None:
     """Their sync passed for failed, and was never made again: the store could not be closed cleanly any more."""

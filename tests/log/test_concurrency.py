@@ -142,6 +142,16 @@ def test_every_thread_finds_all_messages_of_all_threads_in_the_order_they_were_p
         assert len(list(store.iter("shared"))) == writers * each + 2
 
 
+def test_listeners_hear_of_a_put_once_it_is_on_disk(tmp_path: Path) -> None:
+    """In a store that shows only what was flushed the sync wakes the dispatcher, which may be asleep."""
+    with MessageStore(tmp_path / "s", durability="flush", config=StoreConfig()) as store:
+        for i in range(3):
+            heard = threading.Event()
+            store.on_growth[:] = [lambda *_: heard.set()]
+            store.put("t", b"%d" % i)
+            assert heard.wait(10)
+
+
 def test_retention_beside_readers_and_writers_loses_nothing_that_is_kept(tmp_path: Path) -> None:
     """A reader sees each message from its start on, or is told that it has been overtaken; never a hole."""
     total = 3000

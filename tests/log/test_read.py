@@ -29,6 +29,7 @@ from mqstore.files.filesystem import StrPath
 from mqstore.log import iteration
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.reader import to_ms
+from mqstore.options import Profile
 from tests.log.support import HEADER, SEGMENT, Unsynced, flip, open_store
 
 UNIT = struct.Struct(">qiq")
@@ -328,6 +329,20 @@ def test_a_unit_that_points_at_a_record_of_another_queue_is_never_served(tmp_pat
         write_unit(store.path, "a", 1, unit_file(store.path, "b", 0).read_bytes()[:20])
         assert bodies(store.read("a")) == [b"a0"]
         assert bodies(store.read("b")) == [b"b0"]
+
+
+@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+@pytest.mark.parametrize("slot", [1, 2])
+def test_a_unit_that_points_at_another_message_of_its_queue_is_passed_over(
+    tmp_path: Path, profile: Profile, slot: int
+) -> None:
+    with open_store(tmp_path / "s", profile=profile) as store:
+        for i in range(4):
+            store.put("t", b"%d" % i)
+    write_unit(tmp_path / "s", "t", slot, unit_file(tmp_path / "s", "t", 0).read_bytes()[:20])
+    with open_store(tmp_path / "s", "r") as store:
+        assert bodies(store.read("t", 0, slot, 1)) == [b"%d" % (slot + 1)]
+        assert [m.offset for m in store.read("t")] == [i for i in range(4) if i != slot]
 
 
 @pytest.mark.parametrize(
