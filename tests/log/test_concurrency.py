@@ -147,7 +147,7 @@ def test_listeners_hear_of_a_put_once_it_is_on_disk(tmp_path: Path) -> None:
     with MessageStore(tmp_path / "s", durability="flush", config=StoreConfig()) as store:
         for i in range(3):
             heard = threading.Event()
-            store.on_growth[:] = [lambda *_: heard.set()]
+            store.on_growth[:] = [lambda *_, heard=heard: heard.set()]
             store.put("t", b"%d" % i)
             assert heard.wait(10)
 
