@@ -3,7 +3,7 @@
     verify           check every record, unit, index entry and JSON file
     recover          bring stores in order
     export_parquet   write messages to Parquet; the next run writes what came since
-    lag_report       how far groups are behind, and whether they catch up
+    lag_report       how far groups are behind
     traffic_report   how many messages, how large, when
     trace            a key or message id on its way through topics, retries, delays and dead letters
     dlq_report       what groups gave up, and why
