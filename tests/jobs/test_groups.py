@@ -289,7 +289,6 @@ def test_a_key_is_followed_through_retries_delays_and_dead_letters(travelled: Pa
     found = trace({"a": travelled}, "k")
 
     assert hops(found) == JOURNEY
-    assert found.looked_for == ("k",)
     sent, waits, back, retry, dead = found.hops
     assert (sent.waiting_for, sent.consumed_by, sent.group, sent.tag, sent.attempts) == (("billing",), (), None, "t", 0)
     assert (sent.keys, sent.store, sent.store_ms) == (("a", "k"), "a", T0)
@@ -331,25 +330,11 @@ def test_a_trace_searches_the_log_where_an_index_file_between_others_is_lost(tmp
     assert [len(each.hops) for each in found] == [1] * 45
 
 
-def test_a_message_id_leads_to_the_other_copies(travelled: Path) -> None:
-    first = trace(travelled, "k").hops[0]
-    found = trace(travelled, first.message_id.lower())
+def test_a_unique_key_leads_to_the_copies_of_one_message(travelled: Path) -> None:
+    found = trace(travelled, "U" * 32)
 
-    assert first.unique_key is not None
-    assert found.looked_for == (first.message_id.lower(), first.unique_key)
     assert hops(found) == [JOURNEY[0], *JOURNEY[2:]]
-    assert {hop.unique_key for hop in found.hops} == {first.unique_key}
-    assert hops(trace(travelled, first.unique_key)) == hops(found)
-
-
-def test_a_message_without_a_unique_key_leaves_itself(tmp_path: Path) -> None:
-    path = write_store(tmp_path / "s", many(8))
-    with MessageStore(path, "r") as store:
-        message = store.get("t", 1, 1, 1).messages[0]
-
-    found = trace(path, message.message_id)
-
-    assert [(hop.topic, hop.queue_id, hop.queue_offset, hop.unique_key) for hop in found.hops] == [("t", 1, 1, None)]
+    assert {hop.unique_key for hop in found.hops} == {"U" * 32}
 
 
 def test_all_stores_are_searched_and_merged_by_time(travelled: Path, tmp_path: Path) -> None:

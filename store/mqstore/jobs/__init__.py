@@ -5,7 +5,7 @@
     export_parquet   write messages to Parquet; the next run writes what came since
     lag_report       how far groups are behind
     traffic_report   how many messages, how large, when
-    trace            a key or message id on its way through topics, retries, delays and dead letters
+    trace            a key or unique key on its way through topics, retries, delays and dead letters
     dlq_report       what groups gave up, and why
     dlq_resend       send dead letters again
 
