@@ -65,11 +65,6 @@ class Runner:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    @property
-    def pieces(self) -> int:
-        """Number of tasks to cut work into: a slot that is done early finds another one, and the progress moves."""
-        return 8 if self.slots == 1 else 2 * self.slots
-
     def run(self, tasks: Sequence[T], function: Callable[[T], R], title: str = "mqstore") -> list[R]:
         """Return the results of the tasks, in their order. `title` is the name of the work in Spark's UI.
 
