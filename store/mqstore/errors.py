@@ -7,12 +7,13 @@ where (file and position), and what to do next.
 
 from __future__ import annotations
 
+import copyreg
 import errno
 import os
 import queue
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NoReturn
+from typing import Any, NoReturn
 
 __all__ = [
     "ConfigError",
@@ -176,6 +177,14 @@ class MQStoreError(Exception):
     receipts: Sequence[object] = ()
     """Raised by a `put_many` that takes several chunks: the receipts of what it had stored before, the first messages
     of the call. Empty in every other case: then nothing of the call was stored."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the attributes: the arguments of many classes are not their `args`."""
+        state = {"args": self.args, **self.__dict__}
+        for name in ("errno", "strerror", "filename"):  # of an OSError
+            if (value := getattr(self, name, None)) is not None:
+                state[name] = value
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
 
 class InvalidMessageError(MQStoreError, ValueError):

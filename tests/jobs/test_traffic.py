@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,7 @@ def test_the_traffic_of_any_store_is_that_of_its_messages(
     path = write_store(tmp_path_factory.mktemp("any") / "s", records)
     chosen = select(path, options={"minPartitions": parts})
 
-    report = traffic_report(chosen, interval=timedelta(days=365), by=("queue_id", "topic"))
+    report = traffic_report(chosen, interval="365d", by=("queue_id", "topic"))
 
     assert report.by == ("topic", "queue_id")
     assert_report(report, messages(path, counted), 365 * 86_400_000)
@@ -192,7 +191,6 @@ def test_damaged_messages_stop_it_or_are_counted_apart(tmp_path: Path, on_corrup
     [
         ({"interval": "fast"}, "interval='fast': no length of time; it is a length of time from 1s on"),
         ({"interval": "10ms"}, "interval='10ms': too short"),
-        ({"interval": 0.5}, "interval=0.5: too short"),
         ({"by": "topic"}, "by='topic': each of store, topic, queue_id"),
         ({"by": ["tag"]}, "by="),
     ],

@@ -110,7 +110,6 @@ def test_lag_is_shown_and_its_limits_are_findings(store: Path) -> None:
         (("lag", "--topic", "nope"), "no store knows the topic 'nope'; there are"),
         (("lag", "--group", "nope"), "no store knows the group 'nope'; there are"),
         (("dlq", "--group", "nope"), "no store knows the group 'nope'; there are"),
-        (("lag", "--wait", "foo"), "'foo' is no length of time; as in 36h"),
         (("lag", "--max-age", "foo"), "'foo' is no length of time; as in 36h"),
     ],
 )
@@ -119,22 +118,6 @@ def test_names_and_times_that_are_none_are_wrong_usage(store: Path, call: tuple[
 
     assert (shown.exit_code, says in " ".join(shown.stderr.split())) == (2, True), shown.stderr
     assert shown.stdout == ""
-
-
-def test_looking_twice_waits_in_between(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr("mqstore_tools.lag.time.sleep", waited.append)
-
-    found = mqstore_json("lag", store, "--wait", "30s")
-    shown = mqstore("lag", store, "--wait", "30s").stdout
-
-    assert waited == [30.0, 30.0]
-    billing = next(row for row in found["groups"] if row["group"] == "billing")
-    assert (billing["stuck_queues"], billing["consumed_per_second"]) == (2, 0)
-    assert found["previous_ms"] is not None
-    assert all(row["stuck"] is not None for group in found["groups"] for row in group["queues"])
-    assert "consumed/s" in shown
-    assert "stays at" in shown
 
 
 def test_traffic_prints_what_the_library_reports(store: Path) -> None:

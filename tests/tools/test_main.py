@@ -233,7 +233,7 @@ def test_an_interrupt_while_a_command_is_loaded_is_130(monkeypatch: pytest.Monke
     def interrupted(_: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mqstore_tools.main.importlib.import_module", interrupted)
+    monkeypatch.setattr("mqstore_tools.lazy.importlib.import_module", interrupted)
 
     result = mqstore("verify", tmp_path)
 

@@ -266,22 +266,6 @@ def test_a_json_file_put_back_from_its_backup_is_a_change(tmp_path: Path, name: 
     assert (again["changed"], again["findings"]) == (False, [])
 
 
-def test_rebuilding_config_and_index_together_tells_of_both(hundred: tuple[Path, list[SendReceipt]]) -> None:
-    path, _ = hundred
-    (path / "config").mkdir()
-    (path / "config" / "topics.json").write_bytes(b"{")
-
-    for options, dry_run in ((["--dry-run"], True), (["--yes"], False)):
-        report = mqstore_json(
-            "recover", path, "--rebuild", "config", "--rebuild", "index", *options, exit_code=1 if dry_run else 0
-        )
-        check_shape(report)
-        assert report["changed"]
-        assert len(report["config"]) == 1
-        assert "config/topics.json" in report["config"][0]
-    assert not (path / "config" / "topics.json").exists()
-
-
 @pytest.mark.parametrize("options", [[], ["--rebuild", "config", "--yes"]])
 def test_beside_a_writer_a_plan_is_refused_as_the_recovery_is_naming_the_holder(
     tmp_path: Path, options: list[str]
@@ -604,3 +588,4 @@ def test_many_stores_are_recovered_and_one_that_cannot_be_opened_is_named(tmp_pa
     assert str(tmp_path / "c") in done["stores"][2]["error"]
     assert shown.stdout.count("is in order; nothing to do") == 2
     assert mqstore("recover", tmp_path / "a", tmp_path / "b", "--rebuild", "config").exit_code == 2
+    assert mqstore("recover", tmp_path / "a", "--rebuild", "config", "--rebuild", "index").exit_code == 2

@@ -1,8 +1,7 @@
-"""`mqstore lag`: how far consumer groups are behind, and whether they catch up."""
+"""`mqstore lag`: how far consumer groups are behind."""
 
 from __future__ import annotations
 
-import time
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import click
 from mqstore import QueueRef
 from mqstore_tools.many import duration, jobs_option, stores_argument, topic_option
 from mqstore_tools.opened import show_ms
-from mqstore_tools.render import console, note, print_json, progress, table, when
+from mqstore_tools.render import console, note, print_json, progress, table
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incomplete
 from mqstore_tools.suspended import show_suspended
 
@@ -27,7 +26,6 @@ Examples:
   mqstore lag var/mq
   mqstore lag var/mq --group billing          # queue by queue
   mqstore lag fleet/* --max-lag 10000 --max-age 15m || page-somebody
-  mqstore lag var/mq --wait 30s               # two looks: rates, and queues that are stuck
   mqstore lag var/mq --json | jq '.groups[] | select(.messages > 1000) | .group'""",
 )
 @stores_argument
@@ -35,7 +33,6 @@ Examples:
 @topic_option
 @click.option("--max-lag", type=click.IntRange(0), help="Exit code 1 if a group has more messages left.")
 @click.option("--max-age", type=duration, metavar="TIME", help="Exit code 1 if one of them is older than this (15m).")
-@click.option("--wait", type=duration, metavar="TIME", help="Look twice, so long apart (30s), and compare.")
 @jobs_option
 @json_option
 @click.pass_context
@@ -46,7 +43,6 @@ def lag(
     topics: tuple[str, ...],
     max_lag: int | None,
     max_age: float | None,
-    wait: float | None,
     jobs: int,
     json_output: bool,
 ) -> None:
@@ -56,9 +52,6 @@ def lag(
     As `broker.lag` has it: popped and acknowledged is consumed, also behind a message that is still in flight. `-`
     (null in JSON) means not known: the group has not started in that queue, or, of a group, in any. Retry topics count
     as topics; what waits for its next attempt counts once that is due (`mqstore delay` shows how much waits).
-
-    Two looks also tell what is consumed and what arrives a second, how long the rest takes, and which queues are stuck:
-    there are messages, and the group's offset does not move.
 
     A queue of an ordered group is suspended from the first failure of a message until that message is settled. The
     message, the time of its first failure, the attempt that failed last and its error are shown below, and under
@@ -70,13 +63,8 @@ def lag(
     """
     from mqstore.jobs import lag_report
 
-    before = None
     with progress("looking", of_bytes=False) as report:
-        chosen: dict[str, Any] = {"topics": topics or None, "groups": groups or None, "jobs": jobs, "progress": report}
-        if wait is not None:
-            before = lag_report(stores, **chosen)
-            time.sleep(wait)
-        looked = lag_report(stores, **chosen, previous=before)
+        looked = lag_report(stores, topics=topics or None, groups=groups or None, jobs=jobs, progress=report)
     found = looked.to_dict()
     over = [each for each in found["groups"] if _is_over(each, max_lag, max_age)]
     found["over"] = [each["group"] for each in over]
@@ -115,34 +103,17 @@ def _show(found: dict[str, Any], *, by_queue: bool) -> None:
             for group, row in queues
         ]
         console().print(table("", names, cells))
-    columns: tuple[str, ...] = ("group", *_COUNTS)
-    title = ""
-    compared = found["previous_ms"] is not None
-    if compared:
-        columns += ("consumed/s>", "arriving/s>", "done in>", "stuck>")
-        title = f"compared with {when(found['previous_ms'])}"
-    rows = [(each["group"], *_cells(each), *(_rates(each) if compared else ())) for each in groups]
-    console().print(table(title, columns, rows))
+    rows = [(each["group"], *_cells(each)) for each in groups]
+    console().print(table("", ("group", *_COUNTS), rows))
     show_suspended(
         [(group, row["topic"], row["queue_id"], row["suspended"]) for group, row in queues if row["suspended"]],
         found["taken_ms"],
     )
-    stuck = [(row["store"], group, *(row[name] for name in _STUCK_FIELDS)) for group, row in queues if row["stuck"]]
-    if stuck:
-        console().print(table("stuck", ("store", "group", "topic", "queue>", "stays at>", "messages>"), stuck))
 
 
 _COUNTS = ("messages>", "in flight>", "lost>", "oldest is>")
-_RATES = ("consumed_per_second", "arriving_per_second")
-_STUCK_FIELDS = ("topic", "queue_id", "committed", "messages")
 
 
 def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
     messages = "-" if row["messages"] is None else row["messages"]
     return messages, row["in_flight"], row["lost"], show_ms(row["oldest_age_ms"])
-
-
-def _rates(row: dict[str, Any]) -> tuple[Any, ...]:
-    rates = ("-" if row[name] is None else f"{row[name]:.1f}" for name in _RATES)
-    left_s = row["seconds_left"]
-    return (*rates, show_ms(None if left_s is None else round(left_s * 1000)), row["stuck_queues"])

@@ -5,8 +5,6 @@ The library is imported then, too, not with this module: that takes half a secon
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import io
 import logging
 import os
@@ -18,6 +16,7 @@ from typing import Any
 import click
 
 from mqstore_tools import JSON_ASKED
+from mqstore_tools.lazy import LazyGroup
 
 __all__ = ["COMMANDS", "cli", "main"]
 
@@ -46,18 +45,8 @@ COMMANDS = (
 """Each is the click command `NAME` in module `mqstore_tools.NAME`, in the order of the help."""
 
 
-class _LazyGroup(click.Group):
-    """Sub-commands that cost nothing until used, so that `mqstore produce` starts as fast as it can."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for name in COMMANDS if importlib.util.find_spec(f"mqstore_tools.{name}") is not None]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        command = getattr(importlib.import_module(f"mqstore_tools.{cmd_name}"), cmd_name)
-        assert isinstance(command, click.Command)
-        return command
+class _Commands(LazyGroup):
+    names = COMMANDS
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # Before anything is parsed: that may be refused.
@@ -88,7 +77,7 @@ def _tell_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 
 @click.group(
     "mqstore",
-    cls=_LazyGroup,
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="""\b
 Exit codes: 0 fine, 1 findings, 2 wrong usage, 3 the directory cannot be opened.

@@ -85,26 +85,18 @@ def recover(
     Exit code 1 if something new was found that a recovery cannot bring back, or with --dry-run if there is work to do.
     Damage that was reported once is known: neither `recover` nor `verify` exits with 1 for it again.
     """
-    config_done: list[str] | None = None
     if "config" in rebuild:
-        if len(stores) > 1:
-            raise click.UsageError("--rebuild config is for one store at a time: it loses what stood in its files")
-        done = config_done = _rebuild_config(Path(stores[0]), dry_run=dry_run, yes=yes)
+        if len(stores) > 1 or len(rebuild) > 1:
+            raise click.UsageError("--rebuild config goes alone, for one store: it loses what stood in its files")
+        done = _rebuild_config(Path(stores[0]), dry_run=dry_run, yes=yes)
         if done is None:
             note("nothing was changed")
             ctx.exit(FINDINGS)
-        if "index" not in rebuild:
-            _tell_config(done, dry_run=dry_run, json_output=json_output)
-            if done and dry_run:
-                ctx.exit(FINDINGS)
-            return
-        for sentence in done:
-            note(sentence)
-    options = RecoverOptions(
-        dry_run=dry_run,
-        prefix=prefix,
-        rebuild_index="index" in rebuild,
-    )
+        _tell_config(done, dry_run=dry_run, json_output=json_output)
+        if done and dry_run:
+            ctx.exit(FINDINGS)
+        return
+    options = RecoverOptions(dry_run=dry_run, prefix=prefix, rebuild_index=bool(rebuild))
     with progress("recovering", of_bytes=len(stores) == 1) as report_progress, findings_told():
         config = java_config(index_slots, index_entries)
         found = run(stores, jobs=jobs, options=options, config=config, progress=report_progress)
@@ -114,13 +106,10 @@ def recover(
             rows.append({"store": each.store, "error": each.error})
             note(f"{each.store}: {each.error}")
             continue
-        each.report.changed |= bool(config_done)
         if len(found) > 1 and not json_output:
             print(safe(f"{each.store}:"))
         orphans = _tell(Path(each.path), each.report, dry_run=dry_run, json_output=json_output)
         rows.append({**each.report.as_dict(), "orphan_levels": orphans, "dry_run": dry_run})
-        if config_done is not None:
-            rows[-1]["config"] = config_done
         if len(found) > 1:
             rows[-1] = {"store": each.store, **rows[-1]}
     if json_output:

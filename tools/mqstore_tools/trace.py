@@ -1,4 +1,4 @@
-"""`mqstore trace`: one key or message id on its way through all stores."""
+"""`mqstore trace`: one key on its way through all stores."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ __all__ = ["trace"]
 
 @click.command(
     cls=StoreCommand,
-    short_help="Follow one key or message id through all stores.",
+    short_help="Follow one key through all stores.",
     epilog="""\b
 Examples:
   mqstore trace fleet/* order-4711
-  mqstore trace var/mq 7F000001000000000000000000012F3A --json""",
+  mqstore trace var/mq 7F0000010B7A63947C6B0F4A1D2E0001 --json     # a unique key""",
 )
 @stores_argument
 @click.argument("key")
 @jobs_option
 @json_option
 def trace(stores: tuple[str, ...], key: str, jobs: int, json_output: bool) -> None:
-    """Find every copy of the messages with this KEY, or with this unique key or message id, in the stores in DIR: in
-    topics, delays, retries and dead letters, in the order in which they were stored.
+    """Find every copy of the messages with this KEY, or with this unique key, in the stores in DIR: in topics, delays,
+    retries and dead letters, in the order in which they were stored. `mqstore get DIR --message-id ID` prints the
+    unique key of a message whose id you have.
 
     Exit code 1 if there is none. Needs pyarrow.
     """

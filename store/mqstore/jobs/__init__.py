@@ -3,9 +3,9 @@
     verify           check every record, unit, index entry and JSON file
     recover          bring stores in order
     export_parquet   write messages to Parquet; the next run writes what came since
-    lag_report       how far groups are behind, and whether they catch up
+    lag_report       how far groups are behind
     traffic_report   how many messages, how large, when
-    trace            a key or message id on its way through topics, retries, delays and dead letters
+    trace            a key or unique key on its way through topics, retries, delays and dead letters
     dlq_report       what groups gave up, and why
     dlq_resend       send dead letters again
 
@@ -19,47 +19,32 @@ Nothing is imported here: pyarrow is needed only by the jobs that read messages,
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from mqstore.lazy import lazy
 
 if TYPE_CHECKING:
-    from mqstore.jobs.dlq import dlq_report, dlq_resend
-    from mqstore.jobs.export import export_parquet
-    from mqstore.jobs.lag import lag_report
-    from mqstore.jobs.recovering import recover
-    from mqstore.jobs.tracing import trace
-    from mqstore.jobs.traffic import traffic_report
-    from mqstore.jobs.verifying import verify
-    from mqstore.spark.selection import select
+    from mqstore.jobs.dlq import dlq_report as dlq_report
+    from mqstore.jobs.dlq import dlq_resend as dlq_resend
+    from mqstore.jobs.export import export_parquet as export_parquet
+    from mqstore.jobs.lag import lag_report as lag_report
+    from mqstore.jobs.recovering import recover as recover
+    from mqstore.jobs.tracing import trace as trace
+    from mqstore.jobs.traffic import traffic_report as traffic_report
+    from mqstore.jobs.verifying import verify as verify
+    from mqstore.spark.selection import select as select
 
-__all__ = [
-    "dlq_report",
-    "dlq_resend",
-    "export_parquet",
-    "lag_report",
-    "recover",
-    "select",
-    "trace",
-    "traffic_report",
-    "verify",
-]
-
-_MODULES: Final = {
-    "dlq_report": "mqstore.jobs.dlq",
-    "dlq_resend": "mqstore.jobs.dlq",
-    "export_parquet": "mqstore.jobs.export",
-    "lag_report": "mqstore.jobs.lag",
-    "recover": "mqstore.jobs.recovering",
+_LAZY: Final = {
+    "dlq_report": ".dlq",
+    "dlq_resend": ".dlq",
+    "export_parquet": ".export",
+    "lag_report": ".lag",
+    "recover": ".recovering",
     "select": "mqstore.spark.selection",
-    "trace": "mqstore.jobs.tracing",
-    "traffic_report": "mqstore.jobs.traffic",
-    "verify": "mqstore.jobs.verifying",
+    "trace": ".tracing",
+    "traffic_report": ".traffic",
+    "verify": ".verifying",
 }
-"""Module of each function, which is imported when the function is first asked for."""
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        found = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [*_LAZY]
+__getattr__ = lazy(__name__, _LAZY)

@@ -3,7 +3,7 @@
     DEST/export=00000001/topic=orders/date=2026-01-31/part-00003-9f2c.parquet
                         /_manifest.json
         /export=00000002/...
-        /_staging/RUN/3-9f2c/...            files of a task; what a crash leaves here is nobody's
+        /_staging/RUN/3-9f2c/...            files of a task; a week after a crash a later run deletes them
 
 Each run that had something to read adds one folder `export=N`, whole, by one rename:
 
@@ -12,9 +12,8 @@ Each run that had something to read adds one folder `export=N`, whole, by one re
     3  driver    renames `ready` to export=N: the one step that counts
     4  driver    removes _staging/RUN
 
-Before 3 the export is as it was, and readers of all sorts, who pass over names with an underscore, see none of the new
-files; after it they see all of them. Two exports into one folder that race for a number: the second fails, since it has
-read what the first has written.
+Readers of all sorts pass over names with an underscore. Of two exports into one folder that race for a number, the
+second fails, since it has read what the first has written.
 
 The manifest: {"version": 1, "number", "shape", "messages", "record_bytes", "files": [{"path", "rows", "bytes"}],
 "ends": {store: {topic: {queue id: offset}}}}. `ends` are those of all runs so far: the newest manifest says where the
@@ -28,31 +27,29 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from mqstore.errors import ConfigError, MQStoreError
-from mqstore.files.filesystem import REAL
+from mqstore.errors import ConfigError
 from mqstore.jobs.runner import Progress, Runner
 from mqstore.spark.columns import check_columns, default_columns
 from mqstore.spark.options import QUEUE_ID, SourceOptions
 from mqstore.spark.plan import QueueSlice
 from mqstore.spark.progress import look
 from mqstore.spark.selection import Selection, Shaped, Stores, local_path, select
+from mqstore.spark.staging import STAGING, clean, write_file
 from mqstore.spark.tasks import policy_of, read_slices
 
 __all__ = ["ExportResult", "export_parquet", "read_manifest"]
 
-_STAGING: Final = "_staging"
 _MANIFEST: Final = "_manifest.json"
 _FOLDER: Final = "export="
 _STAGING_TTL_S: Final = 7 * 86_400
@@ -62,10 +59,9 @@ _DIFFERENT: Final = frozenset(
     {"body", "message_id", "unique_key", "queue_offset", "physical_offset", "born_timestamp", "store_timestamp"}
 )
 """Columns whose values hardly ever come twice: looking for those that do costs a quarter of the writing."""
-_DAY_US: Final = 86_400_000_000
-_OPEN_FILES: Final = 64
-_FILE_ROWS, _FILE_BYTES, _TASK_BYTES = 1 << 17, 32 << 20, 128 << 20
-"""What waits in memory before it becomes a row group: of a file, and of all files of a task."""
+_GROUP_ROWS: Final = 1 << 17
+_ROUND_BYTES: Final = 64 << 20
+"""Rows that a task has in memory before it writes them, to a new file in each folder."""
 
 Ends = dict[str, dict[str, dict[str, int]]]
 
@@ -117,7 +113,7 @@ def export_parquet(
     tasks, passed = job.tasks(before, runner.slots), job.passed_over(before)
     if not tasks:
         return ExportResult(job.dest, None, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])
-    _clear_old_staging(job.dest)
+    clean(Path(job.dest), _STAGING_TTL_S)
     try:
         os.makedirs(job.staging)
         with runner:
@@ -140,45 +136,35 @@ def export_parquet(
 
 
 def read_manifest(dest: str | os.PathLike[str]) -> dict[str, Any]:
-    """The newest manifest in `dest`; one that says nothing (number 0) where there is none. ConfigError for what is no
-    manifest, or a damaged one."""
+    """Return the newest manifest in `dest`, or one that says nothing (number 0) where there is none.
+
+    Raises ConfigError for a file that is no manifest, or a damaged one.
+    """
+    names = os.listdir(dest) if os.path.exists(dest) else []
+    newest = max((name for name in names if name.startswith(_FOLDER)), default=None)
+    if newest is None:
+        return {"version": 1, "number": 0, "shape": {}, "ends": {}}
+    path = os.path.join(dest, newest, _MANIFEST)
     try:
-        found = sorted(name for name in os.listdir(dest) if name.startswith(_FOLDER))
-    except FileNotFoundError:
-        found = []
-    for name in reversed(found):
-        path = os.path.join(dest, name, _MANIFEST)
-        try:
-            with open(path, encoding="utf-8") as file:
-                value: dict[str, Any] = json.load(file)
-            if value["version"] != 1:
-                raise ConfigError(f"{path} is of version {value['version']!r}; this mqstore knows 1")
-            for member, right in _MEMBERS.items():
-                if not right(value[member]):
-                    raise ValueError(f"{member} is not what it should be")
-            return value
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            if isinstance(error, MQStoreError):
-                raise
-            raise ConfigError(
-                f"{path} is no manifest of an export, or damaged ({error!r}): bring it back as it was, or give another "
-                "folder, to which all is exported"
-            ) from error
-    return {"version": 1, "number": 0, "shape": {}, "ends": {}}
-
-
-def _each(right: Callable[[Any], bool], name: Callable[[str], object] = lambda _: True) -> Callable[[Any], bool]:
-    """Whether something is an object whose names and values are right."""
-    return lambda value: type(value) is dict and all(name(key) and right(each) for key, each in value.items())
-
-
-_MEMBERS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "number": lambda value: type(value) is int and value > 0,
-    "shape": lambda value: type(value) is dict,
-    # A queue id in another spelling, or an offset below 0, would pass over messages or export them again.
-    "ends": _each(_each(_each(lambda end: type(end) is int and end >= 0, QUEUE_ID.fullmatch))),
-}
-"""What runs go by in a manifest."""
+        with open(path, encoding="utf-8") as file:
+            value: dict[str, Any] = json.load(file)
+        if value["version"] != 1:
+            raise ValueError(f"version {value['version']!r} instead of 1")
+        # A queue id in another spelling, or an offset below 0, would pass over messages or export them again.
+        ends = [end for topics in value["ends"].values() for queues in topics.values() for end in queues.items()]
+        if not (
+            type(value["number"]) is int
+            and value["number"] > 0
+            and type(value["shape"]) is dict
+            and all(QUEUE_ID.fullmatch(queue_id) and type(end) is int and end >= 0 for queue_id, end in ends)
+        ):
+            raise ValueError("number, shape or ends are not what they should be")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not the manifest of an export, or it is damaged or of a newer mqstore ({error!r}): bring it "
+            "back as it was, or give another folder, to which all is exported"
+        ) from error
+    return value
 
 
 # -- what is to be done ------------------------------------------------------------------------------------------------
@@ -219,7 +205,7 @@ class _Job:
             if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(store.path)):
                 raise ConfigError(f"dest={path!r} lies in the store {store.path!r}")
         # A random name: two runs, or one and what a crash left of another, must not share a folder.
-        staging = os.path.join(path, _STAGING, secrets.token_hex(8))
+        staging = os.path.join(path, STAGING, secrets.token_hex(8))
         return cls(selection, path, staging, tuple(chosen), tuple(partition_by))
 
     @property
@@ -303,40 +289,58 @@ def _refuse(options: SourceOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a task has written: (path under `staging`, path under the new folder, rows, bytes) of each file."""
+    """What a task has written."""
 
-    files: tuple[tuple[str, str, int, int], ...]
+    folder: str
+    """Under `_Job.staging`."""
+    files: list[dict[str, Any]]
+    """As in the manifest: `path` is below `folder`, and later below export=N."""
     messages: int
     record_bytes: int
     damaged: int
 
 
 def _write(job: _Job, task: tuple[int, list[QueueSlice]]) -> _Written:
-    """The task's messages into files of its own."""
+    """Write the task's messages into files of its own."""
     number, slices = task
     options = job.selection.options
     policy = policy_of(options)
-    extra = ["size", *(["store_timestamp"] if "date" in job.partition_by else [])]
-    columns = [*job.columns, *(name for name in extra if name not in job.columns)]
-    record_bytes = messages = 0
-    with _Files(job, number) as files:
-        for piece in slices:
-            for batch in read_slices(options, columns, options.body_as, [piece], policy=policy):
-                messages += batch.num_rows
-                record_bytes += pc.sum(batch.column("size")).as_py() or 0
-                for day, rows in _by_day(batch) if "date" in job.partition_by else [("", batch)]:
-                    files.add(_folder(job.partition_by, piece, day), rows.select(job.columns))
-        return _Written(files.finish(), messages, record_bytes, policy.corrupt)
+    by_day = "date" in job.partition_by
+    columns = [*dict.fromkeys([*job.columns, "size", *(["store_timestamp"] if by_day else [])])]
+    folder = f"{number}-{secrets.token_hex(6)}"
+    files: list[dict[str, Any]] = []
+    waiting: dict[str, list[Any]] = {}
+    waiting_bytes = record_bytes = messages = 0
+
+    def write() -> None:
+        for name, batches in waiting.items():
+            target = os.path.join(name, f"part-{number:05d}-{secrets.token_hex(6)}.parquet")
+            path = os.path.join(job.staging, folder, target)
+            rows = _write_file(path, pa.Table.from_batches(batches))
+            files.append({"path": target, "rows": rows, "bytes": os.path.getsize(path)})
+        waiting.clear()
+
+    for piece in slices:
+        for batch in read_slices(options, columns, options.body_as, [piece], policy=policy):
+            messages += batch.num_rows
+            record_bytes += pc.sum(batch.column("size")).as_py() or 0
+            for day, rows in _by_day(batch) if by_day else [("", batch)]:
+                waiting.setdefault(_folder(job.partition_by, piece, day), []).append(rows.select(job.columns))
+            waiting_bytes += batch.nbytes
+            if waiting_bytes >= _ROUND_BYTES:
+                write()
+                waiting_bytes = 0
+    write()
+    return _Written(folder, files, messages, record_bytes, policy.corrupt)
 
 
 def _by_day(batch: Any) -> Iterator[tuple[str, Any]]:
     """The batch by UTC days of storing; mostly it is of one."""
-    stamps = batch.column("store_timestamp")
-    days = stamps.cast(pa.int64()).fill_null(-(1 << 62)).to_numpy() // _DAY_US
-    for day in np.unique(days).tolist():
-        name = _NULL if day < -1_000_000 else str(np.datetime64(day, "D"))
-        here = days == day
-        yield name, batch if here.all() else batch.filter(pa.array(here))
+    days = batch.column("store_timestamp").cast(pa.timestamp("us")).cast(pa.date32())
+    coded = days.dictionary_encode(null_encoding="encode")
+    for number, day in enumerate(coded.dictionary.to_pylist()):
+        rows = batch if len(coded.dictionary) == 1 else batch.filter(pc.equal(coded.indices, number))
+        yield _NULL if day is None else str(day), rows
 
 
 def _folder(partition_by: Sequence[str], piece: QueueSlice, day: str) -> str:
@@ -345,74 +349,15 @@ def _folder(partition_by: Sequence[str], piece: QueueSlice, day: str) -> str:
     return "/".join(f"{name}={quote(values[name], safe=' ', errors='surrogateescape')}" for name in partition_by)
 
 
-class _Files:
-    """The Parquet files that a task has open, by folder. Rows wait until they make a row group worth having."""
-
-    def __init__(self, job: _Job, number: int) -> None:
-        self._job = job
-        token = secrets.token_hex(6)
-        self._folder = f"{number}-{token}"
-        self._name = f"part-{number:05d}-{token}"
-        self._waiting: dict[str, list[Any]] = {}
-        self._bytes: dict[str, int] = {}
-        self._open: dict[str, tuple[Any, str, str]] = {}
-        """Least recently written first."""
-        self._done: list[tuple[str, str, int, int]] = []
-        self._rows: dict[str, int] = {}
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for opened in self._open.values():
-            opened[0].close()
-
-    def add(self, folder: str, batch: Any) -> None:
-        """Rows for the file of that folder."""
-        waiting = self._waiting.setdefault(folder, [])
-        waiting.append(batch)
-        self._bytes[folder] = self._bytes.get(folder, 0) + batch.nbytes
-        if self._bytes[folder] >= _FILE_BYTES or sum(each.num_rows for each in waiting) >= _FILE_ROWS:
-            self._flush(folder)
-        elif sum(self._bytes.values()) >= _TASK_BYTES or len(self._waiting) > _OPEN_FILES:
-            for each in [*self._waiting]:
-                self._flush(each)
-
-    def finish(self) -> tuple[tuple[str, str, int, int], ...]:
-        """Close all, on disk; the files."""
-        for folder in [*self._waiting]:
-            self._flush(folder)
-        for folder in [*self._open]:
-            self._close(folder)
-        return tuple(self._done)
-
-    def _flush(self, folder: str) -> None:
-        batches = self._waiting.pop(folder)
-        del self._bytes[folder]
-        writer, path, target = self._open.pop(folder, (None, "", ""))
-        if writer is None:
-            if len(self._open) >= _OPEN_FILES:
-                self._close(next(iter(self._open)))
-            target = f"{folder}/{self._name}-{len(self._done) + len(self._open)}.parquet".lstrip("/")
-            path = os.path.join(self._job.staging, self._folder, target)
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            again = [name for name in self._job.columns if name not in _DIFFERENT]
-            if "properties" in again:
-                again += ["properties.key_value.key", "properties.key_value.value"]
-            schema = batches[0].schema
-            writer = pq.ParquetWriter(path, schema, compression="zstd", use_dictionary=again)
-        table = pa.Table.from_batches(batches)
-        writer.write_table(table, row_group_size=len(table))
-        _sync(path, begin=True)
-        self._rows[target] = self._rows.get(target, 0) + len(table)
-        self._open[folder] = writer, path, target
-
-    def _close(self, folder: str) -> None:
-        writer, path, target = self._open.pop(folder)
-        writer.close()
-        _sync(path)
-        staged = os.path.relpath(path, self._job.staging)
-        self._done.append((staged, target, self._rows[target], os.path.getsize(path)))
+def _write_file(path: str, table: Any) -> int:
+    """Write a Parquet file and sync it. Returns its number of rows."""
+    again = [name for name in table.column_names if name not in _DIFFERENT]
+    if "properties" in again:
+        again += ["properties.key_value.key", "properties.key_value.value"]
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    pq.write_table(table, path, row_group_size=_GROUP_ROWS, compression="zstd", use_dictionary=again)
+    _sync(path)
+    return len(table)
 
 
 # -- publishing --------------------------------------------------------------------------------------------------------
@@ -434,9 +379,7 @@ def _manifest(
         "shape": job.shape,
         "messages": sum(each.messages for each in written),
         "record_bytes": sum(each.record_bytes for each in written),
-        "files": [
-            {"path": target, "rows": rows, "bytes": size} for each in written for _, target, rows, size in each.files
-        ],
+        "files": [file for each in written for file in each.files],
         "ends": ends,
     }
 
@@ -444,26 +387,19 @@ def _manifest(
 def _publish(job: _Job, manifest: dict[str, Any], written: Sequence[_Written]) -> None:
     """Steps 2 and 3."""
     ready = os.path.join(job.staging, "ready")
+    target = os.path.join(job.dest, f"{_FOLDER}{manifest['number']:08d}")
     os.mkdir(ready)
-    folders = {ready}
-    for staged, target, _, _ in (file for each in written for file in each.files):
-        path = os.path.join(ready, target)
+    for folder, name in ((each.folder, file["path"]) for each in written for file in each.files):
+        path = os.path.join(ready, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        os.rename(os.path.join(job.staging, staged), path)
-        folder = os.path.dirname(path)
-        while folder not in folders:
-            folders.add(folder)
-            folder = os.path.dirname(folder)
-    path = os.path.join(ready, _MANIFEST)
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(manifest, file, ensure_ascii=True, indent=1)
-    _sync(path)
-    for each in folders:
-        _sync(each)
+        os.rename(os.path.join(job.staging, folder, name), path)
+    write_file(Path(ready, _MANIFEST), json.dumps(manifest, indent=1).encode("ascii"))
+    for path, _, _ in os.walk(ready):
+        _sync(path)
     try:
-        os.rename(ready, os.path.join(job.dest, f"{_FOLDER}{manifest['number']:08d}"))
+        os.rename(ready, target)
     except OSError as error:
-        if not os.path.exists(os.path.join(job.dest, f"{_FOLDER}{manifest['number']:08d}")):
+        if not os.path.exists(target):
             raise
         raise ConfigError(
             f"{job.dest}: another export has ended meanwhile and has what this one was to write; nothing of this one "
@@ -473,24 +409,10 @@ def _publish(job: _Job, manifest: dict[str, Any], written: Sequence[_Written]) -
         _sync(each)
 
 
-def _sync(path: str, *, begin: bool = False) -> None:
-    """Have a file, or the names in a folder, on disk; or `begin` with what there is of a file that grows."""
+def _sync(path: str) -> None:
+    """Have a file, or the names in a folder, on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        if begin:
-            REAL.write_back(descriptor)
-        else:
-            os.fsync(descriptor)
+        os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _clear_old_staging(dest: str) -> None:
-    """What crashed runs have left, when it is so old that none of them can be at work still."""
-    try:
-        found = [*os.scandir(os.path.join(dest, _STAGING))]
-    except FileNotFoundError:
-        return
-    for each in found:
-        if time.time() - each.stat().st_mtime > _STAGING_TTL_S:
-            shutil.rmtree(each.path, ignore_errors=True)

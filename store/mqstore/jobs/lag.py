@@ -1,13 +1,7 @@
-"""How far consumer groups are behind, in one store or many, and whether they catch up.
+"""How far consumer groups are behind, in one store or many.
 
 A task looks at one store: its groups' offsets beside the ends of queues (`broker/admin/inspect.py`), and no message but
-the oldest that each group has not consumed. One look says how far; two say which way it goes: a later look compares
-with the report of an earlier one.
-
-    consumed a second    messages consumed between the looks, by the time between them. The end of a queue and the lag
-                         tell it: the committed offset of a group that pops may stay while much behind it is done
-    arriving a second    how far the ends of queues moved
-    stuck                a queue that had messages to consume at both looks, and of which none was consumed
+the oldest that each group has not consumed.
 """
 
 from __future__ import annotations
@@ -26,9 +20,6 @@ from mqstore.spark.plan import StoreName, is_wanted, open_store
 from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, check_known, select
 
 __all__ = ["GroupLag", "LagReport", "QueueRow", "Unlisted", "lag_report"]
-
-_Key = tuple[str, str, str, int]
-"""Group, store, topic, queue id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +44,6 @@ class QueueRow(Shaped):
     oldest_age_ms: int | None
     suspended: Mapping[str, Any] | None
     """The failed message that holds up an ordered queue: `offset`, `attempt`, `since_ms`, `error`."""
-    stuck: bool | None
-    """None without an earlier look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +57,6 @@ class GroupLag(Shaped):
     lost: int
     oldest_store_timestamp_ms: int | None
     oldest_age_ms: int | None
-    consumed_per_second: float | None
-    arriving_per_second: float | None
-    """None without an earlier look that knew the group."""
-    seconds_left: float | None
-    """Time until nothing is left, at these rates; None if that is not where they lead."""
-    stuck_queues: int | None
     queues: tuple[QueueRow, ...]
 
 
@@ -92,7 +75,6 @@ class LagReport(Shaped):
 
     taken_ms: int
     """The earliest clock of a task; what was counted is from then on."""
-    previous_ms: int | None
     groups: tuple[GroupLag, ...]
     """By name."""
     incomplete: tuple[Unlisted, ...]
@@ -107,10 +89,10 @@ def lag_report(
     progress: Progress | None = None,
     topics: str | Sequence[str] | None = None,
     groups: Iterable[str] | None = None,
-    previous: LagReport | None = None,
 ) -> LagReport:
-    """Return the lag of `groups` (all) on `topics` (all, those of retries as well) in `stores`, compared with the
-    `previous` report. `jobs`, `spark` and `progress`: see `mqstore.jobs`.
+    """Return the lag of `groups` (all) on `topics` (all, those of retries as well) in `stores`.
+
+    `jobs`, `spark` and `progress`: see `mqstore.jobs`.
 
     By what is on disk: a running broker writes its groups' progress within a few seconds. Raises ConfigError for a
     group or topic that no store knows, and what opening a store raises.
@@ -118,7 +100,6 @@ def lag_report(
     chosen = select(stores, topics=topics)
     check_followed(chosen, "topics", "topic_pattern", "assign", "include_system_topics")
     wanted = None if groups is None else tuple(dict.fromkeys(groups))
-    before = None if previous is None else _earlier(previous)
     options = replace(chosen.options, include_system_topics=True)  # retry topics count, unless topics are named
     with Runner(jobs, spark, progress) as runner:
         found = runner.run(chosen.stores(), partial(_look, options, wanted), "mqstore lag")
@@ -131,8 +112,7 @@ def lag_report(
             rows[group].append(row)
     return LagReport(
         now_ms,
-        None if before is None else before[0],
-        tuple(_sum(name, rows[name], before, now_ms) for name in sorted(rows) if wanted is None or name in wanted),
+        tuple(_sum(name, rows[name], now_ms) for name in sorted(rows) if wanted is None or name in wanted),
         tuple(each.incomplete for each in found if each.incomplete is not None),
     )
 
@@ -179,7 +159,6 @@ def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreNam
                     oldest_store_timestamp_ms=lag.oldest_ms,
                     oldest_age_ms=_age_ms(lag.oldest_ms, now_ms),
                     suspended=None if suspended is None else asdict(suspended),
-                    stuck=None,
                 )
                 rows.append((group, row))
         # Known is a topic that has messages, one that was made and has none yet, and one that a group has committed on.
@@ -195,71 +174,17 @@ def _age_ms(stored_ms: int | None, now_ms: int) -> int | None:
 
 # -- in the driver -----------------------------------------------------------------------------------------------------
 
-_Earlier = tuple[int, dict[_Key, tuple[int, int]]]
-"""When it was taken; messages consumed and end of each queue with progress."""
 
-
-def _earlier(previous: LagReport) -> _Earlier:
-    return previous.taken_ms, {
-        _key(group.group, row): (row.end - row.messages, row.end)
-        for group in previous.groups
-        for row in group.queues
-        if row.messages is not None
-    }
-
-
-def _sum(group: str, rows: list[QueueRow], before: _Earlier | None, now_ms: int) -> GroupLag:
-    if before is not None:
-        rows = [replace(row, stuck=_is_stuck(row, before[1].get(_key(group, row)))) for row in rows]
+def _sum(group: str, rows: list[QueueRow], now_ms: int) -> GroupLag:
     known = [row.messages for row in rows if row.messages is not None]
-    lag = sum(known)
-    oldest_ms = min(
-        (row.oldest_store_timestamp_ms for row in rows if row.oldest_store_timestamp_ms is not None), default=None
-    )
-    consumed, arriving = _rates(group, rows, before, now_ms)
-    left = None
-    if lag and consumed is not None and arriving is not None and consumed > arriving:
-        left = round(lag / (consumed - arriving), 3)
+    stored = [row.oldest_store_timestamp_ms for row in rows if row.oldest_store_timestamp_ms is not None]
+    oldest_ms = min(stored, default=None)
     return GroupLag(
         group,
-        messages=lag if known else None,
+        messages=sum(known) if known else None,
         in_flight=sum(row.in_flight for row in rows),
         lost=sum(row.lost for row in rows),
         oldest_store_timestamp_ms=oldest_ms,
         oldest_age_ms=_age_ms(oldest_ms, now_ms),
-        consumed_per_second=consumed,
-        arriving_per_second=arriving,
-        seconds_left=left,
-        stuck_queues=None if before is None else sum(bool(row.stuck) for row in rows),
         queues=tuple(sorted(rows, key=lambda row: (row.topic, row.queue_id, row.store))),
     )
-
-
-def _key(group: str, row: QueueRow) -> _Key:
-    return group, row.store, row.topic, row.queue_id
-
-
-def _is_stuck(row: QueueRow, then: tuple[int, int] | None) -> bool:
-    if then is None or not row.messages:
-        return False
-    consumed, end = then
-    return consumed < end and row.end - row.messages == consumed
-
-
-def _rates(
-    group: str, rows: Sequence[QueueRow], before: _Earlier | None, now_ms: int
-) -> tuple[float, float] | tuple[None, None]:
-    """Return messages consumed and arriving a second since the earlier look, in the queues that it knew."""
-    if before is None or now_ms <= before[0]:
-        return None, None
-    pairs = [
-        (row.end, row.messages, then)
-        for row in rows
-        if row.messages is not None and (then := before[1].get(_key(group, row))) is not None
-    ]
-    if not pairs:
-        return None, None
-    passed_s = (now_ms - before[0]) / 1000
-    consumed = sum(end - messages - then[0] for end, messages, then in pairs)  # negative after a reset: it goes back
-    arriving = sum(end - then[1] for end, _, then in pairs)
-    return round(consumed / passed_s, 6), round(arriving / passed_s, 6)

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from functools import partial
-from logging.handlers import QueueHandler, QueueListener
+from logging.handlers import QueueHandler
 from multiprocessing import get_context
-from multiprocessing.queues import Queue
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from mqstore.errors import ConfigError, MQStoreError
@@ -56,25 +55,15 @@ class Runner:
         self._context = None if spark is None else _context_of(spark)
         self._progress = progress or (lambda done, total: None)
         self._pool: ProcessPoolExecutor | None = None
-        self._log: QueueListener | None = None
-        self._has_log = True
-        """False once a process may have ended in the middle of a line, for the rest of which nobody must wait."""
         self.slots = jobs if self._context is None else max(1, int(self._context.defaultParallelism))
         """Number of tasks that run at the same time."""
 
     def __enter__(self) -> Runner:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-        if self._log is not None and self._has_log and (kind is None or issubclass(kind, Exception)):
-            self._log.stop()
-
-    @property
-    def pieces(self) -> int:
-        """Number of tasks to cut work into: a slot that is done early finds another one, and the progress moves."""
-        return 8 if self.slots == 1 else 2 * self.slots
 
     def run(self, tasks: Sequence[T], function: Callable[[T], R], title: str = "mqstore") -> list[R]:
         """Return the results of the tasks, in their order. `title` is the name of the work in Spark's UI.
@@ -84,125 +73,69 @@ class Runner:
         if not tasks:
             return []
         self._progress(0, len(tasks))
+        work = partial(_named, function)
         if self._context is not None:
-            outcomes = self._in_spark(tasks, function, title)
-        elif min(self.slots, len(tasks)) > 1:
-            outcomes = self._in_pool(tasks, function)
-        else:
-            outcomes = self._here(tasks, function)
-        for outcome in outcomes:
-            if isinstance(outcome, _Failure):
-                raise outcome.error()
-        return outcomes
-
-    def _here(self, tasks: Sequence[T], function: Callable[[T], R]) -> list[Any]:
+            found = self._in_spark(tasks, work, title)
+            self._progress(len(tasks), len(tasks))
+            return found
         found = []
-        for number, task in enumerate(tasks):
-            try:
-                found.append(function(task))
-            except Exception as error:
-                _name_store(error, task)
-                raise
-            self._progress(number + 1, len(tasks))
+        for result in self._in_pool(tasks, work) if min(self.slots, len(tasks)) > 1 else map(work, tasks):
+            found.append(result)
+            self._progress(len(found), len(tasks))
         return found
 
-    def _in_pool(self, tasks: Sequence[T], function: Callable[[T], R]) -> list[Any]:
-        if self._pool is None:
-            spawn = get_context("spawn")
-            lines: Queue[logging.LogRecord] = spawn.Queue()
-            self._log = QueueListener(lines, _Relay())
-            self._pool = ProcessPoolExecutor(self.slots, spawn, _begin_worker, (lines,))
-            self._log.start()
+    def _in_pool(self, tasks: Sequence[T], work: Callable[[T], R]) -> Iterator[R]:
+        # A process that starts puts Ctrl-C off until `_begin_worker`.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            futures = self._submitted(self._pool, tasks, function)
-            for done, future in enumerate(as_completed(futures), 1):
-                if isinstance(future.result(), _Failure):
-                    break  # `__exit__` cancels the tasks that have not begun
-                self._progress(done, len(tasks))
-            return [future.result() for future in futures if future.done()]
+            self._pool = self._pool or ProcessPoolExecutor(self.slots, get_context("spawn"), _begin_worker)
+            results = self._pool.map(partial(_with_log, work), tasks)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        try:
+            for result, records in results:
+                for record in records:
+                    log = logging.getLogger(record.name)
+                    if log.isEnabledFor(record.levelno):
+                        log.handle(record)
+                yield result
         except BrokenProcessPool as error:
-            self._has_log = False
             raise MQStoreError(
                 "a worker process ended before its task did. If it was killed for want of memory, give fewer jobs. If "
                 "it did not start, call the job under `if __name__ == '__main__':`"
             ) from error
 
-    @staticmethod
-    def _submitted(
-        pool: ProcessPoolExecutor, tasks: Sequence[T], function: Callable[[T], R]
-    ) -> list[Future[R | _Failure]]:
-        """Submit the tasks. Processes that are started for them put Ctrl-C off until `_begin_worker`."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            return [pool.submit(_attempt, function, task) for task in tasks]
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _in_spark(self, tasks: Sequence[T], function: Callable[[T], R], title: str) -> list[Any]:
+    def _in_spark(self, tasks: Sequence[T], work: Callable[[T], R], title: str) -> list[R]:
         context: Any = self._context
         ship(context)
         described = context.getLocalProperty("spark.job.description")
         context.setJobDescription(title)
         try:
-            found = list(context.parallelize([*tasks], len(tasks)).map(partial(_settled, function)).collect())
+            outcomes = context.parallelize([*tasks], len(tasks)).map(partial(_settled, work)).collect()
         finally:
             context.setLocalProperty("spark.job.description", described)
-        self._progress(len(tasks), len(tasks))
-        return found
+        for _, error in outcomes:
+            if error is not None:
+                raise error
+        return [result for result, _ in outcomes]
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- in the tasks ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """An error on its way from a task: its class, its text and its attributes, because many errors do not pickle."""
-
-    kind: type[BaseException]
-    text: str
-    attributes: dict[str, Any]
-
-    @classmethod
-    def of(cls, error: Exception) -> _Failure:
-        attributes = dict(error.__dict__)
-        if isinstance(error, OSError) and error.errno is not None:  # not in its dict
-            attributes |= {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
-        return cls(type(error), str(error), attributes)
-
-    def error(self) -> BaseException:
-        found = self.kind.__new__(self.kind)
-        found.args = (self.text,)
-        for name, value in self.attributes.items():
-            setattr(found, name, value)
-        return found
-
-
-def _attempt(function: Callable[[T], R], task: T) -> R | _Failure:
+def _named(function: Callable[[T], R], task: T) -> R:
+    """Call the function. An error of it names the stores of the task, unless it names one of them already."""
     try:
         return function(task)
-    except (MQStoreError, OSError) as error:
-        _name_store(error, task)
-        return _Failure.of(error)
     except Exception as error:
-        _name_store(error, task)
+        paths = _paths_of(task)
+        if paths and not any(path in str(error) for path in paths):
+            where = ", ".join(paths)
+            if isinstance(error, MQStoreError) and getattr(error, "errno", None) is None:
+                error.args = (f"{where}: {error}",)
+            else:
+                error.add_note(f"in a task on {where}")
         raise
-
-
-def _settled(function: Callable[[T], R], task: T) -> R | _Failure:
-    settle()
-    return _attempt(function, task)
-
-
-def _name_store(error: Exception, task: object) -> None:
-    """Have an error name the stores of its task, unless it names one of them already."""
-    paths = _paths_of(task)
-    if not paths or any(path in str(error) for path in paths):
-        return
-    where = ", ".join(paths)
-    if isinstance(error, MQStoreError) and getattr(error, "errno", None) is None:
-        error.args = (f"{where}: {error}",)
-    else:
-        error.add_note(f"in a task on {where}")
 
 
 def _paths_of(task: object) -> list[str]:
@@ -213,29 +146,32 @@ def _paths_of(task: object) -> list[str]:
     return _paths_of(task.store) if hasattr(task, "store") else []
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+_log: SimpleQueue[logging.LogRecord] = SimpleQueue()
+"""What tasks of a worker process have logged, on its way to the loggers of the first process."""
 
 
-class _Relay(logging.Handler):
-    """Hands what workers log to the loggers of this process."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        log = logging.getLogger(record.name)
-        if log.isEnabledFor(record.levelno):
-            log.handle(record)
-
-
-def _begin_worker(lines: Queue[logging.LogRecord]) -> None:
+def _begin_worker() -> None:
     # Ctrl-C at a terminal reaches every process: this one ends, and only the first one tells of it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     stay_alone()  # no second thread that reads ahead: the other workers need that processor
     log = logging.getLogger("mqstore")
-    log.addHandler(QueueHandler(lines))
+    log.addHandler(QueueHandler(_log))
     log.propagate = False
 
 
-# -- Spark -------------------------------------------------------------------------------------------------------------
+def _with_log(work: Callable[[T], R], task: T) -> tuple[R, list[logging.LogRecord]]:
+    result = work(task)
+    return result, [_log.get() for _ in range(_log.qsize())]
+
+
+def _settled(work: Callable[[T], R], task: T) -> tuple[R | None, Exception | None]:
+    """Return the result, or an error of ours: what a task raises in Spark comes back wrapped in errors of Spark."""
+    settle()
+    try:
+        return work(task), None
+    except (MQStoreError, OSError) as error:
+        return None, error
 
 
 def _context_of(spark: Any) -> Any:

@@ -1,17 +1,12 @@
-"""One key or message id on its way through topics, retries, delays and dead letters of all stores, in time
-order.
+"""One key or unique key on its way through topics, retries, delays and dead letters of all stores, in time order.
 
 A task looks into one store, and reads every queue, those of the engine too, with the Spark source's option `keys`:
 index files say where to look, and what they do not answer for is searched (`mqstore.spark.keyindex`). What a
 crash left in no queue is not found; a warning says so.
-
-A message id is an address in one store. The message there tells its unique key, which every copy of a message has, and
-that is looked for then, in all stores. A message without one leaves no trace but itself.
 """
 
 from __future__ import annotations
 
-import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,14 +27,12 @@ from mqstore.errors import ConfigError
 from mqstore.jobs.runner import Progress, Runner
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, REAL_TOPIC, RETRY_TOPIC, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message
-from mqstore.log.store import MessageStore
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, select
 from mqstore.spark.tasks import read_slices
 
 __all__ = ["Hop", "Trace", "trace"]
 
-_ID: Final = re.compile(r"[0-9A-Fa-f]{32}|[0-9A-Fa-f]{56}")
 _MOST: Final = 100_000
 """Hops of a store: who asks for a key that all messages bear does not want them all."""
 
@@ -83,8 +76,6 @@ class Trace(Shaped):
     """What `trace` found."""
 
     key: str
-    looked_for: tuple[str, ...]
-    """The key itself, and unique keys that it led to."""
     hops: tuple[Hop, ...]
     """By time of storing."""
 
@@ -97,64 +88,37 @@ def trace(
     spark: Any = None,
     progress: Progress | None = None,
 ) -> Trace:
-    """Find every copy of the messages with this `key` (one of their keys, or their unique key), or with this id.
+    """Find every copy of the messages with this `key`: one of their keys, or their unique key.
 
     `jobs`, `spark` and `progress`: see `mqstore.jobs`. A trace goes everywhere. Raises ConfigError for a key that
     cannot be one, for one that very many messages have, and for a selection that names more than stores.
     """
-    _check(key)
+    if type(key) is not str or not key or any(each in key for each in " \x01\x02"):
+        raise ConfigError(f"key={key!r} is no key: one word, without spaces")
     chosen = select(stores)
     check_followed(chosen)
-    names = chosen.stores()
-    terms = [key]
     with Runner(jobs, spark, progress) as runner:
-        if _ID.fullmatch(key):
-            seeds = runner.run(names, partial(_seed, key), "mqstore trace")
-            terms += [seed for seed in dict.fromkeys(seeds) if seed is not None and seed != key]
-        found = runner.run(names, partial(_look, chosen, tuple(terms)), "mqstore trace")
+        found = runner.run(chosen.stores(), partial(_look, chosen, key), "mqstore trace")
     hops = sorted(
         (hop for part in found for hop in part), key=lambda hop: (hop.store_ms, hop.store, hop.physical_offset)
     )
-    return Trace(key, tuple(terms), tuple(hops))
-
-
-def _check(key: str) -> None:
-    if type(key) is not str or not key or any(each in key for each in " \x01\x02"):
-        raise ConfigError(f"key={key!r} is no key: one word, without spaces")
+    return Trace(key, tuple(hops))
 
 
 # -- in the tasks ------------------------------------------------------------------------------------------------------
 
 
-def _seed(message_id: str, name: StoreName) -> str | None:
-    """Return the unique key of the message with this id in a store; None without such a message, or if it has none."""
-    with open_store(name) as store:
-        found = _by_id(store, message_id)
-        return None if found is None else found.stored_properties().get(UNIQ_KEY)
-
-
-def _by_id(store: MessageStore, message_id: str) -> Message | None:
-    try:
-        found = store.get_by_id(message_id)
-    except (LookupError, ValueError):
-        return None
-    # Ids tell stores apart by their host, which embedded ones may share.
-    return found if found.message_id == message_id.upper() else None
-
-
-def _look(stores: Selection, terms: tuple[str, ...], name: StoreName) -> list[Hop]:
+def _look(stores: Selection, key: str, name: StoreName) -> list[Hop]:
     chosen = stores.with_options(
-        paths={name.id: name.path}, keys=terms, include_system_topics=True, on_corrupt="skip", fail_on_data_loss=False
+        paths={name.id: name.path}, keys=(key,), include_system_topics=True, on_corrupt="skip", fail_on_data_loss=False
     )
     places: set[int] = set()
     for task in chosen.tasks():
         for batch in read_slices(chosen.options, ["physical_offset"], "binary", task):
             places.update(batch.column(0).to_pylist())
     with open_store(name) as store:
-        if _ID.fullmatch(terms[0]) and (found := _by_id(store, terms[0])) is not None:
-            places.add(found.physical_offset)
         if len(places) > _MOST:
-            raise ConfigError(f"key={terms[0]!r}: {len(places)} messages of {name.id} have it; no trace is that long")
+            raise ConfigError(f"key={key!r}: {len(places)} messages of {name.id} have it; no trace is that long")
         parts = open_parts(store)
         hops = []
         for place in sorted(places):

@@ -12,16 +12,14 @@ topics are read, and of retry topics: what was delivered before lies there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
 from mqstore.broker.names import is_dlq_topic, is_system_topic
 from mqstore.errors import ConfigError
 from mqstore.jobs.runner import Progress, Runner
-from mqstore.options import seconds
 from mqstore.spark.options import SourceOptions, interval_ms
 from mqstore.spark.plan import QueueSlice
 from mqstore.spark.rows import OnCorrupt
@@ -35,7 +33,6 @@ _BY: Final = ("store", "topic", "queue_id")
 
 Group = tuple[str | None, str | None, int | None]
 """Store, topic and queue id; None for what is not told apart."""
-Queue = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,52 +97,44 @@ def traffic_report(
     spark: Any = None,
     progress: Progress | None = None,
     topics: str | Sequence[str] | None = None,
-    interval: str | float | timedelta = "1m",
+    interval: str = "1m",
     by: Sequence[str] = ("topic",),
 ) -> TrafficReport:
-    """Add up the messages of `stores` by `interval` (`30s`, `5m`, `1h`, seconds) and `by` (of `store`, `topic`,
-    `queue_id`).
+    """Add up the messages of `stores` by `interval` (`30s`, `5m`, `1h`) and `by` (of `store`, `topic`, `queue_id`).
 
     `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError, and what reading raises.
     """
-    length_ms = _checked_interval(interval)
-    by = _checked_by(by)
+    try:
+        length_ms = interval_ms(interval)
+    except ValueError as error:
+        raise ConfigError(f"interval={interval!r}: {error}; it is a length of time from 1s on (30s, 5m, 1h)") from error
+    if isinstance(by, str) or set(by) - set(_BY) or len(set(by)) < len(by):
+        raise ConfigError(f"by={by!r}: each of {', '.join(_BY)} may be there once")
+    by = tuple(name for name in _BY if name in by)
     chosen = select(stores, topics=topics)
-    work = partial(_count, _reading(chosen), length_ms)
+    work = partial(_count, _reading(chosen), length_ms, by)
     with Runner(jobs, spark, progress) as runner:
         parts = runner.run(_tasks(chosen, runner.slots), work, "mqstore traffic")
-    tallies: dict[Queue, Tally] = {}
-    for queues, _ in parts:
-        for queue, tally in queues.items():
-            tallies.setdefault(queue, Tally(length_ms)).merge(tally)
-    groups = _grouped(tallies, by, length_ms)
-    [total] = _grouped(tallies, (), length_ms).values() or [Tally(length_ms)]
-    rows = sorted(
-        (_row(group, tally) for group, tally in groups.items() if tally.sizes.counts),
-        key=lambda row: (-row.messages, row.topic or "", row.store or "", row.queue_id or 0),
-    )
+    total = Tally(length_ms)
+    groups: dict[Group, Tally] = {}
+    for tallies, _ in parts:
+        for group, tally in tallies.items():
+            total.merge(tally)
+            groups.setdefault(group, Tally(length_ms)).merge(tally)
+    found = [(_row(group, tally), tally) for group, tally in groups.items() if tally.sizes.counts]
+    found.sort(key=lambda each: (-each[0].messages, each[0].topic or "", each[0].store or "", each[0].queue_id or 0))
     return TrafficReport(
         length_ms,
         by,
         _row((None, None, None), total),
-        tuple(rows),
-        tuple(point for row in rows for point in _points(_group_of(row), groups[_group_of(row)])),
+        tuple(row for row, _ in found),
+        tuple(
+            TrafficPoint(row.store, row.topic, row.queue_id, number * length_ms, messages, size)
+            for row, tally in found
+            for number, messages, size in tally.by_interval()
+        ),
         sum(damaged for _, damaged in parts),
     )
-
-
-def _checked_interval(interval: str | float | timedelta) -> int:
-    text = f"{seconds(interval, 'interval'):.3f}" if not isinstance(interval, str) else interval
-    try:
-        return interval_ms(text)
-    except ValueError as error:
-        raise ConfigError(f"interval={interval!r}: {error}; it is a length of time from 1s on (30s, 5m, 1h)") from error
-
-
-def _checked_by(by: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(by, str) or set(by) - set(_BY) or len(set(by)) < len(by):
-        raise ConfigError(f"by={by!r}: each of {', '.join(_BY)} may be there once")
-    return tuple(name for name in _BY if name in by)
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
@@ -178,27 +167,25 @@ def _reading(selection: Selection) -> SourceOptions:
 # -- in the tasks ------------------------------------------------------------------------------------------------------
 
 
-def _count(options: SourceOptions, interval: int, task: list[QueueSlice]) -> tuple[dict[Queue, Tally], int]:
-    """Return the sums of each queue, and the number of damaged messages."""
+def _count(
+    options: SourceOptions, interval: int, by: Sequence[str], task: list[QueueSlice]
+) -> tuple[dict[Group, Tally], int]:
+    """Return the sums of each group, and the number of damaged messages."""
     policy = policy_of(options)
-    queues = {(piece.store.id, piece.topic, piece.queue_id): Tally(interval) for piece in task}
+    groups: dict[Group, Tally] = {}
     for piece, records in read_pieces(options, task, policy):
-        queues[piece.store.id, piece.topic, piece.queue_id].add(records)
-    for tally in queues.values():
+        group = (
+            piece.store.id if "store" in by else None,
+            piece.topic if "topic" in by else None,
+            piece.queue_id if "queue_id" in by else None,
+        )
+        groups.setdefault(group, Tally(interval)).add(records)
+    for tally in groups.values():
         tally.by_interval()  # refuses too many
-    return queues, policy.corrupt
+    return groups, policy.corrupt
 
 
 # -- in the driver -----------------------------------------------------------------------------------------------------
-
-
-def _grouped(tallies: Mapping[Queue, Tally], by: Sequence[str], interval: int) -> dict[Group, Tally]:
-    groups: dict[Group, Tally] = {}
-    for queue, tally in tallies.items():
-        values = dict(zip(_BY, queue, strict=True))
-        group = tuple(values[name] if name in by else None for name in _BY)
-        groups.setdefault(group, Tally(interval)).merge(tally)  # type: ignore[arg-type]
-    return groups
 
 
 def _row(group: Group, tally: Tally) -> TrafficRow:
@@ -227,12 +214,3 @@ def _row(group: Group, tally: Tally) -> TrafficRow:
         delay_max_ms=delays.largest if count else None,
         retries=tally.retries,
     )
-
-
-def _group_of(row: TrafficRow) -> Group:
-    return row.store, row.topic, row.queue_id
-
-
-def _points(group: Group, tally: Tally) -> Iterator[TrafficPoint]:
-    for number, messages, size in tally.by_interval():
-        yield TrafficPoint(*group, number * tally.interval_ms, messages, size)

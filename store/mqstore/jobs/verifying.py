@@ -25,10 +25,9 @@ from mqstore.jobs.runner import Progress, Runner
 from mqstore.log.recovery.known import load_known
 from mqstore.log.recovery.ranges import RANGE_BYTES, LogRange, RangeResult
 from mqstore.log.recovery.report import Finding, Kind
-from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from mqstore.spark.plan import StoreName, open_store
-from mqstore.spark.selection import Selection, Shaped, Stores, select
+from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, select
 
 __all__ = ["VerifiedStore", "VerifyFinding", "VerifyReport", "verify"]
 
@@ -65,7 +64,6 @@ class VerifiedStore(Shaped):
     """Of them."""
     body_checksum_only: int
     """Records with a checksum of their body alone: altered properties and header fields are not noticed."""
-    ranges: int
     read_again: int
     """Ranges that had to be read again from another place."""
     findings: int
@@ -109,23 +107,20 @@ def verify(
     manifest. Raises ConfigError.
     """
     chosen = select(stores)
-    if chosen != select(chosen.options.paths):
-        raise ConfigError("verify reads whole logs: leave out topics, bounds, filters and options of the source")
+    check_followed(chosen)
     if max_errors < 1:
         raise ConfigError(f"max_errors={max_errors} would tell nothing of what is found; give at least 1")
     names = chosen.stores()
-    pieces, jobs_left = _cut(names, range_bytes, max_errors, config)
-    by_store = {job.store: job for job in jobs_left}
-    read = partial(_read, max_errors, config)
+    pieces, wholes = _cut(names, range_bytes, config)
+    by_store = {whole.store: whole for whole in wholes}
     with Runner(jobs, spark, progress) as runner:
-        size = min(-(-len(pieces) // runner.pieces), _TASK_PIECES)
-        tasks = [pieces[at : at + size] for at in range(0, len(pieces), size)] if pieces else []
-        for outcome in (each for task in runner.run(tasks, read, "mqstore verify: ranges") for each in task):
-            by_store[outcome.store].parts.append(outcome)
-        if len(jobs_left) > 1:
-            checked = runner.run(jobs_left, _join, "mqstore verify: stores")
-        else:  # it is done sooner than it is sent
-            checked = [_join(job) for job in jobs_left]
+        # More tasks than run at a time: a slot that is done early finds another one, and the progress moves.
+        size = max(1, min(-(-len(pieces) // max(8, 2 * runner.slots)), _TASK_PIECES))
+        tasks = [pieces[at : at + size] for at in range(0, len(pieces), size)]
+        read = partial(_read, max_errors, config)
+        for part in (each for task in runner.run(tasks, read, "mqstore verify: ranges") for each in task):
+            by_store[part.store].add(part)
+        checked = runner.run(wholes, partial(_join, max_errors, config), "mqstore verify: stores")
     rows = tuple(row for row, _ in checked)
     return VerifyReport(
         ok=not any(row.findings or row.error for row in rows),
@@ -136,31 +131,27 @@ def verify(
     )
 
 
-def _cut(
-    names: Sequence[StoreName], range_bytes: int, max_errors: int, config: StoreConfig | None
-) -> tuple[list[_Piece], list[_Joining]]:
-    """Return the ranges of the logs and then the index files, and what puts the results of each store together."""
+def _cut(names: Sequence[StoreName], range_bytes: int, config: StoreConfig | None) -> tuple[list[_Piece], list[_Found]]:
+    """Return the ranges of the logs and then the index files, and where the results of each store will be."""
     ranges: list[_Piece] = []
     files: list[_Piece] = []
-    joins: list[_Joining] = []
+    wholes: list[_Found] = []
     for name in names:
-        joins.append(join := _Joining(name, max_errors, config))
+        wholes.append(whole := _Found(name))
         try:
             with open_store(name, config) as store:
                 verifier = store.verifier()
-                join.end, join.front = verifier.until, verifier.front
+                whole.end, whole.front = verifier.until, verifier.front
                 ranges += [_Piece(name, each) for each in verifier.ranges(range_bytes)]
                 files += [_Piece(name, file=file.name) for file in store.index.files]
-        except ConfigError:
-            raise
         except (MQStoreError, OSError) as error:
-            if len(names) == 1:
+            if len(names) == 1 or isinstance(error, ConfigError):
                 raise
-            join.error = str(error)
-    return [*ranges, *files], joins
+            whole.error = str(error)
+    return [*ranges, *files], wholes
 
 
-# -- tasks: pieces -----------------------------------------------------------------------------------------------------
+# -- tasks -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,74 +164,55 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class _Outcome:
-    """What a task found in one store."""
+class _Found:
+    """What was found in a store, by a task or by all."""
 
     store: StoreName
-    results: list[RangeResult] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    """Of index files."""
-    error: str | None = None
-
-
-def _read(max_errors: int, config: StoreConfig | None, task: Sequence[_Piece]) -> list[_Outcome]:
-    outcomes = []
-    for name, pieces in groupby(task, lambda piece: piece.store):
-        outcomes.append(outcome := _Outcome(name))
-        try:
-            with open_store(name, config) as store:
-                check = store.verifier(max_errors=max_errors).check
-                for piece in pieces:
-                    with suppress(FileNotFoundError):  # retention: what is left is read when the store is joined
-                        if piece.range is None:
-                            outcome.findings += _check_index_file(store, piece.file)
-                        elif (result := check(piece.range)) is not None:
-                            outcome.results.append(result)
-        except (MQStoreError, OSError) as error:
-            outcome.error = str(error)
-    return outcomes
-
-
-def _check_index_file(store: MessageStore, name: str) -> list[Finding]:
-    return [
-        finding
-        for file in store.index.files
-        if file.name == name
-        for finding in store.index.check_file(file, live=writer_alive(store.path, store.fs))
-    ]
-
-
-# -- tasks: stores -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Joining:
-    """A store, and what is known of its pieces."""
-
-    store: StoreName
-    max_errors: int
-    config: StoreConfig | None
-    parts: list[_Outcome] = field(default_factory=list)
     end: int | None = None
     """Where the part of the log ends that is judged: a writer has put the rest since the ranges were cut."""
     front: int = 0
+    results: list[RangeResult] = field(default_factory=list)
+    of_index: list[Finding] = field(default_factory=list)
     error: str | None = None
 
+    def add(self, part: _Found) -> None:
+        self.results += part.results
+        self.of_index += part.of_index
+        self.error = self.error or part.error
 
-def _join(job: _Joining) -> tuple[VerifiedStore, list[VerifyFinding]]:
-    """Return the whole store, from what is known of its pieces."""
-    name = job.store
-    results = [result for part in job.parts for result in part.results]
-    of_index = [finding for part in job.parts for finding in part.findings]
-    error = next((part.error for part in job.parts if part.error is not None), job.error)
-    if error is None:
+
+def _read(max_errors: int, config: StoreConfig | None, task: Sequence[_Piece]) -> list[_Found]:
+    parts = []
+    for name, pieces in groupby(task, lambda piece: piece.store):
+        parts.append(part := _Found(name))
         try:
-            with open_store(name, job.config) as store:
-                verifier = store.verifier(CONFIG_CHECKS, until=job.end, max_errors=job.max_errors)
+            with open_store(name, config) as store:
+                verifier = store.verifier(max_errors=max_errors)
+                files = {file.name: file for file in store.index.files}
+                for piece in pieces:
+                    with suppress(FileNotFoundError):  # retention: what is left is read when the store is joined
+                        if piece.range is not None:
+                            result = verifier.check(piece.range)
+                            part.results += [] if result is None else [result]
+                        elif piece.file in files:
+                            live = writer_alive(store.path, store.fs)
+                            part.of_index += store.index.check_file(files[piece.file], live=live)
+        except (MQStoreError, OSError) as error:
+            part.error = str(error)
+    return parts
+
+
+def _join(max_errors: int, config: StoreConfig | None, whole: _Found) -> tuple[VerifiedStore, list[VerifyFinding]]:
+    """Return the whole store, from what is known of its pieces."""
+    name = whole.store
+    if whole.error is None:
+        try:
+            with open_store(name, config) as store:
+                verifier = store.verifier(CONFIG_CHECKS, until=whole.end, max_errors=max_errors)
                 known = load_known(store.path, store.manifest.commitlog_segment_bytes, store.fs)
                 findings = [
                     VerifyFinding(name.id, each.kind, each.file, each.position, each.length, each.detail, each in known)
-                    for each in verifier.findings(results, of_index)
+                    for each in verifier.findings(whole.results, whole.of_index)
                 ]
                 row = VerifiedStore(
                     store=name.id,
@@ -248,15 +220,14 @@ def _join(job: _Joining) -> tuple[VerifiedStore, list[VerifyFinding]]:
                     messages=verifier.messages,
                     bytes=verifier.bytes,
                     body_checksum_only=verifier.body_checksum_only,
-                    ranges=len(results),
                     read_again=verifier.read_again,
                     findings=len(findings) + verifier.unlisted,
                     unlisted=verifier.unlisted,
                     foreign=tuple(store.foreign()),
-                    front=(job.front, verifier.front),
+                    front=(whole.front, verifier.front),
                     error=None,
                 )
                 return row, findings
         except (MQStoreError, OSError) as failed:
-            error = str(failed)
-    return VerifiedStore(name.id, name.path, 0, 0, 0, 0, 0, 0, 0, (), (0, 0), error), []
+            whole.error = str(failed)
+    return VerifiedStore(name.id, name.path, 0, 0, 0, 0, 0, 0, (), (0, 0), whole.error), []

@@ -18,41 +18,29 @@ the data source, and `Store.to_arrow` to find the reader.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from mqstore.lazy import lazy
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from mqstore.spark.queries import create_views, sql
-    from mqstore.spark.selection import select
-    from mqstore.spark.sessions import session
-    from mqstore.spark.sink import ordered
-
-__all__ = [
-    "create_views",
-    "ordered",
-    "register",
-    "select",
-    "session",
-    "sql",
-]
+    from mqstore.spark.queries import create_views as create_views
+    from mqstore.spark.queries import sql as sql
+    from mqstore.spark.selection import select as select
+    from mqstore.spark.sessions import session as session
+    from mqstore.spark.sink import ordered as ordered
 
 _LAZY: Final = {
-    "create_views": "mqstore.spark.queries",
-    "ordered": "mqstore.spark.sink",
-    "select": "mqstore.spark.selection",
-    "session": "mqstore.spark.sessions",
-    "sql": "mqstore.spark.queries",
+    "create_views": ".queries",
+    "ordered": ".sink",
+    "select": ".selection",
+    "session": ".sessions",
+    "sql": ".queries",
 }
-"""Where a name is, that is imported when it is first asked for."""
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        found = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
-        return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = [*_LAZY, "register"]
+__getattr__ = lazy(__name__, _LAZY)
 
 
 def register(spark: SparkSession) -> None:

@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-
 import click
+
+from mqstore_tools.lazy import LazyGroup
 
 __all__ = ["COMMANDS", "spark"]
 
-COMMANDS = (
-    "clean",
-    "sql",
-    "shell",
-)
+COMMANDS = ("clean", "sql", "shell")
 """Each is the click command `NAME` in module `mqstore_tools.spark.NAME`, in the order of the help."""
 
 
-def _module(name: str) -> str:
-    return f"{__name__}.{name}"
-
-
-class _LazyJobs(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for name in COMMANDS if importlib.util.find_spec(_module(name)) is not None]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        command = getattr(importlib.import_module(_module(cmd_name)), cmd_name)
-        assert isinstance(command, click.Command)
-        return command
+class _Commands(LazyGroup):
+    package = __name__
+    names = COMMANDS
 
 
 @click.group(
-    cls=_LazyJobs,
+    cls=_Commands,
     short_help="Run jobs over many or large stores in Spark.",
     epilog="""\b
 Examples:

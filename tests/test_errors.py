@@ -1,0 +1,43 @@
+"""Errors between processes: a pool and Spark send them as pickles."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import pickle
+from typing import Any
+
+import pytest
+
+from mqstore import errors
+from mqstore.errors import MQStoreError
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "InvalidMessageError": ("too long", "body"),
+    "FormatError": ("bad", "magic", 7),
+    "FilterError": ("bad", 3),
+    "EvaluationError": ("bad", 3),
+    "TransactionStateError": ("too late", "commit"),
+    "OffsetOutOfRangeError": ("gone", 3, 9),
+    "StoreLockedError": ("locked", 17, "here", 5),
+    "CorruptStoreError": ("bad", "commitlog/0", 7, "mqstore recover s"),
+    "UnsupportedStoreError": ("newer", 99, ("x",)),
+    "StoreIOError": (errno.EIO, "broken", "s/commitlog/0", "read"),
+    "FlushTimeoutError": ("late", ("t", 0)),
+    "StoreFullError": (errno.ENOSPC, "no space", "s/commitlog/0", "put"),
+    "ReadOnlyStoreError": (errno.EROFS, "read only", "s/lock"),
+}
+CLASSES = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, MQStoreError)]
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_an_error_is_the_same_after_pickle_and_copy(kind: type[MQStoreError]) -> None:
+    error = kind(*ARGUMENTS.get(kind.__name__, ("a text",)))
+    error.receipts = ["r"]
+    error.add_note("in a task")
+
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is kind
+        assert (str(again), again.args, vars(again)) == (str(error), error.args, vars(error))
+        for name in ("errno", "strerror", "filename"):
+            assert getattr(again, name, None) == getattr(error, name, None)

@@ -1,0 +1,28 @@
+"""Groups of commands whose modules are imported when they are asked for: each click command NAME is in module NAME."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import click
+
+__all__ = ["LazyGroup"]
+
+
+class LazyGroup(click.Group):
+    """A group whose sub-commands cost nothing until used, so that `mqstore produce` starts as fast as it can."""
+
+    package = "mqstore_tools"
+    names: tuple[str, ...] = ()
+    """The commands, in the order of the help."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [name for name in self.names if importlib.util.find_spec(f"{self.package}.{name}") is not None]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command = getattr(importlib.import_module(f"{self.package}.{cmd_name}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
