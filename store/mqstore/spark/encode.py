@@ -198,9 +198,7 @@ _HEADER: Final = header_dtype(IPV4_BYTES, IPV4_BYTES)
 _NAME_END, _PAIR_END, _NOTHING = (pa.scalar(each, pa.binary()) for each in (b"\x01", b"\x02", b""))
 
 _HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-_MADE_FOR: Final = {each.property: name for name, each in INPUTS.items() if each.property is not None} | {
-    props.TIMER_DELAY_SEC: "delay_seconds"
-}
+_MADE_FOR: Final = {each.property: name for name, each in INPUTS.items()}
 _RESERVED: Final = pa.array(sorted(props.RESERVED))
 
 

@@ -63,7 +63,7 @@ from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from mqstore.spark.encode import Rules, TopicRule
 from mqstore.spark.plan import StoreName, open_store
-from mqstore.spark.sets import RECORDED, SET_FILE, read_set
+from mqstore.spark.sets import MEMBERS, RECORDED, SET_FILE, read_set
 from mqstore.spark.sinkoptions import SinkOptions
 from mqstore.spark.staging import (
     STAGING,
@@ -77,7 +77,6 @@ from mqstore.spark.staging import (
 )
 
 __all__ = [
-    "MEMBERS",
     "Commit",
     "abort",
     "check_lock",
@@ -89,8 +88,6 @@ __all__ = [
 
 _log = logging.getLogger("mqstore")
 
-MEMBERS: Final = "shards"
-"""Folder of a set in which the stores lie that the sink made. What it did not make it never deletes."""
 _INBOX: Final = "inbox"
 _OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak", SET_FILE + ".tmp"})
 _SEGMENT_BYTES = 64 << 20
@@ -475,14 +472,8 @@ def _locked_set(root: Path, timeout_s: float, fs: FileSystem) -> Iterator[None]:
 
 
 def _manifest(root: Path) -> dict[str, Any]:
-    """Of a set that may still have none. ConfigError for one that has lost it, and as `read_set`."""
-    found = read_set(root)
-    if found is None and (root / MEMBERS).is_dir() and any((root / MEMBERS).iterdir()):
-        raise ConfigError(
-            f"{root / SET_FILE} is missing, and {root / MEMBERS} holds stores that it named: restore it from a copy. "
-            "Where an earlier mqstore was killed in its first write to the set, there was none: delete that folder"
-        )
-    return found or {"version": 1, "stores": {}}
+    """Return the manifest of a set that may still have none."""
+    return read_set(root) or {"version": 1, "stores": {}}
 
 
 def _named(manifest: Mapping[str, Any]) -> frozenset[str]:
