@@ -6,20 +6,15 @@
         shard.json     what they are; written last, then the folder is synced
         store/         target=set: in place of these, the same as a store
 
-`root` is the store, or the set: a commit is renames within one file system. Opening a store looks at nothing in
-`_staging`, and a reader of a set only at what its manifest names, so what lies there is nobody's message yet.
-
-Attempts of a task number from 0 again in each Spark application; the random part tells those of a restarted job from
-the ones before. Of two attempts only one is named by a commit; the others go with the folder of their transaction.
-
-Two drivers may be at one (app, version), as when a scheduler starts a job again beside one that it takes for dead. If
-one of them is aborted, the commit of the other finds that its shards are gone, and says so.
-
-A shard that has no shard.json was not finished. Knows records only by their bytes; knows no Spark.
+`root` is the store, or the set: a commit is renames within one file system. What lies in `_staging` is nobody's message
+yet. Attempts number from 0 again in each Spark application; the random part tells those of a restarted job apart.
+Of two attempts only one is named by a commit; the others go with the folder of their transaction. If two drivers are at
+one (app, version), and one is aborted, the commit of the other finds that its shards are gone, and says so.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections import Counter
@@ -42,7 +37,6 @@ __all__ = [
     "ShardInfo",
     "ShardWriter",
     "clean",
-    "discard",
     "folders",
     "make_folders",
     "transaction_folder",
@@ -189,11 +183,6 @@ def write_shards(
 # -- taking away -------------------------------------------------------------------------------------------------------
 
 
-def discard(root: Path, app: str, version: int, fs: FileSystem = REAL) -> None:
-    """Delete everything that (app, version) has staged, of all its attempts."""
-    fs.remove_tree(transaction_folder(root, app, version))
-
-
 def clean(
     root: Path,
     ttl_s: float,
@@ -226,10 +215,8 @@ def folders(path: Path, fs: FileSystem = REAL) -> list[Path]:
 
 
 def _changed_s(path: Path) -> float:
-    """When anything in a folder was changed last; what goes meanwhile does not count."""
-    changed = 0.0
-    for folder, _, names in os.walk(path):
-        for each in (folder, *(os.path.join(folder, name) for name in names)):
-            with suppress(FileNotFoundError):
-                changed = max(changed, os.lstat(each).st_mtime)
-    return changed
+    """When anything in a folder was changed last; now, if something goes meanwhile."""
+    try:
+        return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+    except FileNotFoundError:
+        return math.inf
