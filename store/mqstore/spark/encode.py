@@ -16,7 +16,7 @@ handed out. Knows no Spark, no file, no store.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -163,14 +163,13 @@ def _fixed(rows: npt.NDArray[Any]) -> Any:
     return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(edges), pa.py_buffer(rows)])
 
 
+_SMALL: Final = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
+
+
 def _small(values: Any) -> Any:
     """The array with offsets of 32 bits, where Spark was told to use 64."""
-    kind = values.type
-    if pa.types.is_large_string(kind):
-        return values.cast(pa.string())
-    if pa.types.is_large_binary(kind):
-        return values.cast(pa.binary())
-    return values
+    kind = _SMALL.get(values.type)
+    return values if kind is None else values.cast(kind)
 
 
 def _odd_rows(values: Any, forbidden: bytes) -> list[int]:
@@ -198,7 +197,7 @@ _HEADER: Final = header_dtype(IPV4_BYTES, IPV4_BYTES)
 _NAME_END, _PAIR_END, _NOTHING = (pa.scalar(each, pa.binary()) for each in (b"\x01", b"\x02", b""))
 
 _HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-_MADE_FOR: Final = {each.property: name for name, each in INPUTS.items()}
+_MADE_FOR: Final = ", ".join(f"{each.property}: {name}" for name, each in INPUTS.items() if each.property)
 _RESERVED: Final = pa.array(sorted(props.RESERVED))
 
 
@@ -226,8 +225,9 @@ class Encoder:
         self._max_rows = min(max_rows or _SLICE_ROWS, _SLICE_ROWS)
         self.clock = clock
         self.prefix = np.frombuffer(derived_prefix(app, version, partition).encode(), np.uint8)
-        self._first_turn = int.from_bytes(_digest(app, version, partition)[-4:], "big")
-        self._turns: Counter[str] = Counter()
+        first_turn = int.from_bytes(_digest(app, version, partition)[-4:], "big")
+        self.turns: dict[str, int] = defaultdict(lambda: first_turn)
+        """Next turn of each topic. With one for all, rows that alternate between two would fill half the queues."""
         self.called: Mapping[str, str] = {}
         """What errors call columns that came under other names."""
 
@@ -250,13 +250,6 @@ class Encoder:
             yield kind(self, {name: each.slice(start, rows) for name, each in columns.items()}, rows).encode()
             self.row += rows
             start = stop
-
-    def turns(self, topic: str, count: int) -> _Int64s:
-        """The next `count` numbers to take turns by. A counter for each topic: with one for all, rows that alternate
-        between two topics would fill half of the queues."""
-        first = self._first_turn + self._turns[topic]
-        self._turns[topic] += count
-        return np.arange(first, first + count, dtype=np.int64)
 
 
 class _Slice:
@@ -335,10 +328,12 @@ class _Slice:
         where = f"row {self._encoder.row + row} of partition {self._encoder.partition}, column {column!r}"
         raise InvalidMessageError(": ".join(filter(None, (where, value, rule))), column)
 
-    def _refuse_first(self, wrong: _Bools, column: str, value: Callable[[int], object], rule: str) -> None:
+    def _refuse_first(
+        self, wrong: _Bools, column: str, value: Callable[[int], object], rule: str, row_of: Callable[[int], int] = int
+    ) -> None:
         if wrong.any():
-            row = int(np.argmax(wrong))
-            self._refuse(row, column, str(value(row)), rule)
+            first = int(np.argmax(wrong))
+            self._refuse(row_of(first), column, str(value(first)), rule)
 
     def _check_sizes(self, sizes: _Int64s, limit: int, column: str, rule: str = "") -> None:
         """Refuse the first row with more bytes than `limit`."""
@@ -352,13 +347,13 @@ class _Slice:
             said = str(error)
             self._refuse(row, column, "", said if len(said) < 500 else f"{said[:300]} ... {said[-150:]}")
 
-    def _check(self, values: Any, column: str, row_of: Callable[[int], int] | None = None) -> None:
+    def _check(self, values: Any, column: str, row_of: Callable[[int], int] = int) -> None:
         """Refuse the first value that a property, a topic or a group may not be."""
         forbidden, rule = (
             ("|", "use text without '|', and not blank") if column == "tags" else ("", "use text, not blank")
         )
         for i in _odd_rows(values, forbidden.encode()):
-            row = row_of(i) if row_of is not None else i
+            row = row_of(i)
             try:
                 value = values[i].as_py()
             except UnicodeDecodeError:
@@ -401,13 +396,12 @@ class _Slice:
             present = ~_nulls(given)
             queues[present] = given.drop_null().to_numpy()
             bound = np.array([rule.queues for rule in rules], np.int64)[topics]
-            wrong = present & ((queues < 0) | (queues >= bound))
-            if wrong.any():
-                row = int(np.argmax(wrong))
-                rule = f"the queues of its topic are 0 to {bound[row] - 1}"
-                if [*self._found][topics[row]] not in self._rules.topics:
-                    rule += "; it is not there yet: option queues gives it more"
-                self._refuse(row, "queue_id", str(queues[row]), rule)
+            self._refuse_first(
+                present & ((queues < 0) | (queues >= bound)),
+                "queue_id",
+                lambda i: f"{queues[i]}: the queues of its topic are 0 to {bound[i] - 1}",
+                "a topic that is not there yet gets as many as option queues says",
+            )
         write = np.array([rule.write_queues for rule in rules], np.int64)[topics]
         if keys is not None:
             rule = f"a message group takes {MAX_MESSAGE_GROUP} at most; hash longer ones: md5(sharding_key)"
@@ -418,7 +412,8 @@ class _Slice:
         free = np.flatnonzero(queues < 0)
         for number, name in enumerate(self._found):
             mine = free[topics[free] == number] if len(self._found) > 1 else free
-            queues[mine] = self._encoder.turns(name, len(mine)) % write[mine]
+            queues[mine] = (self._encoder.turns[name] + np.arange(len(mine))) % write[mine]
+            self._encoder.turns[name] += len(mine)
         return queues
 
     def _group_queues(self, keys: Any, write: _Int64s) -> _Int64s:
@@ -440,14 +435,14 @@ class _Slice:
         values = self._columns.get("keys")
         if values is None or pa.types.is_string(values.type):
             return self._text("keys")
-        words, rows = _small(pc.list_flatten(values)), pc.list_parent_indices(values)
-        if words.null_count:
-            row = rows[int(np.argmax(_nulls(words)))].as_py()
-            self._refuse(row, "keys", "null", "leave it out of the array: filter()")
-        self._check(words, "keys", lambda i: int(rows[i].as_py()))
-        if (_flat(words)[0] == 0x20).any():
-            i = int(np.argmax(pc.match_substring(words, " ").to_numpy(zero_copy_only=False)))
-            self._refuse(rows[i].as_py(), "keys", repr(words[i].as_py()[:40]), "a key of an array has no blanks")
+        words = _small(pc.list_flatten(values))
+        row_of = pc.list_parent_indices(values).to_numpy().item
+        self._refuse_first(_nulls(words), "keys", lambda _: "null", "leave it out of the array: filter()", row_of)
+        self._check(words, "keys", row_of)
+        blank = pc.match_substring(words, " ").to_numpy(zero_copy_only=False)
+        self._refuse_first(
+            blank, "keys", lambda i: repr(words[i].as_py()[:40]), "a key of an array has no blanks", row_of
+        )
         joined = pc.binary_join(values.cast(pa.list_(pa.string())), " ")
         return pc.if_else(pc.equal(pc.binary_length(joined), 0), pa.scalar(None, pa.string()), joined)
 
@@ -477,14 +472,13 @@ class _Slice:
         for values in (entries.names, entries.values):
             self._check(values, "properties", entries.row_of)
         reserved = pc.or_(pc.is_in(entries.names, _RESERVED), pc.starts_with(entries.names, props.TRANSIENT_PREFIX))
-        wrong = reserved.to_numpy(zero_copy_only=False)
-        if wrong.any():
-            i = int(np.argmax(wrong))
-            name = entries.names[i].as_py()
-            made = _MADE_FOR.get(name)
-            use = f"use column {made!r}" if made else "it is the engine's"
-            rule = f"the name is reserved; {use}. Column 'record' copies whole messages"
-            self._refuse(entries.row_of(i), "properties", repr(name), rule)
+        self._refuse_first(
+            reserved.to_numpy(zero_copy_only=False),
+            "properties",
+            lambda i: repr(entries.names[i].as_py()),
+            f"the name is reserved; use a column ({_MADE_FOR}), or column 'record', which copies whole messages",
+            entries.row_of,
+        )
         return entries
 
     def _numbers(self, name: str, default: int) -> _Int64s:

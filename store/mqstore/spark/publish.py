@@ -158,14 +158,7 @@ def _refuse_foreign(root: Path, known: Collection[str]) -> None:
 # -- in the task: a shard as a store ---------------------------------------------------------------------------------
 
 
-def make_member(
-    transaction: Path,
-    shard: ShardInfo,
-    options: SinkOptions,
-    *,
-    fs: FileSystem = REAL,
-    clock: Clock = SYSTEM_CLOCK,
-) -> None:
+def make_member(transaction: Path, shard: ShardInfo, options: SinkOptions, *, fs: FileSystem = REAL) -> None:
     """Make of a staged shard a store of its own, beside it: with that the commit of a set is a few renames.
 
     As small as it can be: files of a store are of fixed sizes, and a batch may have three messages.
@@ -180,7 +173,7 @@ def make_member(
         index_slots=slots,
         index_entries=4 * slots,
         default_queues=options.queues,
-        clock=clock,  # with one of its own a store starts no threads: there is nothing for them to do
+        clock=SYSTEM_CLOCK,  # with one of its own a store starts no threads: there is nothing for them to do
     )
     with MessageStore(folder / "store", config=config, fs=fs) as store:
         _admit(open_parts(store), shard.topics, options)
