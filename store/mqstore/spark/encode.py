@@ -270,8 +270,8 @@ class _Slice:
         groups = self._text("sharding_key")
         queues = self._queues(topics, groups)
         parts, sizes = self._properties(topics, queues, groups)
-        header = self._header(topics, queues, _sizes(body), sizes)
-        topic = self._topic_pieces(topics)
+        topic, magics = self._topic_pieces(topics)
+        header = self._header(magics, queues, _sizes(body), _sizes(topic), sizes)
         joined = pc.binary_join_element_wise(_fixed(header), body, topic, _fixed(sizes.astype(">i2")), *parts, _NOTHING)
         data, edges = _flat(joined)
         total = header["size"]
@@ -300,20 +300,23 @@ class _Slice:
         self._check_sizes(sizes, props.MAX_PROPERTIES_BYTES, "properties", _LONG)
         return parts, sizes
 
-    def _topic_pieces(self, topics: _Int32s) -> Any:
-        """The topic of each row as its record has it, length included."""
-        heads = [_topic_piece(name.encode()) for name in self._found]
-        return pa.scalar(heads[0], pa.binary()) if len(heads) == 1 else pa.array(heads, pa.binary()).take(topics)
-
-    def _header(self, topics: _Int32s, queues: _Int64s, body_sizes: _Int64s, sizes: _Int64s) -> npt.NDArray[np.void]:
-        """All before the body. `sizes`: of the properties."""
+    def _topic_pieces(self, topics: _Int32s) -> tuple[Any, _Int64s]:
+        """The topic of each row as its record has it, length included, and the magic of the record."""
         names = [name.encode() for name in self._found]
-        topic_sizes = np.array([len(_topic_piece(name)) for name in names], np.int64)[topics]
+        widths = [1 if len(name) <= record.MAX_TOPIC_BYTES_V1 else 2 for name in names]
+        pieces = [len(name).to_bytes(width, "big") + name for name, width in zip(names, widths, strict=True)]
+        magics = np.where(np.array(widths) == 1, record.MAGIC_V1, record.MAGIC_V2)
+        return pa.array(pieces, pa.binary()).take(topics), magics[topics]
+
+    def _header(
+        self, magics: _Int64s, queues: _Int64s, body_sizes: _Int64s, topic_sizes: _Int64s, sizes: _Int64s
+    ) -> npt.NDArray[np.void]:
+        """All before the body. `sizes`: of the properties."""
         total = record.BODY_AT_V4 + body_sizes + topic_sizes + 2 + sizes
         self._check_sizes(total, self._rules.max_record_bytes, "body")
         header = np.zeros(self._rows, _HEADER)
         header["size"] = total
-        header["magic"] = np.array([_magic(name) for name in names], np.int64)[topics]
+        header["magic"] = magics
         header["queue_id"] = queues
         header["flag"] = self._numbers("flag", 0)
         header["born_timestamp_ms"] = self._times("born_timestamp", self._now_ms, up=False)
@@ -596,13 +599,13 @@ class _Copies(_Slice):
         queues = self._queues(topics, None)
         topic_at = headers.topic_position - np.where(headers.magic == record.MAGIC_V2, 2, 1)
         lengths = _fixed(property_sizes.astype(">i2"))
-        parts = (cut(data, headers.positions, topic_at), self._topic_pieces(topics), lengths, properties)
+        topic, magics = self._topic_pieces(topics)
+        parts = (cut(data, headers.positions, topic_at), topic, lengths, properties)
         data, edges = _flat(pc.binary_join_element_wise(*parts, _NOTHING))
         data, starts, sizes = data.copy(), edges[:-1].astype(np.int64), np.diff(edges).astype(np.int64)
         self._check_sizes(sizes, self._rules.max_record_bytes, "record")
         _write(data, ">i4", starts + record.TOTAL_SIZE_AT, sizes)
-        magics = np.array([_magic(name.encode()) for name in self._found])
-        _write(data, ">i4", starts + record.MAGIC_AT, magics[topics])
+        _write(data, ">i4", starts + record.MAGIC_AT, magics)
         _write(data, ">i4", starts + record.CHECKSUM_AT, 0)
         _write(data, ">i4", starts + record.QUEUE_ID_AT, queues)
         _write(data, ">i8", starts + record.QUEUE_OFFSET_AT, 0)
@@ -651,6 +654,7 @@ class _Entries:
     """The entries of a column of maps, side by side, and the stored properties that they make."""
 
     def __init__(self, column: Any) -> None:
+        self._column = column
         self._edges = column.offsets.to_numpy()
         first, size = int(self._edges[0]), int(self._edges[-1] - self._edges[0])
         self._edges = self._edges - first
@@ -673,10 +677,7 @@ class _Entries:
         return int(np.searchsorted(self._edges, entry, "right")) - 1
 
     def of(self, row: int) -> dict[str, str]:
-        start, stop = int(self._edges[row]), int(self._edges[row + 1])
-        names, values = self.names.slice(start, stop - start), self.values.slice(start, stop - start)
-        pairs = zip(names.to_pylist(), values.to_pylist(), strict=True)
-        return {name: value for name, value in pairs if value is not None}
+        return {name: value for name, value in self._column[row].as_py() or () if value is not None}
 
     def repeated(self) -> _Bools:
         """Which rows have a name more than once."""
@@ -724,14 +725,6 @@ def _write(data: npt.NDArray[np.uint8], kind: str, positions: _Int64s, values: A
     dtype = np.dtype(kind)
     everywhere: npt.NDArray[Any] = np.ndarray((len(data) - dtype.itemsize + 1,), dtype, data.data, 0, (1,))
     everywhere[positions] = values
-
-
-def _topic_piece(name: bytes) -> bytes:
-    return len(name).to_bytes(1 if len(name) <= record.MAX_TOPIC_BYTES_V1 else 2, "big") + name
-
-
-def _magic(name: bytes) -> int:
-    return record.MAGIC_V1 if len(name) <= record.MAX_TOPIC_BYTES_V1 else record.MAGIC_V2
 
 
 _DELAYS: Final = ("delay_level", "deliver_time", "delay_seconds")

@@ -33,7 +33,7 @@ from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, NotAStoreError, StoreLockedError
 from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.jsonfile import encode_json, load_json, save_json
+from mqstore.files.jsonfile import load_json, save_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer, writer_alive
 from mqstore.layout.record import BLANK_BYTES
 from mqstore.log.bulk.inbox import topics_entered
@@ -46,7 +46,7 @@ from mqstore.spark.encode import Rules, TopicRule
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.sets import MEMBERS, RECORDED, SET_FILE, read_set
 from mqstore.spark.sinkoptions import SinkOptions
-from mqstore.spark.staging import STAGING, ShardInfo, clean, folders, make_folders, transaction_folder, write_file
+from mqstore.spark.staging import STAGING, ShardInfo, clean, folders, make_folders, transaction_folder
 
 __all__ = ["Commit", "abort", "check_lock", "clean_target", "commit", "make_member", "plan_target"]
 
@@ -90,11 +90,10 @@ def plan_target(options: SinkOptions) -> Rules:
     NotAStoreError and others as of opening a store."""
     root = Path(options.path)
     is_set, is_store = (root / SET_FILE).exists(), (root / MANIFEST).exists() or (root / "commitlog").exists()
-    if is_set and options.target != "set":
-        raise ConfigError(f"{root} is a store set, and option target={options.target} wants a store: use target=set")
+    if (is_set or is_store) and is_set != (options.target == "set"):
+        kind, target = ("store set", "set") if is_set else ("store", "store")
+        raise ConfigError(f"{root} is a {kind}, and option target={options.target} wants another: use target={target}")
     if options.target == "set":
-        if is_store:
-            raise ConfigError(f"{root} is a store, and option target=set wants a folder of stores: use target=store")
         if not is_set:
             _refuse_foreign(root, _OURS)
         read_set(root)
@@ -104,8 +103,7 @@ def plan_target(options: SinkOptions) -> Rules:
     except NotAStoreError:
         if options.target == "inbox":
             raise ConfigError(
-                f"{root} is no store, and option target=inbox hands over to the process that has it open: use "
-                "target=store, which creates it"
+                f"{root} is no store, and option target=inbox wants one: use target=store, which creates it"
             ) from None
         _refuse_foreign(root, NOT_YET)
         return Rules(new_queues=options.queues)
@@ -455,8 +453,7 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     for shard in wanted.shards:  # one that is missing the owner could only refuse, when the job is long said to be done
         if not all(fs.exists(folder / shard.name / each) for each in ("records.bin", "records.idx", "shard.json")):
             raise _gone(folder / shard.name)
-    fs.unlink(folder / "bundle.json", missing_ok=True)  # of a commit that was killed before the rename
-    write_file(folder / "bundle.json", encode_json(bundle), fs)
+    save_json(folder / "bundle.json", bundle, fs, back_up=False)
     make_folders(root / _INBOX, fs)
     fs.replace(folder, target)
     try:

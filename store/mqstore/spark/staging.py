@@ -32,20 +32,11 @@ from mqstore.log.bulk.shard import index_entries, shard_json
 from mqstore.options import Profile
 from mqstore.spark.encode import Encoded, TopicRule
 
-__all__ = [
-    "STAGING",
-    "ShardInfo",
-    "ShardWriter",
-    "clean",
-    "folders",
-    "make_folders",
-    "transaction_folder",
-    "write_file",
-    "write_shards",
-]
+__all__ = ["STAGING", "ShardInfo", "clean", "folders", "make_folders", "transaction_folder", "write_shards"]
 
 STAGING: Final = "_staging"
 _BUFFER_BYTES = 4 << 20
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +81,7 @@ class ShardWriter:
         self._queues: Counter[tuple[str, int]] = Counter()
         self._topics: dict[str, TopicRule | None] = {}
         make_folders(self.folder, fs)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        self._fds = [fs.open(self.folder / name, flags) for name in ("records.bin", "records.idx")]
+        self._fds = [fs.open(self.folder / name, _NEW) for name in ("records.bin", "records.idx")]
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +119,10 @@ class ShardWriter:
             queues=self._queues,
             index=self._crcs[1],
         )
-        write_file(self.folder / "shard.json", content, self._fs)
+        self._fds = [self._fs.open(self.folder / "shard.json", _NEW)]
+        self._fs.pwrite(self._fds[0], content, 0)
+        self._close(sync=True)
+        self._fs.sync_directory(self.folder)
         return ShardInfo(
             self.folder.name, self.records, self._sizes[0], self._largest, dict(self._queues), self._topics
         )
@@ -142,17 +135,6 @@ class ShardWriter:
                     self._fs.fdatasync(fd)
             finally:
                 self._fs.close(fd)
-
-
-def write_file(path: Path, content: bytes, fs: FileSystem = REAL) -> None:
-    """A new file in a folder that is there, durable in it."""
-    fd = fs.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        fs.pwrite(fd, content, 0)
-        fs.fdatasync(fd)
-    finally:
-        fs.close(fd)
-    fs.sync_directory(path.parent)
 
 
 def write_shards(
