@@ -275,17 +275,6 @@ def test_columns_of_any_form_that_spark_sends_are_taken() -> None:
     assert {name: value for name, value in plain.properties.items() if name != "UNIQ_KEY"} == {"n": "v"}
 
 
-def test_a_slice_of_a_batch_is_encoded_as_if_it_were_alone() -> None:
-    rows: list[dict[str, Any]] = [
-        {"topic": "t", "body": bytes([i]), "properties": {f"n{i}": str(i)}, "keys": f"k{i}", "queue_id": i % 8}
-        for i in range(9)
-    ]
-
-    part = records(encoder().encode(frame(rows).slice(4, 3)))
-
-    assert part == encode(rows[4:7])
-
-
 def test_lists_and_maps_are_cut_where_the_rows_are() -> None:
     """Arrow cuts neither: a slice of a column points into the values of the whole."""
     rows = 23
