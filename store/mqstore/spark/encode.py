@@ -466,21 +466,19 @@ class _Slice:
         column = self._columns.get("properties")
         if column is None or column.null_count == len(column):
             return None
-        if column.null_count and np.diff(column.offsets.to_numpy())[_nulls(column)].any():
-            column = pa.array(column.to_pylist(), column.type)  # a null map that has entries all the same
         entries = _Entries(column)
         if self._encoder.called:  # a map of Spark's has each name once
             rule = "a name stands twice, and a property has one value; keep one of them"
             self._refuse_first(entries.repeated(), "properties", lambda _: "", rule)
         for values in (entries.names, entries.values):
-            self._check(values, "properties", entries.row_of)
+            self._check(values, "properties", entries.rows.item)
         reserved = pc.or_(pc.is_in(entries.names, _RESERVED), pc.starts_with(entries.names, props.TRANSIENT_PREFIX))
         self._refuse_first(
             reserved.to_numpy(zero_copy_only=False),
             "properties",
             lambda i: repr(entries.names[i].as_py()),
             f"the name is reserved; use a column ({_MADE_FOR}), or column 'record', which copies whole messages",
-            entries.row_of,
+            entries.rows.item,
         )
         return entries
 
@@ -572,14 +570,10 @@ class _Slice:
 class _Copies(_Slice):
     """Rows that are stored records. They are copied as bytes, and changed where their place in the target decides.
 
-    unchanged   body as stored, properties, flag, sysFlag, bornTimestamp, both hosts, reconsumeTimes, and
-                preparedTransactionOffset, which names a place in the log of the original
     given       topic and queue id, if the row or the option names others
-    zero        queueOffset, physicalOffset, storeTimestamp, checksum, as in each staged record
+    zero        queueOffset, physicalOffset, storeTimestamp, checksum, as in each staged record. The store time is the
+                target's: retention and searches by time rely on times that do not step back within a log
     left out    a CRC tail (format#crc-tail), which would be wrong
-
-    The store time is the target's, as in every record that is appended: retention, and every search by time, rely on
-    times that do not step back within a log.
     """
 
     def encode(self) -> Encoded:
@@ -654,37 +648,32 @@ class _Entries:
     """The entries of a column of maps, side by side, and the stored properties that they make."""
 
     def __init__(self, column: Any) -> None:
+        pair = [("key", column.type.key_type), ("value", column.type.item_type)]
+        lists = column.view(pa.list_(pa.struct(pair)))
+        entries = pc.list_flatten(lists)
         self._column = column
-        self._edges = column.offsets.to_numpy()
-        first, size = int(self._edges[0]), int(self._edges[-1] - self._edges[0])
-        self._edges = self._edges - first
-        self.names = _small(column.keys).slice(first, size)
-        self.values = _small(column.items).slice(first, size)
+        self.rows = pc.list_parent_indices(lists).to_numpy()
+        """Row of each entry."""
+        self.names, self.values = (_small(pc.struct_field(entries, i)) for i in (0, 1))
 
     @property
     def bytes(self) -> Any:
         """A value a row. Entries lie side by side, so the end of one row's is the beginning of the next one's."""
         names, values = self.names.cast(pa.binary()), self.values.cast(pa.binary())
         pieces = pc.binary_join_element_wise(names, _NAME_END, values, _PAIR_END, _NOTHING)
-        if pieces.null_count:
-            pieces = pieces.fill_null(_NOTHING)
-        data, edges = _flat(pieces)
-        ends = np.ascontiguousarray(edges[self._edges], np.int32)
-        count = len(self._edges) - 1
+        data, edges = _flat(pieces.fill_null(_NOTHING) if pieces.null_count else pieces)
+        count = len(self._column)
+        ends = edges[np.append(0, np.bincount(self.rows, minlength=count).cumsum())]
         return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(ends), pa.py_buffer(data)])
-
-    def row_of(self, entry: int) -> int:
-        return int(np.searchsorted(self._edges, entry, "right")) - 1
 
     def of(self, row: int) -> dict[str, str]:
         return {name: value for name, value in self._column[row].as_py() or () if value is not None}
 
     def repeated(self) -> _Bools:
         """Which rows have a name more than once."""
-        rows = np.repeat(np.arange(len(self._edges) - 1), np.diff(self._edges))
         names = self.names.dictionary_encode().indices.to_numpy().astype(np.int64)
-        _, first = np.unique(rows * max(1, len(names)) + names, return_index=True)
-        return np.bincount(np.delete(rows, first), minlength=len(self._edges) - 1) > 0
+        _, first = np.unique(self.rows * max(1, len(names)) + names, return_index=True)
+        return np.bincount(np.delete(self.rows, first), minlength=len(self._column)) > 0
 
 
 def _property(name: str, values: Any) -> Any:

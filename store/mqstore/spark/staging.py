@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import crc32c
 
@@ -69,7 +69,7 @@ def make_folders(path: Path, fs: FileSystem = REAL) -> None:
 
 
 class ShardWriter:
-    """Writes one shard. Leaving the context before `finish` takes the shard away; what a kill leaves `clean` finds."""
+    """Writes one shard. `abandon` before `finish` takes it away; what a kill leaves `clean` finds."""
 
     def __init__(self, transaction: Path, partition: int, attempt: int, fs: FileSystem) -> None:
         self.folder = transaction / f"{partition}-{attempt}-{secrets.token_hex(6)}"
@@ -83,10 +83,8 @@ class ShardWriter:
         make_folders(self.folder, fs)
         self._fds = [fs.open(self.folder / name, _NEW) for name in ("records.bin", "records.idx")]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def abandon(self) -> None:
+        """Take the shard away unless it is finished."""
         if self._fds:
             self._close(sync=False)
             with suppress(OSError):
@@ -156,7 +154,8 @@ def write_shards(
                 yield writer.finish(profile)
                 writer = None
             if writer is None:
-                writer = begun.enter_context(ShardWriter(transaction, partition, attempt, fs))
+                writer = ShardWriter(transaction, partition, attempt, fs)
+                begun.callback(writer.abandon)
             writer.write(piece)
         if writer is not None:
             yield writer.finish(profile)
