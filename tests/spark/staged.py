@@ -58,7 +58,7 @@ def stage(
             pieces, folder, partition, attempt, profile=rules.profile, max_rows=options.max_rows_per_shard, fs=fs
         ):
             if options.target == "set":
-                make_member(folder, shard, options, fs=fs, clock=clock)
+                make_member(folder, shard, options, fs=fs)
             shards.append(shard)
     return shards
 

@@ -275,17 +275,6 @@ def test_columns_of_any_form_that_spark_sends_are_taken() -> None:
     assert {name: value for name, value in plain.properties.items() if name != "UNIQ_KEY"} == {"n": "v"}
 
 
-def test_a_slice_of_a_batch_is_encoded_as_if_it_were_alone() -> None:
-    rows: list[dict[str, Any]] = [
-        {"topic": "t", "body": bytes([i]), "properties": {f"n{i}": str(i)}, "keys": f"k{i}", "queue_id": i % 8}
-        for i in range(9)
-    ]
-
-    part = records(encoder().encode(frame(rows).slice(4, 3)))
-
-    assert part == encode(rows[4:7])
-
-
 def test_lists_and_maps_are_cut_where_the_rows_are() -> None:
     """Arrow cuts neither: a slice of a column points into the values of the whole."""
     rows = 23
@@ -347,7 +336,7 @@ GOOD = {"topic": "t", "body": b"x"}
         (
             {"body": bytes(100), "properties": {"n": "v" * 200}},
             "body",
-            "with topic and properties: a message has at most 300 bytes",
+            "at most 300 bytes here, with topic and properties",
         ),
         ({"topic": None}, "topic", "give each row a topic, or option topic"),
         ({"topic": ""}, "topic", "''"),
@@ -368,23 +357,23 @@ GOOD = {"topic": "t", "body": b"x"}
         ({"properties": {"n": ""}}, "properties", "not blank"),
         ({"properties": {"n": "a\x02b"}}, "properties", "control character"),
         ({"properties": {"a\x01": "v"}}, "properties", "control character"),
-        (
-            {"properties": {"TAGS": "v"}},
-            "properties",
-            "'TAGS': the name is reserved; use column 'tags'. Column 'record' copies whole messages",
-        ),
-        ({"properties": {"PGROUP": "v"}}, "properties", "'PGROUP': the name is reserved; it is the engine's"),
+        ({"properties": {"TAGS": "v"}}, "properties", "'TAGS': the name is reserved; use a column (TAGS: tags, "),
+        ({"properties": {"PGROUP": "v"}}, "properties", "'PGROUP': the name is reserved"),
         ({"properties": {"__RMQ.TRANSIENT.x": "v"}}, "properties", "reserved"),
         ({"properties": {"n": "v" * 32767}}, "properties", "take 32767 bytes at most"),
         ({"queue_id": 8}, "queue_id", "8: the queues of its topic are 0 to 7"),
-        ({"queue_id": 8, "topic": "new"}, "queue_id", "are 0 to 7; it is not there yet: option queues gives it more"),
+        (
+            {"queue_id": 8, "topic": "new"},
+            "queue_id",
+            "are 0 to 7: a topic that is not there yet gets as many as option queues says",
+        ),
         ({"queue_id": -1}, "queue_id", "-1: the queues of its topic are 0 to 7"),
         ({"sharding_key": "g" * 64}, "sharding_key", "64 bytes: a message group takes 63 at most"),
         ({"sharding_key": "ä" * 32}, "sharding_key", "64 bytes: a message group takes 63 at most"),
         ({"sharding_key": "\n"}, "sharding_key", "not blank"),
-        ({"delay_level": -1}, "delay_level", "-1: it is negative"),
-        ({"delay_seconds": -1}, "delay_seconds", "-1: it is negative"),
-        ({"delay_seconds": 9 * 10**18}, "delay_seconds", "it is too large; max_delay allows 31622400 seconds"),
+        ({"delay_level": -1}, "delay_level", "-1: a delay is 0 or more"),
+        ({"delay_seconds": -1}, "delay_seconds", "-1: a delay is 0 or more"),
+        ({"delay_seconds": 9 * 10**18}, "delay_seconds", "max_delay allows 31622400 seconds"),
         ({"delay_seconds": 366 * 86_400 + 1}, "delay_seconds", "max_delay allows"),
         ({"deliver_time": datetime.datetime(2200, 1, 1, tzinfo=datetime.UTC)}, "deliver_time", "max_delay allows"),
         (
@@ -413,7 +402,7 @@ def test_a_bad_row_is_refused_by_number_column_value_and_rule(row: dict[str, Any
 
 
 def test_a_value_of_any_length_makes_a_message_that_can_be_read() -> None:
-    with pytest.raises(InvalidMessageError, match=r"a tag is a text without '\|', and not blank$") as caught:
+    with pytest.raises(InvalidMessageError, match=r"use text without '\|', and not blank$") as caught:
         encode([{**GOOD, "tags": "a|" * 1_000_000}])
 
     assert len(str(caught.value)) < 600
@@ -451,23 +440,13 @@ def test_text_that_is_not_utf8_is_refused(column: str) -> None:
             {"body": "binary", "qwertz": "string"},
             r"no column 'qwertz' to be written\. There are body, .* properties",
         ),
-        ({"body": "int"}, r"column 'body' is int, and must be binary or string: cast\(body as string\)"),
-        ({"body": "struct<a:int>"}, r"column 'body' is struct.*: to_json\(body\)"),
-        ({"body": "array<int>"}, r"column 'body' is array<int>, .*: to_json\(body\)"),
-        ({"body": "binary", "properties": "string"}, r"'properties' is string, .*: map\('name', value, ...\)"),
-        (
-            {"body": "binary", "properties": "map<string,int>"},
-            r"'properties' is map<string,int>, .*: cast\(properties as map<string,string>\)",
-        ),
-        ({"body": "binary", "queue_id": "bigint"}, r"column 'queue_id' is bigint, and must be int: cast\("),
-        (
-            {"body": "binary", "deliver_time": "timestamp_ntz"},
-            r"'deliver_time' is timestamp_ntz, and must be timest",
-        ),
-        (
-            {"body": "binary", "keys": "array<int>"},
-            r"'keys' is array<int>, and must be string or array<string>: cast\(keys as array<string>\)",
-        ),
+        ({"body": "int"}, r"column 'body' is int, and must be binary or string: cast it"),
+        ({"body": "struct<a:int>"}, r"column 'body' is struct.*: .*to_json\(\) it"),
+        ({"body": "binary", "properties": "string"}, r"'properties' is string, and must be map<string,string>"),
+        ({"body": "binary", "properties": "map<string,int>"}, r"'properties' is map<string,int>, .*"),
+        ({"body": "binary", "queue_id": "bigint"}, r"column 'queue_id' is bigint, and must be int"),
+        ({"body": "binary", "deliver_time": "timestamp_ntz"}, r"'deliver_time' is timestamp_ntz, and must be timest"),
+        ({"body": "binary", "keys": "array<int>"}, r"'keys' is array<int>, and must be string or array<string>"),
         ({"body": "binary", "tags": "void"}, r"'tags' is void, and must be string"),
         ({"tags": "string"}, r"column 'body' is missing; the frame has tags"),
     ],

@@ -173,7 +173,7 @@ _EMPTY = record(body=b"", properties=b"a\x01b\x02")
         (record(topic="RMQ_SYS_TRANS_HALF_TOPIC"), "record", "belongs to the engine"),
         (record(topic="%RETRY%g"), "topic", "'%RETRY%g': a topic is"),
         (record(topic="closed"), "topic", "it may not be written"),
-        (record(queue_id=8), "queue_id", "option queues gives it more"),
+        (record(queue_id=8), "queue_id", "a topic that is not there yet gets"),
         (record(queue_id=-1), "queue_id", "the queues of its topic are 0 to 7"),
         (record(body=bytes(101)), "record", "its body is too large; a message has at most 100 bytes here"),
         (record(properties=encode_properties({"n": "v" * 300})), "record", "a message has at most 300 bytes here"),

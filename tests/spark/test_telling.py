@@ -16,7 +16,7 @@ from mqstore import ConfigError, CorruptStoreError, MessageStore, NotAStoreError
 from mqstore.spark import telling
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, open_store, plan
-from mqstore.spark.telling import plain_errors, readable, warn_once
+from mqstore.spark.telling import of_store, plain_errors, warn_once
 from tests.spark.support import many, write_store
 
 
@@ -85,12 +85,12 @@ def test_what_may_not_be_read_is_said_with_the_remedy(monkeypatch: pytest.Monkey
     with pytest.raises(StoreIOError) as caught:
         open_store(StoreName("s", path))
     assert str(caught.value) == (
-        f"read failed on {tmp_path}/commitlog: permission denied; let the user that Spark runs as read {path} and all "
-        "in it"
+        f"read failed on {tmp_path}/commitlog: permission denied; let the user that Spark runs as read the store and "
+        "all in it"
     )
     with pytest.raises(StoreIOError):  # a store that may not be read is not one that is gone
         plan(SourceOptions.parse({"path": path, "failOnDataLoss": "false"}))
-    with pytest.raises(OSError, match="Input/output"), readable(path):
+    with pytest.raises(OSError, match="Input/output"), of_store(path):
         raise OSError(errno.EIO, "Input/output error")
 
 

@@ -1,16 +1,8 @@
-"""Stores as tables: the columnar reader, and the data source for PySpark that is made of it.
+"""Stores as tables: the columnar reader (`columns`; numpy and pyarrow, no Spark), and the data source for PySpark.
 
-    columns   messages of a queue or of the log as Arrow record batches; numpy and pyarrow, no Spark
-    options   the options of the data source, one table
-    plan      which messages a query reads, cut into partitions
-    tasks     what a task does with its part of a plan
-    progress  how far a stream has come, and what its next batch is; positions and pacing belong to it
-    source    the data source: thin; stream: its other half
-    sink      writing frames: thin; encode, staging and publish do it
-    java      where a Java for Spark is
-    sessions  a session with settings that suit
-    selection which messages of which stores, for jobs and queries
-    queries   stores as views of SQL
+    reading   options, selection -> plan -> tasks -> source, and for streams progress and stream; queries: SQL views
+    writing   inputs, encode -> staging -> publish, under sink
+    sessions  a session with settings that suit; java, shipping: what it needs
 
 Reads stores without a lock and without a trace. This module imports nothing heavy: Spark's workers import it to find
 the data source, and `Store.to_arrow` to find the reader.

@@ -1,33 +1,25 @@
 """Rows of a frame as records of a store, adjacent and finished but for their place (spark#encode).
 
-    column            what becomes of it
-    topic             the record's; distinct names are checked once a batch
-    queue_id          the queue, else that of the message group `sharding_key`, else by turns
+    body, flag, born_timestamp                            the record's
+    topic, queue_id                                       the record's; distinct topics are checked once a batch
     keys, tags, unique_key, sharding_key, properties      properties, in the order in which a producer's put has them
     delay_level, deliver_time, delay_seconds              the record goes to where the engine keeps what waits
-    body, flag, born_timestamp                            the record's
-    value, key, partition, headers    as Spark's Kafka sink has them: `_from_kafka`
-    record            the record, all of it, in place of the other columns except topic and queue_id: `_Copies`
+    value, key, partition, headers                        as Spark's Kafka sink has them: `_from_kafka`
+    record                                                the whole record: `_Copies`
 
-queueOffset, physicalOffset, storeTimestamp and the checksum are 0: whoever splices a shard into a log knows them.
-
-A batch is turned into arrays of pieces (header, body, topic, each property), and Arrow joins them row by row, which
-makes the records lie side by side in one buffer: no Python object a row. A row is taken in hand by itself only if its
-text holds something else than printable ASCII, or if it is delayed. Delayed rows share the rules of the engine:
-`delay_route`, `encode_properties`.
-
-Whatever the rows are, their records are right or there are none: every rule of a put is applied before the first byte
-is handed out, and an error names row, column, value and what to do. Knows no Spark, no file, no store.
+queueOffset, physicalOffset, storeTimestamp and the checksum are 0, for the splice knows them. Arrow joins arrays of
+pieces (header, body, topic, each property) row by row, so the records lie side by side in one buffer. Only text that is
+not printable ASCII and delayed rows are handled one by one. Every rule of a put is applied before the first byte is
+handed out. Knows no Spark, no file, no store.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 from typing import Any, Final, NamedTuple, NoReturn, cast
 
 import numpy as np
@@ -45,43 +37,11 @@ from mqstore.broker.routing import MAX_MESSAGE_GROUP
 from mqstore.broker.selection import GroupHash, group_queue, jump_hash_many
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError
+from mqstore.layout import properties as props
+from mqstore.layout import record
 from mqstore.layout.encode import header_dtype
 from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.javahash import java_hash_many
-from mqstore.layout.properties import (
-    CRC_TAIL_BYTES,
-    DELAY,
-    INNER_MULTI_DISPATCH,
-    KEYS,
-    MAX_PROPERTIES_BYTES,
-    RESERVED,
-    SHARDINGKEY,
-    TAGS,
-    TIMER_DELAY_SEC,
-    TIMER_DELIVER_MS,
-    TRANSIENT_PREFIX,
-    UNIQ_KEY,
-    decode_properties,
-    encode_properties,
-)
-from mqstore.layout.record import (
-    BODY_AT_V4,
-    CHECKSUM_AT,
-    INNER_BATCH,
-    MAGIC_AT,
-    MAGIC_V1,
-    MAGIC_V2,
-    MAX_TOPIC_BYTES_V1,
-    MIN_RECORD_BYTES,
-    PHYSICAL_OFFSET_AT,
-    QUEUE_ID_AT,
-    QUEUE_OFFSET_AT,
-    STORE_TIMESTAMP_AT_V4,
-    TOTAL_SIZE_AT,
-    TRANSACTION_COMMIT,
-    TRANSACTION_MASK,
-    unreadable_number,
-)
 from mqstore.layout.scan import Headers, gather, has_crc_tail, verify
 from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.outgoing import checked_text
@@ -157,7 +117,6 @@ class Encoded(NamedTuple):
 
 # -- identity ----------------------------------------------------------------------------------------------------------
 
-_HEX: Final = np.frombuffer(b"0123456789ABCDEF", np.uint8)
 _ROW_DIGITS: Final = 10
 
 
@@ -204,32 +163,30 @@ def _fixed(rows: npt.NDArray[Any]) -> Any:
     return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(edges), pa.py_buffer(rows)])
 
 
+_SMALL: Final = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
+
+
 def _small(values: Any) -> Any:
     """The array with offsets of 32 bits, where Spark was told to use 64."""
-    kind = values.type
-    if pa.types.is_large_string(kind):
-        return values.cast(pa.string())
-    if pa.types.is_large_binary(kind):
-        return values.cast(pa.binary())
-    return values
+    kind = _SMALL.get(values.type)
+    return values if kind is None else values.cast(kind)
 
 
 def _odd_rows(values: Any, forbidden: bytes) -> list[int]:
-    """The values that a person should look at: empty, beginning with a blank, or with something in them that is no
-    printable ASCII or is forbidden. All others are good text."""
+    """Return the values that need a closer look: empty, beginning with a blank, or holding anything but printable ASCII
+    without `forbidden`."""
     data, edges = _flat(values)
-    size = np.diff(edges)
     suspect = (data - np.uint8(0x20)) > 0x5E  # wraps: below the blank is far above
     for byte in forbidden:
         suspect |= data == byte
-    rows: set[int] = set(np.flatnonzero(size == 0).tolist())
+    odd = np.diff(edges) == 0
+    full = np.flatnonzero(~odd)
+    odd[full] = data[edges[full]] == 0x20
     if suspect.any():
-        rows.update(np.unique(np.searchsorted(edges, np.flatnonzero(suspect), "right") - 1).tolist())
-    full = np.flatnonzero(size)
-    rows.update(full[data[edges[full]] == 0x20].tolist())
+        odd[np.searchsorted(edges, np.flatnonzero(suspect), "right") - 1] = True
     if values.null_count:
-        rows.difference_update(np.flatnonzero(_nulls(values)).tolist())
-    return sorted(rows)
+        odd &= ~_nulls(values)
+    return np.flatnonzero(odd).tolist()
 
 
 # -- the encoder -------------------------------------------------------------------------------------------------------
@@ -240,19 +197,8 @@ _HEADER: Final = header_dtype(IPV4_BYTES, IPV4_BYTES)
 _NAME_END, _PAIR_END, _NOTHING = (pa.scalar(each, pa.binary()) for each in (b"\x01", b"\x02", b""))
 
 _HEADERS: Final = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
-_HOW: Final[Mapping[str, str]] = {
-    "tags": "a tag is a text without '|', and not blank",
-    "keys": "keys are texts with a blank between them, and not blank",
-    "unique_key": "a text, and not blank",
-    "sharding_key": "a message group is a text, and not blank",
-    "topic": "a topic is a text, and not blank",
-    "properties": "names and values are texts, and not blank",
-}
-"""Rules of columns of text."""
-_MADE_FOR: Final = {each.property: name for name, each in INPUTS.items() if each.property is not None} | {
-    TIMER_DELAY_SEC: "delay_seconds"
-}
-_RESERVED: Final = pa.array(sorted(RESERVED))
+_MADE_FOR: Final = ", ".join(f"{each.property}: {name}" for name, each in INPUTS.items() if each.property)
+_RESERVED: Final = pa.array(sorted(props.RESERVED))
 
 
 class Encoder:
@@ -279,8 +225,9 @@ class Encoder:
         self._max_rows = min(max_rows or _SLICE_ROWS, _SLICE_ROWS)
         self.clock = clock
         self.prefix = np.frombuffer(derived_prefix(app, version, partition).encode(), np.uint8)
-        self._first_turn = int.from_bytes(_digest(app, version, partition)[-4:], "big")
-        self._turns: Counter[str] = Counter()
+        first_turn = int.from_bytes(_digest(app, version, partition)[-4:], "big")
+        self.turns: dict[str, int] = defaultdict(lambda: first_turn)
+        """Next turn of each topic. With one for all, rows that alternate between two would fill half the queues."""
         self.called: Mapping[str, str] = {}
         """What errors call columns that came under other names."""
 
@@ -304,13 +251,6 @@ class Encoder:
             self.row += rows
             start = stop
 
-    def turns(self, topic: str, count: int) -> _Int64s:
-        """The next `count` numbers to take turns by. A counter for each topic: with one for all, rows that alternate
-        between two topics would fill half of the queues."""
-        first = self._first_turn + self._turns[topic]
-        self._turns[topic] += count
-        return np.arange(first, first + count, dtype=np.int64)
-
 
 class _Slice:
     """Some rows on their way to records."""
@@ -321,10 +261,8 @@ class _Slice:
         self._columns = columns
         self._rows = rows
         self._now_ms = encoder.clock.now_ms()
-        self._codes: dict[str, int] = {}
-        """Topic -> number that rows have for it, in the order in which they come up."""
-        self._judged_by: list[TopicRule] = []
-        """What holds for each of them; topics of the engine, which come last, have none."""
+        self._found: dict[str, TopicRule | None] = {}
+        """Topics in the order in which they come up, by which rows are numbered. Those of the engine come last."""
 
     def encode(self) -> Encoded:
         body = self._body()
@@ -332,24 +270,23 @@ class _Slice:
         groups = self._text("sharding_key")
         queues = self._queues(topics, groups)
         parts, sizes = self._properties(topics, queues, groups)
-        header = self._header(topics, queues, _sizes(body), sizes)
-        topic = self._topic_pieces(topics)
+        topic, magics = self._topic_pieces(topics)
+        header = self._header(magics, queues, _sizes(body), _sizes(topic), sizes)
         joined = pc.binary_join_element_wise(_fixed(header), body, topic, _fixed(sizes.astype(">i2")), *parts, _NOTHING)
         data, edges = _flat(joined)
         total = header["size"]
         assert np.array_equal(np.diff(edges), total), "a record is not as long as it says"
-        counts = self._counted(topics, queues)
-        return Encoded(memoryview(data.data), total.astype(np.int64), counts, self._named())
+        return Encoded(memoryview(data.data), total.astype(np.int64), self._counted(topics, queues), self._found)
 
     def _properties(self, topics: _Int32s, queues: _Int64s, groups: Any) -> tuple[list[Any], _Int64s]:
         """What stands in each row behind the lengths of its properties, in pieces that are to be joined, and how many
         bytes these take together. Rows that wait are given the topic and queue where they do."""
         entries = self._entries()
         found = {
-            KEYS: self._keys(),
-            TAGS: self._text("tags"),
-            UNIQ_KEY: self._unique(),
-            SHARDINGKEY: groups,
+            props.KEYS: self._keys(),
+            props.TAGS: self._text("tags"),
+            props.UNIQ_KEY: self._unique(),
+            props.SHARDINGKEY: groups,
         }
         texts = {name: values for name, values in found.items() if values is not None}
         parts = [] if entries is None else [entries.bytes]
@@ -360,26 +297,26 @@ class _Slice:
         sizes = np.zeros(self._rows, np.int64)
         for part in parts:
             sizes += _sizes(part)
-        self._refuse_first(sizes > MAX_PROPERTIES_BYTES, "properties", lambda i: f"{sizes[i]} bytes", _LONG)
+        self._check_sizes(sizes, props.MAX_PROPERTIES_BYTES, "properties", _LONG)
         return parts, sizes
 
-    def _topic_pieces(self, topics: _Int32s) -> Any:
-        """The topic of each row as its record has it, length included."""
-        heads = [_topic_piece(name.encode()) for name in self._codes]
-        return pa.scalar(heads[0], pa.binary()) if len(heads) == 1 else pa.array(heads, pa.binary()).take(topics)
+    def _topic_pieces(self, topics: _Int32s) -> tuple[Any, _Int64s]:
+        """The topic of each row as its record has it, length included, and the magic of the record."""
+        names = [name.encode() for name in self._found]
+        widths = [1 if len(name) <= record.MAX_TOPIC_BYTES_V1 else 2 for name in names]
+        pieces = [len(name).to_bytes(width, "big") + name for name, width in zip(names, widths, strict=True)]
+        magics = np.where(np.array(widths) == 1, record.MAGIC_V1, record.MAGIC_V2)
+        return pa.array(pieces, pa.binary()).take(topics), magics[topics]
 
-    def _header(self, topics: _Int32s, queues: _Int64s, body_sizes: _Int64s, sizes: _Int64s) -> npt.NDArray[np.void]:
+    def _header(
+        self, magics: _Int64s, queues: _Int64s, body_sizes: _Int64s, topic_sizes: _Int64s, sizes: _Int64s
+    ) -> npt.NDArray[np.void]:
         """All before the body. `sizes`: of the properties."""
-        names = [name.encode() for name in self._codes]
-        topic_sizes = np.array([len(_topic_piece(name)) for name in names], np.int64)[topics]
-        total = BODY_AT_V4 + body_sizes + topic_sizes + 2 + sizes
-        limit = self._rules.max_record_bytes
-        self._refuse_first(
-            total > limit, "body", lambda i: f"{total[i]} bytes with topic and properties", _large(limit)
-        )
+        total = record.BODY_AT_V4 + body_sizes + topic_sizes + 2 + sizes
+        self._check_sizes(total, self._rules.max_record_bytes, "body")
         header = np.zeros(self._rows, _HEADER)
         header["size"] = total
-        header["magic"] = np.array([_magic(name) for name in names], np.int64)[topics]
+        header["magic"] = magics
         header["queue_id"] = queues
         header["flag"] = self._numbers("flag", 0)
         header["born_timestamp_ms"] = self._times("born_timestamp", self._now_ms, up=False)
@@ -394,10 +331,16 @@ class _Slice:
         where = f"row {self._encoder.row + row} of partition {self._encoder.partition}, column {column!r}"
         raise InvalidMessageError(": ".join(filter(None, (where, value, rule))), column)
 
-    def _refuse_first(self, wrong: _Bools, column: str, value: Callable[[int], object], rule: str) -> None:
+    def _refuse_first(
+        self, wrong: _Bools, column: str, value: Callable[[int], object], rule: str, row_of: Callable[[int], int] = int
+    ) -> None:
         if wrong.any():
-            row = int(np.argmax(wrong))
-            self._refuse(row, column, str(value(row)), rule)
+            first = int(np.argmax(wrong))
+            self._refuse(row_of(first), column, str(value(first)), rule)
+
+    def _check_sizes(self, sizes: _Int64s, limit: int, column: str, rule: str = "") -> None:
+        """Refuse the first row with more bytes than `limit`."""
+        self._refuse_first(sizes > limit, column, lambda i: f"{sizes[i]} bytes", rule or _large(limit))
 
     def _judged(self, row: int, column: str, judge: Callable[[], Any]) -> Any:
         """What `judge` returns; if it refuses, say which row that is of."""
@@ -407,11 +350,13 @@ class _Slice:
             said = str(error)
             self._refuse(row, column, "", said if len(said) < 500 else f"{said[:300]} ... {said[-150:]}")
 
-    def _check(self, values: Any, column: str, row_of: Callable[[int], int] | None = None) -> None:
-        """Refuse the first value that is no good text, by the rule of `_HOW`."""
-        forbidden, rule = "|" if column == "tags" else "", _HOW[column]
+    def _check(self, values: Any, column: str, row_of: Callable[[int], int] = int) -> None:
+        """Refuse the first value that a property, a topic or a group may not be."""
+        forbidden, rule = (
+            ("|", "use text without '|', and not blank") if column == "tags" else ("", "use text, not blank")
+        )
         for i in _odd_rows(values, forbidden.encode()):
-            row = row_of(i) if row_of is not None else i
+            row = row_of(i)
             try:
                 value = values[i].as_py()
             except UnicodeDecodeError:
@@ -425,9 +370,7 @@ class _Slice:
         body = self._columns["body"].cast(pa.binary())
         if body.null_count:
             self._refuse_first(_nulls(body), "body", lambda _: "null", "a message has a body, which may be empty")
-        limit = self._rules.max_body_bytes
-        sizes = _sizes(body)
-        self._refuse_first(sizes > limit, "body", lambda i: f"{sizes[i]} bytes", _large(limit))
+        self._check_sizes(_sizes(body), self._rules.max_body_bytes, "body")
         return body
 
     def _topics(self) -> _Int32s:
@@ -446,36 +389,34 @@ class _Slice:
         return numbers
 
     def _topic_rule(self, row: int, name: str) -> None:
-        self._judged_by.append(self._judged(row, "topic", lambda: self._rules.topic(name)))
-        self._codes[name] = len(self._codes)
+        self._found[name] = self._judged(row, "topic", lambda: self._rules.topic(name))
 
     def _queues(self, topics: _Int32s, keys: Any) -> _Int64s:
-        rules = self._judged_by
+        rules = [rule for rule in self._found.values() if rule is not None]
         queues = np.full(self._rows, -1, np.int64)
         given = self._columns.get("queue_id")
         if given is not None:
             present = ~_nulls(given)
             queues[present] = given.drop_null().to_numpy()
             bound = np.array([rule.queues for rule in rules], np.int64)[topics]
-            wrong = present & ((queues < 0) | (queues >= bound))
-            if wrong.any():
-                row = int(np.argmax(wrong))
-                rule = f"the queues of its topic are 0 to {bound[row] - 1}"
-                if [*self._codes][topics[row]] not in self._rules.topics:
-                    rule += "; it is not there yet: option queues gives it more"
-                self._refuse(row, "queue_id", str(queues[row]), rule)
+            self._refuse_first(
+                present & ((queues < 0) | (queues >= bound)),
+                "queue_id",
+                lambda i: f"{queues[i]}: the queues of its topic are 0 to {bound[i] - 1}",
+                "a topic that is not there yet gets as many as option queues says",
+            )
         write = np.array([rule.write_queues for rule in rules], np.int64)[topics]
         if keys is not None:
-            sizes = _sizes(keys)
             rule = f"a message group takes {MAX_MESSAGE_GROUP} at most; hash longer ones: md5(sharding_key)"
-            self._refuse_first(sizes > MAX_MESSAGE_GROUP, "sharding_key", lambda i: f"{sizes[i]} bytes", rule)
+            self._check_sizes(_sizes(keys), MAX_MESSAGE_GROUP, "sharding_key", rule)
             rows = np.flatnonzero((queues < 0) & ~_nulls(keys))
             if len(rows):
                 queues[rows] = self._group_queues(keys.take(pa.array(rows)), write[rows])
         free = np.flatnonzero(queues < 0)
-        for number, name in enumerate(self._codes):
-            mine = free[topics[free] == number] if len(self._codes) > 1 else free
-            queues[mine] = self._encoder.turns(name, len(mine)) % write[mine]
+        for number, name in enumerate(self._found):
+            mine = free[topics[free] == number] if len(self._found) > 1 else free
+            queues[mine] = (self._encoder.turns[name] + np.arange(len(mine))) % write[mine]
+            self._encoder.turns[name] += len(mine)
         return queues
 
     def _group_queues(self, keys: Any, write: _Int64s) -> _Int64s:
@@ -497,14 +438,14 @@ class _Slice:
         values = self._columns.get("keys")
         if values is None or pa.types.is_string(values.type):
             return self._text("keys")
-        words, rows = _small(pc.list_flatten(values)), pc.list_parent_indices(values)
-        if words.null_count:
-            row = rows[int(np.argmax(_nulls(words)))].as_py()
-            self._refuse(row, "keys", "null", "leave it out of the array: filter()")
-        self._check(words, "keys", lambda i: int(rows[i].as_py()))
-        if (_flat(words)[0] == 0x20).any():
-            i = int(np.argmax(pc.match_substring(words, " ").to_numpy(zero_copy_only=False)))
-            self._refuse(rows[i].as_py(), "keys", repr(words[i].as_py()[:40]), "a key of an array has no blanks")
+        words = _small(pc.list_flatten(values))
+        row_of = pc.list_parent_indices(values).to_numpy().item
+        self._refuse_first(_nulls(words), "keys", lambda _: "null", "leave it out of the array: filter()", row_of)
+        self._check(words, "keys", row_of)
+        blank = pc.match_substring(words, " ").to_numpy(zero_copy_only=False)
+        self._refuse_first(
+            blank, "keys", lambda i: repr(words[i].as_py()[:40]), "a key of an array has no blanks", row_of
+        )
         joined = pc.binary_join(values.cast(pa.list_(pa.string())), " ")
         return pc.if_else(pc.equal(pc.binary_length(joined), 0), pa.scalar(None, pa.string()), joined)
 
@@ -515,10 +456,9 @@ class _Slice:
             return given
         rows = self._rows
         digits = np.empty((rows, 34), np.uint8)
-        digits[:, : 34 - _ROW_DIGITS] = self._encoder.prefix
-        number = np.arange(self._encoder.row, self._encoder.row + rows, dtype=np.int64)
-        for place in range(_ROW_DIGITS):
-            digits[:, 33 - place] = _HEX[number >> 4 * place & 15]
+        digits[:, :-_ROW_DIGITS] = self._encoder.prefix
+        numbers = np.arange(self._encoder.row, self._encoder.row + rows, dtype=">u8").tobytes().hex().upper()
+        digits[:, -_ROW_DIGITS:] = np.frombuffer(numbers.encode(), np.uint8).reshape(rows, 16)[:, -_ROW_DIGITS:]
         derived = _fixed(digits).cast(pa.string())
         return derived if given is None else pc.coalesce(given, derived)
 
@@ -526,23 +466,20 @@ class _Slice:
         column = self._columns.get("properties")
         if column is None or column.null_count == len(column):
             return None
-        if column.null_count and np.diff(column.offsets.to_numpy())[_nulls(column)].any():
-            column = pa.array(column.to_pylist(), column.type)  # a null map that has entries all the same
         entries = _Entries(column)
         if self._encoder.called:  # a map of Spark's has each name once
             rule = "a name stands twice, and a property has one value; keep one of them"
             self._refuse_first(entries.repeated(), "properties", lambda _: "", rule)
         for values in (entries.names, entries.values):
-            self._check(values, "properties", entries.row_of)
-        reserved = pc.or_(pc.is_in(entries.names, _RESERVED), pc.starts_with(entries.names, TRANSIENT_PREFIX))
-        wrong = reserved.to_numpy(zero_copy_only=False)
-        if wrong.any():
-            i = int(np.argmax(wrong))
-            name = entries.names[i].as_py()
-            made = _MADE_FOR.get(name)
-            use = f"use column {made!r}" if made else "it is the engine's"
-            rule = f"the name is reserved; {use}. Column 'record' copies whole messages"
-            self._refuse(entries.row_of(i), "properties", repr(name), rule)
+            self._check(values, "properties", entries.rows.item)
+        reserved = pc.or_(pc.is_in(entries.names, _RESERVED), pc.starts_with(entries.names, props.TRANSIENT_PREFIX))
+        self._refuse_first(
+            reserved.to_numpy(zero_copy_only=False),
+            "properties",
+            lambda i: repr(entries.names[i].as_py()),
+            f"the name is reserved; use a column ({_MADE_FOR}), or column 'record', which copies whole messages",
+            entries.rows.item,
+        )
         return entries
 
     def _numbers(self, name: str, default: int) -> _Int64s:
@@ -566,18 +503,14 @@ class _Slice:
     def _delayed(self) -> npt.NDArray[np.intp]:
         """Rows that are delayed. Refuses two delays in a row."""
         delayed = np.zeros(self._rows, np.bool_)
-        several = np.zeros(self._rows, np.int64)
-        for name in ("delay_level", "deliver_time", "delay_seconds"):
-            if name in self._columns:
-                several += ~_nulls(self._columns[name])
-        self._refuse_first(
-            several > 1, "delay_level", lambda _: "not alone", "of delay_level, deliver_time, delay_seconds only one"
-        )
-        large = f"it is too large; max_delay allows {self._rules.max_delay_ms // 1000} seconds"
+        given = [~_nulls(self._columns[name]) for name in _DELAYS if name in self._columns]
+        if given:
+            rule = f"of {', '.join(_DELAYS)} only one"
+            self._refuse_first(np.sum(given, axis=0) > 1, "delay_level", lambda _: "not alone", rule)
+        rule = f"a delay is 0 or more; max_delay allows {self._rules.max_delay_ms // 1000} seconds"
         for name in ("delay_level", "delay_seconds"):
             numbers = self._numbers(name, 0)
-            for wrong, rule in ((numbers < 0, "it is negative; 0 is no delay"), (numbers >= _TOO_LONG, large)):
-                self._refuse_first(wrong, name, numbers.item, rule)
+            self._refuse_first((numbers < 0) | (numbers >= _TOO_LONG), name, numbers.item, rule)
             delayed |= numbers > 0
         if "deliver_time" in self._columns:
             delayed |= ~_nulls(self._columns["deliver_time"])
@@ -594,7 +527,7 @@ class _Slice:
     ) -> list[Any]:
         """Give delayed rows the place and the properties that a put would give them. `topics` and `queues` are changed;
         the properties become the first of the parts."""
-        names, rules = list(self._codes), self._rules
+        names, rules = list(self._found), self._rules
         # Where a record with these properties goes now: as `Road.route` has it (delivery#level-put).
         route = partial(delay_route, now_ms=lambda: self._now_ms, levels=rules.levels, max_delay_ms=rules.max_delay_ms)
         levels, waits = self._numbers("delay_level", 0), self._numbers("delay_seconds", 0)
@@ -607,16 +540,17 @@ class _Slice:
                 if value is not None:
                     stored[name] = value
             if levels[row]:
-                column, stored[DELAY] = "delay_level", str(levels[row])
+                column, stored[props.DELAY] = "delay_level", str(levels[row])
             elif waits[row]:
-                column, stored[TIMER_DELAY_SEC] = "delay_seconds", str(waits[row])
+                column, stored[props.TIMER_DELAY_SEC] = "delay_seconds", str(waits[row])
             else:
-                column, stored[TIMER_DELIVER_MS] = "deliver_time", str(moments[row])
+                column, stored[props.TIMER_DELIVER_MS] = "deliver_time", str(moments[row])
             place = names[topics[row]], int(queues[row])
             routed = self._judged(row, column, partial(route, *place, stored))
             topic, queue_id, stored = routed or (*place, stored)
-            replaced.append(self._judged(row, "properties", partial(encode_properties, stored)))
-            topics[row] = self._codes.setdefault(topic, len(self._codes))
+            replaced.append(self._judged(row, "properties", partial(props.encode_properties, stored)))
+            self._found.setdefault(topic, None)
+            topics[row] = [*self._found].index(topic)
             queues[row] = queue_id
         mask = np.zeros(self._rows, np.bool_)
         mask[delayed] = True
@@ -624,11 +558,8 @@ class _Slice:
         whole = pc.replace_with_mask(cleared[0], pa.array(mask), pa.array(replaced, pa.binary()))
         return [whole, *cleared[1:]]
 
-    def _named(self) -> dict[str, TopicRule | None]:
-        return dict(zip_longest(self._codes, self._judged_by))
-
     def _counted(self, topics: _Int32s, queues: _Int64s) -> dict[tuple[str, int], int]:
-        names = list(self._codes)
+        names = list(self._found)
         pairs, counts = np.unique(topics.astype(np.int64) << 32 | queues, return_counts=True)
         return {
             (names[pair >> 32], pair & 0xFFFF_FFFF): number
@@ -639,14 +570,10 @@ class _Slice:
 class _Copies(_Slice):
     """Rows that are stored records. They are copied as bytes, and changed where their place in the target decides.
 
-    unchanged   body as stored, properties, flag, sysFlag, bornTimestamp, both hosts, reconsumeTimes, and
-                preparedTransactionOffset, which names a place in the log of the original
     given       topic and queue id, if the row or the option names others
-    zero        queueOffset, physicalOffset, storeTimestamp, checksum, as in each staged record
+    zero        queueOffset, physicalOffset, storeTimestamp, checksum, as in each staged record. The store time is the
+                target's: retention and searches by time rely on times that do not step back within a log
     left out    a CRC tail (format#crc-tail), which would be wrong
-
-    The store time is the target's, as in every record that is appended: retention, and every search by time, rely on
-    times that do not step back within a log.
     """
 
     def encode(self) -> Encoded:
@@ -656,7 +583,7 @@ class _Copies(_Slice):
         headers = self._gather(data.data, edges)
         own = text(cut(data, headers.topic_position, headers.topic_position + headers.topic_size))
         tails = has_crc_tail(data.data, headers)
-        property_sizes = headers.properties_size - np.where(tails, CRC_TAIL_BYTES, 0)
+        property_sizes = headers.properties_size - np.where(tails, props.CRC_TAIL_BYTES, 0)
         properties = cut(data, headers.properties_position, headers.properties_position + property_sizes)
         self._refuse_unfit(headers, own, properties, _origin(data.data, headers))
         places = {"topic": own, "queue_id": pa.array(headers.queue_id)}
@@ -664,31 +591,27 @@ class _Copies(_Slice):
         self._columns = places | {name: pc.coalesce(values, places[name]) for name, values in given.items()}
         topics = self._topics()
         queues = self._queues(topics, None)
-        names = [*self._codes]
-        rebuilt = tails.any() or not pc.equal(own, pa.array(names).take(topics)).to_numpy(zero_copy_only=False).all()
-        if rebuilt:
-            topic_at = headers.topic_position - np.where(headers.magic == MAGIC_V2, 2, 1)
-            lengths = _fixed(property_sizes.astype(">i2"))
-            parts = (cut(data, headers.positions, topic_at), self._topic_pieces(topics), lengths, properties)
-            data, edges = _flat(pc.binary_join_element_wise(*parts, _NOTHING))
+        topic_at = headers.topic_position - np.where(headers.magic == record.MAGIC_V2, 2, 1)
+        lengths = _fixed(property_sizes.astype(">i2"))
+        topic, magics = self._topic_pieces(topics)
+        parts = (cut(data, headers.positions, topic_at), topic, lengths, properties)
+        data, edges = _flat(pc.binary_join_element_wise(*parts, _NOTHING))
         data, starts, sizes = data.copy(), edges[:-1].astype(np.int64), np.diff(edges).astype(np.int64)
-        limit = self._rules.max_record_bytes
-        self._refuse_first(sizes > limit, "record", lambda i: f"{sizes[i]} bytes", _large(limit))
-        if rebuilt:
-            _write(data, ">i4", starts + TOTAL_SIZE_AT, sizes)
-            _write(data, ">i4", starts + MAGIC_AT, np.array([_magic(name.encode()) for name in names])[topics])
-        _write(data, ">i4", starts + CHECKSUM_AT, 0)
-        _write(data, ">i4", starts + QUEUE_ID_AT, queues)
-        _write(data, ">i8", starts + QUEUE_OFFSET_AT, 0)
-        _write(data, ">i8", starts + PHYSICAL_OFFSET_AT, 0)
-        _write(data, ">i8", starts + STORE_TIMESTAMP_AT_V4 + (headers.born_host_size - IPV4_BYTES), 0)
-        return Encoded(memoryview(data.data), sizes, self._counted(topics, queues), self._named())
+        self._check_sizes(sizes, self._rules.max_record_bytes, "record")
+        _write(data, ">i4", starts + record.TOTAL_SIZE_AT, sizes)
+        _write(data, ">i4", starts + record.MAGIC_AT, magics)
+        _write(data, ">i4", starts + record.CHECKSUM_AT, 0)
+        _write(data, ">i4", starts + record.QUEUE_ID_AT, queues)
+        _write(data, ">i8", starts + record.QUEUE_OFFSET_AT, 0)
+        _write(data, ">i8", starts + record.PHYSICAL_OFFSET_AT, 0)
+        _write(data, ">i8", starts + record.STORE_TIMESTAMP_AT_V4 + (headers.born_host_size - IPV4_BYTES), 0)
+        return Encoded(memoryview(data.data), sizes, self._counted(topics, queues), self._found)
 
     def _gather(self, data: memoryview, edges: _Int32s) -> Headers:
         """The fields of the records that fill `data`. Refuses what is no record, or a damaged one."""
         sizes = np.diff(edges)
         rule = "it is no record: its lengths do not add up"
-        self._refuse_first(sizes < MIN_RECORD_BYTES, "record", lambda i: f"{sizes[i]} bytes", rule)
+        self._refuse_first(sizes < record.MIN_RECORD_BYTES, "record", lambda i: f"{sizes[i]} bytes", rule)
         headers = gather(data, edges[:-1])
         self._refuse_first(~headers.ok | (headers.size != sizes), "record", lambda i: f"{sizes[i]} bytes", rule)
         holds = verify(data, headers, "crc32c-record")
@@ -700,22 +623,22 @@ class _Copies(_Slice):
     def _refuse_unfit(self, headers: Headers, topics: Any, properties: Any, origin: Callable[[int], str]) -> None:
         """Refuse sound records that are no messages of a user, or that the target cannot number."""
         engines = pa.array([name for name in pc.unique(topics).to_pylist() if is_system_topic(name)], pa.string())
-        mark = headers.sys_flag & TRANSACTION_MASK
+        mark = headers.sys_flag & record.TRANSACTION_MASK
         limit = self._rules.max_body_bytes
         for wrong, rule in (
             (
                 pc.is_in(topics, engines).to_numpy(zero_copy_only=False),
                 "its topic belongs to the engine; what waits there is copied when it is delivered",
             ),
-            ((mark != 0) & (mark != TRANSACTION_COMMIT), "its transaction is not committed"),
-            (headers.sys_flag & INNER_BATCH != 0, "it is a batch in one record; copy its messages by `body`"),
+            ((mark != 0) & (mark != record.TRANSACTION_COMMIT), "its transaction is not committed"),
+            (headers.sys_flag & record.INNER_BATCH != 0, "it is a batch in one record; copy its messages by `body`"),
             (headers.body_size > limit, f"its body is too large; {_large(limit)}"),
         ):
             self._refuse_first(wrong, "record", origin, rule)
         for row in np.flatnonzero(pc.match_substring(properties, "INNER_").to_numpy(zero_copy_only=False)).tolist():
             blob = properties[row].as_py()
-            wrong = unreadable_number(b"", blob)
-            if INNER_MULTI_DISPATCH in decode_properties(blob):
+            wrong = record.unreadable_number(b"", blob)
+            if props.INNER_MULTI_DISPATCH in props.decode_properties(blob):
                 wrong = "it stands in light queues, too, with numbers of its own store"
             if wrong:
                 self._refuse(row, "record", origin(row), wrong)
@@ -725,39 +648,32 @@ class _Entries:
     """The entries of a column of maps, side by side, and the stored properties that they make."""
 
     def __init__(self, column: Any) -> None:
-        self._edges = column.offsets.to_numpy()
-        first, size = int(self._edges[0]), int(self._edges[-1] - self._edges[0])
-        self._edges = self._edges - first
-        self.names = _small(column.keys).slice(first, size)
-        self.values = _small(column.items).slice(first, size)
+        pair = [("key", column.type.key_type), ("value", column.type.item_type)]
+        lists = column.view(pa.list_(pa.struct(pair)))
+        entries = pc.list_flatten(lists)
+        self._column = column
+        self.rows = pc.list_parent_indices(lists).to_numpy()
+        """Row of each entry."""
+        self.names, self.values = (_small(pc.struct_field(entries, i)) for i in (0, 1))
 
     @property
     def bytes(self) -> Any:
         """A value a row. Entries lie side by side, so the end of one row's is the beginning of the next one's."""
         names, values = self.names.cast(pa.binary()), self.values.cast(pa.binary())
         pieces = pc.binary_join_element_wise(names, _NAME_END, values, _PAIR_END, _NOTHING)
-        if pieces.null_count:
-            pieces = pieces.fill_null(_NOTHING)
-        data, edges = _flat(pieces)
-        ends = np.ascontiguousarray(edges[self._edges], np.int32)
-        count = len(self._edges) - 1
+        data, edges = _flat(pieces.fill_null(_NOTHING) if pieces.null_count else pieces)
+        count = len(self._column)
+        ends = edges[np.append(0, np.bincount(self.rows, minlength=count).cumsum())]
         return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(ends), pa.py_buffer(data)])
 
-    def row_of(self, entry: int) -> int:
-        return int(np.searchsorted(self._edges, entry, "right")) - 1
-
     def of(self, row: int) -> dict[str, str]:
-        start, stop = int(self._edges[row]), int(self._edges[row + 1])
-        names, values = self.names.slice(start, stop - start), self.values.slice(start, stop - start)
-        pairs = zip(names.to_pylist(), values.to_pylist(), strict=True)
-        return {name: value for name, value in pairs if value is not None}
+        return {name: value for name, value in self._column[row].as_py() or () if value is not None}
 
     def repeated(self) -> _Bools:
         """Which rows have a name more than once."""
-        rows = np.repeat(np.arange(len(self._edges) - 1), np.diff(self._edges))
         names = self.names.dictionary_encode().indices.to_numpy().astype(np.int64)
-        _, first = np.unique(rows * max(1, len(names)) + names, return_index=True)
-        return np.bincount(np.delete(rows, first), minlength=len(self._edges) - 1) > 0
+        _, first = np.unique(self.rows * max(1, len(names)) + names, return_index=True)
+        return np.bincount(np.delete(self.rows, first), minlength=len(self._column)) > 0
 
 
 def _property(name: str, values: Any) -> Any:
@@ -800,22 +716,15 @@ def _write(data: npt.NDArray[np.uint8], kind: str, positions: _Int64s, values: A
     everywhere[positions] = values
 
 
-def _topic_piece(name: bytes) -> bytes:
-    return len(name).to_bytes(1 if len(name) <= MAX_TOPIC_BYTES_V1 else 2, "big") + name
-
-
-def _magic(name: bytes) -> int:
-    return MAGIC_V1 if len(name) <= MAX_TOPIC_BYTES_V1 else MAGIC_V2
-
-
+_DELAYS: Final = ("delay_level", "deliver_time", "delay_seconds")
 _TOO_LONG: Final = 10**18
 """Seconds. Where a delay is read from its property, numbers of so many digits count as none."""
-_LONG: Final = f"properties, the columns that become such included, take {MAX_PROPERTIES_BYTES} bytes at most"
+_LONG: Final = f"properties, the columns that become such included, take {props.MAX_PROPERTIES_BYTES} bytes at most"
 
 
 def _large(limit: int) -> str:
     """A store does not say what its owner has set, so the sink goes by the default, or by the size of a segment."""
     return (
-        f"a message has at most {limit} bytes here (the default of max_message_size, or what a segment of the target "
-        "takes); keep large bodies elsewhere, and send where they are"
+        f"a message has at most {limit} bytes here, with topic and properties (the default of max_message_size, or "
+        "what a segment of the target takes); keep large bodies elsewhere, and send where they are"
     )

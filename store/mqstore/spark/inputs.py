@@ -12,14 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from mqstore.errors import ConfigError
-from mqstore.layout.properties import (
-    DELAY,
-    KEYS,
-    SHARDINGKEY,
-    TAGS,
-    TIMER_DELIVER_MS,
-    UNIQ_KEY,
-)
+from mqstore.layout.properties import DELAY, KEYS, SHARDINGKEY, TAGS, TIMER_DELAY_SEC, TIMER_DELIVER_MS, UNIQ_KEY
 
 __all__ = ["INPUTS", "KAFKA", "Input", "as_markdown", "check_columns", "is_kafka"]
 
@@ -57,7 +50,9 @@ _TABLE: Final = (
     ),
     Input("delay_level", ("int",), "no delay", "wait by a level of the store's table; 0 is none", DELAY),
     Input("deliver_time", ("timestamp",), "no delay", "wait until then", TIMER_DELIVER_MS),
-    Input("delay_seconds", ("int", "bigint"), "no delay", "wait so long, from when the task writes it"),
+    Input(
+        "delay_seconds", ("int", "bigint"), "no delay", "wait so long, from when the task writes it", TIMER_DELAY_SEC
+    ),
     Input("born_timestamp", ("timestamp",), "now", "when it came into being"),
     Input("flag", ("int",), "0", "the user's number"),
     Input(
@@ -111,8 +106,9 @@ def check_columns(types: Mapping[str, str], *, topic: str | None) -> None:
                 "rename it"
             )
         if kind not in known.types:
+            wanted = " or ".join(known.types)
             raise ConfigError(
-                f"column {name!r} is {kind}, and must be {' or '.join(known.types)}: {_remedy(known, kind)}"
+                f"column {name!r} is {kind}, and must be {wanted}: cast it, or to_json() it if it is nested"
             )
     if "record" in types:
         others = [name for name in types if name not in ("record", *_BESIDE_RECORD)]
@@ -126,20 +122,6 @@ def check_columns(types: Mapping[str, str], *, topic: str | None) -> None:
         raise ConfigError(f"column 'body' is missing; the frame has {', '.join(types) or 'none'}")
     if topic is None and "topic" not in types:
         raise ConfigError("no topic: add column 'topic', or give option topic")
-
-
-def _remedy(column: Input, kind: str) -> str:
-    """What makes a value of another type one that the column takes. Spark casts not all to binary, and not all that it
-    would cast becomes what is meant."""
-    name = column.name
-    if name in ("body", "value"):
-        nested = kind.startswith(("struct<", "map<", "array<"))
-        return f"to_json({name})" if nested else f"cast({name} as string)"
-    if name == "properties" and not kind.startswith("map<"):
-        return "map('name', value, ...)"
-    if name == "keys" and kind.startswith("array<"):
-        return f"cast({name} as {column.types[1]})"
-    return f"cast({name} as {column.types[0]})"
 
 
 def as_markdown() -> str:

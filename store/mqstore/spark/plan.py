@@ -36,7 +36,7 @@ from mqstore.options import StoreConfig
 from mqstore.spark.keyindex import KeyIndex
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.sets import SET_FILE, read_set
-from mqstore.spark.telling import readable, warn_once
+from mqstore.spark.telling import of_store, warn_once
 
 __all__ = [
     "Bounds",
@@ -176,7 +176,7 @@ def _members(path: str) -> Iterator[StoreName]:
 
 def open_store(store: StoreName, config: StoreConfig | None = None) -> MessageStore:
     """The store, opened for reading, without a lock or a trace. NotAStoreError and others name the path."""
-    with readable(store.path):
+    with of_store(store.path):
         return MessageStore(store.path, "r", config=config, fs=QUIET)
 
 
@@ -204,7 +204,7 @@ class SlicedStore(MessageStore):
 
 def open_sliced(store: StoreName) -> SlicedStore:
     """As `open_store`, to read slices."""
-    with readable(store.path):
+    with of_store(store.path):
         return SlicedStore(store.path, "r", fs=QUIET, config=_FEW_MAPPINGS)
 
 

@@ -1,26 +1,14 @@
-"""Committing a write: staged shards become messages, all of them or none (spark#commit, steps 2 to 6). Knows no Spark.
+"""Committing a write: staged shards become messages, all of them or none (spark#commit). Knows no Spark.
 
     target   what counts                    the step by which it counts                         afterwards
     store    the log and its txn record     the record's rename, in `MessageStore.splice`       staging goes
     set      the manifest                   the manifest's rename                               old stores, staging go
     inbox    the folder in `inbox/`         the bundle's rename; its owner splices it           -
 
-    set, step by step                                      a crash right after it leaves
-    1 lock; read the manifest; in already: go to 6         nothing
-      of a set that has none: write an empty one           an empty set
-    2 rename each staged store into shards/                stores that no manifest names: nobody reads them
-    3 sync that folder                                     the same
-    4 rename the new manifest, sync                        all of the batch
-    5 overwrite: delete the stores that were named before  all of the batch; what stays is for `clean_target`
-    6 delete the transaction's staging                     the same
-
-What was written is known by (app, version): a version that is not above the last one recorded for its app is in, and a
-commit of it does nothing but clean up. A batch job without a transaction id is known by an id drawn at random. It is
-never committed again, so neither a set nor a store remembers it: its table would in time forget others for such. (The
-owner of an inbox does, as a crash may show him a bundle twice.)
-
-A commit keeps no file of how far it has come: by the intent of its splice a kill is
-harmless, and doing a splice again from its beginning takes about two raw copies of its bytes (`bench.splice`).
+A crash before that step leaves nothing that counts, one behind it all of the batch; what lies about is for
+`clean_target`. A version that is not above the last one recorded for its app is in, and a commit of it does nothing but
+clean up. A batch job without a transaction id is known by a random one. It is never committed again, so neither a set
+nor a store remembers it. (The owner of an inbox does, as a crash may show him a bundle twice.)
 
 `abort` may come after a commit that succeeded and then raised: it deletes what is staged, and nothing that counts lies
 there any more.
@@ -35,24 +23,17 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from mqstore.broker.configchecks import OVERWRITE_FILE, check_overwrite
 from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic, is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.broker.topics import TopicConfig
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.errors import (
-    ConfigError,
-    FlushFailedError,
-    FormatError,
-    MQStoreError,
-    NotAStoreError,
-    StoreLockedError,
-)
+from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, NotAStoreError, StoreLockedError
 from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.jsonfile import encode_json, load_json, save_json
+from mqstore.files.jsonfile import load_json, save_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer, writer_alive
 from mqstore.layout.record import BLANK_BYTES
 from mqstore.log.bulk.inbox import topics_entered
@@ -63,44 +44,20 @@ from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from mqstore.spark.encode import Rules, TopicRule
 from mqstore.spark.plan import StoreName, open_store
-from mqstore.spark.sets import RECORDED, SET_FILE, read_set
+from mqstore.spark.sets import MEMBERS, RECORDED, SET_FILE, read_set
 from mqstore.spark.sinkoptions import SinkOptions
-from mqstore.spark.staging import (
-    STAGING,
-    ShardInfo,
-    clean,
-    discard,
-    folders,
-    make_folders,
-    transaction_folder,
-    write_file,
-)
+from mqstore.spark.staging import STAGING, ShardInfo, clean, folders, make_folders, transaction_folder
 
-__all__ = [
-    "MEMBERS",
-    "Commit",
-    "abort",
-    "check_lock",
-    "clean_target",
-    "commit",
-    "make_member",
-    "plan_target",
-]
+__all__ = ["Commit", "abort", "check_lock", "clean_target", "commit", "make_member", "plan_target"]
 
 _log = logging.getLogger("mqstore")
 
-MEMBERS: Final = "shards"
-"""Folder of a set in which the stores lie that the sink made. What it did not make it never deletes."""
 _INBOX: Final = "inbox"
 _OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak", SET_FILE + ".tmp"})
 _SEGMENT_BYTES = 64 << 20
 _PAGE = 4096
 _LOCK_POLL_S = 0.05
 _CLEAN_WAITS_S = 30.0
-_LOOK: Final = (
-    "Look whether the messages are in before they are written again; with txnAppId and txnVersion they are not written "
-    "twice"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,22 +90,20 @@ def plan_target(options: SinkOptions) -> Rules:
     NotAStoreError and others as of opening a store."""
     root = Path(options.path)
     is_set, is_store = (root / SET_FILE).exists(), (root / MANIFEST).exists() or (root / "commitlog").exists()
-    if is_set and options.target != "set":
-        raise ConfigError(f"{root} is a store set, and option target={options.target} wants a store: use target=set")
+    if (is_set or is_store) and is_set != (options.target == "set"):
+        kind, target = ("store set", "set") if is_set else ("store", "store")
+        raise ConfigError(f"{root} is a {kind}, and option target={options.target} wants another: use target={target}")
     if options.target == "set":
-        if is_store:
-            raise ConfigError(f"{root} is a store, and option target=set wants a folder of stores: use target=store")
         if not is_set:
             _refuse_foreign(root, _OURS)
-        _manifest(root)
+        read_set(root)
         return Rules(new_queues=options.queues)
     try:
         store = open_store(StoreName(options.path, options.path))
     except NotAStoreError:
         if options.target == "inbox":
             raise ConfigError(
-                f"{root} is no store, and option target=inbox hands over to the process that has it open: use "
-                "target=store, which creates it"
+                f"{root} is no store, and option target=inbox wants one: use target=store, which creates it"
             ) from None
         _refuse_foreign(root, NOT_YET)
         return Rules(new_queues=options.queues)
@@ -158,7 +113,7 @@ def plan_target(options: SinkOptions) -> Rules:
         room = manifest.commitlog_segment_bytes - BLANK_BYTES
         largest = min(config.max_message_size + ALLOWANCE, room)
         return Rules(
-            topics={each.name: _rule(each) for each in parts.topics.configs()},
+            topics={each.name: _rule(parts, each) for each in parts.topics.configs()},
             new_queues=options.queues,
             group_hash="siphash24" if manifest.group_hash == "siphash24" else "jump",
             levels=len(store.delay_table_ms),
@@ -174,23 +129,19 @@ def check_lock(options: SinkOptions) -> None:
     Raises StoreLockedError, as `commit` would. Only for target=store.
     """
     until = time.monotonic() + options.lock_timeout_s
-    with _waiting(Path(options.path), options):
+    with _advised(Path(options.path), options):
         while options.target == "store" and writer_alive(options.path):
             if time.monotonic() >= until:
                 refuse_beside_writer(options.path)
             time.sleep(_LOCK_POLL_S)
 
 
-def _rule(config: TopicConfig) -> TopicRule:
-    """As `TopicTable.for_send` has it."""
-    name = config.name
+def _rule(parts: Parts, config: TopicConfig) -> TopicRule:
     refused = ""
-    if is_system_topic(name):
-        refused = f"topic {name!r} belongs to the engine; nobody else sends to it"
-    elif is_retry_topic(name):
-        refused = f"topic {name!r} holds what a group has again; send to the topic that it is of"
-    elif not config.writable or config.write_queues < 1:
-        refused = f"topic {name!r} may not be written to (perm {config.perm}, {config.write_queues} queues); alter it"
+    try:
+        parts.topics.for_send(config.name)
+    except MQStoreError as error:
+        refused = str(error)
     return TopicRule(config.write_queues, max(config.write_queues, config.read_queues), refused)
 
 
@@ -205,14 +156,7 @@ def _refuse_foreign(root: Path, known: Collection[str]) -> None:
 # -- in the task: a shard as a store ---------------------------------------------------------------------------------
 
 
-def make_member(
-    transaction: Path,
-    shard: ShardInfo,
-    options: SinkOptions,
-    *,
-    fs: FileSystem = REAL,
-    clock: Clock = SYSTEM_CLOCK,
-) -> None:
+def make_member(transaction: Path, shard: ShardInfo, options: SinkOptions, *, fs: FileSystem = REAL) -> None:
     """Make of a staged shard a store of its own, beside it: with that the commit of a set is a few renames.
 
     As small as it can be: files of a store are of fixed sizes, and a batch may have three messages.
@@ -227,7 +171,7 @@ def make_member(
         index_slots=slots,
         index_entries=4 * slots,
         default_queues=options.queues,
-        clock=clock,  # with one of its own a store starts no threads: there is nothing for them to do
+        clock=SYSTEM_CLOCK,  # with one of its own a store starts no threads: there is nothing for them to do
     )
     with MessageStore(folder / "store", config=config, fs=fs) as store:
         _admit(open_parts(store), shard.topics, options)
@@ -247,8 +191,11 @@ def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock
     known; to commit again is right in any case.
     """
     root = Path(options.path)
-    written = _COMMITS[options.target](root, options, wanted, fs, clock)
-    _tidy(root, options, wanted, fs, clock)
+    with _advised(root, options):
+        written = _COMMITS[options.target](root, options, wanted, fs, clock)
+    with _left_to_clean(root):  # the batch is in, whatever comes of this
+        fs.remove_tree(transaction_folder(root, wanted.app, wanted.version))
+        clean(root, options.staging_ttl_s, clock=clock, fs=fs)
     return written
 
 
@@ -257,7 +204,7 @@ def abort(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL
     since the user is told the error that led here."""
     root = Path(options.path)
     with _left_to_clean(root):
-        discard(root, app, version, fs)
+        fs.remove_tree(transaction_folder(root, app, version))
 
 
 def clean_target(root: Path, ttl_s: float, *, dry_run: bool = False) -> list[Path]:
@@ -270,16 +217,10 @@ def clean_target(root: Path, ttl_s: float, *, dry_run: bool = False) -> list[Pat
     if not (root / SET_FILE).exists():
         return clean(root, ttl_s, dry_run=dry_run)
     with nullcontext() if dry_run else _locked_set(root, _CLEAN_WAITS_S, REAL):
-        named = _named(_manifest(root))
-        others = [path for path in folders(root / MEMBERS) if path.name not in named]
+        stores = (read_set(root) or {"stores": {}})["stores"]
+        named = {root / "/".join(Path(where).parts[:2]) for where in stores.values()}
+        others = [path for path in folders(root / MEMBERS) if path not in named]
         return clean(root, ttl_s, others=others, dry_run=dry_run)
-
-
-def _tidy(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> None:
-    """What nobody needs any more goes. The batch is in: that it does not go is no reason to say otherwise."""
-    with _left_to_clean(root):
-        discard(root, wanted.app, wanted.version, fs)
-        clean(root, options.staging_ttl_s, clock=clock, fs=fs)
 
 
 @contextmanager
@@ -291,17 +232,18 @@ def _left_to_clean(root: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _waiting(root: Path, options: SinkOptions) -> Iterator[None]:
-    """Say of a lock that was not given which option waits longer, and what else can be done."""
+def _advised(root: Path, options: SinkOptions) -> Iterator[None]:
+    """Say of a lock that was not given which option waits longer, and of a sync that failed what to look for."""
     try:
         yield
     except StoreLockedError as error:
         inbox = ". target=inbox hands over to the process that has it open" if options.target == "store" else ""
-        raise StoreLockedError(
-            f"{error}; option lockTimeout={options.lock_timeout_s:g} s was not enough{inbox}",
-            error.pid,
-            error.host,
-            error.since,
+        text = f"{error}; option lockTimeout={options.lock_timeout_s:g} s was not enough{inbox}"
+        raise StoreLockedError(text, error.pid, error.host, error.since) from error
+    except FlushFailedError as error:
+        raise FlushFailedError(
+            f"{error}. Look whether the messages are in before they are written again; with txnAppId and txnVersion "
+            "they are not written twice"
         ) from error
 
 
@@ -309,8 +251,7 @@ def _waiting(root: Path, options: SinkOptions) -> Iterator[None]:
 
 
 def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> int | None:
-    with _waiting(root, options):
-        store = MessageStore(root, lock_timeout=options.lock_timeout_s, config=StoreConfig(clock=clock), fs=fs)
+    store = MessageStore(root, lock_timeout=options.lock_timeout_s, config=StoreConfig(clock=clock), fs=fs)
     written: int | None = None
     try:
         with store:
@@ -325,11 +266,7 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
             shards = [transaction_folder(root, wanted.app, wanted.version) / each.name for each in wanted.shards]
             # What an overwrite has still to do is done if its version is in, also by a later job.
             remembered = wanted.remembered or wanted.overwrite
-            try:
-                result = store.splice(shards, app=wanted.app, version=wanted.version, remembered=remembered)
-            except FlushFailedError as error:
-                raise FlushFailedError(f"{error}. {_LOOK}") from error
-            written = result.records
+            written = store.splice(shards, app=wanted.app, version=wanted.version, remembered=remembered).records
             _finish_overwrite(parts, root, fs)
     except (OSError, MQStoreError) as error:
         if written is None:
@@ -340,22 +277,16 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
 
 
 def _already(root: Path, wanted: Commit, last: int) -> int | None:
-    """For a version that is in. That is as it should be where a job or a batch is done again; where other rows come
-    under a name that was used, they would be lost without a word. ConfigError for a query that has gone back."""
+    """For a version that is in, as when a job or a batch is done again; the warning is for other rows under a name that
+    was used. ConfigError for a query that has gone back."""
     if wanted.query and last > wanted.version:
         raise ConfigError(
             f"{root} has batch {last} of query {wanted.app!r}, which is at batch {wanted.version} again: its "
-            "checkpoint was put back from a copy, or two runs of the query have one each. What a batch holds now is "
-            "not what it held then, so nothing was written. Begin with a new checkpoint, and say where "
-            "(startingOffsets, ...)"
+            "checkpoint was put back from a copy, or two runs of the query have one each. Nothing was written. Begin "
+            "with a new checkpoint, and say where (startingOffsets, ...)"
         )
-    _log.warning(
-        "%s: version %d of %r is in (the last one: %d); nothing was written. Other rows need another txnAppId",
-        root,
-        wanted.version,
-        wanted.app,
-        last,
-    )
+    text = "%s: version %d of %r is in (the last one: %d); nothing was written. Other rows need another txnAppId"
+    _log.warning(text, root, wanted.version, wanted.app, last)
     return None
 
 
@@ -371,7 +302,7 @@ def _gone(path: Path) -> FormatError:
 def _unknown(path: Path, error: OSError) -> FlushFailedError:
     """For a sync that failed behind the rename by which a batch counts."""
     return FlushFailedError(
-        f"{path} is there, and with it all that was written, but it is not known to be on disk: {error}. {_LOOK}"
+        f"{path} is there, and with it all that was written, but it is not known to be on disk: {error}"
     )
 
 
@@ -389,7 +320,7 @@ def _admit(parts: Parts, topics: Mapping[str, TopicRule | None], options: SinkOp
             continue
         if parts.topics.get(name) is None:
             parts.topics.create(name, queues=options.queues)
-        _refuse_altered(parts.store.path, name, planned, _rule(parts.topics.need(name)))
+        _refuse_altered(parts.store.path, name, planned, _rule(parts, parts.topics.need(name)))
 
 
 def _refuse_altered(root: str | Path, topic: str, planned: TopicRule, now: TopicRule) -> None:
@@ -434,15 +365,24 @@ def _finish_overwrite(parts: Parts, root: Path, fs: FileSystem) -> None:
 
 def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, clock: Clock) -> int | None:
     make_folders(root, fs)
-    with _waiting(root, options), _locked_set(root, options.lock_timeout_s, fs):
-        manifest = _manifest(root)
+    with _locked_set(root, options.lock_timeout_s, fs):
+        manifest = read_set(root) or {"version": 1, "stores": {}}
         if not fs.exists(root / SET_FILE):  # before there are stores: from then on one that is missing was lost
             save_json(root / SET_FILE, manifest, fs)
         if wanted.remembered and (last := manifest.get(RECORDED, {}).get(wanted.app, -1)) >= wanted.version:
             return _already(root, wanted, last)
-        names = _move_in(root, wanted, fs)
+        folder = transaction_folder(root, wanted.app, wanted.version)
+        make_folders(root / MEMBERS, fs)
+        added = {}
+        for shard in wanted.shards:  # whose names have a random part: none is that of a commit that crashed
+            name = f"{folder.name}-{shard.name}"
+            added[name] = f"{MEMBERS}/{name}"
+            try:
+                fs.replace(folder / shard.name / "store", root / MEMBERS / name)
+            except FileNotFoundError as error:
+                raise _gone(folder / shard.name) from error
+        fs.sync_directory(root / MEMBERS)
         before = manifest["stores"]
-        added = {name: f"{MEMBERS}/{name}" for name in names}
         stores = added if wanted.overwrite else {**before, **added}
         recorded = dict(manifest.get(RECORDED, {}))
         if wanted.remembered:
@@ -451,7 +391,7 @@ def _into_set(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem, 
         try:
             save_json(root / SET_FILE, wanted_manifest, fs)
         except OSError as error:
-            if _manifest(root) == wanted_manifest:
+            if read_set(root) == wanted_manifest:
                 raise _unknown(root / SET_FILE, error) from error
             raise
         for where in before.values() if wanted.overwrite else ():
@@ -472,41 +412,6 @@ def _locked_set(root: Path, timeout_s: float, fs: FileSystem) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _manifest(root: Path) -> dict[str, Any]:
-    """Of a set that may still have none. ConfigError for one that has lost it, and as `read_set`."""
-    found = read_set(root)
-    if found is None and (root / MEMBERS).is_dir() and any((root / MEMBERS).iterdir()):
-        raise ConfigError(
-            f"{root / SET_FILE} is missing, and {root / MEMBERS} holds stores that it named: restore it from a copy. "
-            "Where an earlier mqstore was killed in its first write to the set, there was none: delete that folder"
-        )
-    return found or {"version": 1, "stores": {}}
-
-
-def _named(manifest: Mapping[str, Any]) -> frozenset[str]:
-    """Folders in `MEMBERS` in which the stores lie that a manifest names."""
-    places = (Path(where).parts for where in manifest["stores"].values())
-    return frozenset(parts[1] for parts in places if parts[:1] == (MEMBERS,) and len(parts) > 1)
-
-
-def _move_in(root: Path, wanted: Commit, fs: FileSystem) -> list[str]:
-    """Rename the staged stores to where the manifest will find them. Names keep the random part of the shard's, so
-    those of a commit that crashed are never taken for those of the next."""
-    folder = transaction_folder(root, wanted.app, wanted.version)
-    make_folders(root / MEMBERS, fs)
-    names = []
-    for shard in wanted.shards:
-        name = f"{wanted.app}-{wanted.version}-{shard.name}"
-        store = folder / shard.name / "store"
-        try:
-            fs.replace(store, root / MEMBERS / name)
-        except FileNotFoundError as error:
-            raise _gone(store) from error
-        names.append(name)
-    fs.sync_directory(root / MEMBERS)
-    return names
 
 
 # -- target=inbox ------------------------------------------------------------------------------------------------------
@@ -532,7 +437,8 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     for topic, planned in wanted.topics.items():
         if planned is not None and topic in entered:
             _refuse_altered(root, topic, planned, there.get(topic, planned))
-    highest = _highest(wanted.shards)
+    queues = sorted(queue for shard in wanted.shards for queue in shard.queues)
+    highest = {topic: queue_id for topic, queue_id in queues if _is_users(topic)}
     create = {  # a topic that was deleted meanwhile comes again, with the queues that rows were given by what it had
         name: max(options.queues, highest.get(name, -1) + 1) for name in wanted.topics if _is_users(name)
     }
@@ -547,8 +453,7 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     for shard in wanted.shards:  # one that is missing the owner could only refuse, when the job is long said to be done
         if not all(fs.exists(folder / shard.name / each) for each in ("records.bin", "records.idx", "shard.json")):
             raise _gone(folder / shard.name)
-    fs.unlink(folder / "bundle.json", missing_ok=True)  # of a commit that was killed before the rename
-    write_file(folder / "bundle.json", encode_json(bundle), fs)
+    save_json(folder / "bundle.json", bundle, fs, back_up=False)
     make_folders(root / _INBOX, fs)
     fs.replace(folder, target)
     try:
@@ -576,15 +481,6 @@ def _waiting_in(folder: Path, app: str, fs: FileSystem) -> frozenset[int]:
     """The versions of an application that lie in the inbox, or in a folder of it."""
     parts = (path.name.rpartition("-") for path in folders(folder, fs))
     return frozenset(int(version) for name, _, version in parts if name == app and version.isdecimal())
-
-
-def _highest(shards: Sequence[ShardInfo]) -> dict[str, int]:
-    """The highest queue that rows of each topic were given, of those that a bundle may ask for."""
-    highest: dict[str, int] = {}
-    for topic, queue_id in (key for shard in shards for key in shard.queues):
-        if _is_users(topic):
-            highest[topic] = max(queue_id, highest.get(topic, 0))
-    return highest
 
 
 def _is_users(topic: str) -> bool:

@@ -1,7 +1,4 @@
-"""A Spark session for a notebook, a script or the command: Java found, quiet, and the data source known.
-
-A session that exists keeps its settings: Spark has one in a process, and those of a running one do not change.
-"""
+"""A Spark session for a notebook, a script or the command: Java found, quiet, and the data source known."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SparkMissingError", "session"]
 
-_THROWN: Final = re.compile(r"(?:Caused by|): (?:[\w$]+\.)+[\w$]+: ")
 _SECRET: Final = re.compile("(?i)secret|password|token|access.?key")
 """Names of settings whose values Spark does not show either."""
 _NO_PYSPARK: Final = "Spark jobs need pyspark 4.1 or later: pip install 'mqstore[spark]'"
@@ -47,27 +43,23 @@ class SparkMissingError(MQStoreError):
 
 
 def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> SparkSession:
-    """A Spark session, on this machine unless `conf` has a `spark.master`: no user interface, no progress bars, errors
-    only, times in UTC, few shuffle partitions on this machine; whatever `conf` says instead is kept. `JAVA_HOME` is set
-    if Java is found elsewhere, and the format `mqstore` is registered.
+    """Return a Spark session in which the format `mqstore` is registered.
 
-    If this process has a session already, that is given back, with the format registered and its settings as they are.
-    Raises SparkMissingError, also for a Java with which Spark does not start, and ConfigError for settings with which
-    it does not.
+    A session that this process has already keeps its settings. A new one runs on this machine unless `conf` has a
+    `spark.master`. It is quiet (no user interface, no progress bars, errors only), has times in UTC and few shuffle
+    partitions; `conf` wins. `JAVA_HOME` is set if Java is found elsewhere.
+    Raises SparkMissingError, also for a Java with which Spark does not start, and ConfigError for such settings.
     """
-    missing = []
+    home = java.find()
     try:
         from pyspark.sql import SparkSession
     except ImportError:
-        missing.append(_NO_PYSPARK)
-    home = java.find()
+        raise SparkMissingError(_NO_PYSPARK + ("" if home else f"; {java.MISSING}")) from None
     if home is None:
-        missing.append(java.MISSING)
-    if missing:
-        raise SparkMissingError("; ".join(missing))
+        raise SparkMissingError(java.MISSING)
     running = SparkSession.getActiveSession()
     if running is not None:
-        register(running)  # whoever made it may not have, and its executors may lack the package
+        register(running)  # its executors may lack the package
         return running
     given = dict(conf or {})
     settings = {"spark.app.name": app or "mqstore", **_QUIET}
@@ -88,26 +80,18 @@ def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> Sp
     except (ImportError, MQStoreError):
         raise
     except Exception as error:
-        raise _unstarted(error, home, {**settings, **given}, given) from error
+        raise _unstarted(error, home, settings | given, given) from error
     return spark
 
 
-def _unstarted(
-    error: Exception, home: Path | None, settings: Mapping[str, str], given: Mapping[str, str]
-) -> MQStoreError:
-    """What to tell of a session that Spark did not start. Java says itself why it ends, on stderr."""
+def _unstarted(error: Exception, home: Path, settings: Mapping[str, str], given: Mapping[str, str]) -> MQStoreError:
+    """Return the error for a session that Spark did not start. Java says itself why it ends, on stderr."""
     names = dict.fromkeys(["spark.master", *given])
-    said = ", ".join(
-        f"{name}={'...' if _SECRET.search(name) else settings[name]}" for name in names if name in settings
-    )
-    condition = getattr(error, "getCondition", lambda: None)()
-    if condition == "JAVA_GATEWAY_EXITED":
-        return SparkMissingError(
-            f"Spark did not start with the Java of {home}, {said}; what it said stands above: {java.UNFIT}; or give "
-            "a master and settings that it knows"
-        )
+    shown = {name: "..." if _SECRET.search(name) else settings[name] for name in names if name in settings}
+    what = f"Spark did not start with the Java of {home}, {', '.join(map('='.join, shown.items()))}"
+    if getattr(error, "getCondition", lambda: None)() == "JAVA_GATEWAY_EXITED":
+        return SparkMissingError(f"{what}; what it said stands above: {java.UNFIT}; or give settings that it knows")
     # Of an error in Java the first line says who called, and the last cause what is wrong.
     lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("An error occurred")]
     causes = [line for line in lines if line.startswith("Caused by: ")]
-    text = _THROWN.sub("", [*lines[:1], *causes][-1]) if lines else repr(error)
-    return ConfigError(f"Spark did not start with {said}: {text}")
+    return ConfigError(f"{what}: {[repr(error), *lines[:1], *causes][-1]}")

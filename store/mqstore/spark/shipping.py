@@ -21,8 +21,10 @@ _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def ship(context: Any) -> bool:
-    """See to it that workers of this SparkContext can import `mqstore`; whether it had to be sent. The first call costs
-    a job of one task. Data sources have to be registered after it: Spark notes then what workers may import."""
+    """Make `mqstore` importable for workers of this SparkContext. Returns True if it had to be sent.
+
+    The first call costs a job of one task. Register data sources later: Spark notes then what workers may import.
+    """
     if context in _looked_at:
         return False
 

@@ -5,15 +5,11 @@ elsewhere (spark#writer-calls, spark#commit).
     executors' workers  write                     rows -> records (`encode`) -> staged shards (`staging`)
     planner process     commit or abort           shards -> messages (`publish`), or nothing
 
-Nothing counts before `commit`. A task that is tried again stages again, and `commit` hears only of the attempt that
-won. Who writes is known by (app, version):
-
-    batch     txnAppId and txnVersion; without them an id that is drawn when the writer is made, once for a job
-    stream    the query's id and the batch's number, which stay the same when a batch is done again
-
-Spark makes a stream's writer anew for planning, commit and abort of each batch, and does not tell `write` the batch.
-So tasks take both from the local properties in which Spark keeps them, and their messages carry them to the commit.
-That is no documented promise: a test pins the names, and where they are missing a write fails and says what to use.
+Nothing counts before `commit`, which hears only of the attempt of a task that won. Who writes is known by (app,
+version): of a job txnAppId and txnVersion, or an id that is drawn when the writer is made; of a stream the query's id
+and the batch's number. Spark makes a stream's writer anew for planning, commit and abort of each batch, and does not
+tell `write` the batch: tasks take it from local properties, and their messages carry it to the commit. That is no
+documented promise: a test pins the names, and where they are missing a write fails and says what to use.
 """
 
 from __future__ import annotations

@@ -6,20 +6,15 @@
         shard.json     what they are; written last, then the folder is synced
         store/         target=set: in place of these, the same as a store
 
-`root` is the store, or the set: a commit is renames within one file system. Opening a store looks at nothing in
-`_staging`, and a reader of a set only at what its manifest names, so what lies there is nobody's message yet.
-
-Attempts of a task number from 0 again in each Spark application; the random part tells those of a restarted job from
-the ones before. Of two attempts only one is named by a commit; the others go with the folder of their transaction.
-
-Two drivers may be at one (app, version), as when a scheduler starts a job again beside one that it takes for dead. If
-one of them is aborted, the commit of the other finds that its shards are gone, and says so.
-
-A shard that has no shard.json was not finished. Knows records only by their bytes; knows no Spark.
+`root` is the store, or the set: a commit is renames within one file system. What lies in `_staging` is nobody's message
+yet. Attempts number from 0 again in each Spark application; the random part tells those of a restarted job apart.
+Of two attempts only one is named by a commit; the others go with the folder of their transaction. If two drivers are at
+one (app, version), and one is aborted, the commit of the other finds that its shards are gone, and says so.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections import Counter
@@ -27,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 import crc32c
 
@@ -37,21 +32,11 @@ from mqstore.log.bulk.shard import index_entries, shard_json
 from mqstore.options import Profile
 from mqstore.spark.encode import Encoded, TopicRule
 
-__all__ = [
-    "STAGING",
-    "ShardInfo",
-    "ShardWriter",
-    "clean",
-    "discard",
-    "folders",
-    "make_folders",
-    "transaction_folder",
-    "write_file",
-    "write_shards",
-]
+__all__ = ["STAGING", "ShardInfo", "clean", "folders", "make_folders", "transaction_folder", "write_shards"]
 
 STAGING: Final = "_staging"
 _BUFFER_BYTES = 4 << 20
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +69,7 @@ def make_folders(path: Path, fs: FileSystem = REAL) -> None:
 
 
 class ShardWriter:
-    """Writes one shard. Leaving the context before `finish` takes the shard away; what a kill leaves `clean` finds."""
+    """Writes one shard. `abandon` before `finish` takes it away; what a kill leaves `clean` finds."""
 
     def __init__(self, transaction: Path, partition: int, attempt: int, fs: FileSystem) -> None:
         self.folder = transaction / f"{partition}-{attempt}-{secrets.token_hex(6)}"
@@ -96,13 +81,10 @@ class ShardWriter:
         self._queues: Counter[tuple[str, int]] = Counter()
         self._topics: dict[str, TopicRule | None] = {}
         make_folders(self.folder, fs)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-        self._fds = [fs.open(self.folder / name, flags) for name in ("records.bin", "records.idx")]
+        self._fds = [fs.open(self.folder / name, _NEW) for name in ("records.bin", "records.idx")]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def abandon(self) -> None:
+        """Take the shard away unless it is finished."""
         if self._fds:
             self._close(sync=False)
             with suppress(OSError):
@@ -135,7 +117,10 @@ class ShardWriter:
             queues=self._queues,
             index=self._crcs[1],
         )
-        write_file(self.folder / "shard.json", content, self._fs)
+        self._fds = [self._fs.open(self.folder / "shard.json", _NEW)]
+        self._fs.pwrite(self._fds[0], content, 0)
+        self._close(sync=True)
+        self._fs.sync_directory(self.folder)
         return ShardInfo(
             self.folder.name, self.records, self._sizes[0], self._largest, dict(self._queues), self._topics
         )
@@ -148,17 +133,6 @@ class ShardWriter:
                     self._fs.fdatasync(fd)
             finally:
                 self._fs.close(fd)
-
-
-def write_file(path: Path, content: bytes, fs: FileSystem = REAL) -> None:
-    """A new file in a folder that is there, durable in it."""
-    fd = fs.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        fs.pwrite(fd, content, 0)
-        fs.fdatasync(fd)
-    finally:
-        fs.close(fd)
-    fs.sync_directory(path.parent)
 
 
 def write_shards(
@@ -180,18 +154,14 @@ def write_shards(
                 yield writer.finish(profile)
                 writer = None
             if writer is None:
-                writer = begun.enter_context(ShardWriter(transaction, partition, attempt, fs))
+                writer = ShardWriter(transaction, partition, attempt, fs)
+                begun.callback(writer.abandon)
             writer.write(piece)
         if writer is not None:
             yield writer.finish(profile)
 
 
 # -- taking away -------------------------------------------------------------------------------------------------------
-
-
-def discard(root: Path, app: str, version: int, fs: FileSystem = REAL) -> None:
-    """Delete everything that (app, version) has staged, of all its attempts."""
-    fs.remove_tree(transaction_folder(root, app, version))
 
 
 def clean(
@@ -226,10 +196,8 @@ def folders(path: Path, fs: FileSystem = REAL) -> list[Path]:
 
 
 def _changed_s(path: Path) -> float:
-    """When anything in a folder was changed last; what goes meanwhile does not count."""
-    changed = 0.0
-    for folder, _, names in os.walk(path):
-        for each in (folder, *(os.path.join(folder, name) for name in names)):
-            with suppress(FileNotFoundError):
-                changed = max(changed, os.lstat(each).st_mtime)
-    return changed
+    """When anything in a folder was changed last; now, if something goes meanwhile."""
+    try:
+        return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+    except FileNotFoundError:
+        return math.inf

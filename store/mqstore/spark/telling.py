@@ -1,18 +1,8 @@
 """How our code behaves in Spark's Python workers: errors in our words, warnings once, quick tasks. Knows no pyspark.
 
-Spark hands on what a worker writes when it fails, which is a traceback with the message as its last line, behind the
-frames of Spark and ours. For errors that say what, where and what to do, the way to them is noise:
-
-    [PYTHON_DATA_SOURCE_ERROR] Failed to create Python data source instance: mqstore.errors.ConfigError: option ...
-    [DATA_SOURCE_...] ... PythonException: mqstore.errors.CorruptStoreError: bad_record: commitlog/0... at byte 47: ...
-
-A worker of Spark leaves the traceback out where SPARK_HIDE_TRACEBACK is set, and ends once it has written an error; so
-it is set on the way out, in such a process only, and for errors of ours only: what is a bug keeps its traceback. A
-Spark that does not look at it shows the shortest traceback there is.
-
-A worker serves one task after the other, and collects garbage after each, which looks at every object that the imported
-modules have made: some 30 ms for a task of nothing, ten times what the rest of it takes. `settle` takes what is there
-when a task begins out of that search.
+Spark hands on the traceback that a worker writes when it fails: the message is its last line, behind frames that tell a
+user nothing. A worker leaves the traceback out where SPARK_HIDE_TRACEBACK is set, and ends once it has written an
+error; so it is set on the way out, for errors of ours only: what is a bug keeps its traceback.
 """
 
 from __future__ import annotations
@@ -29,13 +19,19 @@ from types import TracebackType
 from mqstore.errors import CorruptStoreError, MQStoreError, StoreIOError
 from mqstore.log.ahead import stay_alone
 
-__all__ = ["of_store", "plain_errors", "readable", "settle", "warn_once"]
+__all__ = ["of_store", "plain_errors", "settle", "warn_once"]
 
 _HIDE = "SPARK_HIDE_TRACEBACK"
 _log = logging.getLogger("mqstore")
 _told: set[str] = set()
 _settled = 0
 """Number of modules that were imported when `settle` last did something."""
+_PERMISSION = "permission denied; let the user that Spark runs as read the store and all in it"
+_REMEDIES = {
+    errno.EACCES: _PERMISSION,
+    errno.EPERM: _PERMISSION,
+    errno.ENOMEM: "no address space is left to map it; give spark.executor.pyspark.memory more, or leave it unset",
+}
 
 
 class plain_errors(ContextDecorator):  # noqa: N801  (used like a function)
@@ -62,8 +58,8 @@ def _in_a_worker() -> bool:
 def settle() -> None:
     """To be called when a task, or a call of a data source, begins. Does nothing in a process that is no worker.
 
-    Objects are taken out of the search for garbage, for all tasks of the worker, unless the environment variable
-    `MQSTORE_GC_FREEZE` is 0. Once for the modules that are imported by then: what was frozen and becomes garbage in a
+    A worker collects garbage after each task, some 30 ms for the objects of the imported modules. Those are taken out
+    of that search, unless the environment variable `MQSTORE_GC_FREEZE` is 0; what was frozen and becomes garbage in a
     cycle stays. Reading ahead in a second thread ends: Spark runs as many tasks as it has been given processors.
     """
     global _settled
@@ -75,36 +71,22 @@ def settle() -> None:
 
 
 @contextmanager
-def readable(path: str) -> Iterator[None]:
-    """Around a first look at a store: what this process may not read becomes StoreIOError with the remedy."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM):
-            raise
-        place = error.filename if isinstance(error.filename, str) else path
-        raise StoreIOError(
-            error.errno, f"permission denied; let the user that Spark runs as read {path} and all in it", place, "read"
-        ) from None
-
-
-@contextmanager
 def of_store(path: str) -> Iterator[None]:
-    """Around reading one store of perhaps many: damage is told with the store that it is in, and a segment that does
-    not fit into the address space of a worker with the remedy."""
+    """Around reading one store of perhaps many: damage is told with the store that it is in, and an error of the system
+    for which `_REMEDIES` has a remedy with that."""
     try:
         yield
-    except StoreIOError as error:
-        if error.errno != errno.ENOMEM:
-            raise
-        remedy = "no address space is left to map it; give spark.executor.pyspark.memory more, or leave it unset"
-        raise StoreIOError(error.errno, remedy, error.filename, "map") from None
     except CorruptStoreError as error:
         if path in str(error):
             raise
         named = CorruptStoreError(f"{path}: {error}", error.file, error.position)
         named.repair = error.repair  # the text has it already
         raise named from None
+    except OSError as error:
+        if error.errno not in _REMEDIES:
+            raise
+        place = error.filename if isinstance(error.filename, str) else path
+        raise StoreIOError(error.errno, _REMEDIES[error.errno], place, "read") from None
 
 
 def warn_once(text: str) -> None:
