@@ -11,6 +11,7 @@ import pytest
 
 from mqstore import ConfigError
 from mqstore.spark.options import OPTIONS, SourceOptions
+from mqstore.spark.positions import ANY, Key
 from mqstore.spark.views import VIEWS
 
 
@@ -29,9 +30,12 @@ def test_names_are_taken_in_any_case() -> None:
         ("subscribe", "a", "topics", ("a",)),
         ("tags", "A || B", "tags", "A || B"),
         ("assign", '{"a":[0,1]}', "assign", {"a": [0, 1]}),
-        ("startingOffsets", "LATEST", "starting_offsets", "latest"),
-        ("startingOffsets", '{"a":{"0":23,"1":-2}}', "starting_offsets", {"a": {"0": 23, "1": -2}}),
-        ("endingOffsets", '{"s":{"a":{"0":-1}}}', "ending_offsets", {"s": {"a": {"0": -1}}}),
+        ("startingOffsets", "LATEST", "starting_offsets", {ANY: -1}),
+        (
+            *("startingOffsets", '{"a":{"0":23,"1":-2}}', "starting_offsets"),
+            {ANY: -2, Key("", "a", 0): 23, Key("", "a", 1): -2},
+        ),
+        ("endingOffsets", '{"s":{"a":{"0":5}}}', "ending_offsets", {ANY: -1, Key("s", "a", 0): 5}),
         ("startingTimestamp", "1700000000000", "starting_timestamp_ms", 1_700_000_000_000),
         ("startingTimestamp", "-5", "starting_timestamp_ms", -5),
         ("endingTimestamp", "2023-11-14T22:13:20", "ending_timestamp_ms", 1_700_000_000_000),

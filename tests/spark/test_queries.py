@@ -72,7 +72,7 @@ def test_bounds_and_options_narrow_what_a_query_reads(spark: Any, stores: dict[s
         chosen = select(stores["a"], **arguments)
         return int(sql(spark, chosen, "select count(*) as n from messages").collect()[0].n)
 
-    assert count(start=3, stop=5) == 4
+    assert count(options={"startingOffsets": '{"orders":{"0":3}}', "endingOffsets": '{"orders":{"0":5,"1":5}}'}) == 7
     assert count(start=datetime.fromtimestamp(T0 / 1000 + 10, UTC)) == 20
     assert count(options={"tags": "a"}) == 15
     assert count(topics="orders", stop=datetime.fromtimestamp(T0 / 1000 + 10, UTC)) == 10

@@ -33,7 +33,7 @@ from mqstore.jobs.runner import Progress, Runner
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, REAL_TOPIC, RETRY_TOPIC, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
-from mqstore.spark.plan import StoreName, open_store
+from mqstore.spark.plan import StoreName, open_store, plan
 from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, select
 from mqstore.spark.tasks import read_slices
 
@@ -147,7 +147,7 @@ def _look(stores: Selection, terms: tuple[str, ...], name: StoreName) -> list[Ho
         paths={name.id: name.path}, keys=terms, include_system_topics=True, on_corrupt="skip", fail_on_data_loss=False
     )
     places: set[int] = set()
-    for task in chosen.tasks():
+    for task in plan(chosen.options):
         for batch in read_slices(chosen.options, ["physical_offset"], "binary", task):
             places.update(batch.column(0).to_pylist())
     with open_store(name) as store:

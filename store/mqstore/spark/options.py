@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from mqstore.broker import sql92
@@ -26,6 +27,7 @@ from mqstore.spark.optiontable import (
     options_of,
     text,
 )
+from mqstore.spark.positions import ANY, EARLIEST, LATEST, Key, Offsets
 
 if TYPE_CHECKING:  # it would need pyarrow, which planning does not
     from mqstore.spark.rows import OnCorrupt
@@ -34,7 +36,6 @@ __all__ = [
     "OPTIONS",
     "QUEUE_ID",
     "SOURCE_OPTIONS",
-    "Offsets",
     "Option",
     "SourceOptions",
     "interval_ms",
@@ -42,8 +43,6 @@ __all__ = [
 ]
 
 View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "verify"]
-Offsets = Literal["earliest", "latest"] | dict[str, Any]
-"""A word, or the parsed JSON: topic -> queue id -> offset, with several stores one level more."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
 """As queues are looked up. Another spelling of a number would name none of them."""
@@ -99,24 +98,26 @@ def _assign(text: str) -> dict[str, list[int]]:
     return value
 
 
-def _offsets(text: str) -> Offsets:
+def _offsets(others: int, text: str) -> Offsets:
+    """Return offsets by queue, and that of all others as `ANY`: `others`, unless the text is earliest or latest. The
+    store of a queue is "" if the text does not name it."""
     if text.lower() in ("earliest", "latest"):
-        return "earliest" if text.lower() == "earliest" else "latest"
+        return {ANY: EARLIEST if text.lower() == "earliest" else LATEST}
+    found = {ANY: others}
 
-    def check(value: Any, depth: int) -> None:
-        if not isinstance(value, dict) or not value or depth > 3:
+    def add(value: Any, *names: str) -> None:
+        if isinstance(value, dict) and value and len(names) < 3:
+            for name, inner in value.items():
+                add(inner, *names, name)
+        elif type(value) is int and value >= EARLIEST and len(names) > 1:
+            *store, topic, queue_id = names
+            if not QUEUE_ID.fullmatch(queue_id):
+                raise ValueError(f"{queue_id!r} is no queue id")
+            found[Key("".join(store), topic, int(queue_id))] = value
+        else:
             raise ValueError("not that form")
-        for key, inner in value.items():
-            if isinstance(inner, dict):
-                check(inner, depth + 1)
-            elif depth < 2 or type(inner) is not int or inner < -2:
-                raise ValueError("not that form")
-            elif not QUEUE_ID.fullmatch(key):
-                raise ValueError(f"{key!r} is no queue id")
 
-    value = _parsed(text)
-    check(value, 1)
-    found: dict[str, Any] = value
+    add(_parsed(text))
     return found
 
 
@@ -172,18 +173,18 @@ _WHERE = "earliest, latest, or JSON {topic: {queue id: offset}} with -2 for earl
 _WHEN = "milliseconds since 1970, or ISO 8601, UTC unless it says otherwise"
 _PATHS = 'a JSON array of paths, or {"id": "path"}'
 
-_PLACES: Final = tuple(
-    Option(name, "paths", "", accepts, meaning, parse)
-    for name, accepts, meaning, parse in (
-        (
-            "path",
-            "a path",
-            "a store, a store set, or a glob of stores (as does `.load(path)`)",
-            lambda path: [local_path(path)],
-        ),
-        ("paths", _PATHS, "many of them; the ids become column `store` (as does `.load([a, b])`)", _paths),
-        ("pathsFile", f"a file that holds {_PATHS}", "the same from a file: a fleet's catalogue", _paths_file),
-    )
+_PLACES: Final = (
+    Option(
+        *("path", "paths", "", "a path", "a store, a store set, or a glob of stores (as does `.load(path)`)"),
+        lambda path: [local_path(path)],
+    ),
+    Option(
+        *("paths", "paths", "", _PATHS, "many of them; the ids become column `store` (as does `.load([a, b])`)"), _paths
+    ),
+    Option(
+        *("pathsFile", "paths", "", f"a file that holds {_PATHS}", "the same from a file: a fleet's catalogue"),
+        _paths_file,
+    ),
 )
 
 
@@ -202,35 +203,24 @@ class SourceOptions:
     assign: dict[str, list[int]] | None = option(None, 'JSON {"topic": [queue id, ...]}', "which queues", _assign)
     include_system_topics: bool = flag(False, "the engine's own topics, retries and dead letters as well")
     tags: str | None = option(
-        None,
-        "`A || B`, or `*`",
-        "only messages with these tags, by hash before a record is looked at, then exactly",
-        _tags,
-        shown="*",
+        None, "`A || B`, or `*`", "only messages with these tags: by hash, then by the record", _tags, shown="*"
     )
     filter: str | None = option(None, "an SQL92 expression", "over properties, evaluated in the task", _sql)
     keys: tuple[str, ...] | None = option(
-        None, "keys, separated by commas", "only messages that bear one of these keys", names
+        None, "keys, separated by commas", "only messages that have one of these keys", names
     )
     starting_offsets: Offsets | None = option(
-        None, _WHERE, "where to begin; several stores: their id on top", _offsets, shown="earliest; of a stream: latest"
+        *(None, _WHERE, "where to begin; several stores: their id on top", partial(_offsets, EARLIEST)),
+        shown="earliest; of a stream: latest",
     )
-    """None: not said; a batch then begins at the earliest, a stream at the latest."""
-    ending_offsets: Offsets | None = option(None, _WHERE, "where to end, exclusive; likewise", _offsets, shown="latest")
-    """None: not said; a batch then ends at the latest."""
+    ending_offsets: Offsets | None = option(
+        *(None, _WHERE, "where to end, exclusive; likewise", partial(_offsets, LATEST)), shown="latest"
+    )
     starting_timestamp_ms: int | None = option(
-        None,
-        _WHEN,
-        "from the first message stored at or after it; wins over startingOffsets",
-        _instant,
-        name="startingTimestamp",
+        None, _WHEN, "from the first message stored at or after it; wins over startingOffsets", _instant
     )
     ending_timestamp_ms: int | None = option(
-        None,
-        _WHEN,
-        "up to the first message stored at or after it; wins over endingOffsets",
-        _instant,
-        name="endingTimestamp",
+        None, _WHEN, "up to the first message stored at or after it; wins over endingOffsets", _instant
     )
     starting_group: str | None = option(
         None, "a consumer group", "begin at its committed offsets, where it has none at the oldest message", text
@@ -241,10 +231,8 @@ class SourceOptions:
         "and for a stream always",
     )
     columns: tuple[str, ...] | None = option(
-        None,
-        "names, separated by commas, or kafka",
-        "which columns; the others cost nothing; kafka: those of Spark's Kafka source",
-        names,
+        *(None, "names, separated by commas, or kafka"),
+        *("which columns; the others cost nothing; kafka: those of Spark's Kafka source", names),
         shown="all",
     )
     include_properties: bool = flag(True, "column `properties`")
@@ -270,11 +258,7 @@ class SourceOptions:
     max_bytes_per_batch: int = number(8 << 20, "bytes of an Arrow batch; it has one message at least", _BATCH_MAX)
     view: View = choice(*get_args(View), meaning="which table")
     interval_ms: int = option(
-        60_000,
-        "a length of time from 1s (30s, 5m, 1h)",
-        "of what a row of the view `traffic` adds up",
-        interval_ms,
-        name="interval",
+        *(60_000, "a length of time from 1s (30s, 5m, 1h)", "of what a row of the view `traffic` adds up", interval_ms),
         shown="1m",
     )
     max_offsets_per_trigger: int | None = number(
@@ -303,52 +287,43 @@ class SourceOptions:
                 "no store: give .load(PATH), or one of the options path, paths, pathsFile; to write, .save(PATH). A "
                 "table by name (CREATE TABLE) has no options in a query: use CREATE TEMPORARY VIEW"
             )
-        wanted = {"subscribe": self.topics, "subscribePattern": self.topic_pattern, "assign": self.assign}
-        given = [name for name, value in wanted.items() if value is not None]
-        if len(given) > 1:
-            raise ConfigError(f"options {' and '.join(given)} exclude each other; give one of them")
-        if self.starting_group is not None and self.starting_timestamp_ms is not None:
-            raise ConfigError("options startingGroup and startingTimestamp exclude each other; give one of them")
+        for several in _EXCLUSIVE:
+            if len(given := self.set_among(several)) > 1:
+                raise ConfigError(f"options {' and '.join(given)} exclude each other; give one of them")
         if not self.include_properties and "properties" in (self.columns or ()):
             raise ConfigError(
                 "options columns and includeProperties=false contradict each other: columns names properties, leave "
                 "one out"
             )
 
-    def set_among(self, names: Iterable[str]) -> dict[str, Any]:
-        """Those of these options that are other than by default, with their values."""
+    def set_among(self, options: Iterable[str]) -> list[str]:
+        """Return those of these options that do not have their default."""
         plain = SourceOptions()
-        values = ((name, getattr(self, OPTIONS[name].field), getattr(plain, OPTIONS[name].field)) for name in names)
-        return {name: value for name, value, default in values if value != default}
+        of = {name: OPTIONS[name].field for name in options}
+        return [name for name in of if getattr(self, of[name]) != getattr(plain, of[name])]
+
+    def refuse(self, options: Iterable[str], why: str) -> None:
+        """Raise ConfigError if one of these options does not have its default."""
+        for name in self.set_among(options):
+            raise ConfigError(f"option {name}{why}")
 
     def for_batch(self) -> SourceOptions:
-        """These, for `spark.read`. ConfigError for what only a stream can do, and a view cannot."""
+        """Return these options, for `spark.read`. ConfigError for what only a stream can do, and a view cannot."""
         if self.view != "messages":
-            for name in self.set_among(not_for(self.view)):
-                raise ConfigError(
-                    f"option {name} is for messages, and the view {self.view} has a row for all of a queue or a store: "
-                    "leave it out, and choose rows by where()"
-                )
-        return self._without(_ONLY_STREAM, "spark.read", "spark.readStream")
+            self.refuse(
+                not_for(self.view),
+                f" is for messages, and the view {self.view} has a row for all of a queue or a store: leave it out, "
+                "and choose rows by where()",
+            )
+        self.refuse(_ONLY_STREAM, " is for spark.readStream, not for spark.read: leave it out")
+        return self
 
     def for_stream(self) -> SourceOptions:
-        """These, for `spark.readStream`. ConfigError for what only a batch can do, or only a stream of queues."""
-        if self.max_offsets_per_trigger is not None and self.max_bytes_per_trigger is not None:
-            raise ConfigError(
-                "options maxOffsetsPerTrigger and maxBytesPerTrigger exclude each other: Spark knows one limit a "
-                "source; give one of them"
-            )
-        by_queue = self.set_among(_ONLY_STREAM)
-        if by_queue and self.read_by == "log":
-            raise ConfigError(
-                f"option {next(iter(by_queue))} goes by queues, and readBy=log has one position for a store: use "
-                "readBy=queue"
-            )
-        return self._without(_ONLY_BATCH, "spark.readStream", "spark.read")
-
-    def _without(self, others: Iterable[str], here: str, there: str) -> SourceOptions:
-        for name in self.set_among(others):
-            raise ConfigError(f"option {name} is for {there}, not for {here}: leave it out")
+        """Return these options, for `spark.readStream`. ConfigError for what only a batch can do, or only a stream of
+        queues."""
+        if self.read_by == "log":
+            self.refuse(_ONLY_STREAM, " goes by queues, and readBy=log has one position for a store: use readBy=queue")
+        self.refuse(_ONLY_BATCH, " is for spark.read, not for spark.readStream: leave it out")
         return self
 
 
@@ -363,6 +338,11 @@ _CHOOSING: Final = (
 `interval` and `onCorrupt`, which only some use, so that a session can give the same options to all of them."""
 _TOPICS: Final = ("subscribe", "subscribePattern", "assign", "includeSystemTopics")
 _OF_STORES: Final = ("segments", "delay", "verify")
+_EXCLUSIVE: Final = (
+    ("subscribe", "subscribePattern", "assign"),
+    ("startingGroup", "startingTimestamp"),
+    ("maxOffsetsPerTrigger", "maxBytesPerTrigger"),
+)
 _ONLY_BATCH: Final = ("endingOffsets", "endingTimestamp", "view", "interval")
 _ONLY_STREAM: Final = ("maxOffsetsPerTrigger", "maxBytesPerTrigger", "commitGroup")
 

@@ -60,8 +60,8 @@ def option(
 ) -> Any:
     """Return a field of a dataclass that is an option.
 
-    The option has the field's name, in camel case, unless `name` says another. `shown` is the default as people are
-    told it; without it, its value.
+    The option has the field's name in camel case, without its unit (`_ms`, `_s`), unless `name` is another. `shown` is
+    the default as the documentation has it, if that is not its value.
     """
     return field(default=default, metadata={"option": (name, shown, accepts, meaning, parse)})
 
@@ -89,7 +89,7 @@ def options_of(table: type) -> Iterator[Option]:
             if shown is None:
                 shown = "" if each.default is None else str(each.default)
                 shown = shown.lower() if isinstance(each.default, bool) else shown
-            name = name or re.sub("_(.)", lambda found: found[1].upper(), each.name)
+            name = name or re.sub("_(.)", lambda found: found[1].upper(), re.sub("_m?s$", "", each.name))
             yield Option(name, each.name, shown, accepts, meaning, parse)
 
 

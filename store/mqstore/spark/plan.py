@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX, is_system_topic
 from mqstore.broker.parts import open_parts
-from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
+from mqstore.errors import ConfigError, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.dispatch import LIGHT_PREFIX
@@ -35,21 +36,21 @@ from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from mqstore.spark.keyindex import KeyIndex
 from mqstore.spark.options import SourceOptions
+from mqstore.spark.positions import ANY, EARLIEST, LATEST, Key, Offsets
 from mqstore.spark.sets import SET_FILE, read_set
 from mqstore.spark.telling import readable, warn_once
 
 __all__ = [
     "Bounds",
-    "Expected",
     "LogSlice",
+    "Losses",
     "QueueSlice",
     "SlicedStore",
-    "Starts",
     "StoreName",
+    "Wanted",
     "Weighed",
     "bounds_of",
     "bounds_of_log",
-    "check_ids",
     "is_wanted",
     "mean_size",
     "names_queue",
@@ -60,7 +61,6 @@ __all__ = [
     "queues_of",
     "stores_of",
     "weigh",
-    "weigh_log",
 ]
 
 _ENGINES = (RETRY_PREFIX, DLQ_PREFIX, LIGHT_PREFIX)
@@ -69,7 +69,6 @@ _PARTITION_BYTES = 128 << 20
 _PARTITION_MESSAGES = 500_000
 _LEAST_PARTITION = 0.5
 """Of the usual one: what is still worth a task."""
-_LAST = (1 << 63) - 1
 _FEW_MAPPINGS = StoreConfig(max_mappings=4)
 """Mapped pages count as memory of a worker, and a mapping keeps the disk space of a segment that is deleted."""
 _REGION_BYTES = 64 << 20
@@ -251,16 +250,12 @@ def bounds_of(store: MessageStore, queue: ConsumeQueue, options: SourceOptions) 
 
 
 def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
-    """Of what queues list; ConfigError for options that only queues can follow."""
-    refused = options.set_among(_FOR_QUEUES)
-    if isinstance(options.starting_offsets, dict):
-        refused["startingOffsets"] = options.starting_offsets
-    if refused:
-        given = ", ".join(f"{option}={value}" for option, value in refused.items())
-        raise ConfigError(
-            f"option readBy='log' reads whole logs and knows no bounds of queues: leave {given} out, or give "
-            "readBy=queue"
-        )
+    """Return the bounds of the records that queues list. ConfigError for options that only queues can follow."""
+    by_queue = ["startingOffsets"] if len(options.starting_offsets or ()) > 1 else []
+    options.refuse(
+        [*_FOR_QUEUES, *by_queue],
+        ": readBy='log' reads whole logs and knows no bounds of queues: leave the option out, or give readBy=queue",
+    )
     low, listed = store.min_offset, store.listed_end()
     # Queues may have listed more once: a topic that is deleted leaves its records in the log.
     top = max(listed, store.readable_end(max(low, listed)))
@@ -269,54 +264,50 @@ def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
     return Bounds(low, listed, top)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Weighed:
     """A slice, and what reading it costs."""
 
     slice: Slice
     each: float
-    """What a unit of it (a message, a byte) adds to a partition that is full at 1."""
+    """Share of a partition that a unit of the slice (a message, a byte) takes."""
 
     @property
     def weight(self) -> float:
         return (self.slice.stop - self.slice.start) * self.each
 
 
-def weigh(name: StoreName, queue: ConsumeQueue, start: int, stop: int) -> Weighed:
-    """Messages [start, stop) of a queue; some of them."""
+def weigh(name: StoreName, queue: ConsumeQueue | None, start: int, stop: int, scale: float = 1.0) -> Weighed:
+    """Return messages [start, stop) of a queue, at least one, or without a queue the records that begin there in the
+    log. `scale` is the cost of a message, compared with reading it whole."""
+    if queue is None:
+        return Weighed(LogSlice(name, start, stop), 1 / _PARTITION_BYTES)
     each = max(mean_size(queue, start, stop) / _PARTITION_BYTES, 1 / _PARTITION_MESSAGES)
-    return Weighed(QueueSlice(name, queue.topic, queue.queue_id, start, stop), each)
-
-
-def weigh_log(name: StoreName, start: int, stop: int) -> Weighed:
-    """Records that begin in [start, stop)."""
-    return Weighed(LogSlice(name, start, stop), 1 / _PARTITION_BYTES)
+    return Weighed(QueueSlice(name, queue.topic, queue.queue_id, start, stop), each * scale)
 
 
 def plan(
     options: SourceOptions,
     *,
-    offsets: tuple[int, int] = (0, _LAST),
-    times_ms: tuple[int, int] = (-_LAST, _LAST),
+    after: Mapping[Key, int] | None = None,
+    only_queues: bool = False,
     by_region: bool = False,
-    resumed: bool = False,
     slots: int = 1,
 ) -> list[list[Slice]]:
     """Return the partitions of a query, cut for `slots` tasks at once. [] if there is nothing to read.
 
-    `offsets`, `times_ms`: queue offsets and store times [from, to) besides those of the options. `by_region`: queues
-    that share a log in alternation, for a query that reads every record; each queue stays in order. `resumed`: the
-    query begins where an earlier run ended, in queues that may be gone by now.
+    `after`: offsets that an earlier run has read up to, in queues that may be gone by now. Nothing before them is read.
+    `only_queues`: refuse a store that lacks queues, which a query would read by its log. `by_region`: queues that share
+    a log in alternation, for a query that reads every record; each queue stays in order.
 
     Raises TopicNotFoundError for a topic or queue that is named and that no store has, OffsetOutOfRangeError for
-    messages that are gone (both only with `fail_on_data_loss`), ConfigError, and what opening a store raises.
+    messages that are gone (both only with `fail_on_data_loss`) and for a queue that ends before `after`, ConfigError,
+    and what opening a store raises.
     """
     stores = stores_of(options)
-    check_ids(options, stores)
-    starts = Starts(options, "earliest", several=len(stores) > 1)
+    wanted = Wanted(options, stores)
+    names = names_queue(options)
     found: list[Weighed] = []
-    wanted = names_queue(options)
-    expected = Expected(options, offsets=not resumed)
     for name in stores:
         try:
             store = open_store(name)
@@ -326,67 +317,145 @@ def plan(
             continue
         with store:
             queues = queues_of(store)
+            if only_queues:
+                _check_queues(name, store, queues, options)
             if (queues or options.read_by == "queue") and store.has_unlisted():
                 warn_once(
                     f"mqstore: a crash left messages in the log of {name.path} that its queues do not list: open it "
                     "for writing once, or `mqstore recover` it; a query does not see them"
                 )
-            if options.read_by == "log" or (options.read_by == "auto" and not queues):
-                expected.missing = {}  # nobody knows the topics of a log before it is read
-                found += _log_slices(store, name, options)
+            if options.read_by == "log" or (options.read_by == "auto" and not queues and not only_queues):
+                wanted.missing = {}  # nobody knows the topics of a log before it is read
+                start, stop = wanted.part(Key(name.id), bounds_of_log(store, options))
+                found += [weigh(name, None, start, stop)] if start < stop else []
                 continue
-            expected.find(store, queues)
-            starts.open(name, store)
-            # What is damaged keeps its row with `keep`, whatever its keys were.
+            wanted.open(store, queues)
+            # With `keep` a damaged message has a row, whatever its keys were.
             by_key = KeyIndex(store, options.keys) if options.keys and options.on_corrupt != "keep" else None
             mine: list[Weighed] = []
-            for queue in (queue for queue in queues if wanted(*queue.ref)):
-                start, stop = _wanted_part(store, name, queue, options, starts)
-                start, stop = max(start, offsets[0]), min(stop, offsets[1])
-                if times_ms[0] > -_LAST:
-                    start = max(start, store.offset_at(*queue.ref, times_ms[0]))
-                if times_ms[1] < _LAST:
-                    stop = min(stop, store.offset_at(*queue.ref, times_ms[1]))
+            for queue in (queue for queue in queues if names(*queue.ref)):
+                key, bounds = Key(name.id, *queue.ref), bounds_of(store, queue, options)
+                start, stop = wanted.part(key, bounds)
+                if after and key in after:
+                    start = max(start, _resumed(key, after[key], bounds, wanted.losses))
                 if start < stop:
                     parts = [(start, stop)] if by_key is None else _by_key(by_key, store, queue, start, stop)
-                    mine += [weigh(name, queue, *part) for part in parts]
-            if options.tags:
-                for each in mine:
-                    each.each *= _TAGGED
-            elif by_region and not options.keys:
-                mine = _by_region(store, mine)
-            found += mine
-    if options.fail_on_data_loss:
-        expected.check("failOnDataLoss=false reads what there is")
-    starts.check()
+                    mine += [weigh(name, queue, *part, _TAGGED if options.tags else 1.0) for part in parts]
+            found += _by_region(store, mine) if by_region and not options.tags and not options.keys else mine
+    wanted.check("reads what there is")
     return [*partitions(found, options.min_partitions, slots)]
 
 
-class Expected:
-    """Topics and queues that the options of a query name, and that no store has been found to have.
+def _check_queues(name: StoreName, store: MessageStore, queues: Sequence[object], options: SourceOptions) -> None:
+    """Raise ConfigError for a store that has records and no queues, unless the user has said readBy=queue, and for one
+    that lost some of its queues. Opening it brings these back, and a job that notes how far it has come would pass over
+    them."""
+    if options.read_by == "auto" and not queues and store.has_records():
+        raise ConfigError(
+            f"{name.path} has records, and no consume queues to read them by: `mqstore recover` rebuilds these (and "
+            "readBy=queue reads what there is, which is nothing)"
+        )
+    if store.clean_shutdown and store.have_queues_lost():
+        raise ConfigError(
+            f"queues of {name.path} have lost files since it was closed: open it for writing once, or `mqstore "
+            "recover` it; until then messages would be missing"
+        )
 
-    To read nothing of a misspelt topic, or to read a queue from its oldest message where an offset was given for a
-    misspelt one, would look as if all were well. A queue exists once it has had a message, or if the topic is entered
-    with that many queues.
+
+def _resumed(key: Key, at: int, bounds: Bounds, losses: Losses) -> int:
+    """Return where a run goes on. Beyond the end it would pass over what comes until the queue is as long as before."""
+    if at > bounds.top:
+        raise OffsetOutOfRangeError(
+            f"{key} ends at {bounds.top}, and was read up to {at} before: start over, in another place, or give the "
+            "store another name",
+            bounds.low,
+            bounds.top,
+        )
+    return losses.clamp(key, at, bounds)
+
+
+class Losses:
+    """Messages that a query or stream wants and that are gone: they fail it, unless data loss is allowed."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._fails = options.fail_on_data_loss
+        self._found: dict[Key, tuple[Callable[[str], MQStoreError], str, str]] = {}
+        """The error, its text, and what the user can do."""
+
+    def add(
+        self,
+        key: Key,
+        error: Callable[[str], MQStoreError],
+        text: str,
+        remedy: str = " (failOnDataLoss=false goes on with what is left)",
+    ) -> None:
+        """Note that messages of a queue or log are gone."""
+        self._found.setdefault(key, (error, text, remedy))
+
+    def clamp(self, key: Key, at: int, bounds: Bounds) -> int:
+        """Return a wanted offset (`EARLIEST` and `LATEST` included), or the nearest one that is there."""
+        low, high, top = bounds
+        at = {EARLIEST: low, LATEST: high}.get(at, at)
+        lost, what = (low - at if at < low else at - top), "messages" if key.topic else "bytes"
+        if lost > 0:
+            text = f"{key}: offset {at} is wanted, but there are {low} to {top}: {lost} {what} are "
+            text += (
+                "lost"
+                if at < low
+                else (
+                    "not there (any more). Was the store restored, or its tail lost in a power cut (isolation=flushed "
+                    "never reads such)?"
+                )
+            )
+            self.add(key, partial(OffsetOutOfRangeError, min_offset=low, max_offset=top), text)
+        return min(max(at, low), top)
+
+    def settle(self) -> None:
+        """Raise the error of the first loss, or warn of it."""
+        if self._found:
+            error, text, remedy = next(iter(self._found.values()))
+            more = len(self._found) - 1
+            text += f". {more} more queues have lost messages" if more else ""
+            if self._fails:
+                raise error(f"{text}{remedy}")
+            warn_once(f"{text}; passed over, as failOnDataLoss=false has it")
+
+
+class Wanted:
+    """What the options of a query choose, in stores that are opened one after the other.
+
+    It knows where reading a queue starts and stops, and which topics and queues the options name that no store has: to
+    read nothing of a misspelt topic would look as if all were well. A queue exists once it has had a message, or if the
+    topic is entered with that many queues.
     """
 
-    def __init__(self, options: SourceOptions, *, offsets: bool = True) -> None:
-        """Without `offsets`, the queues in startingOffsets and endingOffsets need not exist."""
+    def __init__(self, options: SourceOptions, stores: Sequence[StoreName], default: int = EARLIEST) -> None:
+        """`default`: where reading starts if the options do not say. ConfigError for offsets of a store that is not
+        among `stores`."""
+        self._options = options
+        self._starting = _of_stores("startingOffsets", options.starting_offsets or {ANY: default}, stores)
+        self._ending = _of_stores("endingOffsets", options.ending_offsets or {ANY: LATEST}, stores)
+        self._committed: dict[tuple[str, int], int] = {}
+        self._knows_group = options.starting_group is None
+        self.losses = Losses(options)
         self.missing: dict[tuple[str, int | None], str] = {}
         """(topic, queue id, or None for any) -> the option that names it."""
-        by_time = options.starting_timestamp_ms is not None or options.starting_group is not None
-        if offsets and options.ending_timestamp_ms is None:
-            self.missing |= dict.fromkeys(_queues_in(options.ending_offsets), "endingOffsets")
-        if offsets and not by_time:
-            self.missing |= dict.fromkeys(_queues_in(options.starting_offsets), "startingOffsets")
-        self.missing |= {(topic, i): "assign" for topic, ids in (options.assign or {}).items() for i in ids}
-        self.missing |= {(topic, None): "subscribe" for topic in options.topics or ()}
+        if options.read_by != "log":
+            by_time = options.starting_timestamp_ms is not None or options.starting_group is not None
+            ending = self._ending if options.ending_timestamp_ms is None else {}
+            self.missing |= {(key.topic, key.queue_id): "endingOffsets" for key in ending if key.topic}
+            starting = {} if by_time else self._starting
+            self.missing |= {(key.topic, key.queue_id): "startingOffsets" for key in starting if key.topic}
+            self.missing |= {(topic, i): "assign" for topic, ids in (options.assign or {}).items() for i in ids}
+            self.missing |= {(topic, None): "subscribe" for topic in options.topics or ()}
 
-    def find(self, store: MessageStore, queues: Iterable[ConsumeQueue]) -> None:
-        """Strike off everything that this store has. `queues` are those of its queues that have had a message."""
-        if not self.missing:
-            return
-        refs = {queue.ref for queue in queues}
+    def open(self, store: MessageStore, queues: Iterable[ConsumeQueue]) -> None:
+        """Go on with this store. `queues` are those of its queues that have had a message."""
+        self._store = store
+        if self._options.starting_group is not None:
+            self._committed = open_parts(store).offsets.of_group(self._options.starting_group)
+            self._knows_group |= bool(self._committed)
+        refs = {queue.ref for queue in queues} if self.missing else set()
         there: set[tuple[str, int | None]] = {*refs, *((ref.topic, None) for ref in refs)}
         if left := self.missing.keys() - there:
             table = open_parts(store).topics
@@ -396,8 +465,31 @@ class Expected:
                     there.add((topic, queue_id))
         self.missing = {key: option for key, option in self.missing.items() if key not in there}
 
-    def check(self, remedy: str) -> None:
-        """TopicNotFoundError for what is `missing`."""
+    def start(self, key: Key, bounds: Bounds) -> int:
+        """Return where reading a queue of the store, or its log, starts."""
+        options, ref = self._options, (key.topic, key.queue_id)
+        at = self._starting.get(key, self._starting[ANY])
+        if options.starting_timestamp_ms is not None:
+            at = self._store.offset_at(*ref, options.starting_timestamp_ms)
+        elif options.starting_group is not None:
+            at = self._committed.get(ref, EARLIEST)
+        return self.losses.clamp(key, at, bounds)
+
+    def part(self, key: Key, bounds: Bounds) -> tuple[int, int]:
+        """Return where reading a queue of the store, or its log, starts and stops: not below, for nothing."""
+        at = self._ending.get(key, self._ending[ANY])
+        if self._options.ending_timestamp_ms is not None:
+            at = self._store.offset_at(key.topic, key.queue_id, self._options.ending_timestamp_ms)
+        return self.start(key, bounds), min(self.losses.clamp(key, at, bounds), bounds.high)
+
+    def check(self, goes_on: str) -> None:
+        """After the last store, raise ConfigError for a group that none knows, TopicNotFoundError for topics and queues
+        that are `missing`, and what `Losses` says. If data loss is allowed, warn: the query `goes_on`."""
+        if not self._knows_group:
+            raise ConfigError(
+                f"option startingGroup={self._options.starting_group!r}: no store knows progress of that group; "
+                "`mqstore lag` lists those that there are, and without the option reading begins at the oldest"
+            )
         if self.missing:
             option = next(iter(self.missing.values()))
             names = [
@@ -405,119 +497,25 @@ class Expected:
                 for (topic, queue_id), each in self.missing.items()
                 if each == option
             ]
-            raise TopicNotFoundError(
-                f"no store has the topic {'; '.join(names)}, which option {option} names ({remedy})"
-            )
+            text = f"no store has the topic {'; '.join(names)}, which option {option} names"
+            if self._options.fail_on_data_loss:
+                raise TopicNotFoundError(f"{text} (failOnDataLoss=false {goes_on})")
+            warn_once(f"{text}; failOnDataLoss=false {goes_on}")
+        self.losses.settle()
 
 
-def _queues_in(offsets: str | dict[str, Any] | None) -> Iterator[tuple[str, int]]:
-    """Return the queues that offsets in JSON name, in whichever store."""
-    if isinstance(offsets, dict):
-        for topics in offsets.values() if _has_stores(offsets) else (offsets,):
-            yield from ((topic, int(queue_id)) for topic, queues in topics.items() for queue_id in queues)
-
-
-def check_ids(options: SourceOptions, stores: Sequence[StoreName]) -> None:
-    """Offsets by store must name stores that there are."""
-    for name, offsets in (("startingOffsets", options.starting_offsets), ("endingOffsets", options.ending_offsets)):
-        if isinstance(offsets, dict) and _has_stores(offsets):
-            unknown = sorted(set(offsets) - {store.id for store in stores})
-            if unknown:
-                raise ConfigError(
-                    f"option {name} names stores {', '.join(map(repr, unknown))}; there are "
-                    f"{', '.join(repr(store.id) for store in stores)}"
-                )
-
-
-def _has_stores(offsets: dict[str, Any]) -> bool:
-    return any(isinstance(inner, dict) for queues in offsets.values() for inner in queues.values())
-
-
-def _asked(offsets: str | dict[str, Any], store_id: str, ref: QueueRef, default: int, several: bool) -> int:
-    """What an option says of a queue: an offset, -2 for earliest or -1 for latest."""
-    if isinstance(offsets, str):
-        return -2 if offsets == "earliest" else -1
-    if _has_stores(offsets):
-        offsets = offsets.get(store_id, {})
-    elif several:
+def _of_stores(option: str, offsets: Offsets, stores: Sequence[StoreName]) -> Offsets:
+    """Return offsets by queue with the ids of the stores. ConfigError for an id that is none, or that is missing."""
+    ids = [store.id for store in stores]
+    alone = ids[0] if len(ids) == 1 else ""
+    found = {key._replace(store=key.store or alone) if key.topic else key: at for key, at in offsets.items()}
+    if unknown := sorted({key.store for key in found if key.topic} - {*ids}):
         raise ConfigError(
-            f"options startingOffsets, endingOffsets: with several stores, {offsets} needs the store's id on top: "
+            f"option {option} names queues of the stores {', '.join(map(repr, unknown))}; there are "
+            f"{', '.join(map(repr, ids))}. With several stores their ids are on top: "
             "{store: {topic: {queue id: offset}}}"
         )
-    assert isinstance(offsets, dict)
-    return int(offsets.get(ref.topic, {}).get(str(ref.queue_id), default))
-
-
-class Starts:
-    """Where a query begins in each queue, by its options; one for all its stores."""
-
-    def __init__(self, options: SourceOptions, default: str, *, several: bool) -> None:
-        """`default`: "earliest" or "latest", where the options say nothing. `several`: there is more than one store."""
-        self._options = options
-        self._offsets = options.starting_offsets or default
-        self.several = several
-        self._knowing = 0
-        self._name = StoreName("", "")
-        self._committed: dict[tuple[str, int], int] = {}
-
-    def open(self, name: StoreName, store: MessageStore) -> None:
-        """The queues that are asked for next are of this store."""
-        self._name, self._store = name, store
-        if self._options.starting_group is not None:
-            self._committed = open_parts(store).offsets.of_group(self._options.starting_group)
-            self._knowing += bool(self._committed)
-
-    def of(self, queue: ConsumeQueue, bounds: Bounds) -> int:
-        """An offset within the bounds. OffsetOutOfRangeError where the options name another and loss is to fail."""
-        options, ref = self._options, queue.ref
-        if options.starting_timestamp_ms is not None:
-            start = self._store.offset_at(*ref, options.starting_timestamp_ms)
-        elif options.starting_group is not None:
-            start = self._committed.get((ref.topic, ref.queue_id), -2)
-        else:
-            start = _asked(self._offsets, self._name.id, ref, -2, self.several)
-        start = {-2: bounds.low, -1: bounds.high}.get(start, start)
-        _check_there(self._name, ref, start, bounds, options)
-        return min(max(start, bounds.low), bounds.top)
-
-    def check(self) -> None:
-        """After the last store: ConfigError for a group that none of them knows."""
-        if self._options.starting_group is not None and not self._knowing:
-            raise ConfigError(
-                f"option startingGroup={self._options.starting_group!r}: no store knows progress of that group; "
-                "`mqstore spark lag` lists those that there are, and without the option reading begins at the oldest"
-            )
-
-
-def _check_there(name: StoreName, ref: QueueRef, at: int, bounds: Bounds, options: SourceOptions) -> None:
-    low, top = bounds.low, bounds.top
-    if not low <= at <= top and options.fail_on_data_loss:
-        lost = f"{low - at} messages are gone" if at < low else f"{at - top} messages are not there (any more)"
-        raise OffsetOutOfRangeError(
-            f"{name.id}: offset {at} of {ref.topic}, queue {ref.queue_id} is wanted, but there are {low} to {top}: "
-            f"{lost} (failOnDataLoss=false reads what there is)",
-            low,
-            top,
-        )
-
-
-def _wanted_part(
-    store: MessageStore,
-    name: StoreName,
-    queue: ConsumeQueue,
-    options: SourceOptions,
-    starts: Starts,
-) -> tuple[int, int]:
-    """Where reading a queue starts and stops: not below, for nothing."""
-    ref, bounds = queue.ref, bounds_of(store, queue, options)
-    low, high = bounds.low, bounds.high
-    start = starts.of(queue, bounds)
-    stop = _asked(options.ending_offsets or "latest", name.id, ref, -1, starts.several)
-    if options.ending_timestamp_ms is not None:
-        stop = store.offset_at(*ref, options.ending_timestamp_ms)
-    stop = {-2: low, -1: high}.get(stop, stop)
-    _check_there(name, ref, stop, bounds, options)
-    return max(start, low), min(stop, high)
+    return found
 
 
 def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: int, stop: int) -> list[tuple[int, int]]:
@@ -604,13 +602,6 @@ def _flushed(store: MessageStore, ref: QueueRef, low: int, high: int) -> int:
             slot -= 1
         return slot
     return store.offset_at(*ref, checkpoint.physic_msg_timestamp_ms)
-
-
-def _log_slices(store: MessageStore, name: StoreName, options: SourceOptions) -> Iterator[Weighed]:
-    bounds = bounds_of_log(store, options)
-    start, stop = (bounds.high if options.starting_offsets == "latest" else bounds.low), bounds.high
-    if start < stop:
-        yield weigh_log(name, start, stop)
 
 
 def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator[list[Slice]]:

@@ -9,13 +9,16 @@ A store without a name of its own goes by its absolute path, however the query s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from mqstore.errors import ConfigError
 
-__all__ = ["Key", "Offsets", "decode_offset", "encode_offset"]
+__all__ = ["ANY", "EARLIEST", "LATEST", "Key", "Offsets", "decode_offset", "encode_offset"]
 
 _VERSION = 1
+EARLIEST: Final = -2
+LATEST: Final = -1
+"""Stand for an offset in the options, as in those of Kafka's source."""
 
 
 class Key(NamedTuple):
@@ -29,12 +32,14 @@ class Key(NamedTuple):
         return f"{self.store}: {self.topic}, queue {self.queue_id}" if self.topic else f"{self.store}: the log"
 
 
+ANY: Final = Key("")
+"""Every queue and log that is not named."""
 Offsets = dict[Key, int]
-"""Where each queue goes on (queue offset), or each log (physical offset)."""
+"""Offset of each queue (queue offset) or log (physical offset)."""
 
 
 def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]:
-    """The JSON of an offset, its names sorted.
+    """Return the JSON of an offset, its names sorted.
 
     >>> encode_offset({Key("s", "t", 10): 5, Key("s", "t", 9): 0}, by_log=False)
     {'v': 1, 's': {'s': {'t': {'9': 0, '10': 5}}}}
@@ -48,7 +53,7 @@ def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]
 
 
 def decode_offset(value: Any, *, by_log: bool) -> Offsets:
-    """The other way round. ConfigError for an offset of another version or another `readBy`, and for what is none."""
+    """Return the offsets of such a JSON. ConfigError for another version or `readBy`, and for a damaged one."""
     if not isinstance(value, dict) or "v" not in value:
         raise ConfigError(f"the checkpoint has no offset of this source: {value!r:.200}")
     if value["v"] != _VERSION:
@@ -56,9 +61,8 @@ def decode_offset(value: Any, *, by_log: bool) -> Offsets:
             f"the checkpoint has an offset of version {value['v']!r}; this mqstore knows {_VERSION}: use the mqstore "
             "that wrote it, or a new checkpoint"
         )
-    was_log = "p" in value
-    if was_log != by_log:
-        was, now = ("log", "queue") if was_log else ("queue", "log")
+    was, now = (("queue", "log")[log] for log in ("p" in value, by_log))
+    if was != now:
         raise ConfigError(
             f"the checkpoint is of a stream with readBy={was}, this one has readBy={now}: positions of one mean "
             f"nothing to the other. Say readBy={was}, or take a new checkpoint"

@@ -72,20 +72,11 @@ def _create(
     spark: Any, selection: Selection, wanted: tuple[str, ...], columns: tuple[str, ...] | None
 ) -> tuple[str, ...]:
     columns = columns or selection.options.columns
-    (low, high), bounded = selection.offsets, selection.offsets != Selection(selection.options).offsets
     for name in wanted:
         unfit = {"columns", "view", *(option.lower() for option in not_for(cast(View, name)) if name != _MESSAGES)}
         source = spark.read.format("mqstore").option("view", name)
         source = source.options(**{key: value for key, value in selection.given.items() if key.lower() not in unfit})
-        if name == _MESSAGES:
-            for option, bound in zip(("startingTimestamp", "endingTimestamp"), selection.times_ms, strict=True):
-                if abs(bound) < 1 << 62:
-                    source = source.option(option, str(bound))
-            if columns is not None:
-                kept = (*columns, *((_ALWAYS,) if bounded and _ALWAYS not in columns else ()))
-                source = source.option("columns", ",".join(kept))
-        frame = source.load()
-        if name == _MESSAGES and bounded:
-            frame = frame.where(f"queue_offset >= {low} and queue_offset < {high}")
-        frame.createOrReplaceTempView(name)
+        if name == _MESSAGES and columns is not None:
+            source = source.option("columns", ",".join(columns))
+        source.load().createOrReplaceTempView(name)
     return wanted

@@ -80,20 +80,10 @@ class SinkOptions:
         None, "rows of a shard, which with target=set is a store: one task may make several", shown="no limit"
     )
     lock_timeout_s: float = option(
-        30.0,
-        _DURATION,
-        "how long to wait for whoever has the target open for writing",
-        duration_s,
-        name="lockTimeout",
-        shown="30s",
+        30.0, _DURATION, "how long to wait for a process that has the target open", duration_s, shown="30s"
     )
     staging_ttl_s: float = option(
-        7 * 86400.0,
-        _DURATION,
-        "age at which what a crashed job left is deleted by the next one that writes there",
-        duration_s,
-        name="stagingTtl",
-        shown="7d",
+        *(7 * 86400.0, _DURATION, "age at which the next job deletes what a crashed one left", duration_s), shown="7d"
     )
     confirm_overwrite: bool = flag(
         False, "lets overwrite take the old messages of a store's topics from their consumers (target=store)"
