@@ -211,10 +211,10 @@ def test_a_set_without_stores_is_told_and_not_taken_for_well(tmp_path: Path) -> 
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "mqstore-set.json").write_text('{"version": 1, "stores": {}}')
 
-    with pytest.raises(ConfigError, match=r"/set: a store set that has no stores"):
+    with pytest.raises(ConfigError, match=r"/set'\]: a store set that has no stores"):
         select(tmp_path / "set").stores()
     for job in (lag_report, verify):
-        with pytest.raises(ConfigError, match=r"/set: a store set that has no stores"):
+        with pytest.raises(ConfigError, match=r"/set'\]: a store set that has no stores"):
             job(tmp_path / "set")
 
 

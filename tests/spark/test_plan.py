@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -481,12 +480,6 @@ def test_a_hole_in_a_queue_leaves_it_as_it_is(tmp_path: Path, small_regions: Non
         found = by_region(path)
         assert whole(found) == planned(path)
         assert sum(map(len, found)) > 100  # the other queues are cut all the same
-
-
-def test_a_queue_may_be_chosen_at_random_and_planned_the_same_twice(store: Path) -> None:
-    options = SourceOptions.parse({"path": str(store), "minPartitions": str(random.Random(5).randint(3, 9))})
-    assert plan(options) == plan(options)
-    assert len(plan(options)) >= 3
 
 
 @pytest.mark.parametrize("heavy", ["none", "first", "last"])

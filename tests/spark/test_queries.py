@@ -180,16 +180,6 @@ def test_a_shell_has_the_views(command: Callable[..., Any], stores: dict[str, Pa
     assert "views: messages, queues" in result.stderr
 
 
-def test_a_column_that_is_misspelt_is_suggested(spark: Any, stores: dict[str, Path]) -> None:
-    """Spark knew only the columns that the query named, and suggested queue_offset."""
-    from pyspark.errors import AnalysisException
-
-    with pytest.raises(AnalysisException, match=r"`boddy`.*Did you mean.*`body`"):
-        sql(spark, stores, "select boddy from messages")
-    with pytest.raises(AnalysisException, match="TABLE_OR_VIEW_NOT_FOUND"):
-        sql(spark, stores, "select body from mesages")
-
-
 # -- sessions ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,8 +1,8 @@
-"""Which messages a query reads, and how they are cut into partitions. Knows no Spark.
+"""Choice of the messages that a query reads, and their partitions. Knows no Spark.
 
     stores      a path, a glob, a store set, many of these with ids
     snapshot    the bounds of every queue, once for a query: what a writer adds meanwhile is not read
-    regions     queues that share a log are read side by side, a stretch of it at a time, by who reads them all
+    regions     a query that reads whole queues reads those that share a log side by side, a region of it at a time
     partitions  lists of slices: small queues together, large ones cut, about 128 MiB or 500 000 messages each,
                 four times that where a tag is asked for
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,28 +65,29 @@ __all__ = [
 ]
 
 _ENGINES = (RETRY_PREFIX, DLQ_PREFIX, LIGHT_PREFIX)
-"""Beginnings of names that are the engine's. What a light queue lists is in its own topic as well."""
+"""Beginnings of the engine's names. Messages of a light queue are in their own topic as well."""
 _PARTITION_BYTES = 128 << 20
 _PARTITION_MESSAGES = 500_000
 _LEAST_PARTITION = 0.5
-"""Of the usual one: what is still worth a task."""
+"""Share of the usual partition that is still worth a task."""
 _FEW_MAPPINGS = StoreConfig(max_mappings=4)
 """Mapped pages count as memory of a worker, and a mapping keeps the disk space of a segment that is deleted."""
 _REGION_BYTES = 64 << 20
 _MAX_REGION_BYTES = 128 << 20
 """A segment that was left may not be mapped any more when the next queue comes to it."""
 _REGION_MESSAGES = 4096
-"""Of a queue in a region, on average: each slice costs as much as reading some hundred."""
+"""Messages of a queue in a region, on average: each slice costs as much as reading some hundred."""
 _MOST_SLICES = 100_000
 _TAGGED = 0.25
-"""What messages weigh of which a tag is asked: their units are read, and the records of some."""
+"""Cost of a message if a tag is asked for: its unit is read, and its record only sometimes."""
+_GO_ON = " (failOnDataLoss=false goes on with what is left)"
 _FOR_QUEUES = ("endingOffsets", "startingTimestamp", "endingTimestamp", "startingGroup", "assign")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreName:
-    """A store and what rows call it: a name that it was given, else its path, which is absolute however it was spelled:
-    executors stand in folders of their own."""
+    """A store and its id in rows: a name that it was given, else its path. The path is absolute, since executors have
+    working directories of their own."""
 
     id: str
     path: str
@@ -115,7 +117,7 @@ Slice = QueueSlice | LogSlice
 
 
 class Bounds(NamedTuple):
-    """Of a queue in queue offsets, of a log in physical offsets: [low, top) is there, and may be read up to `high`."""
+    """Bounds of a queue (queue offsets) or log (physical offsets): [low, top) is there, and [low, high) may be read."""
 
     low: int
     high: int
@@ -126,14 +128,12 @@ class Bounds(NamedTuple):
 
 
 def stores_of(options: SourceOptions) -> list[StoreName]:
-    """The stores that the options name, in their order. ConfigError: a glob fits none, an id stands twice."""
+    """Return the stores that the options name, in their order. ConfigError: a glob fits none, an id stands twice."""
     if isinstance(options.paths, dict):
         found = [_named(name, os.path.abspath(path)) for name, path in options.paths.items()]
     else:
         found = [store for path in options.paths for store in _stores_at(path)]
-    ids = [store.id for store in found]
-    twice = sorted({name for name in ids if ids.count(name) > 1}) if len(set(ids)) < len(ids) else []
-    if twice:
+    if twice := sorted(name for name, number in Counter(store.id for store in found).items() if number > 1):
         raise ConfigError(
             f"two stores have the id {', '.join(map(repr, twice))}; give ids: paths={{'id': 'path', ...}}"
         )
@@ -141,7 +141,7 @@ def stores_of(options: SourceOptions) -> list[StoreName]:
 
 
 def _named(name: str, path: str) -> StoreName:
-    """A store under the id that it was given. Several stores would be taken for a store that is gone."""
+    """Return a store under the id that it was given. Several stores would be taken for a store that is gone."""
     if os.path.exists(os.path.join(path, SET_FILE)) or (glob.has_magic(path) and not os.path.isdir(path)):
         raise ConfigError(
             f"option paths: the id {name!r} is given to {path}, which is a glob or a store set: name it in an array"
@@ -150,69 +150,58 @@ def _named(name: str, path: str) -> StoreName:
 
 
 def _stores_at(path: str) -> Iterator[StoreName]:
-    if os.path.isdir(path) or not glob.has_magic(path):
-        yield from _members(path)
-        return
-    found = [each for each in sorted(glob.glob(path)) if os.path.isdir(each)]
-    if not found:
+    """Return the store at a path, or those of a set or a glob."""
+    folders = [path]
+    if glob.has_magic(path) and not os.path.isdir(path):
+        folders = [each for each in sorted(glob.glob(path)) if os.path.isdir(each)]
+    if not folders:
         raise ConfigError(
             f"no folder fits the glob {path!r}: give one that finds stores where the query is planned, or their paths"
         )
-    for each in found:
-        yield from _members(each)
-
-
-def _members(path: str) -> Iterator[StoreName]:
-    manifest = read_set(Path(path))
-    place = os.path.abspath(path)
-    if manifest is not None:
-        yield from (StoreName(name, os.path.join(place, where)) for name, where in manifest["stores"].items())
-    else:
-        # A checkpoint keeps positions by ids: a store that is named in another way next time is to be the same one.
-        # It goes into columns and checkpoints, which are text: bytes of a path that are none show as \xff.
-        yield StoreName(os.fsencode(place).decode("utf-8", "backslashreplace"), place)
+    for folder in folders:
+        place = os.path.abspath(folder)
+        if (manifest := read_set(Path(folder))) is not None:
+            yield from (StoreName(name, os.path.join(place, where)) for name, where in manifest["stores"].items())
+        else:
+            # A checkpoint keeps positions by ids: a store that is named in another way next time is to be the same one.
+            # It goes into columns and checkpoints, which are text: bytes of a path that are none show as \xff.
+            yield StoreName(os.fsencode(place).decode("utf-8", "backslashreplace"), place)
 
 
 def open_store(store: StoreName, config: StoreConfig | None = None) -> MessageStore:
-    """The store, opened for reading, without a lock or a trace. NotAStoreError and others name the path."""
+    """Return the store, opened for reading, without a lock or a trace. NotAStoreError and others name the path."""
     with readable(store.path):
         return MessageStore(store.path, "r", config=config, fs=QUIET)
 
 
 class SlicedStore(MessageStore):
-    """A store of which slices are planned or read: knows no queue before `load` is asked for it. To find the ends of
+    """A store of which slices are planned or read. It knows no queue before `load` is asked for it: to find the ends of
     all queues can take longer than to read a few messages of one."""
 
     def _load_queues(self) -> None:
         pass
 
     def load(self, topic: str, queue_id: int) -> ConsumeQueue | None:
-        """A queue, with its bounds as opening finds them. None: it is not there."""
+        """Return a queue, with its bounds as opening finds them. None: it is not there."""
         queue = self.queue_table.get(topic, queue_id)
-        # A checkpoint may name whatever it likes.
-        if queue is None and is_path_safe(topic) and os.path.isdir(self.unbounded(topic, queue_id).directory):
+        # A checkpoint may have any name.
+        place = ConsumeQueue(self.queue_table, topic, queue_id).directory if is_path_safe(topic) else ""
+        if queue is None and os.path.isdir(place):
             queue = self.queue_table.create(topic, queue_id)
             queue.load(exact=not self.clean_shutdown)
             self._bound(queue)
         return queue
 
-    def unbounded(self, topic: str, queue_id: int) -> ConsumeQueue:
-        """A queue to read units of that are known to be there; where it begins and ends it does not know."""
-        return ConsumeQueue(self.queue_table, topic, queue_id)
-
 
 def open_sliced(store: StoreName) -> SlicedStore:
-    """As `open_store`, to read slices."""
+    """Return the store, opened as by `open_store`, to read slices."""
     with readable(store.path):
         return SlicedStore(store.path, "r", fs=QUIET, config=_FEW_MAPPINGS)
 
 
 def queues_of(store: MessageStore) -> list[ConsumeQueue]:
-    """The queues of a store that was opened a moment ago, by topic and queue id, with their bounds as of then.
-
-    As `topics`, `queues` and `offsets` of the store have it, which look for news with every call: of a thousand stores
-    that is half the time of planning.
-    """
+    """Return the queues of a store that was opened a moment ago, by topic and queue id, with their bounds as of then.
+    `topics`, `queues` and `offsets` of the store look for news with every call: half the time of planning a fleet."""
     return sorted((queue for queue in store.queue_table if queue.next_offset), key=lambda queue: queue.ref)
 
 
@@ -220,13 +209,10 @@ def queues_of(store: MessageStore) -> list[ConsumeQueue]:
 
 
 def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
-    """Which topics the options name."""
-    if options.topics is not None:
-        chosen = frozenset(options.topics)
-        return lambda topic: topic in chosen
-    if options.assign is not None:
-        assigned = frozenset(options.assign)
-        return lambda topic: topic in assigned
+    """Return a function that says whether the options name a topic."""
+    named = options.topics if options.topics is not None else options.assign
+    if named is not None:
+        return frozenset(named).__contains__
     pattern, system = options.topic_pattern, options.include_system_topics
 
     def wanted(topic: str) -> bool:
@@ -238,13 +224,13 @@ def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
 
 
 def names_queue(options: SourceOptions) -> Callable[[str, int], bool]:
-    """Return a function that says whether the options name a queue, by its topic and id."""
+    """Return a function that says whether the options name a queue, by its topic and id; and any log (topic "")."""
     wanted, assign = is_wanted(options), options.assign
-    return lambda topic, queue_id: wanted(topic) and (assign is None or queue_id in assign[topic])
+    return lambda topic, queue_id: not topic or (wanted(topic) and (assign is None or queue_id in assign[topic]))
 
 
 def bounds_of(store: MessageStore, queue: ConsumeQueue, options: SourceOptions) -> Bounds:
-    """Of a queue that was found a moment ago."""
+    """Return the bounds of a queue that was found a moment ago."""
     low, top = queue.min_offset, queue.max_offset
     return Bounds(low, min(top, _flushed(store, queue.ref, low, top)) if options.isolation == "flushed" else top, top)
 
@@ -382,13 +368,7 @@ class Losses:
         self._found: dict[Key, tuple[Callable[[str], MQStoreError], str, str]] = {}
         """The error, its text, and what the user can do."""
 
-    def add(
-        self,
-        key: Key,
-        error: Callable[[str], MQStoreError],
-        text: str,
-        remedy: str = " (failOnDataLoss=false goes on with what is left)",
-    ) -> None:
+    def add(self, key: Key, error: Callable[[str], MQStoreError], text: str, remedy: str = _GO_ON) -> None:
         """Note that messages of a queue or log are gone."""
         self._found.setdefault(key, (error, text, remedy))
 
@@ -399,14 +379,8 @@ class Losses:
         lost, what = (low - at if at < low else at - top), "messages" if key.topic else "bytes"
         if lost > 0:
             text = f"{key}: offset {at} is wanted, but there are {low} to {top}: {lost} {what} are "
-            text += (
-                "lost"
-                if at < low
-                else (
-                    "not there (any more). Was the store restored, or its tail lost in a power cut (isolation=flushed "
-                    "never reads such)?"
-                )
-            )
+            beyond = "not there (any more). Was the store restored, or its tail lost in a power cut? "
+            text += "lost" if at < low else f"{beyond}isolation=flushed reads no such tail"
             self.add(key, partial(OffsetOutOfRangeError, min_offset=low, max_offset=top), text)
         return min(max(at, low), top)
 
@@ -519,7 +493,7 @@ def _of_stores(option: str, offsets: Offsets, stores: Sequence[StoreName]) -> Of
 
 
 def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: int, stop: int) -> list[tuple[int, int]]:
-    """The parts of [start, stop) where messages with the wanted keys can be."""
+    """Return the parts of [start, stop) where messages with the wanted keys can be."""
     vouched = []
     at = start
     for low, high in index.answered:
@@ -530,13 +504,17 @@ def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: in
 
 
 def _by_region(store: MessageStore, found: list[Weighed]) -> list[Weighed]:
-    """The same messages cut where their records pass from one region of the log to the next, region by region: each
-    page is then mapped and fetched once, and not once for each queue that has a record in it. Where exactly is cut does
-    not matter."""
+    """Return the same messages cut where their records pass from one region of the log to the next, region by region:
+    each page is then mapped and fetched once, and not once for each queue with a record in it. The cuts need not be
+    exact."""
     if len(found) < 2:
         return found
     pieces = [each.slice for each in found if isinstance(each.slice, QueueSlice)]
-    ends = [[_place(store, piece, slot) for slot in (piece.start, piece.stop - 1)] for piece in pieces]
+    refs = [QueueRef(piece.topic, piece.queue_id) for piece in pieces]
+    ends = [
+        [int(store.units(*ref, slot, 1)["physical_offset"][0]) for slot in (piece.start, piece.stop - 1)]
+        for piece, ref in zip(pieces, refs, strict=True)
+    ]
     low, high = min(min(places) for places in ends), max(max(places) for places in ends)
     messages = sum(piece.stop - piece.start for piece in pieces)
     regions = min((high - low) // _REGION_BYTES, min(messages // _REGION_MESSAGES, _MOST_SLICES) // len(pieces))
@@ -544,8 +522,8 @@ def _by_region(store: MessageStore, found: list[Weighed]) -> list[Weighed]:
         return found
     edges = [low + (high - low) * (region + 1) // regions for region in range(regions - 1)]
     cut: list[tuple[int, Weighed]] = []
-    for weighed, piece, (first, last) in zip(found, pieces, ends, strict=True):
-        at, ref = [piece.start], QueueRef(piece.topic, piece.queue_id)
+    for weighed, piece, ref, (first, last) in zip(found, pieces, refs, ends, strict=True):
+        at = [piece.start]
         for edge in edges:
             near = _REGION_MESSAGES // 4
             inside = _slot_at(store, ref, at[-1], piece.stop, edge, near) if first < edge <= last else at[-1]
@@ -556,29 +534,26 @@ def _by_region(store: MessageStore, found: list[Weighed]) -> list[Weighed]:
     return [each for _, each in sorted(cut, key=lambda pair: pair[0])]
 
 
-def _place(store: MessageStore, piece: QueueSlice, slot: int) -> int:
-    """Return the physical offset of a message; 0 for a unit that does not say."""
-    return int(store.units(piece.topic, piece.queue_id, slot, 1)["physical_offset"][0])
-
-
 def mean_size(queue: ConsumeQueue, start: int, stop: int) -> float:
-    """Of the records in [start, stop), from a few samples: planning looks at every queue of every store."""
+    """Return the mean size of the records in [start, stop), from a few samples: planning looks at every queue."""
     places = (start,) if stop - start <= 256 else (start, (start + stop) // 2, stop - 32)
     units = b"".join([queue.read(at, min(32, stop - at)) for at in places])
     sizes = [size for _, size, _ in UNIT.iter_unpack(units) if 0 < size < 1 << 30]  # few: no work for arrays
     return sum(sizes) / len(sizes) if sizes else 1.0
 
 
-def _slot_at(store: MessageStore, ref: QueueRef, low: int, high: int, physical: int, near: int = 0) -> int:
-    """The first slot of [low, high) whose record lies at or behind `physical`, or up to `near` slots before it; void
-    units count as before it."""
+def _slot_at(
+    store: MessageStore, ref: QueueRef, low: int, high: int, physical: int, near: int = 0, *, ends: bool = False
+) -> int:
+    """Return the first slot of [low, high) whose record begins (with `ends`: ends) at or behind `physical`, or up to
+    `near` slots before it. Void units count as before it."""
     while high - low > near:
         middle = (low + high) // 2
         at, value = middle, -1
         while at < high:
-            unit = store.units(*ref, at, 1)
-            value = int(unit["physical_offset"][0])
-            if 0 < int(unit["size"][0]) < 0x7FFF_FFFF:
+            unit = store.units(*ref, at, 1)[0]
+            value = int(unit["physical_offset"]) + (int(unit["size"]) if ends else 0)
+            if 0 < int(unit["size"]) < 0x7FFF_FFFF:
                 break
             at += 1
         if at < high and value < physical:
@@ -589,24 +564,18 @@ def _slot_at(store: MessageStore, ref: QueueRef, low: int, high: int, physical: 
 
 
 def _flushed(store: MessageStore, ref: QueueRef, low: int, high: int) -> int:
-    """Behind the last message that is known to be on disk."""
-    checkpoint = store.checkpoint.current
+    """Return the offset behind the last message that is known to be on disk."""
     if store.clean_shutdown:
         return high
+    checkpoint = store.checkpoint.current
     if checkpoint.flushed is not None:
-        slot = _slot_at(store, ref, low, high, checkpoint.flushed)
-        while slot > low:  # a record may begin below the watermark and end behind it
-            unit = store.units(*ref, slot - 1, 1)[0]
-            if int(unit["physical_offset"]) + int(unit["size"]) <= checkpoint.flushed:
-                break
-            slot -= 1
-        return slot
+        return _slot_at(store, ref, low, high, checkpoint.flushed + 1, ends=True)
     return store.offset_at(*ref, checkpoint.physic_msg_timestamp_ms)
 
 
 def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator[list[Slice]]:
-    """Slices by partitions of about equal weight, in their order: `least` at least. Of more than one of `slots` there
-    are as many as run in full rounds, of half to one and a half of the usual weight."""
+    """Return the slices, in their order, in partitions of about equal weight: `least` at least. With more than one of
+    `slots` they run in full rounds, of half to one and a half of the usual weight."""
     total = sum(each.weight for each in found)
     if not total:
         return
@@ -629,7 +598,7 @@ def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator
             start = end
             if room < full / 64 <= left and number > 1:
                 yield group
-                # Anew: a message may weigh more than a partition, and what one has too little the others share.
+                # Computed again: a message may weigh more than a partition, and the others share what is left.
                 number -= 1
                 group, room = [], (full := left / number)
     if group:

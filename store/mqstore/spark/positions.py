@@ -54,11 +54,9 @@ def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]
 
 def decode_offset(value: Any, *, by_log: bool) -> Offsets:
     """Return the offsets of such a JSON. ConfigError for another version or `readBy`, and for a damaged one."""
-    if not isinstance(value, dict) or "v" not in value:
-        raise ConfigError(f"the checkpoint has no offset of this source: {value!r:.200}")
-    if value["v"] != _VERSION:
+    if not isinstance(value, dict) or value.get("v") != _VERSION:
         raise ConfigError(
-            f"the checkpoint has an offset of version {value['v']!r}; this mqstore knows {_VERSION}: use the mqstore "
+            f"the checkpoint has no offset of this source in version {_VERSION}, but {value!r:.200}: use the mqstore "
             "that wrote it, or a new checkpoint"
         )
     was, now = (("queue", "log")[log] for log in ("p" in value, by_log))

@@ -26,8 +26,9 @@ first batch ends where it begins: empty, it pins the position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -53,7 +54,7 @@ from mqstore.spark.plan import (
     stores_of,
     weigh,
 )
-from mqstore.spark.positions import LATEST, Key, Offsets, decode_offset, encode_offset
+from mqstore.spark.positions import ANY, LATEST, Key, Offsets, decode_offset, encode_offset
 
 __all__ = ["Snapshot", "StreamProgress", "advance", "look"]
 
@@ -117,12 +118,6 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
 # -- the next offset ---------------------------------------------------------------------------------------------------
 
 
-def _admits(options: SourceOptions) -> Callable[[Key], bool]:
-    """Return a function that says whether the options name a queue, or a log."""
-    wanted = names_queue(options)
-    return lambda key: not key.topic or wanted(key.topic, key.queue_id)
-
-
 def _gone(losses: Losses, key: Key, wanted: int, stores: Mapping[str, StoreName], *, queue: bool = False) -> None:
     """Note the loss of a store, or with `queue` of a queue of it. `stores`: those that the options name, by id."""
     text = f"{key} is wanted from offset {wanted}, but "
@@ -145,7 +140,7 @@ def advance(
 ) -> tuple[Offsets, Offsets]:
     """Return where each queue goes on, and how far it could go; the table of the module. `target`: not beyond these,
     and no queue that is not among them. Raises for lost messages."""
-    admits = _admits(options)
+    names_it = names_queue(options)
     losses = Losses(options)
     begin: Offsets = {}
     end: Offsets = {}
@@ -155,7 +150,7 @@ def advance(
         if (bounds := now.bounds.get(key)) is not None:
             begin[key] = losses.clamp(key, position, bounds)
             end[key] = max(begin[key], bounds.high if target is None else min(bounds.high, target.get(key, 0)))
-        elif admits(key):
+        elif names_it(key.topic, key.queue_id):
             _gone(losses, key, position, now.stores, queue=key.store not in now.absent)
     losses.settle()
     return begin, end
@@ -170,6 +165,8 @@ class StreamProgress:
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
         self._by_log = options.read_by == "log"
+        self._encode = partial(encode_offset, by_log=self._by_log)
+        self._decode = partial(decode_offset, by_log=self._by_log)
         self._initial: Offsets | None = None
         self._pin = False
         self._seen: Snapshot | None = None
@@ -178,7 +175,7 @@ class StreamProgress:
         self._published: dict[str, dict[tuple[str, int], int]] = {}
 
     def initial(self) -> dict[str, Any]:
-        """Where a new stream begins; the same however often it is asked for in a run. As `look`."""
+        """Return where a new stream begins; the same however often it is asked for in a run. Raises as `look`."""
         if self._initial is None:
             self._seen = look(self._options, first=True)
             self._initial = dict(self._seen.starts)
@@ -190,28 +187,26 @@ class StreamProgress:
         return self._encode(self._initial)
 
     def _moves_with_time(self) -> bool:
-        """Whether another moment would give another first offset, of messages that are there."""
+        """Return True if another moment would give another first offset, of messages that are there."""
         options = self._options
-        if options.starting_timestamp_ms is not None or options.starting_group is not None:
-            return True
-        return options.starting_offsets is None or LATEST in options.starting_offsets.values()
+        by_time = options.starting_timestamp_ms is not None or options.starting_group is not None
+        return by_time or LATEST in (options.starting_offsets or {ANY: LATEST}).values()
 
     def fix_target(self) -> None:
-        """From now on nothing counts that is stored later: for a run that ends with what there is."""
+        """Leave out whatever is stored later: for a run that ends with what there is."""
         self._seen = look(self._options)
         self._target = self._seen.ends
 
     def latest(self, start: dict[str, Any] | None, limit: Limit | None = None) -> dict[str, Any]:
-        """The offset that the next batch ends at; `start` itself if there is nothing new. None for `start`: that of the
-        last call, for a Spark that does not say.
+        """Return the offset that the next batch ends at; `start` itself if there is nothing new. With None the batch
+        begins at the offset of the last call (Spark 4.1).
 
-        Spark asks when the batch that ended at `start` is done, so `start` is committed, as by `commit`.
-
-        Raises for lost messages, as the module has it; ConfigError for a `start` of another kind of stream.
+        Spark asks when the batch that ended at `start` is done, so `start` is committed, as by `commit`. Raises for
+        lost messages, as the module says; ConfigError for a `start` of another kind of stream.
         """
         begin = self._last if start is None else self._decode(start)
         if start is not None:
-            self._publish(begin)
+            self.commit(start)
         if self._pin:
             self._pin = False
             if self._initial == begin:
@@ -225,14 +220,12 @@ class StreamProgress:
         return self._encode(end)
 
     def reported(self) -> dict[str, Any] | None:
-        """The end of what there is, for the progress report of a query; as of the last call that looked."""
+        """Return the end of what there is, for the progress report of a query; as of the last call that looked."""
         return None if self._seen is None else self._encode({**self._last, **self._seen.ends})
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[list[Slice]]:
-        """The messages from `start` to `end`, cut as a batch's are; [] for none, and where `end` lies before `start`.
-
-        Raises as `latest`: retention goes on, and Spark may ask for a batch that it logged before it was stopped.
-        """
+        """Return the messages from `start` to `end`, cut as a batch's are; [] if there are none. Raises as `latest`:
+        retention goes on, and Spark may ask for a batch that it logged before it was stopped."""
         begin, to = self._decode(start), self._decode(end)
         self._last = to
         self._pin = False  # the first batch is in the checkpoint
@@ -267,18 +260,15 @@ class StreamProgress:
         return [*partitions(found, self._options.min_partitions)]
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Everything before `end` is processed: tell the stores, if a group was named, of the queues that the options
-        name: of others nothing is read, so they would lag for good. ConfigError for a store that cannot be told."""
-        self._publish(self._decode(end))
-
-    def _publish(self, done: Offsets) -> None:
+        """Tell the stores that everything before `end` is processed, if `commit_group` names a group. Only queues that
+        the options name count: others are not read, so they would lag for good. ConfigError if it cannot be written."""
         group = self._options.commit_group
         if group is None:
             return
-        admits = _admits(self._options)
+        names_it = names_queue(self._options)
         by_store: dict[str, dict[tuple[str, int], int]] = {}
-        for key, offset in done.items():
-            if admits(key):
+        for key, offset in self._decode(end).items():
+            if names_it(key.topic, key.queue_id):
                 by_store.setdefault(key.store, {})[key.topic, key.queue_id] = offset
         for name in stores_of(self._options):
             offsets = by_store.get(name.id)
@@ -293,9 +283,3 @@ class StreamProgress:
                         "the user that Spark runs as write in config/spark, or leave the option out"
                     ) from error
                 self._published[name.id] = offsets
-
-    def _encode(self, offsets: Offsets) -> dict[str, Any]:
-        return encode_offset(offsets, by_log=self._by_log)
-
-    def _decode(self, value: Any) -> Offsets:
-        return decode_offset(value, by_log=self._by_log)

@@ -15,8 +15,7 @@ from datetime import datetime
 from typing import Any
 
 from mqstore.errors import ConfigError
-from mqstore.spark import optiontable
-from mqstore.spark.options import OPTIONS, SourceOptions
+from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions, checked_path
 from mqstore.spark.plan import QueueSlice, StoreName, plan, stores_of
 from mqstore.spark.positions import Key
 
@@ -46,7 +45,7 @@ class Shaped:
     """A result: a frozen dataclass whose fields are its documented shape. Times are ms since the epoch."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON: fields by name, tuples as lists, keys of mappings as text."""
+        """Return plain values, ready for JSON: fields by name, tuples as lists, keys of mappings as text."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # type: ignore[call-overload]
         return found
 
@@ -68,8 +67,7 @@ class Selection:
         found = stores_of(self.options)
         if not found:
             paths = self.options.paths
-            named = ", ".join(paths.values() if isinstance(paths, dict) else paths)
-            raise ConfigError(f"{named}: a store set that has no stores yet; give one that has, or a store")
+            raise ConfigError(f"paths={paths}: a store set that has no stores yet; give one that has, or a store")
         return found
 
     def with_options(self, **values: Any) -> Selection:
@@ -133,21 +131,19 @@ def _time(name: str, bound: Bound, by_offset: str) -> str | None:
 def _paths(stores: Stores) -> list[str] | dict[str, str]:
     if isinstance(stores, Mapping):
         return {name: local_path(path) for name, path in stores.items()}
-    if isinstance(stores, str | os.PathLike):
-        return [local_path(stores)]
-    return [local_path(path) for path in stores]
+    return [local_path(path) for path in ([stores] if isinstance(stores, str | os.PathLike) else stores)]
 
 
 def check_followed(selection: Selection, *followed: str) -> None:
     """Raise ConfigError for options of the source that a job does not go by: what was to leave messages out must not be
     passed over. `followed`: the fields of `SourceOptions` that it goes by."""
-    unused = [name for name, option in OPTIONS.items() if option.field not in ("paths", *followed)]
+    unused = [name for name, option in SOURCE_OPTIONS.options.items() if option.field not in ("paths", *followed)]
     selection.options.refuse(unused, ": this job does not go by it; leave it out")
 
 
 def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
-    """ConfigError for names of groups or topics (`what`) that no store has, with those that there are: a name that is
-    misspelt must not look like one that has nothing to report."""
+    """Raise ConfigError for names of groups or topics (`what`) that no store has, with those that there are: a misspelt
+    name must not look like one that has nothing to report."""
     there = sorted({*known})
     unknown = sorted({*wanted} - {*there})
     if unknown:
@@ -157,9 +153,8 @@ def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """The absolute path: executors have working directories of their own. ConfigError for a URL of what is no file
-    system."""
+    """Return the absolute path: executors have working directories of their own. ConfigError for any other URL."""
     try:
-        return os.path.abspath(optiontable.local_path(os.fspath(path)))
+        return os.path.abspath(checked_path(os.fspath(path)))
     except ValueError as error:
         raise ConfigError(f"{os.fspath(path)!r} is no path to read stores from or write files to: {error}") from error
