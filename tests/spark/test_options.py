@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from mqstore import ConfigError
-from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
-from mqstore.spark.positions import ANY, Key
+from mqstore.spark.options import ANY, SOURCE_OPTIONS, Key, SourceOptions
 from mqstore.spark.views import VIEWS
 
 

@@ -10,9 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mqstore import MessageStore, StoreConfig
-from mqstore.spark.options import SourceOptions
+from mqstore.spark.options import Key, Offsets, SourceOptions
 from mqstore.spark.pacing import Costs, Limit, admit, costs_of
-from mqstore.spark.positions import Key, Offsets
 from tests.holding import linux_only, open_files
 from tests.spark.support import Odd, many, write_store
 

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from mqstore import ConfigError, MessageStore, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.broker.parts import open_parts
 from mqstore.spark import telling
-from mqstore.spark.options import SourceOptions
+from mqstore.spark.options import Key, SourceOptions
 from mqstore.spark.pacing import Limit
 from mqstore.spark.plan import Bounds
-from mqstore.spark.positions import Key, decode_offset, encode_offset
-from mqstore.spark.progress import Snapshot, StreamProgress, advance
+from mqstore.spark.progress import Snapshot, StreamProgress, advance, decode_offset, encode_offset
 from mqstore.spark.tasks import read_slices
 from tests.conftest import GoldenStore
 from tests.log.support import open_store

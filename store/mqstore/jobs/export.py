@@ -44,9 +44,8 @@ from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.filesystem import REAL
 from mqstore.jobs.runner import Progress, Runner
 from mqstore.spark.columns import check_columns, default_columns
-from mqstore.spark.options import QUEUE_ID, SourceOptions
+from mqstore.spark.options import QUEUE_ID, Key, SourceOptions
 from mqstore.spark.plan import QueueSlice
-from mqstore.spark.positions import Key
 from mqstore.spark.selection import Selection, Shaped, Stores, local_path, select
 from mqstore.spark.tasks import policy_of, read_slices
 

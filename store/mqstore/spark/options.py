@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
 
 from mqstore.broker import sql92
 from mqstore.broker.names import check_group, is_system_group
@@ -21,14 +21,14 @@ from mqstore.broker.topics import QUEUES_MAX
 from mqstore.errors import ConfigError
 from mqstore.files.beneath import resolved
 from mqstore.log.tagfilter import parse_tags
-from mqstore.spark.positions import ANY, EARLIEST, LATEST, Key, Offsets
 
 if TYPE_CHECKING:  # it would need pyarrow, which planning does not
     from mqstore.spark.rows import OnCorrupt
 
 __all__ = [
-    *("APP_NAME", "ONLY_FOR_WRITING", "QUEUE_ID", "SINK_OPTIONS", "SOURCE_OPTIONS", "SinkOptions", "SourceOptions"),
-    *("checked_path", "duration_s", "interval_ms", "not_for", "refuse_table"),
+    *("ANY", "APP_NAME", "EARLIEST", "LATEST", "ONLY_FOR_WRITING", "QUEUE_ID", "SINK_OPTIONS", "SOURCE_OPTIONS"),
+    *("Key", "Offsets", "SinkOptions", "SourceOptions", "checked_path", "duration_s", "interval_ms", "not_for"),
+    "refuse_table",
 ]
 
 View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "verify"]
@@ -44,6 +44,30 @@ in bodies that were stored compressed."""
 _FOR_THE_STREAM: Final = frozenset({"checkpointlocation", "queryname"})
 """Options of a `writeStream` that Spark itself reads, and hands on."""
 _LAST: Final = (1 << 63) - 1
+
+
+# -- offsets -----------------------------------------------------------------------------------------------------------
+
+EARLIEST: Final = -2
+LATEST: Final = -1
+"""Stand for an offset in the options, as in those of Kafka's source."""
+
+
+class Key(NamedTuple):
+    """A queue; of a log, topic "" and queue -1."""
+
+    store: str
+    topic: str = ""
+    queue_id: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.store}: {self.topic}, queue {self.queue_id}" if self.topic else f"{self.store}: the log"
+
+
+ANY: Final = Key("")
+"""Every queue and log that is not named."""
+Offsets = dict[Key, int]
+"""Offset of each queue (queue offset) or log (physical offset)."""
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

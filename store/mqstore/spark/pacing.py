@@ -20,9 +20,8 @@ import numpy.typing as npt
 
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.spark.options import SourceOptions
+from mqstore.spark.options import Key, Offsets, SourceOptions
 from mqstore.spark.plan import SlicedStore, mean_size, open_sliced, stores_of
-from mqstore.spark.positions import Key, Offsets
 
 __all__ = ["Costs", "Limit", "admit", "costs_of"]
 

@@ -36,8 +36,7 @@ from mqstore.log.names import is_path_safe
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from mqstore.spark.keyindex import KeyIndex
-from mqstore.spark.options import SourceOptions
-from mqstore.spark.positions import ANY, EARLIEST, LATEST, Key, Offsets
+from mqstore.spark.options import ANY, EARLIEST, LATEST, Key, Offsets, SourceOptions
 from mqstore.spark.sets import SET_FILE, read_set
 from mqstore.spark.telling import readable, warn_once
 

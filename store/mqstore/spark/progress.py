@@ -1,6 +1,6 @@
 """How far a stream has come, and what its next batch is (spark#stream-calls, spark#stream). Knows no Spark.
 
-    offset      where each queue of each store goes on: what Spark keeps in its checkpoint, and gives back (`positions`)
+    offset      where each queue of each store goes on: what Spark keeps in its checkpoint, and gives back
     snapshot    the bounds of every queue at a moment
     latest      offset + snapshot + limit (`pacing`) -> the next offset
     partitions  what lies between two offsets, by the same road as a batch's (`plan`)
@@ -22,6 +22,10 @@ Between two offsets there is one sequence of messages, whoever asks and however 
 batch once sees each message once. For that the first offset must be in the checkpoint before a message is read, but
 Spark asks for it anew until the first batch is done. So where it depends on the moment (latest, times, groups), the
 first batch ends where it begins: empty, it pins the position.
+
+An offset is `{"v":1,"s":{store:{topic:{queue:n}}}}`, n the queue offset of the next message; with readBy=log, which has
+one position a store, `{"v":1,"p":{store:physical offset}}`. Spark compares offsets as text, so each has one spelling:
+sorted. A store without a name of its own goes by its absolute path, however the query spelled it.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from typing import Any
 
 from mqstore.broker.published import publish
 from mqstore.errors import ConfigError, NotAStoreError, TopicNotFoundError
-from mqstore.spark.options import SourceOptions
+from mqstore.spark.options import ANY, LATEST, Key, Offsets, SourceOptions
 from mqstore.spark.pacing import Limit, admit, costs_of
 from mqstore.spark.plan import (
     Bounds,
@@ -54,9 +58,57 @@ from mqstore.spark.plan import (
     stores_of,
     weigh,
 )
-from mqstore.spark.positions import ANY, LATEST, Key, Offsets, decode_offset, encode_offset
 
-__all__ = ["Snapshot", "StreamProgress", "advance", "look"]
+__all__ = ["Snapshot", "StreamProgress", "advance", "decode_offset", "encode_offset", "look"]
+
+_VERSION = 1
+
+# -- offsets -----------------------------------------------------------------------------------------------------------
+
+
+def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]:
+    """Return the JSON of an offset, its names sorted.
+
+    >>> encode_offset({Key("s", "t", 10): 5, Key("s", "t", 9): 0}, by_log=False)
+    {'v': 1, 's': {'s': {'t': {'9': 0, '10': 5}}}}
+    """
+    if by_log:
+        return {"v": _VERSION, "p": {key.store: offsets[key] for key in sorted(offsets)}}
+    stores: dict[str, dict[str, dict[str, int]]] = {}
+    for key in sorted(offsets):
+        stores.setdefault(key.store, {}).setdefault(key.topic, {})[str(key.queue_id)] = offsets[key]
+    return {"v": _VERSION, "s": stores}
+
+
+def decode_offset(value: Any, *, by_log: bool) -> Offsets:
+    """Return the offsets of such a JSON. ConfigError for another version or `readBy`, and for a damaged one."""
+    if not isinstance(value, dict) or value.get("v") != _VERSION:
+        raise ConfigError(
+            f"the checkpoint has no offset of this source in version {_VERSION}, but {value!r:.200}: use the mqstore "
+            "that wrote it, or a new checkpoint"
+        )
+    was, now = (("queue", "log")[log] for log in ("p" in value, by_log))
+    if was != now:
+        raise ConfigError(
+            f"the checkpoint is of a stream with readBy={was}, this one has readBy={now}: positions of one mean "
+            f"nothing to the other. Say readBy={was}, or take a new checkpoint"
+        )
+    try:
+        if by_log:
+            found = {Key(store): position for store, position in value["p"].items()}
+        else:
+            found = {
+                Key(store, topic, int(queue_id)): offset
+                for store, topics in value["s"].items()
+                for topic, queues in topics.items()
+                for queue_id, offset in queues.items()
+            }
+        if not all(type(offset) is int and offset >= 0 for offset in found.values()):
+            raise ValueError("an offset is a whole number from 0")
+    except (KeyError, AttributeError, ValueError) as error:
+        raise ConfigError(f"the checkpoint has a damaged offset ({error}): {value!r:.200}") from error
+    return found
+
 
 # -- what there is -----------------------------------------------------------------------------------------------------
 

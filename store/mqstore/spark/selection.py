@@ -15,9 +15,8 @@ from datetime import datetime
 from typing import Any
 
 from mqstore.errors import ConfigError
-from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions, checked_path
+from mqstore.spark.options import SOURCE_OPTIONS, Key, SourceOptions, checked_path
 from mqstore.spark.plan import QueueSlice, StoreName, plan, stores_of
-from mqstore.spark.positions import Key
 
 __all__ = [
     "Bound",
