@@ -249,17 +249,12 @@ def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
     return Bounds(low, listed, top)
 
 
-@dataclass(frozen=True, slots=True)
-class Weighed:
+class Weighed(NamedTuple):
     """A slice, and what reading it costs."""
 
     slice: Slice
     each: float
     """Share of a partition that a unit of the slice (a message, a byte) takes."""
-
-    @property
-    def weight(self) -> float:
-        return (self.slice.stop - self.slice.start) * self.each
 
 
 def weigh(name: StoreName, queue: ConsumeQueue | None, start: int, stop: int, scale: float = 1.0) -> Weighed:
@@ -332,18 +327,12 @@ def plan(
 
 
 def _check_queues(name: StoreName, store: MessageStore, queues: Sequence[object], options: SourceOptions) -> None:
-    """Raise ConfigError for a store that has records and no queues, unless the user has said readBy=queue, and for one
-    that lost some of its queues. Opening it brings these back, and a job that notes how far it has come would pass over
-    them."""
-    if options.read_by == "auto" and not queues and store.has_records():
+    """Raise ConfigError for a store that lost some of its queues, or, unless the user has said readBy=queue, that has
+    records and no queue. A job that notes how far it has come would pass over them once they are back."""
+    none = options.read_by == "auto" and not queues and store.has_records()
+    if none or (store.clean_shutdown and store.have_queues_lost()):
         raise ConfigError(
-            f"{name.path} has records, and no consume queues to read them by: `mqstore recover` rebuilds these (and "
-            "readBy=queue reads what there is, which is nothing)"
-        )
-    if store.clean_shutdown and store.have_queues_lost():
-        raise ConfigError(
-            f"queues of {name.path} have lost files since it was closed: open it for writing once, or `mqstore "
-            "recover` it; until then messages would be missing"
+            f"consume queues of {name.path} are lost, so messages would be missing: `mqstore recover` rebuilds them"
         )
 
 
@@ -575,7 +564,7 @@ def _flushed(store: MessageStore, ref: QueueRef, low: int, high: int) -> int:
 def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator[list[Slice]]:
     """Return the slices, in their order, in partitions of about equal weight: `least` at least. With more than one of
     `slots` they run in full rounds, of half to one and a half of the usual weight."""
-    total = sum(each.weight for each in found)
+    total = sum((piece.stop - piece.start) * each for piece, each in found)
     if not total:
         return
     number = max(least, -int(-total // 1))
@@ -584,8 +573,7 @@ def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator
         number = max(least, 1, min(rounds * slots, int(total / _LEAST_PARTITION)))
     group: list[Slice] = []
     room, left = (full := total / number), total
-    for weighed in found:
-        piece, each = weighed.slice, weighed.each
+    for piece, each in found:
         start, stop = piece.start, piece.stop
         while start < stop:
             fits = max(1, round(room / each))
