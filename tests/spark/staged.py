@@ -13,8 +13,8 @@ from mqstore import MessageStore
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.spark.encode import Encoder
+from mqstore.spark.options import SinkOptions
 from mqstore.spark.publish import Commit, commit, make_member, plan_target
-from mqstore.spark.sinkoptions import SinkOptions
 from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
 
 

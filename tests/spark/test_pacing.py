@@ -10,9 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mqstore import MessageStore, StoreConfig
-from mqstore.spark.options import SourceOptions
+from mqstore.spark.options import Key, Offsets, SourceOptions
 from mqstore.spark.pacing import Costs, Limit, admit, costs_of
-from mqstore.spark.positions import Key, Offsets
 from tests.holding import linux_only, open_files
 from tests.spark.support import Odd, many, write_store
 
@@ -34,8 +33,8 @@ class Sizes(Costs):
             start += 1
         return start, used
 
-    def step(self, key: Key, start: int, stop: int) -> tuple[int, int]:
-        return start + 1, self.sizes[key][start]
+    def cost(self, key: Key, at: int) -> int:
+        return self.sizes[key][at]
 
 
 def taken(before: Offsets, after: Offsets) -> dict[Key, int]:
@@ -157,7 +156,7 @@ def test_bytes_of_queues_are_those_of_their_records(store: Path) -> None:
         batches = 0
         with costs_of(options, Limit(most, "bytes")) as costs:
             for key in end:
-                assert costs.step(key, 2 % end[key], end[key]) == (2 % end[key] + 1, sizes[key][2 % end[key]])
+                assert costs.cost(key, 2 % end[key]) == sizes[key][2 % end[key]]
             while at != end:
                 before, at = at, admit(at, end, most, costs)
                 read = [size for key in end for size in sizes[key][before[key] : at[key]]]

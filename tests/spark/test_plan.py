@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import tempfile
 from pathlib import Path
@@ -153,7 +152,7 @@ def test_what_is_gone_fails_unless_told_otherwise(tmp_path: Path) -> None:
         low, _ = store.offsets("t", 0)
     assert low > 0
     for offsets, says in (
-        ('{"t":{"0":0}}', f"{low} messages are gone"),
+        ('{"t":{"0":0}}', f"{low} messages are lost"),
         ('{"t":{"0":50}}', "10 messages are not there"),
     ):
         with pytest.raises(OffsetOutOfRangeError, match=says):
@@ -318,9 +317,9 @@ def test_offsets_of_several_stores_have_the_store_on_top(tmp_path: Path) -> None
         return [(piece.store.id, piece.start) for group in plan(SourceOptions.parse(given)) for piece in group]
 
     assert starts('{"a":{"t":{"0":3}}}') == [("a", 3), ("b", 0)]
-    with pytest.raises(ConfigError, match="names stores 'c'; there are 'a', 'b'"):
+    with pytest.raises(ConfigError, match="queues of the stores 'c'; there are 'a', 'b'"):
         starts('{"c":{"t":{"0":3}}}')
-    with pytest.raises(ConfigError, match="store's id on top"):
+    with pytest.raises(ConfigError, match=r"queues of the stores ''; .* With several stores their ids"):
         starts('{"t":{"0":3}}')
 
 
@@ -333,7 +332,7 @@ def test_a_log_scan_goes_to_the_end_of_what_is_dispatched(store: Path) -> None:
     [[piece]] = plan(SourceOptions.parse({"path": str(store), "readBy": "log"}))
     assert isinstance(piece, LogSlice)
     assert (piece.start, piece.stop) == (0, end)
-    with pytest.raises(ConfigError, match=r"knows no bounds of queues: leave startingTimestamp=5 out, or give"):
+    with pytest.raises(ConfigError, match=r"option startingTimestamp: .* knows no bounds of queues: leave the option"):
         plan(SourceOptions.parse({"path": str(store), "readBy": "log", "startingTimestamp": "5"}))
 
 
@@ -481,12 +480,6 @@ def test_a_hole_in_a_queue_leaves_it_as_it_is(tmp_path: Path, small_regions: Non
         found = by_region(path)
         assert whole(found) == planned(path)
         assert sum(map(len, found)) > 100  # the other queues are cut all the same
-
-
-def test_a_queue_may_be_chosen_at_random_and_planned_the_same_twice(store: Path) -> None:
-    options = SourceOptions.parse({"path": str(store), "minPartitions": str(random.Random(5).randint(3, 9))})
-    assert plan(options) == plan(options)
-    assert len(plan(options)) >= 3
 
 
 @pytest.mark.parametrize("heavy", ["none", "first", "last"])

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from mqstore import ConfigError
-from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
-from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions
+from mqstore.spark.options import ONLY_FOR_WRITING, SINK_OPTIONS, SOURCE_OPTIONS, SinkOptions, SourceOptions
 
 
 def parse(**given: str) -> SinkOptions:
@@ -44,14 +43,14 @@ def test_values_become_what_they_mean(name: str, text: str, field: str, value: A
     [
         ({"txnApId": "x"}, r"no option 'txnApId'; did you mean 'txnAppId'\?$"),
         ({"target": "table"}, "option target='table': .*; store, set or inbox"),
-        ({"queues": "0"}, "option queues='0': too small; a number from 1 to 16384"),
-        ({"queues": "16385"}, "option queues='16385': too large"),
+        ({"queues": "0"}, "option queues='0': out of range; a number from 1 to 16384"),
+        ({"queues": "16385"}, "option queues='16385': out of range"),
         ({"txnAppId": "a/b", "txnVersion": "1"}, "option txnAppId='a/b': .*letters, digits"),
         ({"txnAppId": "..", "txnVersion": "1"}, "option txnAppId='..'"),
         ({"txnAppId": "_done", "txnVersion": "1"}, "option txnAppId='_done': .*; the first a letter or a digit"),
         ({"txnAppId": "a" * 101, "txnVersion": "1"}, "option txnAppId"),
-        ({"txnAppId": "a", "txnVersion": "-1"}, "option txnVersion='-1': too small"),
-        ({"txnAppId": "a", "txnVersion": str(1 << 63)}, "option txnVersion.*too large"),
+        ({"txnAppId": "a", "txnVersion": "-1"}, "option txnVersion='-1': out of range"),
+        ({"txnAppId": "a", "txnVersion": str(1 << 63)}, "option txnVersion.*out of range"),
         ({"txnAppId": "a"}, "txnAppId and txnVersion go together; txnVersion is missing"),
         ({"txnVersion": "1"}, "txnAppId and txnVersion go together; txnAppId is missing"),
         ({"lockTimeout": "soon"}, "option lockTimeout='soon': no length of time; seconds, or a number with ms"),

@@ -215,7 +215,7 @@ def test_only_the_queues_that_are_read_are_looked_for(tmp_path: Path, monkeypatc
     assert sum(piece.stop - piece.start for piece in group) == 21
     assert sorted(loaded) == [*range(20)]
     end["s"][str(path)]["t"]["7"] = 9  # type: ignore[index]
-    with pytest.raises(OffsetOutOfRangeError, match=r"queue 7: .*come to offset 9"):
+    with pytest.raises(OffsetOutOfRangeError, match=r"queue 7: .*offset 9 is wanted"):
         StreamProgress(options).partitions(start, end)
 
 
@@ -296,12 +296,12 @@ def test_retention_is_seen_at_the_next_trigger_and_when_a_batch_is_planned(
     fill(store, "t", 4, more, b"x" * (4000 // more))
     if between == "triggers":
         drop_half(store)
-        with pytest.raises(OffsetOutOfRangeError, match="the oldest that is kept is"):
+        with pytest.raises(OffsetOutOfRangeError, match="messages are lost"):
             strict.trigger()
         while lenient.trigger():
             pass
     else:
-        with pytest.raises(OffsetOutOfRangeError, match="the oldest that is kept is"):
+        with pytest.raises(OffsetOutOfRangeError, match="messages are lost"):
             strict.trigger(lambda: drop_half(store))
         while lenient.trigger():
             pass
@@ -330,7 +330,7 @@ def test_a_store_that_is_deleted_and_made_anew_is_not_taken_for_the_old_one(
     if between == "triggers":
         renew()
     if each == 1:
-        with pytest.raises(OffsetOutOfRangeError, match="come to offset 4, but there are 0 to 1"):
+        with pytest.raises(OffsetOutOfRangeError, match="offset 4 is wanted, but there are 0 to 1"):
             run.trigger(renew if between != "triggers" else lambda: None)
     else:
         done = len(run.rows)
@@ -384,7 +384,9 @@ def test_a_tail_that_a_power_cut_took_is_lost_and_not_waited_for(tmp_path: Path,
     if between == "triggers":
         assert run.trigger() == 10
         restore()
-    with pytest.raises(OffsetOutOfRangeError, match="come to offset 5, but there are 0 to 2: 3 messages are not there"):
+    with pytest.raises(
+        OffsetOutOfRangeError, match="offset 5 is wanted, but there are 0 to 2: 3 messages are not there"
+    ):
         run.trigger(restore if between != "triggers" else lambda: None)
 
 

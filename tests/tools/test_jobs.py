@@ -162,7 +162,8 @@ def test_dead_letters_are_counted_and_shown_escaped(store: Path) -> None:
 def test_an_export_to_a_folder_writes_and_goes_on(store: Path, tmp_path: Path) -> None:
     call = ("export", store, "--to", tmp_path / "out")
 
-    first = mqstore_json(*call, "--topic", "orders", "--until", 4)
+    half = 'endingOffsets={"orders":{"0":4,"1":4}}'
+    first = mqstore_json(*call, "--topic", "orders", "--option", half)
     second = mqstore(*call, "--partition-by", "topic,date")
     third = mqstore(*call)
 
@@ -198,6 +199,7 @@ def test_a_later_export_refuses_another_shape(store: Path, tmp_path: Path) -> No
         (("--to", "out", "--option", "nonsense=1"), "no option 'nonsense'"),
         (("--to", "out", "--option", "nonsense"), "--option 'nonsense' is not NAME=VALUE"),
         (("--to", "out", "--from", "yesterday"), "'yesterday' is neither a time"),
+        (("--to", "out", "--until", 4), "4 is no time (2026-01-31, 36h); for queue offsets use --option startingOff"),
         (("--to", "out", "--where", "a = "), "option filter='a = '"),
         (("--jobs", 2), "--jobs goes with --to"),
         (("--columns", "body"), "--columns goes with --to"),

@@ -60,14 +60,14 @@ _TABLE = re.compile(r"(<!-- table: ([a-z ]+) -->\n)\n*(?:\|.*\n)*\n*")
 
 def with_tables(text: str) -> str:
     """Return the text of spark-options.md with each table, which follows a comment with its name, as it is now."""
-    from mqstore.spark import columns, inputs, options, sinkoptions, views
+    from mqstore.spark import columns, inputs, options, views
 
     tables = {
         "source options": options.SOURCE_OPTIONS.as_markdown,
         "columns": columns.as_markdown,
         "views": views.as_markdown,
         "sink columns": inputs.as_markdown,
-        "sink options": sinkoptions.SINK_OPTIONS.as_markdown,
+        "sink options": options.SINK_OPTIONS.as_markdown,
     }
     return _TABLE.sub(lambda found: f"{found[1]}\n{tables[found[2]]()}\n", text).rstrip() + "\n"
 

@@ -13,7 +13,6 @@ from mqstore_tools.opened import moment
 
 __all__ = [
     "between_options",
-    "bound",
     "duration",
     "jobs_option",
     "names",
@@ -44,23 +43,23 @@ option_option = click.option(
 )
 
 
-def bound(value: Any) -> int | datetime:
-    """Convert the value of an option: a queue offset, or a time as `moment` has it."""
-    if isinstance(value, int | datetime):
-        return value
-    return int(value) if value.isdecimal() else moment(value)
+def _time(value: Any) -> datetime:
+    if isinstance(value, str) and value.isdecimal():
+        raise click.BadParameter(
+            f"{value} is no time (2026-01-31, 36h); for queue offsets use --option startingOffsets or endingOffsets"
+        )
+    return moment(value)
 
 
 def between_options(command: F) -> F:
     """Options --from and --until, given to the command as `start` and `stop`."""
-    command = click.option("--until", "stop", type=bound, metavar="WHERE", help="End before it, likewise.")(command)
+    command = click.option("--until", "stop", type=_time, metavar="TIME", help="End before it, likewise.")(command)
     return click.option(
         "--from",
         "start",
-        type=bound,
-        metavar="WHERE",
-        help="Begin at this queue offset of each queue, at this time (UTC unless it says otherwise), or so long ago "
-        "(36h).",
+        type=_time,
+        metavar="TIME",
+        help="Begin at this time of storing (UTC unless it says otherwise), or so long ago (36h).",
     )(command)
 
 
@@ -68,7 +67,7 @@ def duration(value: Any) -> float:
     """Convert the value of an option: a length of time, in seconds."""
     if isinstance(value, float):
         return value
-    from mqstore.spark.optiontable import duration_s
+    from mqstore.spark.options import duration_s
 
     try:
         return duration_s(value)

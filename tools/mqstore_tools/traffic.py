@@ -48,8 +48,8 @@ Examples:
 def traffic(
     stores: tuple[str, ...],
     topics: tuple[str, ...],
-    start: int | datetime | None,
-    stop: int | datetime | None,
+    start: datetime | None,
+    stop: datetime | None,
     where: str | None,
     options: tuple[str, ...],
     interval: str,

@@ -26,6 +26,7 @@ from mqstore.files.quiet import QUIET
 from mqstore.jobs.runner import Progress, Runner
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC
 from mqstore.log.message import Message
+from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, check_known, select
 
@@ -97,7 +98,7 @@ class _Job:
     @classmethod
     def of(cls, stores: Stores | Selection, groups: Iterable[str] | None, **how: Any) -> _Job:
         chosen = select(stores)
-        check_followed(chosen, "topics", "filter", bounds=True)
+        check_followed(chosen, "topics", "filter", "starting_timestamp_ms", "ending_timestamp_ms")
         return cls(chosen, None if groups is None else frozenset(groups), **how)
 
     def letters(self, parts: Parts) -> Iterator[DeadLetters]:
@@ -107,10 +108,9 @@ class _Job:
 
     def choice(self) -> dict[str, Any]:
         """Return the arguments of `DeadLetters.select` and `replay`."""
-        chosen, plain = self.selection, Selection(self.selection.options)
-        start_ms, stop_ms = chosen.times_ms if chosen.times_ms != plain.times_ms else (None, None)
-        narrowed = chosen.offsets != plain.offsets or chosen.options.topics or chosen.options.filter
-        return {"start_ms": start_ms, "stop_ms": stop_ms, "where": _passes(chosen) if narrowed else None}
+        options = self.selection.options
+        where = _passes(options) if options.topics or options.filter else None
+        return {"start_ms": options.starting_timestamp_ms, "stop_ms": options.ending_timestamp_ms, "where": where}
 
 
 def dlq_report(
@@ -123,9 +123,9 @@ def dlq_report(
 ) -> DeadLetterReport:
     """Count the dead letters of `groups` (all) by origin, with the most frequent reasons.
 
-    A selection says which, as for `dlq_resend`: bounds are of when letters were filed, or of their offsets, topics name
-    where they came from, and a filter tests their properties. `jobs`, `spark` and `progress`: see `mqstore.jobs`.
-    Raises ConfigError, also for a group that no store knows, and what opening a store raises.
+    A selection says which, as for `dlq_resend`: bounds are of when letters were filed, topics name where they came
+    from, and a filter tests their properties. `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError,
+    also for a group that no store knows, and what opening a store raises.
     """
     job = _Job.of(stores, groups)
     found: dict[tuple[str, str | None], _Heap] = {}
@@ -158,9 +158,9 @@ def dlq_resend(
     """Send the dead letters of `groups` (all) again as new messages, each to the group that gave it up.
 
     With `all_groups` each goes to the topic it came from, with `to_topic` all go to that topic, for every group that
-    reads it. A selection chooses letters: topics name where they came from, bounds are of when they were filed or of
-    their offsets, and a filter tests their properties. `offsets` chooses letters of one store and one group. `dry_run`
-    changes nothing. `jobs`, `spark` and `progress`: see `mqstore.jobs`.
+    reads it. A selection chooses letters: topics name where they came from, bounds are of when they were filed, and a
+    filter tests their properties. `offsets` chooses letters of one store and one group. `dry_run` changes nothing.
+    `jobs`, `spark` and `progress`: see `mqstore.jobs`.
 
     Raises ConfigError for a group that no store knows and for an offset without a letter; StoreLockedError for a store
     that is open for writing; NotPermittedError, TopicNotFoundError or InvalidMessageError for a letter that cannot be
@@ -266,15 +266,14 @@ def _origin_of(letter: Message) -> str | None:
     return properties.get(DLQ_ORIGIN_TOPIC) or properties.get(RETRY_TOPIC)
 
 
-def _passes(chosen: Selection) -> Callable[[Message], bool]:
-    """Return the test of a letter's offset, origin and properties."""
-    first, behind = chosen.offsets
-    topics, where = chosen.options.topics, chosen.options.filter
-    matches = None if where is None else sql92.compile(where).matches
+def _passes(options: SourceOptions) -> Callable[[Message], bool]:
+    """Return the test of a letter's origin and properties."""
+    topics = options.topics
+    matches = None if options.filter is None else sql92.compile(options.filter).matches
 
     def passes(letter: Message) -> bool:
         if topics is not None and _origin_of(letter) not in topics:
             return False
-        return first <= letter.offset < behind and (matches is None or matches(letter.stored_properties()))
+        return matches is None or matches(letter.stored_properties())
 
     return passes

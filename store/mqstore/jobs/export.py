@@ -28,7 +28,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -41,11 +41,10 @@ import pyarrow.parquet as pq
 from mqstore.errors import ConfigError
 from mqstore.jobs.runner import Progress, Runner
 from mqstore.spark.columns import check_columns, default_columns
-from mqstore.spark.options import QUEUE_ID, SourceOptions
+from mqstore.spark.options import QUEUE_ID, Key, SourceOptions
 from mqstore.spark.plan import QueueSlice
-from mqstore.spark.progress import look
 from mqstore.spark.selection import Selection, Shaped, Stores, local_path, select
-from mqstore.spark.staging import STAGING, clean, write_file
+from mqstore.spark.staging import STAGING, clean
 from mqstore.spark.tasks import policy_of, read_slices
 
 __all__ = ["ExportResult", "export_parquet", "read_manifest"]
@@ -103,7 +102,7 @@ def export_parquet(
     `partition_by` become folders.
 
     All of it becomes visible in one step, or none. Raises ConfigError for arguments that do not fit, or not what is in
-    `dest`, and for a queue that ends before what was exported; OffsetOutOfRangeError when retention has deleted what no
+    `dest`; OffsetOutOfRangeError for a queue that ends before what was exported, and when retention has deleted what no
     run has exported; what reading raises.
     """
     started = time.monotonic()
@@ -224,60 +223,43 @@ class _Job:
         }
 
     def check(self, before: dict[str, Any]) -> None:
-        """Raise ConfigError if what is there is of another shape, or has more of a queue than there is now."""
-        options = self.selection.options
+        """Raise ConfigError if what is there is of another shape."""
         for name, value in self.shape.items() if before["number"] else ():
             there = before["shape"].get(name)
             if there != value:
                 raise ConfigError(f"{self.dest} was exported with {name}={there!r}, not {value!r}: give another folder")
-        # A queue that lost its tail would be passed over until it is as long as before. Without data loss allowed, the
-        # plan refuses it, and says how many messages are missing.
-        for key, bounds in {} if options.fail_on_data_loss or not before["ends"] else look(options).bounds.items():
-            end = before["ends"].get(key.store, {}).get(key.topic, {}).get(str(key.queue_id), 0)
-            if end > bounds.top:
-                raise ConfigError(
-                    f"{key.topic}, queue {key.queue_id} of {key.store} ends at {bounds.top}, and was exported to "
-                    f"{self.dest} up to {end}: give another folder, or the store another name"
-                )
 
     def tasks(self, before: dict[str, Any], slots: int = 1) -> list[list[QueueSlice]]:
         """What no run has exported yet. ConfigError, as `check`."""
         self.check(before)
-        return self._resumed(before).queue_tasks(resumed=True, slots=slots)
+        return self.selection.queue_tasks(after=_ends(before), slots=slots)
 
     def passed_over(self, before: dict[str, Any]) -> list[list[QueueSlice]]:
         """What no run has exported and this one leaves out, since it lies before its start bound. It is noted as if it
         had been read, in every queue: else a later run without the bound would export the old messages of those queues
         alone that had nothing new this time."""
-        chosen = self._resumed(before)
-        plain = Selection(chosen.options)
-        (offset, _), (time_ms, _) = chosen.offsets, chosen.times_ms
-        offsets, times_ms = plain.offsets, plain.times_ms
-        if offset != offsets[0]:  # at most one of the two is a bound
-            offsets = (offsets[0], offset)
-        elif time_ms != times_ms[0]:
-            times_ms = (times_ms[0], time_ms)
-        else:
+        start_ms = self.selection.options.starting_timestamp_ms
+        if start_ms is None:
             return []
-        return replace(chosen.with_options(keys=None), offsets=offsets, times_ms=times_ms).queue_tasks(resumed=True)
+        left_out = self.selection.with_options(keys=None, starting_timestamp_ms=None, ending_timestamp_ms=start_ms)
+        return left_out.queue_tasks(after=_ends(before))
 
-    def _resumed(self, before: dict[str, Any]) -> Selection:
-        """The selection, from where the last run ended."""
-        ids = {store.id for store in self.selection.stores()}
-        ends = {store: topics for store, topics in before["ends"].items() if store in ids}
-        return self.selection.with_options(starting_offsets=ends) if ends else self.selection
+
+def _ends(manifest: dict[str, Any]) -> dict[Key, int]:
+    """Return where the last run ended in each queue."""
+    return {
+        Key(store, topic, int(queue_id)): end
+        for store, topics in manifest["ends"].items()
+        for topic, queues in topics.items()
+        for queue_id, end in queues.items()
+    }
 
 
 def _refuse(options: SourceOptions) -> None:
     """Raise ConfigError for options that say where to begin, which the manifest does, and for some that do not fit."""
-    plain = SourceOptions()
-    for name, field in (
-        ("startingOffsets", "starting_offsets"),
-        ("startingTimestamp", "starting_timestamp_ms"),
-        ("startingGroup", "starting_group"),
-    ):
-        if getattr(options, field) != getattr(plain, field):
-            raise ConfigError(f"option {name}: an export begins where the last one ended; `start` bounds the first")
+    options.refuse(
+        ("startingOffsets", "startingGroup"), ": an export begins where the last one ended; `start` bounds the first"
+    )
     if options.read_by == "log":
         raise ConfigError("option readBy=log: an export notes where it ended in each queue: use readBy=queue")
     if options.on_corrupt == "keep":
@@ -393,7 +375,10 @@ def _publish(job: _Job, manifest: dict[str, Any], written: Sequence[_Written]) -
         path = os.path.join(ready, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.rename(os.path.join(job.staging, folder, name), path)
-    write_file(Path(ready, _MANIFEST), json.dumps(manifest, indent=1).encode("ascii"))
+    manifest_path = os.path.join(ready, _MANIFEST)
+    with open(manifest_path, "x", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+    _sync(manifest_path)
     for path, _, _ in os.walk(ready):
         _sync(path)
     try:

@@ -27,7 +27,7 @@ from mqstore.errors import ConfigError
 from mqstore.jobs.runner import Progress, Runner
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, REAL_TOPIC, RETRY_TOPIC, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message
-from mqstore.spark.plan import StoreName, open_store
+from mqstore.spark.plan import StoreName, open_store, plan
 from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, select
 from mqstore.spark.tasks import read_slices
 
@@ -113,7 +113,7 @@ def _look(stores: Selection, key: str, name: StoreName) -> list[Hop]:
         paths={name.id: name.path}, keys=(key,), include_system_topics=True, on_corrupt="skip", fail_on_data_loss=False
     )
     places: set[int] = set()
-    for task in chosen.tasks():
+    for task in plan(chosen.options):
         for batch in read_slices(chosen.options, ["physical_offset"], "binary", task):
             places.update(batch.column(0).to_pylist())
     with open_store(name) as store:

@@ -1,4 +1,4 @@
-"""How much of what waits a batch of a stream may have (spark#pacing). Knows no Spark.
+"""How much of the waiting messages a batch of a stream may have (spark#pacing). Knows no Spark.
 
 A limit, of messages or of bytes, is shared among queues in proportion to what waits in each. Queues whose share is less
 than their next message get one message each, for up to half of the limit; what rounding leaves over goes to whoever can
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from json import dumps
 from typing import Literal, NamedTuple, Self
 
 import numpy as np
@@ -21,9 +20,8 @@ import numpy.typing as npt
 
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.spark.options import SourceOptions
+from mqstore.spark.options import Key, Offsets, SourceOptions
 from mqstore.spark.plan import SlicedStore, mean_size, open_sliced, stores_of
-from mqstore.spark.positions import Key, Offsets
 
 __all__ = ["Costs", "Limit", "admit", "costs_of"]
 
@@ -47,27 +45,27 @@ class Costs:
         """Close the store that was looked at last."""
 
     def weight(self, key: Key, start: int, stop: int) -> float:
-        """Of all in [start, stop), about."""
+        """Return about the cost of all in [start, stop)."""
         return stop - start
 
+    def cost(self, key: Key, at: int) -> int:
+        """Return the cost of one message."""
+        return 1
+
     def reach(self, key: Key, start: int, stop: int, budget: int) -> tuple[int, int]:
-        """How far a budget goes from `start`, at most to `stop`, and what of it that takes."""
+        """Return how far a budget goes from `start`, at most to `stop`, and what of it that takes."""
         to = min(stop, start + budget)
         return to, to - start
 
-    def step(self, key: Key, start: int, stop: int) -> tuple[int, int]:
-        """The position behind the message at `start`, and what it costs."""
-        return start + 1, 1
-
 
 def admit(begin: Mapping[Key, int], end: Mapping[Key, int], most: int, costs: Costs) -> Offsets:
-    """How far each queue goes towards `end` in a batch that costs at most `most`, or is one message. Something moves if
-    something can."""
+    """Return how far each queue goes towards `end` in a batch that costs at most `most`, or is one message. Something
+    moves if something can."""
     at = dict(begin)
     waiting = sorted(key for key in end if at[key] < end[key])
     if not waiting:
         return at
-    text = dumps([[*key, at[key]] for key in waiting])
+    text = repr([(key, at[key]) for key in waiting])
     turn = zlib.crc32(text.encode()) % len(waiting)  # another with every batch, the same for the same batch
     waiting = waiting[turn:] + waiting[:turn]
     weights = {key: max(1.0, costs.weight(key, at[key], end[key])) for key in waiting}
@@ -82,15 +80,14 @@ def admit(begin: Mapping[Key, int], end: Mapping[Key, int], most: int, costs: Co
     def share(key: Key, whole: int) -> int:
         return int(whole * weights[key] / total)
 
-    small = [key for key in waiting if costs.reach(key, at[key], end[key], share(key, most))[0] == at[key]]
-    for number, key in enumerate(small):
-        position, cost = costs.step(key, at[key], end[key])
+    small = {key: cost for key in waiting if (cost := costs.cost(key, at[key])) > share(key, most)}
+    for number, (key, cost) in enumerate(small.items()):
         if number == 0 or cost <= left - (most + 1) // 2:
-            at[key], left = position, left - cost
-    rest, few = left, frozenset(small)
-    total = sum(weights[key] for key in waiting if key not in few)
+            at[key], left = at[key] + 1, left - cost
+    rest = left
+    total = sum(weights[key] for key in waiting if key not in small)
     for key in waiting:
-        if left > 0 and key not in few:
+        if left > 0 and key not in small:
             take(key, min(left, share(key, rest)))
     for key in waiting:  # what rounding left over
         if left > 0:
@@ -118,10 +115,13 @@ class _QueueBytes(Costs):
         if self._store is None or self._open != key.store:
             self.__exit__()
             self._store, self._open = open_sliced(self._names[key.store]), key.store
-        return self._store.unbounded(key.topic, key.queue_id)
+        return ConsumeQueue(self._store.queue_table, key.topic, key.queue_id)  # its units are there: no bounds needed
 
     def weight(self, key: Key, start: int, stop: int) -> float:
         return mean_size(self._queue(key), start, stop) * (stop - start)
+
+    def cost(self, key: Key, at: int) -> int:
+        return int(self._sizes(key, at, 1)[0])
 
     def _sizes(self, key: Key, start: int, count: int) -> npt.NDArray[np.int64]:
         units = self._queue(key).units(start, count)
@@ -138,9 +138,6 @@ class _QueueBytes(Costs):
                 break
             count = _CHUNK_UNITS
         return start, used
-
-    def step(self, key: Key, start: int, stop: int) -> tuple[int, int]:
-        return start + 1, int(self._sizes(key, start, 1)[0])
 
 
 def costs_of(options: SourceOptions, limit: Limit) -> Costs:

@@ -1,8 +1,8 @@
-"""Which messages a query reads, and how they are cut into partitions. Knows no Spark.
+"""Choice of the messages that a query reads, and their partitions. Knows no Spark.
 
     stores      a path, a glob, a store set, many of these with ids
     snapshot    the bounds of every queue, once for a query: what a writer adds meanwhile is not read
-    regions     queues that share a log are read side by side, a stretch of it at a time, by who reads them all
+    regions     a query that reads whole queues reads those that share a log side by side, a region of it at a time
     partitions  lists of slices: small queues together, large ones cut, about 128 MiB or 500 000 messages each,
                 four times that where a tag is asked for
 
@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX, is_system_topic
 from mqstore.broker.parts import open_parts
-from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
+from mqstore.errors import ConfigError, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.dispatch import LIGHT_PREFIX
@@ -34,22 +36,21 @@ from mqstore.log.names import is_path_safe
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from mqstore.spark.keyindex import KeyIndex
-from mqstore.spark.options import SourceOptions
+from mqstore.spark.options import ANY, EARLIEST, LATEST, Key, Offsets, SourceOptions
 from mqstore.spark.sets import SET_FILE, read_set
 from mqstore.spark.telling import of_store, warn_once
 
 __all__ = [
     "Bounds",
-    "Expected",
     "LogSlice",
+    "Losses",
     "QueueSlice",
     "SlicedStore",
-    "Starts",
     "StoreName",
+    "Wanted",
     "Weighed",
     "bounds_of",
     "bounds_of_log",
-    "check_ids",
     "is_wanted",
     "mean_size",
     "names_queue",
@@ -60,33 +61,32 @@ __all__ = [
     "queues_of",
     "stores_of",
     "weigh",
-    "weigh_log",
 ]
 
 _ENGINES = (RETRY_PREFIX, DLQ_PREFIX, LIGHT_PREFIX)
-"""Beginnings of names that are the engine's. What a light queue lists is in its own topic as well."""
+"""Beginnings of the engine's names. Messages of a light queue are in their own topic as well."""
 _PARTITION_BYTES = 128 << 20
 _PARTITION_MESSAGES = 500_000
 _LEAST_PARTITION = 0.5
-"""Of the usual one: what is still worth a task."""
-_LAST = (1 << 63) - 1
+"""Share of the usual partition that is still worth a task."""
 _FEW_MAPPINGS = StoreConfig(max_mappings=4)
 """Mapped pages count as memory of a worker, and a mapping keeps the disk space of a segment that is deleted."""
 _REGION_BYTES = 64 << 20
 _MAX_REGION_BYTES = 128 << 20
 """A segment that was left may not be mapped any more when the next queue comes to it."""
 _REGION_MESSAGES = 4096
-"""Of a queue in a region, on average: each slice costs as much as reading some hundred."""
+"""Messages of a queue in a region, on average: each slice costs as much as reading some hundred."""
 _MOST_SLICES = 100_000
 _TAGGED = 0.25
-"""What messages weigh of which a tag is asked: their units are read, and the records of some."""
+"""Cost of a message if a tag is asked for: its unit is read, and its record only sometimes."""
+_GO_ON = " (failOnDataLoss=false goes on with what is left)"
 _FOR_QUEUES = ("endingOffsets", "startingTimestamp", "endingTimestamp", "startingGroup", "assign")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreName:
-    """A store and what rows call it: a name that it was given, else its path, which is absolute however it was spelled:
-    executors stand in folders of their own."""
+    """A store and its id in rows: a name that it was given, else its path. The path is absolute, since executors have
+    working directories of their own."""
 
     id: str
     path: str
@@ -116,7 +116,7 @@ Slice = QueueSlice | LogSlice
 
 
 class Bounds(NamedTuple):
-    """Of a queue in queue offsets, of a log in physical offsets: [low, top) is there, and may be read up to `high`."""
+    """Bounds of a queue (queue offsets) or log (physical offsets): [low, top) is there, and [low, high) may be read."""
 
     low: int
     high: int
@@ -127,14 +127,12 @@ class Bounds(NamedTuple):
 
 
 def stores_of(options: SourceOptions) -> list[StoreName]:
-    """The stores that the options name, in their order. ConfigError: a glob fits none, an id stands twice."""
+    """Return the stores that the options name, in their order. ConfigError: a glob fits none, an id stands twice."""
     if isinstance(options.paths, dict):
         found = [_named(name, os.path.abspath(path)) for name, path in options.paths.items()]
     else:
         found = [store for path in options.paths for store in _stores_at(path)]
-    ids = [store.id for store in found]
-    twice = sorted({name for name in ids if ids.count(name) > 1}) if len(set(ids)) < len(ids) else []
-    if twice:
+    if twice := sorted(name for name, number in Counter(store.id for store in found).items() if number > 1):
         raise ConfigError(
             f"two stores have the id {', '.join(map(repr, twice))}; give ids: paths={{'id': 'path', ...}}"
         )
@@ -142,7 +140,7 @@ def stores_of(options: SourceOptions) -> list[StoreName]:
 
 
 def _named(name: str, path: str) -> StoreName:
-    """A store under the id that it was given. Several stores would be taken for a store that is gone."""
+    """Return a store under the id that it was given. Several stores would be taken for a store that is gone."""
     if os.path.exists(os.path.join(path, SET_FILE)) or (glob.has_magic(path) and not os.path.isdir(path)):
         raise ConfigError(
             f"option paths: the id {name!r} is given to {path}, which is a glob or a store set: name it in an array"
@@ -151,69 +149,58 @@ def _named(name: str, path: str) -> StoreName:
 
 
 def _stores_at(path: str) -> Iterator[StoreName]:
-    if os.path.isdir(path) or not glob.has_magic(path):
-        yield from _members(path)
-        return
-    found = [each for each in sorted(glob.glob(path)) if os.path.isdir(each)]
-    if not found:
+    """Return the store at a path, or those of a set or a glob."""
+    folders = [path]
+    if glob.has_magic(path) and not os.path.isdir(path):
+        folders = [each for each in sorted(glob.glob(path)) if os.path.isdir(each)]
+    if not folders:
         raise ConfigError(
             f"no folder fits the glob {path!r}: give one that finds stores where the query is planned, or their paths"
         )
-    for each in found:
-        yield from _members(each)
-
-
-def _members(path: str) -> Iterator[StoreName]:
-    manifest = read_set(Path(path))
-    place = os.path.abspath(path)
-    if manifest is not None:
-        yield from (StoreName(name, os.path.join(place, where)) for name, where in manifest["stores"].items())
-    else:
-        # A checkpoint keeps positions by ids: a store that is named in another way next time is to be the same one.
-        # It goes into columns and checkpoints, which are text: bytes of a path that are none show as \xff.
-        yield StoreName(os.fsencode(place).decode("utf-8", "backslashreplace"), place)
+    for folder in folders:
+        place = os.path.abspath(folder)
+        if (manifest := read_set(Path(folder))) is not None:
+            yield from (StoreName(name, os.path.join(place, where)) for name, where in manifest["stores"].items())
+        else:
+            # A checkpoint keeps positions by ids: a store that is named in another way next time is to be the same one.
+            # It goes into columns and checkpoints, which are text: bytes of a path that are none show as \xff.
+            yield StoreName(os.fsencode(place).decode("utf-8", "backslashreplace"), place)
 
 
 def open_store(store: StoreName, config: StoreConfig | None = None) -> MessageStore:
-    """The store, opened for reading, without a lock or a trace. NotAStoreError and others name the path."""
+    """Return the store, opened for reading, without a lock or a trace. NotAStoreError and others name the path."""
     with of_store(store.path):
         return MessageStore(store.path, "r", config=config, fs=QUIET)
 
 
 class SlicedStore(MessageStore):
-    """A store of which slices are planned or read: knows no queue before `load` is asked for it. To find the ends of
+    """A store of which slices are planned or read. It knows no queue before `load` is asked for it: to find the ends of
     all queues can take longer than to read a few messages of one."""
 
     def _load_queues(self) -> None:
         pass
 
     def load(self, topic: str, queue_id: int) -> ConsumeQueue | None:
-        """A queue, with its bounds as opening finds them. None: it is not there."""
+        """Return a queue, with its bounds as opening finds them. None: it is not there."""
         queue = self.queue_table.get(topic, queue_id)
-        # A checkpoint may name whatever it likes.
-        if queue is None and is_path_safe(topic) and os.path.isdir(self.unbounded(topic, queue_id).directory):
+        # A checkpoint may have any name.
+        place = ConsumeQueue(self.queue_table, topic, queue_id).directory if is_path_safe(topic) else ""
+        if queue is None and os.path.isdir(place):
             queue = self.queue_table.create(topic, queue_id)
             queue.load(exact=not self.clean_shutdown)
             self._bound(queue)
         return queue
 
-    def unbounded(self, topic: str, queue_id: int) -> ConsumeQueue:
-        """A queue to read units of that are known to be there; where it begins and ends it does not know."""
-        return ConsumeQueue(self.queue_table, topic, queue_id)
-
 
 def open_sliced(store: StoreName) -> SlicedStore:
-    """As `open_store`, to read slices."""
+    """Return the store, opened as by `open_store`, to read slices."""
     with of_store(store.path):
         return SlicedStore(store.path, "r", fs=QUIET, config=_FEW_MAPPINGS)
 
 
 def queues_of(store: MessageStore) -> list[ConsumeQueue]:
-    """The queues of a store that was opened a moment ago, by topic and queue id, with their bounds as of then.
-
-    As `topics`, `queues` and `offsets` of the store have it, which look for news with every call: of a thousand stores
-    that is half the time of planning.
-    """
+    """Return the queues of a store that was opened a moment ago, by topic and queue id, with their bounds as of then.
+    `topics`, `queues` and `offsets` of the store look for news with every call: half the time of planning a fleet."""
     return sorted((queue for queue in store.queue_table if queue.next_offset), key=lambda queue: queue.ref)
 
 
@@ -221,13 +208,10 @@ def queues_of(store: MessageStore) -> list[ConsumeQueue]:
 
 
 def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
-    """Which topics the options name."""
-    if options.topics is not None:
-        chosen = frozenset(options.topics)
-        return lambda topic: topic in chosen
-    if options.assign is not None:
-        assigned = frozenset(options.assign)
-        return lambda topic: topic in assigned
+    """Return a function that says whether the options name a topic."""
+    named = options.topics if options.topics is not None else options.assign
+    if named is not None:
+        return frozenset(named).__contains__
     pattern, system = options.topic_pattern, options.include_system_topics
 
     def wanted(topic: str) -> bool:
@@ -239,28 +223,24 @@ def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
 
 
 def names_queue(options: SourceOptions) -> Callable[[str, int], bool]:
-    """Return a function that says whether the options name a queue, by its topic and id."""
+    """Return a function that says whether the options name a queue, by its topic and id; and any log (topic "")."""
     wanted, assign = is_wanted(options), options.assign
-    return lambda topic, queue_id: wanted(topic) and (assign is None or queue_id in assign[topic])
+    return lambda topic, queue_id: not topic or (wanted(topic) and (assign is None or queue_id in assign[topic]))
 
 
 def bounds_of(store: MessageStore, queue: ConsumeQueue, options: SourceOptions) -> Bounds:
-    """Of a queue that was found a moment ago."""
+    """Return the bounds of a queue that was found a moment ago."""
     low, top = queue.min_offset, queue.max_offset
     return Bounds(low, min(top, _flushed(store, queue.ref, low, top)) if options.isolation == "flushed" else top, top)
 
 
 def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
-    """Of what queues list; ConfigError for options that only queues can follow."""
-    refused = options.set_among(_FOR_QUEUES)
-    if isinstance(options.starting_offsets, dict):
-        refused["startingOffsets"] = options.starting_offsets
-    if refused:
-        given = ", ".join(f"{option}={value}" for option, value in refused.items())
-        raise ConfigError(
-            f"option readBy='log' reads whole logs and knows no bounds of queues: leave {given} out, or give "
-            "readBy=queue"
-        )
+    """Return the bounds of the records that queues list. ConfigError for options that only queues can follow."""
+    by_queue = ["startingOffsets"] if len(options.starting_offsets or ()) > 1 else []
+    options.refuse(
+        [*_FOR_QUEUES, *by_queue],
+        ": readBy='log' reads whole logs and knows no bounds of queues: leave the option out, or give readBy=queue",
+    )
     low, listed = store.min_offset, store.parts.listed_end()
     # Queues may have listed more once: a topic that is deleted leaves its records in the log.
     top = max(listed, store.parts.readable_end(max(low, listed)))
@@ -269,54 +249,45 @@ def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
     return Bounds(low, listed, top)
 
 
-@dataclass(slots=True)
-class Weighed:
+class Weighed(NamedTuple):
     """A slice, and what reading it costs."""
 
     slice: Slice
     each: float
-    """What a unit of it (a message, a byte) adds to a partition that is full at 1."""
-
-    @property
-    def weight(self) -> float:
-        return (self.slice.stop - self.slice.start) * self.each
+    """Share of a partition that a unit of the slice (a message, a byte) takes."""
 
 
-def weigh(name: StoreName, queue: ConsumeQueue, start: int, stop: int) -> Weighed:
-    """Messages [start, stop) of a queue; some of them."""
+def weigh(name: StoreName, queue: ConsumeQueue | None, start: int, stop: int, scale: float = 1.0) -> Weighed:
+    """Return messages [start, stop) of a queue, at least one, or without a queue the records that begin there in the
+    log. `scale` is the cost of a message, compared with reading it whole."""
+    if queue is None:
+        return Weighed(LogSlice(name, start, stop), 1 / _PARTITION_BYTES)
     each = max(mean_size(queue, start, stop) / _PARTITION_BYTES, 1 / _PARTITION_MESSAGES)
-    return Weighed(QueueSlice(name, queue.topic, queue.queue_id, start, stop), each)
-
-
-def weigh_log(name: StoreName, start: int, stop: int) -> Weighed:
-    """Records that begin in [start, stop)."""
-    return Weighed(LogSlice(name, start, stop), 1 / _PARTITION_BYTES)
+    return Weighed(QueueSlice(name, queue.topic, queue.queue_id, start, stop), each * scale)
 
 
 def plan(
     options: SourceOptions,
     *,
-    offsets: tuple[int, int] = (0, _LAST),
-    times_ms: tuple[int, int] = (-_LAST, _LAST),
+    after: Mapping[Key, int] | None = None,
+    only_queues: bool = False,
     by_region: bool = False,
-    resumed: bool = False,
     slots: int = 1,
 ) -> list[list[Slice]]:
     """Return the partitions of a query, cut for `slots` tasks at once. [] if there is nothing to read.
 
-    `offsets`, `times_ms`: queue offsets and store times [from, to) besides those of the options. `by_region`: queues
-    that share a log in alternation, for a query that reads every record; each queue stays in order. `resumed`: the
-    query begins where an earlier run ended, in queues that may be gone by now.
+    `after`: offsets that an earlier run has read up to, in queues that may be gone by now. Nothing before them is read.
+    `only_queues`: refuse a store that lacks queues, which a query would read by its log. `by_region`: queues that share
+    a log in alternation, for a query that reads every record; each queue stays in order.
 
     Raises TopicNotFoundError for a topic or queue that is named and that no store has, OffsetOutOfRangeError for
-    messages that are gone (both only with `fail_on_data_loss`), ConfigError, and what opening a store raises.
+    messages that are gone (both only with `fail_on_data_loss`) and for a queue that ends before `after`, ConfigError,
+    and what opening a store raises.
     """
     stores = stores_of(options)
-    check_ids(options, stores)
-    starts = Starts(options, "earliest", several=len(stores) > 1)
+    wanted = Wanted(options, stores)
+    names = names_queue(options)
     found: list[Weighed] = []
-    wanted = names_queue(options)
-    expected = Expected(options, offsets=not resumed)
     for name in stores:
         try:
             store = open_store(name)
@@ -326,67 +297,127 @@ def plan(
             continue
         with store:
             queues = queues_of(store)
+            if only_queues:
+                _check_queues(name, store, queues, options)
             if (queues or options.read_by == "queue") and store.has_unlisted():
                 warn_once(
                     f"mqstore: a crash left messages in the log of {name.path} that its queues do not list: open it "
                     "for writing once, or `mqstore recover` it; a query does not see them"
                 )
-            if options.read_by == "log" or (options.read_by == "auto" and not queues):
-                expected.missing = {}  # nobody knows the topics of a log before it is read
-                found += _log_slices(store, name, options)
+            if options.read_by == "log" or (options.read_by == "auto" and not queues and not only_queues):
+                wanted.missing = {}  # nobody knows the topics of a log before it is read
+                start, stop = wanted.part(Key(name.id), bounds_of_log(store, options))
+                found += [weigh(name, None, start, stop)] if start < stop else []
                 continue
-            expected.find(store, queues)
-            starts.open(name, store)
-            # What is damaged keeps its row with `keep`, whatever its keys were.
+            wanted.open(store, queues)
+            # With `keep` a damaged message has a row, whatever its keys were.
             by_key = KeyIndex(store, options.keys) if options.keys and options.on_corrupt != "keep" else None
             mine: list[Weighed] = []
-            for queue in (queue for queue in queues if wanted(*queue.ref)):
-                start, stop = _wanted_part(store, name, queue, options, starts)
-                start, stop = max(start, offsets[0]), min(stop, offsets[1])
-                if times_ms[0] > -_LAST:
-                    start = max(start, store.offset_at(*queue.ref, times_ms[0]))
-                if times_ms[1] < _LAST:
-                    stop = min(stop, store.offset_at(*queue.ref, times_ms[1]))
+            for queue in (queue for queue in queues if names(*queue.ref)):
+                key, bounds = Key(name.id, *queue.ref), bounds_of(store, queue, options)
+                start, stop = wanted.part(key, bounds)
+                if after and key in after:
+                    start = max(start, _resumed(key, after[key], bounds, wanted.losses))
                 if start < stop:
                     parts = [(start, stop)] if by_key is None else _by_key(by_key, store, queue, start, stop)
-                    mine += [weigh(name, queue, *part) for part in parts]
-            if options.tags:
-                for each in mine:
-                    each.each *= _TAGGED
-            elif by_region and not options.keys:
-                mine = _by_region(store, mine)
-            found += mine
-    if options.fail_on_data_loss:
-        expected.check("failOnDataLoss=false reads what there is")
-    starts.check()
+                    mine += [weigh(name, queue, *part, _TAGGED if options.tags else 1.0) for part in parts]
+            found += _by_region(store, mine) if by_region and not options.tags and not options.keys else mine
+    wanted.check("reads what there is")
     return [*partitions(found, options.min_partitions, slots)]
 
 
-class Expected:
-    """Topics and queues that the options of a query name, and that no store has been found to have.
+def _check_queues(name: StoreName, store: MessageStore, queues: Sequence[object], options: SourceOptions) -> None:
+    """Raise ConfigError for a store that lost some of its queues, or, unless the user has said readBy=queue, that has
+    records and no queue. A job that notes how far it has come would pass over them once they are back."""
+    none = options.read_by == "auto" and not queues and store.parts.has_records()
+    if none or (store.clean_shutdown and store.parts.has_lost_queues()):
+        raise ConfigError(
+            f"consume queues of {name.path} are lost, so messages would be missing: `mqstore recover` rebuilds them"
+        )
 
-    To read nothing of a misspelt topic, or to read a queue from its oldest message where an offset was given for a
-    misspelt one, would look as if all were well. A queue exists once it has had a message, or if the topic is entered
-    with that many queues.
+
+def _resumed(key: Key, at: int, bounds: Bounds, losses: Losses) -> int:
+    """Return where a run goes on. Beyond the end it would pass over what comes until the queue is as long as before."""
+    if at > bounds.top:
+        raise OffsetOutOfRangeError(
+            f"{key} ends at {bounds.top}, and was read up to {at} before: start over, in another place, or give the "
+            "store another name",
+            bounds.low,
+            bounds.top,
+        )
+    return losses.clamp(key, at, bounds)
+
+
+class Losses:
+    """Messages that a query or stream wants and that are gone: they fail it, unless data loss is allowed."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._fails = options.fail_on_data_loss
+        self._found: dict[Key, tuple[Callable[[str], MQStoreError], str, str]] = {}
+        """The error, its text, and what the user can do."""
+
+    def add(self, key: Key, error: Callable[[str], MQStoreError], text: str, remedy: str = _GO_ON) -> None:
+        """Note that messages of a queue or log are gone."""
+        self._found.setdefault(key, (error, text, remedy))
+
+    def clamp(self, key: Key, at: int, bounds: Bounds) -> int:
+        """Return a wanted offset (`EARLIEST` and `LATEST` included), or the nearest one that is there."""
+        low, high, top = bounds
+        at = {EARLIEST: low, LATEST: high}.get(at, at)
+        lost, what = (low - at if at < low else at - top), "messages" if key.topic else "bytes"
+        if lost > 0:
+            text = f"{key}: offset {at} is wanted, but there are {low} to {top}: {lost} {what} are "
+            beyond = "not there (any more). Was the store restored, or its tail lost in a power cut? "
+            text += "lost" if at < low else f"{beyond}isolation=flushed reads no such tail"
+            self.add(key, partial(OffsetOutOfRangeError, min_offset=low, max_offset=top), text)
+        return min(max(at, low), top)
+
+    def settle(self) -> None:
+        """Raise the error of the first loss, or warn of it."""
+        if self._found:
+            error, text, remedy = next(iter(self._found.values()))
+            more = len(self._found) - 1
+            text += f". {more} more queues have lost messages" if more else ""
+            if self._fails:
+                raise error(f"{text}{remedy}")
+            warn_once(f"{text}; passed over, as failOnDataLoss=false has it")
+
+
+class Wanted:
+    """What the options of a query choose, in stores that are opened one after the other.
+
+    It knows where reading a queue starts and stops, and which topics and queues the options name that no store has: to
+    read nothing of a misspelt topic would look as if all were well. A queue exists once it has had a message, or if the
+    topic is entered with that many queues.
     """
 
-    def __init__(self, options: SourceOptions, *, offsets: bool = True) -> None:
-        """Without `offsets`, the queues in startingOffsets and endingOffsets need not exist."""
+    def __init__(self, options: SourceOptions, stores: Sequence[StoreName], default: int = EARLIEST) -> None:
+        """`default`: where reading starts if the options do not say. ConfigError for offsets of a store that is not
+        among `stores`."""
+        self._options = options
+        self._starting = _of_stores("startingOffsets", options.starting_offsets or {ANY: default}, stores)
+        self._ending = _of_stores("endingOffsets", options.ending_offsets or {ANY: LATEST}, stores)
+        self._committed: dict[tuple[str, int], int] = {}
+        self._knows_group = options.starting_group is None
+        self.losses = Losses(options)
         self.missing: dict[tuple[str, int | None], str] = {}
         """(topic, queue id, or None for any) -> the option that names it."""
-        by_time = options.starting_timestamp_ms is not None or options.starting_group is not None
-        if offsets and options.ending_timestamp_ms is None:
-            self.missing |= dict.fromkeys(_queues_in(options.ending_offsets), "endingOffsets")
-        if offsets and not by_time:
-            self.missing |= dict.fromkeys(_queues_in(options.starting_offsets), "startingOffsets")
-        self.missing |= {(topic, i): "assign" for topic, ids in (options.assign or {}).items() for i in ids}
-        self.missing |= {(topic, None): "subscribe" for topic in options.topics or ()}
+        if options.read_by != "log":
+            by_time = options.starting_timestamp_ms is not None or options.starting_group is not None
+            ending = self._ending if options.ending_timestamp_ms is None else {}
+            self.missing |= {(key.topic, key.queue_id): "endingOffsets" for key in ending if key.topic}
+            starting = {} if by_time else self._starting
+            self.missing |= {(key.topic, key.queue_id): "startingOffsets" for key in starting if key.topic}
+            self.missing |= {(topic, i): "assign" for topic, ids in (options.assign or {}).items() for i in ids}
+            self.missing |= {(topic, None): "subscribe" for topic in options.topics or ()}
 
-    def find(self, store: MessageStore, queues: Iterable[ConsumeQueue]) -> None:
-        """Strike off everything that this store has. `queues` are those of its queues that have had a message."""
-        if not self.missing:
-            return
-        refs = {queue.ref for queue in queues}
+    def open(self, store: MessageStore, queues: Iterable[ConsumeQueue]) -> None:
+        """Go on with this store. `queues` are those of its queues that have had a message."""
+        self._store = store
+        if self._options.starting_group is not None:
+            self._committed = open_parts(store).offsets.of_group(self._options.starting_group)
+            self._knows_group |= bool(self._committed)
+        refs = {queue.ref for queue in queues} if self.missing else set()
         there: set[tuple[str, int | None]] = {*refs, *((ref.topic, None) for ref in refs)}
         if left := self.missing.keys() - there:
             table = open_parts(store).topics
@@ -396,8 +427,31 @@ class Expected:
                     there.add((topic, queue_id))
         self.missing = {key: option for key, option in self.missing.items() if key not in there}
 
-    def check(self, remedy: str) -> None:
-        """TopicNotFoundError for what is `missing`."""
+    def start(self, key: Key, bounds: Bounds) -> int:
+        """Return where reading a queue of the store, or its log, starts."""
+        options, ref = self._options, (key.topic, key.queue_id)
+        at = self._starting.get(key, self._starting[ANY])
+        if options.starting_timestamp_ms is not None:
+            at = self._store.offset_at(*ref, options.starting_timestamp_ms)
+        elif options.starting_group is not None:
+            at = self._committed.get(ref, EARLIEST)
+        return self.losses.clamp(key, at, bounds)
+
+    def part(self, key: Key, bounds: Bounds) -> tuple[int, int]:
+        """Return where reading a queue of the store, or its log, starts and stops: not below, for nothing."""
+        at = self._ending.get(key, self._ending[ANY])
+        if self._options.ending_timestamp_ms is not None:
+            at = self._store.offset_at(key.topic, key.queue_id, self._options.ending_timestamp_ms)
+        return self.start(key, bounds), min(self.losses.clamp(key, at, bounds), bounds.high)
+
+    def check(self, goes_on: str) -> None:
+        """After the last store, raise ConfigError for a group that none knows, TopicNotFoundError for topics and queues
+        that are `missing`, and what `Losses` says. If data loss is allowed, warn: the query `goes_on`."""
+        if not self._knows_group:
+            raise ConfigError(
+                f"option startingGroup={self._options.starting_group!r}: no store knows progress of that group; "
+                "`mqstore lag` lists those that there are, and without the option reading begins at the oldest"
+            )
         if self.missing:
             option = next(iter(self.missing.values()))
             names = [
@@ -405,123 +459,29 @@ class Expected:
                 for (topic, queue_id), each in self.missing.items()
                 if each == option
             ]
-            raise TopicNotFoundError(
-                f"no store has the topic {'; '.join(names)}, which option {option} names ({remedy})"
-            )
+            text = f"no store has the topic {'; '.join(names)}, which option {option} names"
+            if self._options.fail_on_data_loss:
+                raise TopicNotFoundError(f"{text} (failOnDataLoss=false {goes_on})")
+            warn_once(f"{text}; failOnDataLoss=false {goes_on}")
+        self.losses.settle()
 
 
-def _queues_in(offsets: str | dict[str, Any] | None) -> Iterator[tuple[str, int]]:
-    """Return the queues that offsets in JSON name, in whichever store."""
-    if isinstance(offsets, dict):
-        for topics in offsets.values() if _has_stores(offsets) else (offsets,):
-            yield from ((topic, int(queue_id)) for topic, queues in topics.items() for queue_id in queues)
-
-
-def check_ids(options: SourceOptions, stores: Sequence[StoreName]) -> None:
-    """Offsets by store must name stores that there are."""
-    for name, offsets in (("startingOffsets", options.starting_offsets), ("endingOffsets", options.ending_offsets)):
-        if isinstance(offsets, dict) and _has_stores(offsets):
-            unknown = sorted(set(offsets) - {store.id for store in stores})
-            if unknown:
-                raise ConfigError(
-                    f"option {name} names stores {', '.join(map(repr, unknown))}; there are "
-                    f"{', '.join(repr(store.id) for store in stores)}"
-                )
-
-
-def _has_stores(offsets: dict[str, Any]) -> bool:
-    return any(isinstance(inner, dict) for queues in offsets.values() for inner in queues.values())
-
-
-def _asked(offsets: str | dict[str, Any], store_id: str, ref: QueueRef, default: int, several: bool) -> int:
-    """What an option says of a queue: an offset, -2 for earliest or -1 for latest."""
-    if isinstance(offsets, str):
-        return -2 if offsets == "earliest" else -1
-    if _has_stores(offsets):
-        offsets = offsets.get(store_id, {})
-    elif several:
+def _of_stores(option: str, offsets: Offsets, stores: Sequence[StoreName]) -> Offsets:
+    """Return offsets by queue with the ids of the stores. ConfigError for an id that is none, or that is missing."""
+    ids = [store.id for store in stores]
+    alone = ids[0] if len(ids) == 1 else ""
+    found = {key._replace(store=key.store or alone) if key.topic else key: at for key, at in offsets.items()}
+    if unknown := sorted({key.store for key in found if key.topic} - {*ids}):
         raise ConfigError(
-            f"options startingOffsets, endingOffsets: with several stores, {offsets} needs the store's id on top: "
+            f"option {option} names queues of the stores {', '.join(map(repr, unknown))}; there are "
+            f"{', '.join(map(repr, ids))}. With several stores their ids are on top: "
             "{store: {topic: {queue id: offset}}}"
         )
-    assert isinstance(offsets, dict)
-    return int(offsets.get(ref.topic, {}).get(str(ref.queue_id), default))
-
-
-class Starts:
-    """Where a query begins in each queue, by its options; one for all its stores."""
-
-    def __init__(self, options: SourceOptions, default: str, *, several: bool) -> None:
-        """`default`: "earliest" or "latest", where the options say nothing. `several`: there is more than one store."""
-        self._options = options
-        self._offsets = options.starting_offsets or default
-        self.several = several
-        self._knowing = 0
-        self._name = StoreName("", "")
-        self._committed: dict[tuple[str, int], int] = {}
-
-    def open(self, name: StoreName, store: MessageStore) -> None:
-        """The queues that are asked for next are of this store."""
-        self._name, self._store = name, store
-        if self._options.starting_group is not None:
-            self._committed = open_parts(store).offsets.of_group(self._options.starting_group)
-            self._knowing += bool(self._committed)
-
-    def of(self, queue: ConsumeQueue, bounds: Bounds) -> int:
-        """An offset within the bounds. OffsetOutOfRangeError where the options name another and loss is to fail."""
-        options, ref = self._options, queue.ref
-        if options.starting_timestamp_ms is not None:
-            start = self._store.offset_at(*ref, options.starting_timestamp_ms)
-        elif options.starting_group is not None:
-            start = self._committed.get((ref.topic, ref.queue_id), -2)
-        else:
-            start = _asked(self._offsets, self._name.id, ref, -2, self.several)
-        start = {-2: bounds.low, -1: bounds.high}.get(start, start)
-        _check_there(self._name, ref, start, bounds, options)
-        return min(max(start, bounds.low), bounds.top)
-
-    def check(self) -> None:
-        """After the last store: ConfigError for a group that none of them knows."""
-        if self._options.starting_group is not None and not self._knowing:
-            raise ConfigError(
-                f"option startingGroup={self._options.starting_group!r}: no store knows progress of that group; "
-                "`mqstore spark lag` lists those that there are, and without the option reading begins at the oldest"
-            )
-
-
-def _check_there(name: StoreName, ref: QueueRef, at: int, bounds: Bounds, options: SourceOptions) -> None:
-    low, top = bounds.low, bounds.top
-    if not low <= at <= top and options.fail_on_data_loss:
-        lost = f"{low - at} messages are gone" if at < low else f"{at - top} messages are not there (any more)"
-        raise OffsetOutOfRangeError(
-            f"{name.id}: offset {at} of {ref.topic}, queue {ref.queue_id} is wanted, but there are {low} to {top}: "
-            f"{lost} (failOnDataLoss=false reads what there is)",
-            low,
-            top,
-        )
-
-
-def _wanted_part(
-    store: MessageStore,
-    name: StoreName,
-    queue: ConsumeQueue,
-    options: SourceOptions,
-    starts: Starts,
-) -> tuple[int, int]:
-    """Where reading a queue starts and stops: not below, for nothing."""
-    ref, bounds = queue.ref, bounds_of(store, queue, options)
-    low, high = bounds.low, bounds.high
-    start = starts.of(queue, bounds)
-    stop = _asked(options.ending_offsets or "latest", name.id, ref, -1, starts.several)
-    if options.ending_timestamp_ms is not None:
-        stop = store.offset_at(*ref, options.ending_timestamp_ms)
-    stop = {-2: low, -1: high}.get(stop, stop)
-    _check_there(name, ref, stop, bounds, options)
-    return max(start, low), min(stop, high)
+    return found
 
 
 def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: int, stop: int) -> list[tuple[int, int]]:
-    """The parts of [start, stop) where messages with the wanted keys can be."""
+    """Return the parts of [start, stop) where messages with the wanted keys can be."""
     vouched = []
     at = start
     for low, high in index.answered:
@@ -532,13 +492,17 @@ def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: in
 
 
 def _by_region(store: MessageStore, found: list[Weighed]) -> list[Weighed]:
-    """The same messages cut where their records pass from one region of the log to the next, region by region: each
-    page is then mapped and fetched once, and not once for each queue that has a record in it. Where exactly is cut does
-    not matter."""
+    """Return the same messages cut where their records pass from one region of the log to the next, region by region:
+    each page is then mapped and fetched once, and not once for each queue with a record in it. The cuts need not be
+    exact."""
     if len(found) < 2:
         return found
     pieces = [each.slice for each in found if isinstance(each.slice, QueueSlice)]
-    ends = [[_place(store, piece, slot) for slot in (piece.start, piece.stop - 1)] for piece in pieces]
+    refs = [QueueRef(piece.topic, piece.queue_id) for piece in pieces]
+    ends = [
+        [int(store.units(*ref, slot, 1)["physical_offset"][0]) for slot in (piece.start, piece.stop - 1)]
+        for piece, ref in zip(pieces, refs, strict=True)
+    ]
     low, high = min(min(places) for places in ends), max(max(places) for places in ends)
     messages = sum(piece.stop - piece.start for piece in pieces)
     regions = min((high - low) // _REGION_BYTES, min(messages // _REGION_MESSAGES, _MOST_SLICES) // len(pieces))
@@ -546,8 +510,8 @@ def _by_region(store: MessageStore, found: list[Weighed]) -> list[Weighed]:
         return found
     edges = [low + (high - low) * (region + 1) // regions for region in range(regions - 1)]
     cut: list[tuple[int, Weighed]] = []
-    for weighed, piece, (first, last) in zip(found, pieces, ends, strict=True):
-        at, ref = [piece.start], QueueRef(piece.topic, piece.queue_id)
+    for weighed, piece, ref, (first, last) in zip(found, pieces, refs, ends, strict=True):
+        at = [piece.start]
         for edge in edges:
             near = _REGION_MESSAGES // 4
             inside = _slot_at(store, ref, at[-1], piece.stop, edge, near) if first < edge <= last else at[-1]
@@ -558,29 +522,26 @@ def _by_region(store: MessageStore, found: list[Weighed]) -> list[Weighed]:
     return [each for _, each in sorted(cut, key=lambda pair: pair[0])]
 
 
-def _place(store: MessageStore, piece: QueueSlice, slot: int) -> int:
-    """Return the physical offset of a message; 0 for a unit that does not say."""
-    return int(store.units(piece.topic, piece.queue_id, slot, 1)["physical_offset"][0])
-
-
 def mean_size(queue: ConsumeQueue, start: int, stop: int) -> float:
-    """Of the records in [start, stop), from a few samples: planning looks at every queue of every store."""
+    """Return the mean size of the records in [start, stop), from a few samples: planning looks at every queue."""
     places = (start,) if stop - start <= 256 else (start, (start + stop) // 2, stop - 32)
     units = b"".join([queue.read(at, min(32, stop - at)) for at in places])
     sizes = [size for _, size, _ in UNIT.iter_unpack(units) if 0 < size < 1 << 30]  # few: no work for arrays
     return sum(sizes) / len(sizes) if sizes else 1.0
 
 
-def _slot_at(store: MessageStore, ref: QueueRef, low: int, high: int, physical: int, near: int = 0) -> int:
-    """The first slot of [low, high) whose record lies at or behind `physical`, or up to `near` slots before it; void
-    units count as before it."""
+def _slot_at(
+    store: MessageStore, ref: QueueRef, low: int, high: int, physical: int, near: int = 0, *, ends: bool = False
+) -> int:
+    """Return the first slot of [low, high) whose record begins (with `ends`: ends) at or behind `physical`, or up to
+    `near` slots before it. Void units count as before it."""
     while high - low > near:
         middle = (low + high) // 2
         at, value = middle, -1
         while at < high:
-            unit = store.units(*ref, at, 1)
-            value = int(unit["physical_offset"][0])
-            if 0 < int(unit["size"][0]) < 0x7FFF_FFFF:
+            unit = store.units(*ref, at, 1)[0]
+            value = int(unit["physical_offset"]) + (int(unit["size"]) if ends else 0)
+            if 0 < int(unit["size"]) < 0x7FFF_FFFF:
                 break
             at += 1
         if at < high and value < physical:
@@ -591,32 +552,19 @@ def _slot_at(store: MessageStore, ref: QueueRef, low: int, high: int, physical: 
 
 
 def _flushed(store: MessageStore, ref: QueueRef, low: int, high: int) -> int:
-    """Behind the last message that is known to be on disk."""
-    checkpoint = store.parts.checkpoint
+    """Return the offset behind the last message that is known to be on disk."""
     if store.clean_shutdown:
         return high
+    checkpoint = store.parts.checkpoint
     if checkpoint.flushed is not None:
-        slot = _slot_at(store, ref, low, high, checkpoint.flushed)
-        while slot > low:  # a record may begin below the watermark and end behind it
-            unit = store.units(*ref, slot - 1, 1)[0]
-            if int(unit["physical_offset"]) + int(unit["size"]) <= checkpoint.flushed:
-                break
-            slot -= 1
-        return slot
+        return _slot_at(store, ref, low, high, checkpoint.flushed + 1, ends=True)
     return store.offset_at(*ref, checkpoint.physic_msg_timestamp_ms)
 
 
-def _log_slices(store: MessageStore, name: StoreName, options: SourceOptions) -> Iterator[Weighed]:
-    bounds = bounds_of_log(store, options)
-    start, stop = (bounds.high if options.starting_offsets == "latest" else bounds.low), bounds.high
-    if start < stop:
-        yield weigh_log(name, start, stop)
-
-
 def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator[list[Slice]]:
-    """Slices by partitions of about equal weight, in their order: `least` at least. Of more than one of `slots` there
-    are as many as run in full rounds, of half to one and a half of the usual weight."""
-    total = sum(each.weight for each in found)
+    """Return the slices, in their order, in partitions of about equal weight: `least` at least. With more than one of
+    `slots` they run in full rounds, of half to one and a half of the usual weight."""
+    total = sum((piece.stop - piece.start) * each for piece, each in found)
     if not total:
         return
     number = max(least, -int(-total // 1))
@@ -625,8 +573,7 @@ def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator
         number = max(least, 1, min(rounds * slots, int(total / _LEAST_PARTITION)))
     group: list[Slice] = []
     room, left = (full := total / number), total
-    for weighed in found:
-        piece, each = weighed.slice, weighed.each
+    for piece, each in found:
         start, stop = piece.start, piece.stop
         while start < stop:
             fits = max(1, round(room / each))
@@ -638,7 +585,7 @@ def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator
             start = end
             if room < full / 64 <= left and number > 1:
                 yield group
-                # Anew: a message may weigh more than a partition, and what one has too little the others share.
+                # Computed again: a message may weigh more than a partition, and the others share what is left.
                 number -= 1
                 group, room = [], (full := left / number)
     if group:

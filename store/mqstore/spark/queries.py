@@ -1,7 +1,7 @@
 """Stores as views of SQL: `messages`, and each of the source's small tables.
 
 Spark asks a Python source for every column that a frame has, whatever a query uses. So `sql` looks at the text first:
-columns that it does not name are left out of `messages`. When that cannot be told (a `*` that is no `count(*)`, a table
+columns that it does not name are left out of `messages`. When that is not clear (a `*` that is no `count(*)`, a table
 without a select, pipes) all columns are there.
 
 Knows no pyspark: the session it is given does.
@@ -23,13 +23,13 @@ _MESSAGES: Final = "messages"
 _WORD: Final = re.compile(r"[a-z_][a-z0-9_]*")
 _COUNT_ALL: Final = re.compile(r"\bcount\s*\(\s*\*\s*\)")
 _UNCLEAR: Final = re.compile(r"\*|\|>|--|/\*|\bnatural\b|\btable\b|\bdescribe\b|\bexcept\s*\(|\(\s*from\b")
-"""What may ask for columns without naming them, or hide names."""
+"""Text that may ask for columns without naming them, or hide names."""
 _ALWAYS: Final = "queue_offset"
 """A frame has one column at least; this one costs nothing but its unit."""
 
 
 def columns_of(query: str, *, keep: bool = False) -> tuple[str, ...] | None:
-    """The columns of `messages` that a query can mean; None for all. More than it uses, maybe, and never fewer.
+    """Return the columns of `messages` that a query can mean; None for all. It may be more than it uses, never fewer.
 
     >>> columns_of("select topic, count(*) from messages where Tags = 'a' group by topic")
     ('topic', 'tags')
@@ -44,27 +44,19 @@ def columns_of(query: str, *, keep: bool = False) -> tuple[str, ...] | None:
 
 def create_views(spark: Any, stores: Stores | Selection) -> tuple[str, ...]:
     """Make `messages` and each small table (`queues`, `segments`, `groups`, `delay`, `traffic`, `verify`) a temporary
-    view of the session; their names. Raises ConfigError, and what Spark raises."""
+    view of the session, and return their names. Raises ConfigError, and what Spark raises."""
     return _create(spark, select(stores), (_MESSAGES, *VIEWS), None)
 
 
 def sql(spark: Any, stores: Stores | Selection, query: str) -> Any:
-    """The frame of a query over temporary views of `stores`: `messages`, `queues`, `segments`, `groups`, `delay`,
-    `traffic`, `verify`. The views stay until the session ends, or the next query over other stores; `messages` has the
-    columns that this query names. Raises ConfigError, and what Spark raises."""
+    """Return the frame of a query over the views of `create_views`, of which those that it names are made.
+
+    They stay until the session ends, or the next query over other stores. `messages` has the columns that this query
+    names. Raises ConfigError, and what Spark raises."""
     chosen = select(stores)
     named = set(_WORD.findall(query.lower()))
     wanted = tuple(name for name in (_MESSAGES, *VIEWS) if name in named)
-    columns = columns_of(query, keep=chosen.options.on_corrupt == "keep")
-    _create(spark, chosen, wanted, columns)
-    try:
-        return spark.sql(query)
-    except Exception as error:
-        condition = getattr(error, "getCondition", lambda: None)()
-        if columns is None or not str(condition).startswith("UNRESOLVED_COLUMN"):
-            raise
-    # Misspelt, and Spark suggests columns that it has; or named in a way that `columns_of` misses.
-    _create(spark, chosen, wanted, None)
+    _create(spark, chosen, wanted, columns_of(query, keep=chosen.options.on_corrupt == "keep"))
     return spark.sql(query)
 
 
@@ -72,20 +64,11 @@ def _create(
     spark: Any, selection: Selection, wanted: tuple[str, ...], columns: tuple[str, ...] | None
 ) -> tuple[str, ...]:
     columns = columns or selection.options.columns
-    (low, high), bounded = selection.offsets, selection.offsets != Selection(selection.options).offsets
     for name in wanted:
         unfit = {"columns", "view", *(option.lower() for option in not_for(cast(View, name)) if name != _MESSAGES)}
         source = spark.read.format("mqstore").option("view", name)
         source = source.options(**{key: value for key, value in selection.given.items() if key.lower() not in unfit})
-        if name == _MESSAGES:
-            for option, bound in zip(("startingTimestamp", "endingTimestamp"), selection.times_ms, strict=True):
-                if abs(bound) < 1 << 62:
-                    source = source.option(option, str(bound))
-            if columns is not None:
-                kept = (*columns, *((_ALWAYS,) if bounded and _ALWAYS not in columns else ()))
-                source = source.option("columns", ",".join(kept))
-        frame = source.load()
-        if name == _MESSAGES and bounded:
-            frame = frame.where(f"queue_offset >= {low} and queue_offset < {high}")
-        frame.createOrReplaceTempView(name)
+        if name == _MESSAGES and columns is not None:
+            source = source.option("columns", ",".join(columns))
+        source.load().createOrReplaceTempView(name)
     return wanted

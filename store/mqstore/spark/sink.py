@@ -29,8 +29,8 @@ from pyspark.sql.types import StructType
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.spark.encode import Encoder
 from mqstore.spark.inputs import check_columns
+from mqstore.spark.options import APP_NAME, SinkOptions
 from mqstore.spark.publish import Commit, abort, check_lock, commit, make_member, plan_target
-from mqstore.spark.sinkoptions import APP_NAME, SinkOptions
 from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
 from mqstore.spark.telling import plain_errors, settle
 

@@ -45,10 +45,15 @@ except ImportError as error:  # pragma: no cover
 
 from mqstore.errors import ConfigError
 from mqstore.spark.columns import COLUMNS, check_columns, check_once, default_columns
-from mqstore.spark.options import SOURCE_OPTIONS, SourceOptions
-from mqstore.spark.optiontable import refuse_table
+from mqstore.spark.options import (
+    ONLY_FOR_WRITING,
+    SINK_OPTIONS,
+    SOURCE_OPTIONS,
+    SinkOptions,
+    SourceOptions,
+    refuse_table,
+)
 from mqstore.spark.plan import plan
-from mqstore.spark.sinkoptions import ONLY_FOR_WRITING, SINK_OPTIONS, SinkOptions
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.telling import plain_errors, settle
 from mqstore.spark.views import VIEWS, view_batch, view_stores

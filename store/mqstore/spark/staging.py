@@ -55,7 +55,7 @@ class ShardInfo:
 
 
 def transaction_folder(root: Path, app: str, version: int) -> Path:
-    """Return the folder in which the tasks of (app, version) stage. `app` is a good name (`sinkoptions.APP_NAME`)."""
+    """Return the folder in which the tasks of (app, version) stage. `app` is a good name (`options.APP_NAME`)."""
     return root / STAGING / f"{app}-{version}"
 
 

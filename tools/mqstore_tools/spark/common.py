@@ -50,8 +50,8 @@ class Given:
     master: str
     conf: tuple[str, ...]
     topics: tuple[str, ...]
-    start: int | datetime | None
-    stop: int | datetime | None
+    start: datetime | None
+    stop: datetime | None
     where: str | None
     options: tuple[str, ...]
     json_output: bool
