@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mqstore.jobs.verifying import verify
-from mqstore.spark.plan import QueueSlice
+from mqstore.spark.plan import QueueSlice, plan
 from mqstore.spark.selection import select
 from tests.spark.support import read_all, rows_of
 
@@ -18,7 +18,7 @@ from tests.spark.support import read_all, rows_of
 def chosen(path: Path, **options: str) -> dict[str, int]:
     """How many messages of each topic a query is given."""
     found: Counter[str] = Counter()
-    for task in select(str(path), options=options).tasks():
+    for task in plan(select(str(path), options=options).options):
         for piece in task:
             assert isinstance(piece, QueueSlice)
             found[piece.topic] += piece.stop - piece.start
