@@ -39,6 +39,10 @@ SPARK_VENV := .venv-spark$(PYSPARK:%=-%)
 # One more than there are processors: tests wait for disks, other processes and clocks.
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
+# Compiled modules are kept, in the environment: every worker and every process of a test would make them again.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash descriptors retention hostile salvage stress interrupts sanitize docs clean
 

@@ -974,7 +974,7 @@ def test_random_calls_agree_with_the_plain_tables(tmp_path_factory: pytest.TempP
         def root(self) -> Path:  # type: ignore[override]
             return tmp_path_factory.mktemp("offsets") / "s"
 
-    run_state_machine_as_test(Machine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None))  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(Machine, settings=settings(stateful_step_count=30))  # type: ignore[no-untyped-call]
 
 
 def test_a_group_goes_on_at_the_beginning_of_a_queue_that_was_lost_with_all_its_messages_expired(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.broker.pop.orderinfo import ILLEGAL, NO_COMMIT, OrderInfo, OrderInfoTable, Suspended, check_order_info
@@ -331,7 +331,6 @@ steps = st.lists(
 
 
 @given(steps)
-@settings(max_examples=300, deadline=None)
 def test_every_answer_is_that_of_a_model(steps: list[tuple[Any, ...]]) -> None:
     table, model, now, popped = OrderInfoTable(), Model(), 1_000, 0
     for step in steps:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mqstore
@@ -641,9 +641,6 @@ def test_large_bodies_are_stored_compressed_and_read_as_they_were(
     assert delivery.message.body == body
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
 @given(noise=st.integers(0, 400), zeros=st.integers(0, 400), over=st.integers(0, 300))
 def test_a_body_is_kept_raw_unless_that_saves_a_twentieth(bench: Bench, noise: int, zeros: int, over: int) -> None:
     body = random.Random(noise).randbytes(noise) + bytes(zeros)
@@ -838,9 +835,6 @@ _ITEM = st.fixed_dictionaries(
 )
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
 @given(items=st.lists(_ITEM, max_size=12), hooked=st.booleans(), queue_id=st.none() | st.integers(0, 3))
 def test_many_of_any_kind_lie_in_the_order_given(
     bench: Bench, items: list[dict[str, Any]], hooked: bool, queue_id: int | None
@@ -1294,7 +1288,6 @@ def test_a_store_that_is_closed_first_fails_what_was_submitted(tmp_path: Path) -
     assert isinstance(future.exception(0), StoreClosedError)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 50), max_size=30),
     max_loads=st.integers(1, 8),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mqstore
@@ -1422,7 +1422,6 @@ _gentle = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.one_of(_gentle, st.tuples(st.just("advance"), st.integers(0, 25))), max_size=50),
     st.sampled_from([0, 5, 1000]),
@@ -1448,7 +1447,6 @@ def test_members_that_come_and_go_in_good_order_get_everything_once(steps: list[
             field.close()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.one_of(

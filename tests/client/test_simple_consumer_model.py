@@ -25,9 +25,7 @@ MAX_ATTEMPTS = 3
 TOPICS = ("t", "u")
 PLACES = st.tuples(st.sampled_from(TOPICS), st.sampled_from([0, 1]))
 LOANS_S = st.sampled_from([0.5, 5, 60])
-SOME = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+SOME = settings(stateful_step_count=40, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 @dataclass

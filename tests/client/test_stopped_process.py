@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-import traceback
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import mqstore
 from mqstore.broker import locks
 from mqstore.client import assignment
 from mqstore.log.message import Message
+from tests.children import speaking_child
 
 LEASE_MS = 500
 NEVER_MS = 600_000
@@ -49,29 +48,13 @@ def work(path: Path, ordered: bool, pipe: int) -> None:
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_queue_at_work_stays_with_its_member_over_a_stop(tmp_path: Path, ordered: bool) -> None:
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(reader)
-            work(tmp_path / "store", ordered, writer)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(1)
-    os.close(writer)
     said = b""
-    try:
+    with speaking_child(lambda pipe: work(tmp_path / "store", ordered, pipe)) as (pid, reader):
         said += os.read(reader, 2)
         os.kill(pid, signal.SIGSTOP)
         time.sleep(LEASE_MS * 1.4 / 1000)
         os.kill(pid, signal.SIGCONT)
         while len(said) < 6 and (more := os.read(reader, 2)):
             said += more
-    finally:
-        os.close(reader)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
     assert said[:4] == b"a<a>", "another member was in a handler of the queue before the first one's had ended"
     assert said[4:] in (b"a<", b"b<")

@@ -7,11 +7,13 @@ import random
 import shutil
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 from mqstore.broker.admin.cut import restore
 from mqstore.log.store import MessageStore
 from tests.broker.cutsupport import SENT, all_of, config, cut_from, make
+from tests.children import speaking_child
 from tests.log.support import open_store
 
 BAD = 3
@@ -25,6 +27,7 @@ def _child(path: Path, writer: int) -> None:
         os.write(writer, b".")
         restore(store, progress=told)
         os.write(writer, b".")
+    signal.pause()
 
 
 def test_no_message_is_lost_or_doubled_by_kill_9(tmp_path: Path) -> None:
@@ -37,7 +40,9 @@ def test_no_message_is_lost_or_doubled_by_kill_9(tmp_path: Path) -> None:
         path = tmp_path / f"store-{round_}"
         shutil.copytree(made, path)
         for _ in range(2):
-            _kill_one(path, rng)
+            with speaking_child(partial(_child, path)) as (_, reader):
+                os.read(reader, 1)  # it is open, and begins
+                time.sleep(rng.uniform(0, 0.03))
         with open_store(path) as store:
             before = len(all_of(store))
             assert before in (BAD, len(wanted)), round_
@@ -48,22 +53,3 @@ def test_no_message_is_lost_or_doubled_by_kill_9(tmp_path: Path) -> None:
         assert {each.name for each in (path / "cut").iterdir()} == {"restored"}
         shutil.rmtree(path)
     assert half_done < 12, "no process was killed in time"
-
-
-def _kill_one(path: Path, rng: random.Random) -> None:
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
-        status = 1
-        try:
-            os.close(reader)
-            _child(path, writer)
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writer)
-    os.read(reader, 1)  # it is open, and begins
-    time.sleep(rng.uniform(0, 0.03))
-    os.kill(pid, signal.SIGKILL)
-    os.close(reader)
-    os.waitpid(pid, 0)

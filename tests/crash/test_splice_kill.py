@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import struct
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
+from tests.children import killed_child
 from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.log.splicesupport import Row, bodies, stage
 
@@ -98,32 +98,15 @@ def test_no_splice_is_lost_halved_or_doubled_by_kill_9(tmp_path: Path) -> None:
     shards = [stage(tmp_path / f"{i}", ROWS[i * 9 : i * 9 + 60]) for i in range(3)]
     acknowledged = {b"s": -1, b"p": -1}
     for _ in range(8):
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if not pid:
-            status = 1
-            try:
-                os.close(reader)
-                _child(path, shards, writer)
-            finally:
-                os._exit(status)
-        os.close(writer)
+        said = bytearray()
         words = rng.randrange(1, 12)
-        spin = rng.randrange(30_000)
-        pending = b""
-        killed = False
-        while data := os.read(reader, 1 << 16):
-            pending += data
-            if len(pending) >= words * _WORD.size and not killed:
-                while spin:  # a moment, so that the kill does not always land right behind the word
-                    spin -= 1
-                os.kill(pid, signal.SIGKILL)
-                killed = True
-        os.close(reader)
-        _, status = os.waitpid(pid, 0)
-        assert killed, "the child failed by itself: its error is above"
-        assert os.WIFSIGNALED(status)
-        for kind, number in _WORD.iter_unpack(pending[: len(pending) // _WORD.size * _WORD.size]):
+
+        def heard(data: bytes) -> bool:
+            said.extend(data)  # noqa: B023
+            return len(said) >= words * _WORD.size  # noqa: B023
+
+        killed_child(lambda pipe: _child(path, shards, pipe), heard, rng.randrange(30_000))
+        for kind, number in _WORD.iter_unpack(said[: len(said) // _WORD.size * _WORD.size]):
             acknowledged[kind] = max(acknowledged[kind], number)
         with opened(path) as store:
             last = store._txn.state.version_of("a")
