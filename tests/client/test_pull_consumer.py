@@ -1269,41 +1269,6 @@ def test_a_poll_gives_up_when_its_time_is_over(live: Broker) -> None:
     assert subscribed(live).poll(0.02) == []
 
 
-def test_many_threads_lose_nothing_and_repeat_nothing(live: Broker) -> None:
-    """Members come and go while messages are put; each is returned once, each queue in order."""
-    total = 2000
-    seen: list[tuple[int, int]] = []
-    done = threading.Event()
-    lock = threading.Lock()
-
-    def member(number: int) -> None:
-        rounds = 0
-        while not done.is_set():
-            rounds += 1
-            with subscribed(live, f"c{number}-{rounds}") as consumer:
-                for _ in range(5 + 3 * number):
-                    found = consumer.poll(0.02, 7)
-                    with lock:
-                        seen.extend((message.queue.queue_id, message.offset) for message in found)
-                        if len(seen) >= total:
-                            done.set()
-                    if done.is_set():
-                        return
-
-    members = [threading.Thread(target=member, args=(number,), daemon=True) for number in range(4)]
-    for thread in members:
-        thread.start()
-    for i in range(total):
-        put(live, str(i), queue_id=i % 4)
-    for thread in members:
-        thread.join(60)
-
-    assert len(seen) == len(set(seen)) == total
-    for queue_id in range(4):
-        offsets = [offset for queue, offset in seen if queue == queue_id]
-        assert offsets == sorted(offsets)
-
-
 def test_a_store_closes_its_consumers_and_claims_nothing_for_them(tmp_path: Path) -> None:
     with mqstore.open(tmp_path / "mq") as store:
         store.create_topic("orders", queues=1)
