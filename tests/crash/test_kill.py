@@ -147,21 +147,6 @@ def test_no_acknowledged_message_is_lost_to_kill_9(tmp_path: Path) -> None:
                 assert list(store.verify()) == []
 
 
-def test_a_reader_beside_a_killed_writer_sees_whole_messages_only(tmp_path: Path) -> None:
-    rng = random.Random(7)
-    path = tmp_path / "store"
-    for acknowledged, _ in rounds(path, rng, 4):
-        if not (path / "mqstore.json").exists() or acknowledged < 0:
-            continue
-        with MessageStore(path, "r") as store:
-            for queue_id in range(QUEUES):
-                try:
-                    numbers = [number_of(message.body) for message in store.iter("t", queue_id)]
-                except LookupError:
-                    continue
-                assert numbers == sorted(numbers)
-
-
 # --- dying at every change ---
 
 

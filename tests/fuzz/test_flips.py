@@ -1,4 +1,4 @@
-"""Byte flips, cuts, deletions and swaps, in every file of a small store that holds every kind of record.
+"""Byte flips in every file of a small store that holds every kind of record.
 
 Each outcome is one of three, and which one is checked:
 
@@ -9,7 +9,7 @@ Each outcome is one of three, and which one is checked:
 In profile `mqstore` no message ever comes back with another byte than was put; in profile `rocketmq`, whose checksum
 covers bodies alone (format#checksum), no body does. Nothing but an MQStoreError (or LookupError) is ever raised.
 
-Each file is flipped at every 19th byte, others for each file and profile; MQSTORE_FLIP_ALL=1 takes all.
+Each file is flipped at every 37th byte, others for each file and profile; MQSTORE_FLIP_ALL=1 takes all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mqstore.log.recovery.repair import recover_store
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig
 
-STEP = 1 if os.environ.get("MQSTORE_FLIP_ALL") else 19
+STEP = 1 if os.environ.get("MQSTORE_FLIP_ALL") else 37
 SIZES = {"segment_bytes": 1024, "consumequeue_units": 4, "index_slots": 4, "index_entries": 16}
 LONG_TOPIC = "%RETRY%" + "g" * 130
 PROFILES: tuple[Profile, ...] = ("mqstore", "rocketmq")
