@@ -52,8 +52,9 @@ help:
 demo: $(VENV)/stamp-core
 	$(BIN)/mqstore demo
 
-# Nothing in these files of tests/log is done by compiled parts.
-NOT_COMPILED := ahead checkpoint_and_manifest concurrency inbox indexshape log_start misnamed own queue_bounds reader_ends retention snapshot stats watermark
+# Nothing in these files of tests/log is done by compiled parts; recoveries with them and without are compared by
+# test_recovery_alike.
+NOT_COMPILED := ahead checkpoint_and_manifest concurrency inbox indexshape log_start misnamed own queue_bounds reader_ends recovery retention snapshot stats watermark
 
 # Twice what has compiled parts: with them, as everybody has it, and by Python alone.
 test: lint

@@ -852,7 +852,7 @@ def test_absent_and_null_are_no_progress_without_a_problem(offsets: _Offsets, te
     assert (table.of_group("g"), table.problems) == ({}, [])
 
 
-# -- what a store lost ---------------------------------------------------------------------------------------------------
+# -- what a store lost -------------------------------------------------------------------------------------------------
 
 
 def test_a_group_goes_on_at_the_beginning_of_a_queue_that_was_lost_with_all_its_messages_expired(
