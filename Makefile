@@ -39,6 +39,10 @@ SPARK_VENV := .venv-spark$(PYSPARK:%=-%)
 # One more than there are processors: tests wait for disks, other processes and clocks.
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
+# Compiled modules are kept, in the environment: every worker and every process of a test would make them again.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash descriptors retention hostile salvage stress interrupts sanitize docs clean
 
@@ -48,13 +52,14 @@ help:
 demo: $(VENV)/stamp-core
 	$(BIN)/mqstore demo
 
-# Nothing in these files of tests/log is done by compiled parts.
-NOT_COMPILED := checkpoint_and_manifest concurrency inbox indexshape log_start misnamed own queue_bounds reader_ends retention snapshot stats watermark
+# Nothing in these files of tests/log is done by compiled parts; recoveries with them and without are compared by
+# test_recovery_alike.
+NOT_COMPILED := ahead checkpoint_and_manifest concurrency inbox indexshape log_start misnamed own queue_bounds reader_ends recovery retention snapshot stats watermark
 
 # Twice what has compiled parts: with them, as everybody has it, and by Python alone.
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(COVER:%=--cov --cov-report=)
-	MQSTORE_NATIVE=0 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(COVER:%=--cov --cov-append --cov-report=term) tests/layout tests/log $(NOT_COMPILED:%=--ignore=tests/log/test_%.py) tests/broker/test_pop*.py
+	MQSTORE_NATIVE=0 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(COVER:%=--cov --cov-append --cov-report=term) tests/layout tests/log $(NOT_COMPILED:%=--ignore=tests/log/test_%.py) tests/broker/test_pop.py tests/broker/test_pop_*.py
 
 # Looking at each line makes the tests take half as long again.
 cover:

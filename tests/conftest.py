@@ -123,11 +123,11 @@ def _no_waiting_for_disks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 # A run of all tests is one of many: what this one does not draw another does. HYPOTHESIS_PROFILE=default draws more.
-# No test knows how fast the machine is, and what else it does: nothing fails for taking long.
-for _name, _examples in (("quick", 25), ("default", 100)):
-    settings.register_profile(
-        _name, max_examples=_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
+# No test says for itself how many. None knows how fast the machine is, and what else it does: nothing fails for taking
+# long. A test whose examples share a fixture gives each of them a place of its own there.
+_UNASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+for _name, _examples in (("quick", 20), ("default", 100)):
+    settings.register_profile(_name, max_examples=_examples, deadline=None, suppress_health_check=_UNASKED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 _CAMPAIGNS = ("/campaigns/", "/crash/", "/damage/", "/fuzz/", "/model/", "/stress/")

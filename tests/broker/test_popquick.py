@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.broker.filters import parse_filter
@@ -176,7 +176,6 @@ def step(pair: Pair, kind: str, first: Any, second: Any, serial: int) -> None:
 
 
 @compiled
-@settings(max_examples=120, deadline=None)
 @given(steps=st.lists(STEPS, max_size=40), queues=st.integers(1, 3))
 def test_compiled_pops_leave_what_pops_of_python_leave(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, Any, Any]], queues: int

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.broker.groups import RetryPolicy
@@ -455,9 +455,6 @@ def test_a_plain_put_of_an_unknown_group_makes_none(parts: Parts) -> None:
 # -- any sequence of failures ----------------------------------------------------------------------------------------
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
 @given(
     limit=st.integers(0, 5),
     steps=st.lists(st.sampled_from(["policy", "level", "ms", "dead"]), min_size=1, max_size=8),

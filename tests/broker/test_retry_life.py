@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.broker.deadletters import DeadLetters
@@ -99,7 +99,6 @@ def test_seventeen_attempts_at_the_times_of_the_table_then_one_dead_letter(life:
     assert (again.unique_key, again.attempt, again.body) == ("U", 1, b"poison")
 
 
-@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_mix_of_failures_and_restarts_delivers_each_attempt_once_and_on_time(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.broker.admin.statistics import (
@@ -204,7 +204,6 @@ def test_a_closed_set_of_counters_can_still_be_read(statistics: Statistics) -> N
 @given(
     st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 9), st.sampled_from([0, 1, 4_000, 10_000, 35_000]))),
 )
-@settings(max_examples=100, deadline=None)
 def test_the_minute_is_that_of_a_model_that_keeps_whole_samples(steps: list[tuple[str, int, int]]) -> None:
     """The model does as 13 says: seven samples of everything, the newest minus the oldest."""
     clock = SimulatedClock()

@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from mqstore import Finding, Message, MessageStore, OffsetOutOfRangeError, Outgo
 from mqstore.jobs.verifying import verify
 from mqstore.log.walk import walk_queue
 from mqstore_tools.main import main
+from tests.children import speaking_child
 
 ROUNDS = os.environ.get("MQSTORE_CAMPAIGN_ROUNDS")
 ONLY = os.environ.get("MQSTORE_CAMPAIGN_SEED")
@@ -106,25 +108,9 @@ def _puts(rng: random.Random, put_many: Callable[..., object]) -> Iterator[int]:
 
 @contextmanager
 def writer(path: Path, seed: int) -> Iterator[None]:
-    reading, ready = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            write(path, seed, ready)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    os.close(ready)
-    try:
-        assert os.read(reading, 1) == b"!", "the writer failed"
+    with speaking_child(partial(write, path, seed), limit_s=600) as (_, reader):
+        assert os.read(reader, 1) == b"!", "the writer failed"
         yield
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the writer failed"
-    finally:
-        os.close(reading)
-        os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(pid, 0)
 
 
 # --- looks ---

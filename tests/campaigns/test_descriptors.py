@@ -24,7 +24,7 @@ from tests.campaigns.scarcity import DOORS
 ROOT = Path(__file__).parents[2]
 NEEDED = 24
 """What docs/reading.md says."""
-ROUNDS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", "6"))
+ROUNDS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", "3"))
 CHUNK = 10
 LIMITS = (*range(8, 97), 128, 200, 256, 512, 1000)
 HELD = ((1024, 900), (1024, 960), (1024, 992), (1024, 1010))

@@ -699,11 +699,11 @@ def test_a_receive_and_a_poll_that_are_cancelled_anywhere_have_received_nothing(
 @pytest.mark.parametrize("follow", [False, True])
 def test_a_step_of_an_iteration_that_is_cancelled_skips_nothing(tmp_path: Path, drained: bool, follow: bool) -> None:
     async def test(store: aio.Store, steps: int) -> None:
-        bodies = [b"%03d" % i for i in range(150)]
+        bodies = [b"%03d" % i for i in range(70)]
         await store.put_many(f"t{steps}", bodies, queue_id=0)
-        messages = store.iter(f"t{steps}", 0, stop=150 if follow else None, follow=follow)
+        messages = store.iter(f"t{steps}", 0, stop=70 if follow else None, follow=follow)
         seen = []
-        while len(seen) < 150:
+        while len(seen) < 70:
             cancelled, message = await cancelled_after(
                 steps if len(seen) % 64 in (0, 63) else 50,
                 anext(messages),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -877,56 +875,3 @@ def test_a_message_group_keeps_its_order_while_members_come_and_go(tmp_path: Pat
     assert steps == {group: [f"{group} {step:02}" for step in range(30)] for group in groups}
     assert sum(bench.broker.lag("g").values()) == 0
     bench.close()
-
-
-def test_three_members_on_threads_keep_the_order_of_four_queues(tmp_path: Path) -> None:
-    lock = threading.Lock()
-    busy: set[QueueRef] = set()
-    seen: dict[QueueRef, list[int]] = defaultdict(list)
-    overlaps: list[QueueRef] = []
-
-    def handle(message: Message) -> None:
-        with lock:
-            if message.queue in busy:
-                overlaps.append(message.queue)
-            busy.add(message.queue)
-            seen[message.queue].append(message.offset)
-        time.sleep(0.0002)
-        with lock:
-            busy.discard(message.queue)
-        if message.offset % 50 == 7 and message.attempt == 1:
-            raise Retry(0.01)
-
-    store = mqstore.open(tmp_path / "mq")
-    store.create_topic("t", queues=4)
-
-    def join() -> mqstore.PushConsumer:
-        consumer = store.push_consumer("g", ordered=True, workers=2)
-        consumer.subscribe("t", handle)
-        return consumer.start()
-
-    members = [join()]
-    end = time.monotonic() + 1.0
-    sent = 0
-    while time.monotonic() < end:
-        for queue in range(4):
-            for _ in range(20):
-                store.put("t", b"", queue_id=queue)
-            sent += 20
-        if len(members) < 3:
-            members.append(join())
-        else:
-            assert members.pop(0).stop()
-        time.sleep(0.01)
-    end = time.monotonic() + 30
-    while sum(store.broker.lag("g").values()) and time.monotonic() < end:
-        time.sleep(0.01)
-    for member in members:
-        assert member.stop()
-
-    assert overlaps == []
-    assert sum(store.broker.lag("g").values()) == 0
-    for offsets in seen.values():
-        assert list(dict.fromkeys(offsets)) == list(range(sent // 4))  # first deliveries: ascending, none missing
-        assert len(offsets) == sent // 4 + len(range(7, sent // 4, 50))  # and nothing twice that did not fail
-    store.close()

@@ -24,9 +24,7 @@ from tests.client.orderlysupport import Bench, fire
 
 QUEUES = 3
 MAX_ATTEMPTS = 3
-SOME = settings(
-    max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+SOME = settings(stateful_step_count=30, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 @dataclass

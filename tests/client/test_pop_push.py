@@ -4,7 +4,6 @@ thread, but in the last part."""
 from __future__ import annotations
 
 import errno
-import random
 import threading
 import time
 from collections import Counter, defaultdict
@@ -714,83 +713,6 @@ def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, later_s: int, mon
     assert lag(bench) == 0
 
 
-@BOTH
-@pytest.mark.parametrize("seed", range(6))
-def test_whatever_handlers_do_each_message_has_one_fate(bench: Bench, ordered: bool, seed: int) -> None:
-    """Random outcomes, batches, filters on the way, pauses and consumers that come and go; then nothing is left."""
-    rng = random.Random(seed)
-    size = rng.choice([1, 1, 3])
-    plan: dict[tuple[bytes, int], str] = {}
-    events: dict[bytes, list[str]] = defaultdict(list)
-    recorder = Recorder()
-
-    def act(given: Any) -> None:
-        batch = given if size > 1 else [given]
-        for message in batch:
-            key = (message.body, message.attempt)
-            assert key not in plan, "the same attempt twice"
-            plan[key] = rng.choice(["ok", "ok", "ok", "error", "retry", "reject"]) if size == 1 else "batch"
-            events[message.body].append(f"attempt {message.attempt}")
-        what = plan[batch[0].body, batch[0].attempt]
-        if what == "batch" and rng.random() < 0.5:
-            raise BatchFailure(batch[rng.randrange(len(batch)) :])
-        if what == "error":
-            raise RuntimeError("mine")
-        if what == "retry":
-            raise Retry(rng.choice([0, 1, 8]))
-        if what == "reject":
-            raise Reject("no")
-
-    def push() -> Push:
-        return Push(
-            bench,
-            act,
-            "t",
-            "u",
-            ordered=ordered,
-            batch_size=size,
-            prefetch=rng.choice([3, 1000]),
-            retry=RetryPolicy(3, [1, 5]),
-            interceptors=[recorder],
-        )
-
-    members = [push(), push()]
-    count = 0
-    for _ in range(40):
-        member = rng.choice(members)
-        step = rng.randrange(6)
-        if step < 2:
-            for _ in range(rng.randrange(1, 9)):
-                bench.store.put(rng.choice("tu"), b"%03d" % count, queue_id=rng.randrange(2))
-                count += 1
-        elif step < 4:
-            member.advance(rng.choice([0, 0.5, 3]))
-        elif step == 4:
-            rng.choice([member.consumer.pause, member.consumer.resume])()
-        else:
-            assert member.consumer.stop()
-            members[members.index(member)] = push()
-    for member in members:
-        member.consumer.resume()
-    for _ in range(30):
-        for member in members:
-            member.advance(1)
-
-    outcomes: dict[bytes, list[str]] = defaultdict(list)
-    for body, outcome in recorder.settled:
-        outcomes[body].append(outcome)
-    assert lag(bench) == 0
-    assert set(outcomes) == {b"%03d" % i for i in range(count)}
-    for body, each in outcomes.items():
-        assert each[:-1] == ["retry"] * (len(each) - 1)
-        assert each[-1] in ("ack", "dlq")
-        assert events[body] == [f"attempt {i + 1}" for i in range(len(each))]
-        assert len(each) <= 3
-    dead = [body for body, each in outcomes.items() if each[-1] == "dlq"]
-    assert sorted(body for body, _ in letters(bench)) == sorted(dead)
-    assert bench.broker.pending("g") == []
-
-
 # -- with threads -----------------------------------------------------------------------------------------------------
 
 
@@ -800,50 +722,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
         for topic in ("t", "u"):
             store.create_topic(topic, queues=4)
         yield store
-
-
-@BOTH
-def test_many_threads_do_everything_once(store: Store, ordered: bool) -> None:
-    done: Counter[bytes] = Counter()
-    running: set[tuple[str, int]] = set()
-    overlaps: list[Message] = []
-    order: dict[tuple[str, int], list[int]] = defaultdict(list)
-    lock = threading.Lock()
-
-    def handle(message: Message) -> None:
-        place = (message.topic, message.queue_id)
-        with lock:
-            if place in running:
-                overlaps.append(message)
-            running.add(place)
-            if message.attempt == 1:
-                order[place].append(message.offset)
-        try:
-            time.sleep(0.0005)
-            if message.attempt == 1 and message.body.endswith(b"7"):
-                raise Retry(0.01)
-            with lock:
-                done[message.body] += 1
-        finally:
-            with lock:
-                running.discard(place)
-
-    consumers = [store.push_consumer("g", mode="pop", ordered=ordered, workers=4) for _ in range(2)]
-    for consumer in consumers:
-        for topic in ("t", "u"):
-            consumer.subscribe(topic, handle)
-        consumer.start()
-    for i in range(400):
-        store.put("tu"[i % 2], b"%d" % i)
-        if i % 100 == 0:
-            time.sleep(0.02)
-    until(lambda: len(done) == 400)
-    assert all(consumer.stop(20) for consumer in consumers)
-    assert sum(store.lag("g").values()) == 0
-    assert set(done.values()) == {1}
-    if ordered:
-        assert overlaps == []
-        assert all(offsets == sorted(offsets) for offsets in order.values())
 
 
 @BOTH

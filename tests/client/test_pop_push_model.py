@@ -29,9 +29,7 @@ REJECTS = -1
 PAUSE_MS = 3_000
 """Longest pause before a failed message is delivered again."""
 SOME = settings(
-    max_examples=25,
     stateful_step_count=30,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),  # to shorten a story takes minutes

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mqstore
@@ -134,40 +134,19 @@ def busy() -> StoreBusyError:
 
 MAX = 1000
 
+# What the log and routing refuse of each field is in tests/log/test_put.py and tests/broker/test_road.py.
 _BAD: list[tuple[dict[str, Any], str]] = [
-    ({"topic": ""}, "topic"),
-    ({"topic": "a/b"}, "topic"),
     ({"topic": "a%b"}, "topic"),
-    ({"topic": "a|b"}, "topic"),
-    ({"topic": "t" * 128}, "topic"),
     ({"topic": None}, "topic"),
-    ({"body": None}, "body"),
     ({"body": "text"}, "body"),
     ({"body": bytes(MAX + 1)}, "body"),
-    ({"tag": ""}, "tag"),
-    ({"tag": " "}, "tag"),
     ({"tag": "a|b"}, "tag"),
-    ({"tag": "a\nb"}, "tag"),
-    ({"tag": 7}, "tag"),
-    ({"keys": ""}, "keys"),
-    ({"keys": "a b"}, "keys"),
     ({"keys": ["a", ""]}, "keys"),
-    ({"keys": ["a\x7f"]}, "keys"),
     ({"unique_key": ""}, "unique_key"),
-    ({"message_group": ""}, "message_group"),
-    ({"message_group": " "}, "message_group"),
-    ({"message_group": "a\x00"}, "message_group"),
-    ({"message_group": "g" * 64}, "message_group"),
     ({"message_group": "é" * 32}, "message_group"),
-    ({"message_group": True}, "message_group"),
-    ({"message_group": 1.5}, "message_group"),
     ({"message_group": b"x"}, "message_group"),
     ({"message_group": 10**70}, "message_group"),
     ({"properties": {"TAGS": "x"}}, "properties"),
-    ({"properties": {"UNIQ_KEY": "x"}}, "properties"),
-    ({"properties": {" ": "x"}}, "properties"),
-    ({"properties": {"x": ""}}, "properties"),
-    ({"properties": {"x": "\x01"}}, "properties"),
     ({"properties": {f"p{i}": "x" for i in range(129)}}, "properties"),
     ({"properties": {"p": "x" * (1 << 14)}}, "properties"),
     ({"properties": {"p": "x" * ((1 << 14) - 4)}, "tag": "abcd"}, "properties"),
@@ -175,28 +154,14 @@ _BAD: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"p": "é" * (1 << 13)}}, "properties"),
     ({"keys": "k" * ((1 << 14) + 1)}, "properties"),
     ({"unique_key": "u" * 32_767}, "properties"),
-    ({"delay": -1}, "delay"),
-    ({"delay": math.nan}, "delay"),
-    ({"delay": math.inf}, "delay"),
     ({"delay": "soon"}, "delay"),
-    ({"delay": "5"}, "delay"),
-    ({"delay": b"5"}, "delay"),
-    ({"delay": False}, "delay"),
     ({"delay": timedelta(days=367)}, "delay"),
     ({"deliver_at": math.nan}, "deliver_at"),
-    ({"deliver_at": "noon"}, "deliver_at"),
-    ({"deliver_at": "5"}, "deliver_at"),
-    ({"deliver_at": True}, "deliver_at"),
     ({"deliver_at": datetime(2030, 1, 1)}, "when"),
     ({"delay_level": -1}, "delay_level"),
-    ({"delay_level": "1"}, "delay_level"),
-    ({"message_group": "g", "delay": 1}, "delay"),
     ({"message_group": "g", "deliver_at": 2e9}, "deliver_at"),
     ({"delay": 1, "delay_level": 1}, "delay_level"),
-    ({"queue_id": -1}, "queue_id"),
     ({"queue_id": 4}, "queue_id"),
-    ({"queue_id": "0"}, "queue_id"),
-    ({"queue_id": True}, "queue_id"),
     ({"flag": 1 << 31}, "flag"),
     ({"compressed": "snappy"}, "compressed"),
 ]
@@ -641,9 +606,6 @@ def test_large_bodies_are_stored_compressed_and_read_as_they_were(
     assert delivery.message.body == body
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
 @given(noise=st.integers(0, 400), zeros=st.integers(0, 400), over=st.integers(0, 300))
 def test_a_body_is_kept_raw_unless_that_saves_a_twentieth(bench: Bench, noise: int, zeros: int, over: int) -> None:
     body = random.Random(noise).randbytes(noise) + bytes(zeros)
@@ -838,9 +800,6 @@ _ITEM = st.fixed_dictionaries(
 )
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
 @given(items=st.lists(_ITEM, max_size=12), hooked=st.booleans(), queue_id=st.none() | st.integers(0, 3))
 def test_many_of_any_kind_lie_in_the_order_given(
     bench: Bench, items: list[dict[str, Any]], hooked: bool, queue_id: int | None
@@ -1294,7 +1253,6 @@ def test_a_store_that_is_closed_first_fails_what_was_submitted(tmp_path: Path) -
     assert isinstance(future.exception(0), StoreClosedError)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 50), max_size=30),
     max_loads=st.integers(1, 8),

@@ -6,7 +6,6 @@ is shared by several members, with a model that knows only what was put, what wa
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -14,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import mqstore
 from mqstore.broker.broker import Broker
@@ -1269,41 +1266,6 @@ def test_a_poll_gives_up_when_its_time_is_over(live: Broker) -> None:
     assert subscribed(live).poll(0.02) == []
 
 
-def test_many_threads_lose_nothing_and_repeat_nothing(live: Broker) -> None:
-    """Members come and go while messages are put; each is returned once, each queue in order."""
-    total = 2000
-    seen: list[tuple[int, int]] = []
-    done = threading.Event()
-    lock = threading.Lock()
-
-    def member(number: int) -> None:
-        rounds = 0
-        while not done.is_set():
-            rounds += 1
-            with subscribed(live, f"c{number}-{rounds}") as consumer:
-                for _ in range(5 + 3 * number):
-                    found = consumer.poll(0.02, 7)
-                    with lock:
-                        seen.extend((message.queue.queue_id, message.offset) for message in found)
-                        if len(seen) >= total:
-                            done.set()
-                    if done.is_set():
-                        return
-
-    members = [threading.Thread(target=member, args=(number,), daemon=True) for number in range(4)]
-    for thread in members:
-        thread.start()
-    for i in range(total):
-        put(live, str(i), queue_id=i % 4)
-    for thread in members:
-        thread.join(60)
-
-    assert len(seen) == len(set(seen)) == total
-    for queue_id in range(4):
-        offsets = [offset for queue, offset in seen if queue == queue_id]
-        assert offsets == sorted(offsets)
-
-
 def test_a_store_closes_its_consumers_and_claims_nothing_for_them(tmp_path: Path) -> None:
     with mqstore.open(tmp_path / "mq") as store:
         store.create_topic("orders", queues=1)
@@ -1316,162 +1278,3 @@ def test_a_store_closes_its_consumers_and_claims_nothing_for_them(tmp_path: Path
     assert consumer.closed
     with mqstore.open(tmp_path / "mq") as store:
         assert store.committed("g", Q[0]) == 1
-
-
-# --- a model -------------------------------------------------------------------------------------------------------
-
-
-class Field:
-    """A broker and its members, with a record of what was put, what was returned, and who came back from it."""
-
-    def __init__(self, folder: str, *, interval_s: float) -> None:
-        self.clock = SimulatedClock()
-        config = mqstore.StoreConfig(clock=self.clock, segment_bytes=1 << 16)
-        self.broker = Broker(mqstore.MessageStore(folder, config=config))
-        self.broker.topics.create("orders", queues=3)
-        self.queues = 3
-        self.interval_s = interval_s
-        self.members: dict[int, PullConsumer] = {}
-        self.polled_ms: dict[int, int] = {}
-        self.last: dict[int, list[tuple[int, int]]] = {}
-        self.put: list[tuple[int, int]] = []
-        self.returned: list[tuple[int, int]] = []
-        self.done: set[tuple[int, int]] = set()
-        self.commits: dict[int, int] = {}
-        self.names = 0
-
-    def join(self, number: int) -> None:
-        if number not in self.members:
-            self.names += 1
-            name = f"c{number}-{self.names}"
-            self.members[number] = subscribed(self.broker, name, auto_commit_interval=self.interval_s)
-            self.last[number] = []
-            self.poll(number, 1)
-
-    def leave(self, number: int) -> None:
-        if (consumer := self.members.pop(number, None)) is not None:
-            consumer.close()
-            self.done.update(self.last[number])
-            self.check()
-
-    def crash(self, number: int) -> None:
-        self.members.pop(number, None)
-
-    def poll(self, number: int, count: int) -> None:
-        if (consumer := self.members.get(number)) is None:
-            return
-        found = [(message.queue.queue_id, message.offset) for message in consumer.poll(0, count)]
-        self.done.update(self.last[number])  # a poll says so, whatever became of the queues
-        self.polled_ms[number] = self.clock.monotonic_ms()
-        self.last[number] = found
-        self.returned += found
-        self.check()
-
-    def add(self, queue_id: int) -> None:
-        queue_id %= self.queues
-        receipt = self.broker.put("orders", b"x", queue_id=queue_id)
-        self.put.append((queue_id, receipt.offset))
-
-    def grow(self) -> None:
-        if self.queues < 6:
-            self.queues += 1
-            self.broker.topics.alter("orders", read_queues=self.queues, write_queues=self.queues)
-
-    def advance(self, duration_s: int) -> None:
-        self.clock.advance(duration_s * 1000)
-        self.broker.run_once()
-
-    def check(self) -> None:
-        now_ms = self.clock.monotonic_ms()
-        awake = [
-            self.members[number].assignment()
-            for number in self.members
-            if number in self.polled_ms and now_ms - self.polled_ms[number] < LEASE_MS
-        ]
-        assert sum(map(len, awake)) == len(frozenset().union(*awake))
-        for queue_id in range(self.queues):
-            at = self.broker.committed("g", "orders", queue_id)
-            if at is not None:
-                assert at >= self.commits.get(queue_id, 0), f"queue {queue_id} goes back"
-                self.commits[queue_id] = at
-                assert all(key in self.done for key in self.put if key[0] == queue_id and key[1] < at)
-
-    def drain(self) -> None:
-        """Whoever is left, and one more, read everything."""
-        self.join(99)
-        for _ in range(8):
-            self.advance(30)
-            for number in list(self.members):
-                self.poll(number, 1000)
-        for number in list(self.members):
-            self.leave(number)
-
-    def close(self) -> None:
-        self.broker.close()
-
-
-_numbers = st.integers(0, 2)
-_gentle = st.one_of(
-    st.tuples(st.just("join"), _numbers),
-    st.tuples(st.just("leave"), _numbers),
-    st.tuples(st.just("poll"), _numbers, st.integers(1, 5)),
-    st.tuples(st.just("poll"), _numbers, st.integers(1, 5)),
-    st.tuples(st.just("add"), st.integers(0, 5)),
-    st.tuples(st.just("add"), st.integers(0, 5)),
-    st.tuples(st.just("grow")),
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.one_of(_gentle, st.tuples(st.just("advance"), st.integers(0, 25))), max_size=50),
-    st.sampled_from([0, 5, 1000]),
-)
-def test_members_that_come_and_go_in_good_order_get_everything_once(steps: list[Any], interval_s: float) -> None:
-    """Whatever the order: each message is returned once, each queue in order, and nothing is committed that nobody came
-    back from. Who waits for long polls in between, as one does who waits."""
-    with tempfile.TemporaryDirectory() as folder:
-        field = Field(folder, interval_s=interval_s)
-        try:
-            for name, *arguments in steps:
-                getattr(field, name)(*arguments)
-                if name == "advance":
-                    for number in list(field.members):
-                        field.poll(number, 1)
-            field.drain()
-            assert sorted(field.returned) == sorted(field.put)
-            assert field.done == set(field.put)
-            for queue_id in range(field.queues):
-                offsets = [offset for queue, offset in field.returned if queue == queue_id]
-                assert offsets == sorted(offsets)
-        finally:
-            field.close()
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.one_of(
-            _gentle,
-            st.tuples(st.just("crash"), _numbers),
-            st.tuples(st.just("advance"), st.integers(0, 90)),
-        ),
-        max_size=50,
-    ),
-    st.sampled_from([0, 5, 1000]),
-)
-def test_members_that_hang_or_die_lose_nothing(steps: list[Any], interval_s: float) -> None:
-    """Each message is returned to somebody who came back from it; first returns keep each queue's order; what is
-    committed never goes back."""
-    with tempfile.TemporaryDirectory() as folder:
-        field = Field(folder, interval_s=interval_s)
-        try:
-            for name, *arguments in steps:
-                getattr(field, name)(*arguments)
-            field.drain()
-            assert field.done == set(field.put)
-            for queue_id in range(field.queues):
-                offsets = [offset for queue, offset in dict.fromkeys(field.returned) if queue == queue_id]
-                assert offsets == sorted(offsets)
-        finally:
-            field.close()

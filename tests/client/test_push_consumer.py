@@ -24,7 +24,7 @@ import pytest
 import mqstore
 from mqstore.broker.broker import Broker
 from mqstore.client.interceptors import Interceptor
-from mqstore.client.outcome import BatchFailure, Reject, Retry
+from mqstore.client.outcome import Reject, Retry
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.pushconsumer import PushConsumer, QueueStats
 from mqstore.client.workers import cancelled
@@ -281,42 +281,6 @@ def test_starting_and_stopping_leaves_nothing_behind(broker: Broker) -> None:
     assert set(handled.values()) == {1}  # each stop left off where the next start went on
     assert broker._waiters.parked == parked
     assert broker.locks.snapshot() == []
-
-
-@pytest.mark.parametrize("batch_size", [1, 7])
-def test_every_message_is_handled_once_while_members_come_and_go(broker: Broker, batch_size: int) -> None:
-    handled, lock, number = Counter[bytes](), threading.Lock(), 3_000
-    failed = set[bytes]()
-
-    def handler(given: Any) -> None:
-        batch = [given] if batch_size == 1 else list(given)
-        bad = [message for message in batch if int(message.body) % 97 == 0 and message.attempt == 1]
-        with lock:
-            failed.update(message.body for message in bad)
-            handled.update(message.body for message in batch if message not in bad)
-        if bad:
-            raise BatchFailure(bad)
-
-    def member() -> PushConsumer:
-        consumer = PushConsumer(
-            broker, "g", workers=2, batch_size=batch_size, prefetch=100, retry=mqstore.RetryPolicy(5, delays=[0.05])
-        )
-        consumer.subscribe("t", handler)
-        return consumer.start()
-
-    members = [member()]
-    for i in range(number):
-        broker.put("t", b"%d" % i)
-        if i % 500 == 250:
-            members.append(member())
-        if i % 500 == 499:
-            assert members.pop(0).stop(LONG_S)
-    until(lambda: len(handled) == number)
-    until(lambda: sum(broker.lag("g").values()) == 0)
-    for each in members:
-        assert each.stop(LONG_S)
-    assert set(handled.values()) == {1}
-    assert failed == {b"%d" % i for i in range(0, number, 97)}
 
 
 def test_all_workers_are_at_what_one_pull_brought(broker: Broker) -> None:

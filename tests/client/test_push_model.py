@@ -309,9 +309,7 @@ class Push(RuleBasedStateMachine):
 
 TestPush = Push.TestCase
 TestPush.settings = settings(
-    max_examples=40,
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=(Phase.explicit, Phase.reuse, Phase.generate),  # a story of twenty steps takes minutes to shorten
 )

@@ -179,7 +179,7 @@ def record(seed: int, folder: Path) -> Script:
     return Run(seed, folder).run()
 
 
-CAMPAIGN = Campaign("test_broker_images.py", record, images=120, chunk=20, images_a_script=12)
+CAMPAIGN = Campaign("test_broker_images.py", record, images=60, chunk=20, images_a_script=12)
 
 
 def settings_of(broker: Broker) -> dict[tuple[str, str], int | None]:

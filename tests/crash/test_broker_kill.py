@@ -14,13 +14,9 @@ from __future__ import annotations
 
 import os
 import random
-import select
-import signal
 import struct
-import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +25,7 @@ import mqstore
 from mqstore.broker.broker import Broker
 from mqstore.errors import ReceiptExpiredError
 from mqstore.log.message import Message
+from tests.children import killed_child
 
 _SAY = struct.Struct(">cqq")
 """`p` n due: put n, due at that wall ms (0: at once); `P` n: put to the ordered topic. `h` n now: handled n; `a` n: its
@@ -52,7 +49,6 @@ def body_of(n: int) -> bytes:
 
 def work(path: Path, pipe: int, seed: int, first: int) -> None:
     """Produce and consume until somebody stops it."""
-    threading.excepthook = threading.__excepthook__  # pytest's would keep it to itself
     lock = threading.Lock()
 
     def say(kind: bytes, n: int, value: int = 0) -> None:
@@ -168,44 +164,20 @@ class Books:
 
 
 def one_round(path: Path, books: Books, rng: random.Random) -> None:
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(reader)
-            work(path, writer, rng.getrandbits(32), max(books.due_ms, default=-1) + 1_000)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(1)
-    os.close(writer)
-    limit = rng.randrange(50, 2500)
-    seen, killed, pending = 0, False, b""
-    (poll := select.poll()).register(reader, select.POLLIN)  # select() knows no descriptors beyond 1023
-    try:
-        while True:
-            if not killed and not poll.poll(60_000):
-                raise AssertionError("the child is stuck")
-            data = os.read(reader, 1 << 16)
-            if not data:
-                break
-            pending += data
-            whole = len(pending) // _SAY.size * _SAY.size
-            for kind, n, value in _SAY.iter_unpack(pending[:whole]):
-                books.note(kind, n, value)
-                seen += 1
-            pending = pending[whole:]
-            if not killed and seen >= limit:
-                os.kill(pid, signal.SIGKILL)
-                killed = True
-    finally:
-        os.close(reader)
-        if not killed:
-            os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-    assert killed, f"the child failed by itself (status {status}): its error is above"
-    assert os.WIFSIGNALED(status)
+    seed, first, limit = rng.getrandbits(32), max(books.due_ms, default=-1) + 1_000, rng.randrange(50, 2500)
+    seen, pending = 0, b""
+
+    def heard(data: bytes) -> bool:
+        nonlocal seen, pending
+        pending += data
+        whole = len(pending) // _SAY.size * _SAY.size
+        for said in _SAY.iter_unpack(pending[:whole]):
+            books.note(*said)
+            seen += 1
+        pending = pending[whole:]
+        return seen >= limit
+
+    killed_child(lambda pipe: work(path, pipe, seed, first), heard)
     books.killed()
 
 

@@ -142,7 +142,7 @@ def run_script(seed: int, folder: Path) -> Script:
     return script
 
 
-CAMPAIGN = Campaign("test_delay_images.py", run_script, images=100, chunk=25, images_a_script=25)
+CAMPAIGN = Campaign("test_delay_images.py", run_script, images=50, chunk=25, images_a_script=25)
 
 
 def progress_of(values: list[dict[str, Any] | None], log_end: int) -> dict[str, int]:

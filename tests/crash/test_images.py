@@ -138,7 +138,7 @@ def _run_script(seed: int, folder: Path) -> Script:
     return script
 
 
-CAMPAIGN = Campaign("test_images.py", run_script, images=100, chunk=25, images_a_script=12)
+CAMPAIGN = Campaign("test_images.py", run_script, images=60, chunk=20, images_a_script=12)
 
 
 def contents(store: MessageStore, puts: list[Put], *, gaps: bool = False) -> list[Put]:

@@ -155,7 +155,7 @@ def record(number: int, folder: Path) -> Script:
     return script
 
 
-CAMPAIGN = Campaign("test_pop_images.py", record, images=120, chunk=20, images_a_script=12)
+CAMPAIGN = Campaign("test_pop_images.py", record, images=60, chunk=20, images_a_script=12)
 
 
 def drain(bench: PopBench, group: str, *, order: bool, skip_acked: bool) -> list[Delivery]:

@@ -50,7 +50,7 @@ def record(seed: int, folder: Path) -> list[Event]:
     return fs.events
 
 
-CAMPAIGN = Campaign("test_progress_images.py", record, images=400, chunk=100, images_a_script=10)
+CAMPAIGN = Campaign("test_progress_images.py", record, images=100, chunk=100, images_a_script=10)
 
 
 def check_seed(seed: int, tmp: Path) -> None:

@@ -7,12 +7,8 @@ after the kill must have been done less than 200 ms before it; a loaded machine 
 from __future__ import annotations
 
 import os
-import signal
 import struct
-import sys
-import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +18,7 @@ import pytest
 
 import mqstore
 from mqstore.log.message import Message
+from tests.children import speaking_child
 
 REPEATED_MS = 200 + 400
 """The promise, and what a machine under load may add."""
@@ -43,27 +40,13 @@ def kill_at_work(work: Callable[[Callable[[int], None]], None], notes: Path) -> 
     """Run `work(note)` in a child, kill it `RUN_MS` after the first note; what it noted with the times, and when it was
     killed (wall ms)."""
     fd = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            threading.excepthook = threading.__excepthook__
-            work(partial(note_in, fd))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(1)
-    os.close(fd)
-    give_up = time.monotonic() + 60
-    try:
+    with speaking_child(lambda pipe: work(partial(note_in, fd))):
+        os.close(fd)
+        give_up = time.monotonic() + 60
         while not notes.stat().st_size and time.monotonic() < give_up:
             time.sleep(0.01)
         time.sleep(RUN_MS / 1000)
-    finally:
         killed_ms = now_ms()
-        os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status), "the child failed by itself: its error is above"
     data = notes.read_bytes()
     return dict(_NOTE.iter_unpack(data[: len(data) // _NOTE.size * _NOTE.size])), killed_ms
 

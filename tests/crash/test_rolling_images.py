@@ -210,7 +210,7 @@ def run_script(seed: int, folder: Path) -> Script:
     return script
 
 
-CAMPAIGN = Campaign("test_rolling_images.py", run_script, images=40, chunk=20, images_a_script=10)
+CAMPAIGN = Campaign("test_rolling_images.py", run_script, images=20, chunk=10, images_a_script=10)
 
 
 def check_seed(seed: int, tmp: Path) -> None:

@@ -146,7 +146,7 @@ def run_script(seed: int, folder: Path) -> Script:
     return script
 
 
-CAMPAIGN = Campaign("test_splice_images.py", run_script, images=60, chunk=20, images_a_script=10)
+CAMPAIGN = Campaign("test_splice_images.py", run_script, images=30, chunk=10, images_a_script=10)
 
 
 def held(store: MessageStore) -> list[bytes]:

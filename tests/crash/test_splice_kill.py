@@ -1,14 +1,10 @@
-"""Kill -9 around splices: a process that dies at any change, and real ones that are killed at random moments.
+"""A process that dies at any change around a splice.
 
 After each death the store is opened, all of a splice is there or nothing, and splicing the same version again says so.
 """
 
 from __future__ import annotations
 
-import os
-import random
-import signal
-import struct
 from pathlib import Path
 
 from mqstore.clock import SimulatedClock
@@ -77,61 +73,3 @@ def test_dying_at_any_change_leaves_all_of_a_splice_or_nothing(tmp_path: Path) -
             assert store.splice([shard], app="a", version=1).already == bool(rest), nth
             assert sorted([*spliced, *marks]) == bodies(store), nth
     assert nth > 40, "the run was too short to tell"
-
-
-_WORD = struct.Struct(">ci")
-
-
-def _child(path: Path, shards: list[Path], writer: int) -> None:
-    """Splice and put for ever, telling what is done: a splice that returned, a put that is flushed."""
-    with MessageStore(path, config=StoreConfig(**SIZES)) as store:
-        for version in range(store._bulk.txn.state.version_of("a") + 1, 10_000):
-            store.splice([shards[version % len(shards)]], app="a", version=version)
-            os.write(writer, _WORD.pack(b"s", version))
-            store.put("t", b"put %06d" % version, durability="flush")
-            os.write(writer, _WORD.pack(b"p", version))
-
-
-def test_no_splice_is_lost_halved_or_doubled_by_kill_9(tmp_path: Path) -> None:
-    rng = random.Random(20_240_302)
-    path = tmp_path / "store"
-    shards = [stage(tmp_path / f"{i}", ROWS[i * 9 : i * 9 + 60]) for i in range(3)]
-    acknowledged = {b"s": -1, b"p": -1}
-    for _ in range(8):
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if not pid:
-            status = 1
-            try:
-                os.close(reader)
-                _child(path, shards, writer)
-            finally:
-                os._exit(status)
-        os.close(writer)
-        words = rng.randrange(1, 12)
-        spin = rng.randrange(30_000)
-        pending = b""
-        killed = False
-        while data := os.read(reader, 1 << 16):
-            pending += data
-            if len(pending) >= words * _WORD.size and not killed:
-                while spin:  # a moment, so that the kill does not always land right behind the word
-                    spin -= 1
-                os.kill(pid, signal.SIGKILL)
-                killed = True
-        os.close(reader)
-        _, status = os.waitpid(pid, 0)
-        assert killed, "the child failed by itself: its error is above"
-        assert os.WIFSIGNALED(status)
-        for kind, number in _WORD.iter_unpack(pending[: len(pending) // _WORD.size * _WORD.size]):
-            acknowledged[kind] = max(acknowledged[kind], number)
-        with opened(path) as store:
-            last = store._bulk.txn.state.version_of("a")
-            assert last >= acknowledged[b"s"]
-            wanted = [row.body for v in range(last + 1) for row in ROWS[v % 3 * 9 : v % 3 * 9 + 60]]
-            found = bodies(store)
-            puts = [body for body in found if body.startswith(b"put")]
-            assert [body for body in found if not body.startswith(b"put")] == sorted(wanted)
-            assert len(puts) == len(set(puts)) > acknowledged[b"p"] - 8
-            assert b"put %06d" % acknowledged[b"p"] in puts or acknowledged[b"p"] < 0
-            assert list(store.verify()) == []

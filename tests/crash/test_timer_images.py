@@ -125,7 +125,7 @@ def run_script(seed: int, folder: Path) -> Script:
     return script
 
 
-CAMPAIGN = Campaign("test_timer_images.py", run_script, images=60, chunk=10, images_a_script=10)
+CAMPAIGN = Campaign("test_timer_images.py", run_script, images=30, chunk=10, images_a_script=10)
 
 
 def check_seed(seed: int, tmp: Path) -> None:

@@ -113,7 +113,7 @@ def run_script(seed: int, folder: Path) -> Script:
     return script
 
 
-CAMPAIGN = Campaign("test_transaction_images.py", run_script, images=80, chunk=20, images_a_script=10)
+CAMPAIGN = Campaign("test_transaction_images.py", run_script, images=40, chunk=20, images_a_script=10)
 
 
 def visible(parts: Parts) -> Counter[str]:

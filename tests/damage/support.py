@@ -25,6 +25,7 @@ from click.testing import Result
 
 import mqstore
 from mqstore.options import Profile
+from tests.children import in_child
 from tests.tools.support import mqstore as command
 
 __all__ = [
@@ -195,13 +196,8 @@ def make(path: Path, form: str, state: str, shape: Shape = Shape()) -> Made:  # 
     if state == "closed":
         _put(path, profile, shape, draw, range(half, shape.messages))
     else:
-        child = os.fork()
-        if not child:
-            try:
-                _put(path, profile, shape, draw, range(half, shape.messages), killed=True)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        rest = range(half, shape.messages)
+        assert in_child(lambda: _put(path, profile, shape, draw, rest, killed=True)) == 0
     assert (path / "abort").exists() == (state == "killed")
     if form == FORMATS[2]:
         _append_crc_tails(path)

@@ -18,7 +18,7 @@ import pytest
 from tests.damage.kinds import KINDS, Target, flip
 from tests.damage.support import FORMATS, STATES, Shape, check, make, overwrite, segments
 
-ROUNDS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", "10"))
+ROUNDS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", "4"))
 ONE = os.environ.get("MQSTORE_CAMPAIGN_CASE", "")
 PARTS = max(2, ROUNDS // 50)
 """Tests that share the seeds, so that each processor has some and each test ends in time."""

@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -871,52 +870,6 @@ def test_a_reader_sees_a_mended_segment_in_full(folder: Path) -> None:
 
     assert reader.last is not None
     assert len(reader.mapping(reader.last)) == SIZE
-
-
-def test_readers_and_retention_beside_a_writer(folder: Path) -> None:
-    """Roll, map, sync and drop from several threads: every byte that is found is the right one."""
-    run = open_run(folder, max_mappings=2)
-    stop = threading.Event()
-    wrong: list[object] = []
-
-    def read() -> None:
-        while not stop.is_set():
-            for segment in run.segments():
-                try:
-                    byte = run.mapping(segment)[SIZE - 1]
-                except FileNotFoundError:
-                    continue
-                except Exception as error:
-                    wrong.append(error)
-                    return
-                if byte not in (0, segment.start // SIZE % 250 + 1):
-                    wrong.append((segment, byte))
-
-    def housekeep() -> None:
-        while not stop.is_set():
-            try:
-                run.drop_before(run.end - 5 * SIZE)
-                run.sync(run.min_offset, run.end)
-                run.prepare(run.end, populate_bytes=4096)
-            except Exception as error:
-                wrong.append(error)
-                return
-
-    threads = [threading.Thread(target=work) for work in (read, read, housekeep)]
-    for thread in threads:
-        thread.start()
-    for number in range(60):
-        segment = run.create(number * SIZE)
-        run.mapping(segment)[SIZE - 1 :] = bytes([number % 250 + 1])
-    stop.set()
-    for thread in threads:
-        thread.join()
-
-    assert wrong == []
-    assert run.end == 60 * SIZE
-    run.drop_before(run.end - 5 * SIZE)
-    assert names(folder) == [segment_name(start) for start in run.starts]
-    assert len(run.starts) <= 6
 
 
 def test_only_what_a_mapping_for_writing_shows_is_read_ahead(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Byte flips, cuts, deletions and swaps, in every file of a small store that holds every kind of record.
+"""Byte flips in every file of a small store that holds every kind of record.
 
 Each outcome is one of three, and which one is checked:
 
@@ -9,12 +9,11 @@ Each outcome is one of three, and which one is checked:
 In profile `mqstore` no message ever comes back with another byte than was put; in profile `rocketmq`, whose checksum
 covers bodies alone (format#checksum), no body does. Nothing but an MQStoreError (or LookupError) is ever raised.
 
-Each file is flipped at every 19th byte, others for each file and profile; MQSTORE_FLIP_ALL=1 takes all.
+Each file is flipped at every 37th byte, others for each file and profile; MQSTORE_FLIP_ALL=1 takes all.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import struct
@@ -33,7 +32,7 @@ from mqstore.log.recovery.repair import recover_store
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig
 
-STEP = 1 if os.environ.get("MQSTORE_FLIP_ALL") else 19
+STEP = 1 if os.environ.get("MQSTORE_FLIP_ALL") else 37
 SIZES = {"segment_bytes": 1024, "consumequeue_units": 4, "index_slots": 4, "index_entries": 16}
 LONG_TOPIC = "%RETRY%" + "g" * 130
 PROFILES: tuple[Profile, ...] = ("mqstore", "rocketmq")
@@ -259,49 +258,3 @@ def test_flipped_bytes_are_repaired_as_far_as_the_log_knows(made: Made, tmp_path
             assert not lost, where
             assert not kinds, f"{where}: {kinds}"
         shutil.rmtree(copy)
-
-
-def mangled(made: Made, copy: Path, what: str) -> None:
-    """The store in `copy` does not lead to anything but errors of ours, for a reader and for a writer."""
-    for mode in ("r", "rw"):
-        try:
-            with MessageStore(copy, mode, config=StoreConfig(clock=SimulatedClock())) as store:  # type: ignore[arg-type]
-                compare(made, read_all(store), f"{what}, {mode}")
-                if mode == "r":
-                    list(store.verify())
-                else:
-                    store.put("t", b"goes on")
-        except MQStoreError:
-            continue
-
-
-def test_every_file_cut_short_or_missing(made: Made, tmp_path: Path) -> None:
-    number = 0
-    for name, data in made.original.items():
-        for length in (None, 0, 7, len(data) // 2):
-            if length is not None and length > len(data):
-                continue
-            number += 1
-            copy = tmp_path / f"copy-{number}"
-            shutil.copytree(made.path, copy)
-            if length is None:
-                (copy / name).unlink()
-            else:
-                os.truncate(copy / name, length)
-            mangled(made, copy, f"{name} cut to {length}")
-            shutil.rmtree(copy)
-
-
-def test_files_of_one_folder_swapped(made: Made, tmp_path: Path) -> None:
-    for kind in ("commitlog/0", "consumequeue/t", "index"):
-        some = list(names(made, kind))
-        for a, b in itertools.pairwise(some):
-            copy = tmp_path / "copy"
-            shutil.copytree(made.path, copy)
-            (copy / a).write_bytes(made.original[b])
-            (copy / b).write_bytes(made.original[a])
-            with MessageStore(copy, "r") as store:
-                if made.original[a] != made.original[b]:
-                    assert list(store.verify()) or kind == "index", f"{a} and {b} swapped: unnoticed"
-            mangled(made, copy, f"{a} and {b} swapped")
-            shutil.rmtree(copy)

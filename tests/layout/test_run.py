@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.layout.dispatch import Rows, rows_of
@@ -128,7 +128,6 @@ def check_both(data: bytes, start: int, stop: int, checksum: Checksum, limit: in
 
 @compiled
 @pytest.mark.parametrize("checksum", CHECKSUMS)
-@settings(deadline=None)
 @given(st.data())
 def test_any_log_is_read_alike(checksum: Checksum, data: st.DataObject) -> None:
     rows = data.draw(st.lists(RECORDS, max_size=12))
@@ -141,7 +140,6 @@ def test_any_log_is_read_alike(checksum: Checksum, data: st.DataObject) -> None:
 
 @compiled
 @pytest.mark.parametrize("checksum", CHECKSUMS)
-@settings(deadline=None)
 @given(st.data())
 def test_damaged_logs_are_read_alike(checksum: Checksum, data: st.DataObject) -> None:
     rows = data.draw(st.lists(RECORDS, min_size=1, max_size=8))

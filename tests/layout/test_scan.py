@@ -13,7 +13,7 @@ from unittest import mock
 import crc32c
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.layout import scan
@@ -377,7 +377,6 @@ def test_positions_where_no_record_fits_are_refused() -> None:
 
 
 @given(data=st.binary(min_size=91, max_size=300), numbers=st.data())
-@settings(max_examples=200)
 def test_garbage_is_never_ok_nor_read_beyond_its_end(data: bytes, numbers: st.DataObject) -> None:
     buf = bytearray(data)
     size = numbers.draw(st.integers(-5, len(buf) + 5))

@@ -21,6 +21,7 @@ import pytest
 from mqstore.log import ahead as module
 from mqstore.log.ahead import Ahead, stay_alone
 from mqstore.log.store import MessageStore
+from tests.children import fork
 
 
 def test_it_runs_before_it_is_asked_for_in_a_thread_of_its_own() -> None:
@@ -158,18 +159,20 @@ def test_a_forked_child_makes_its_calls_itself() -> None:
     with Ahead[int]("reader") as ahead:
         ahead.begin(call)
         begun.wait(10)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(30)
+
+        def child() -> None:
+            nonlocal may_end
             may_end = threading.Event()
             may_end.set()
             given = [ahead.result()]
             ahead.begin(lambda: 2)
             given.append(ahead.result())
             ahead.__exit__(None, None, None)
-            os._exit(0 if given == [1, 2] else 1)
+            assert given == [1, 2]
+
+        pid = fork(child)
         may_end.set()
-        assert os.waitpid(child, 0) == (child, 0)
+        assert os.waitpid(pid, 0) == (pid, 0)
         assert ahead.result() == 1
 
 

@@ -27,6 +27,7 @@ from mqstore import (
     StoreIOError,
     StoreLockedError,
 )
+from tests.children import in_child, speaking_child
 from tests.faults import FaultyFileSystem
 from tests.holding import linux_only, open_files
 from tests.log.support import open_store
@@ -337,19 +338,6 @@ def test_a_second_opening_in_the_same_process_is_refused_by_any_name(tmp_path: P
         assert store.read("t")[0].body == b"still mine"
 
 
-def in_child(function: Callable[[], object]) -> int:
-    """The exit status of a forked child that runs `function`: 0 when it returns."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            function()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def test_a_forked_child_can_do_nothing_with_its_parents_store(tmp_path: Path) -> None:
     with MessageStore(tmp_path / "s", config=SMALL) as store:
         store.put("t", b"parent")
@@ -402,7 +390,6 @@ def test_a_child_forked_while_another_thread_puts_is_told_and_does_not_hang(tmp_
         held.wait()
 
         def child() -> None:
-            signal.alarm(20)
             for act in (lambda: store.put("t", b"child"), lambda: store.put_many("t", [b"child"])):
                 with pytest.raises(StoreClosedError):
                     act()
@@ -466,21 +453,11 @@ def test_no_room_for_a_thread_gives_the_lock_back(tmp_path: Path, monkeypatch: p
 
 
 def test_a_forked_child_that_lives_on_does_not_keep_the_store_locked(tmp_path: Path) -> None:
-    read_end, write_end = os.pipe()
     store = open_store(tmp_path / "s")
-    pid = os.fork()
-    if pid == 0:
-        os.close(write_end)
-        os.read(read_end, 1)  # until the parent closes its end
-        os._exit(0)
-    try:
+    with speaking_child(lambda pipe: signal.pause()):
         store.close()
         with open_store(tmp_path / "s") as again:
             assert again.put("t", b"x").offset == 0
-    finally:
-        os.close(write_end)
-        os.close(read_end)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 # -- what the system refuses ----------------------------------------------------------------------------------------
@@ -547,7 +524,7 @@ print("fine")
 
 
 def test_more_queues_than_descriptors(tmp_path: Path, run: Callable[..., Program]) -> None:
-    program = run(MANY, tmp_path / "s", 64, 150, 8)
+    program = run(MANY, tmp_path / "s", 64, 40, 8)
     assert program.finish() == (0, "fine\n")
 
 

@@ -28,7 +28,7 @@ OWN = (
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     root = tmp_path / "store"
-    with mqstore.open(root) as store:
+    with mqstore.open(root, config=mqstore.StoreConfig(segment_bytes=1 << 16)) as store:
         store.put("orders", b"1", queue_id=0, keys="k")
     return root
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import (
@@ -221,9 +221,6 @@ TEXT = st.text(
     properties=st.none() | st.dictionaries(TEXT, TEXT, max_size=3),
     unique_key=st.none() | TEXT,
     flag=st.integers(-(1 << 31), (1 << 31) - 1),
-)
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_any_text_and_bytes_come_back_the_same_or_are_refused(
     store: MessageStore, body: bytes, tag: Any, keys: Any, properties: Any, unique_key: Any, flag: int

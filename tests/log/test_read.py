@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mqstore import (
@@ -142,9 +142,6 @@ def test_reading_none_is_an_empty_list_with_or_without_a_filter(store: MessageSt
 
 @pytest.mark.parametrize("tags", ["*", "T"])
 @given(data=st.data())
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
 def test_the_byte_limit_counts_whole_records_but_never_refuses_the_first(
     store: MessageStore, tags: str, data: st.DataObject
 ) -> None:
@@ -578,7 +575,6 @@ def test_a_damaged_record_is_not_found(tmp_path: Path) -> None:
 
 @given(steps=st.lists(st.integers(0, 3), min_size=1, max_size=40), drop=st.booleans())
 @example(steps=[0] * 30, drop=False)
-@settings(max_examples=25, deadline=None)
 def test_offset_at_against_a_naive_search(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int], drop: bool
 ) -> None:

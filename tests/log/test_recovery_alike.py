@@ -197,38 +197,53 @@ def outcome(path: Path, options: RecoverOptions | None) -> dict[str, Any]:
     return told
 
 
-OPTIONS = (
-    None,
-    RecoverOptions(full=True),
-    RecoverOptions(full=True, prefix=True),
-    RecoverOptions(full=True, rebuild_index=True),
+WAYS: tuple[tuple[RecoverOptions | None, bool], ...] = (
+    (None, False),
+    (None, True),
+    (RecoverOptions(full=True), False),
+    (RecoverOptions(full=True, prefix=True), True),
+    (RecoverOptions(full=True, rebuild_index=True), False),
 )
+"""Options, None for an opening; and whether the checkpoint is lost, too."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[Profile, tuple[Path, list[int]]]:
+    """By profile: a store, of which tests damage copies, and where its records begin."""
+    folder = tmp_path_factory.mktemp("made")
+    profiles: tuple[Profile, ...] = ("mqstore", "rocketmq")
+    return {profile: (folder / profile, make(folder / profile, profile)) for profile in profiles}
 
 
 @compiled
-@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize(
+    ("name", "profile", "way"),
+    # Each damage in four of the five ways, two in each profile.
+    [
+        (name, profile, (number + step) % 5)
+        for number, name in enumerate(DAMAGES)
+        for step, profile in enumerate(["mqstore", "rocketmq", "mqstore", "rocketmq"])
+    ],
+)
 def test_what_is_done_about_damage_does_not_depend_on_compiled_parts(
-    tmp_path: Path, name: str, profile: Profile
+    tmp_path: Path, made: dict[Profile, tuple[Path, list[int]]], name: str, profile: Profile, way: int
 ) -> None:
-    places = make(tmp_path / "made", profile)
-    for seed, options in enumerate(OPTIONS):
-        for lost_checkpoint in (False, True) if options is None else (seed % 2 == 0,):
-            source = random.Random(f"{name} {seed}")
-            shutil.copytree(tmp_path / "made", tmp_path / "damaged")
-            DAMAGES[name](tmp_path / "damaged", places, source)
-            if lost_checkpoint:
-                (tmp_path / "damaged" / "checkpoint").unlink()
-            found = []
-            for road, take in ((nullcontext, shutil.copytree), (compiled_parts_left_out, shutil.move)):
-                # At the same path: findings name it.
-                take(tmp_path / "damaged", tmp_path / "store")
-                with road():
-                    found.append(outcome(tmp_path / "store", options))
-                shutil.rmtree(tmp_path / "store")
-            first, second = found
-            assert first == second
-            assert first["report"]["messages"] > 0
+    whole, places = made[profile]
+    options, lost_checkpoint = WAYS[way]
+    shutil.copytree(whole, tmp_path / "damaged")
+    DAMAGES[name](tmp_path / "damaged", places, random.Random(f"{name} {way}"))
+    if lost_checkpoint:
+        (tmp_path / "damaged" / "checkpoint").unlink()
+    found = []
+    for road, take in ((nullcontext, shutil.copytree), (compiled_parts_left_out, shutil.move)):
+        # At the same path: findings name it.
+        take(tmp_path / "damaged", tmp_path / "store")
+        with road():
+            found.append(outcome(tmp_path / "store", options))
+        shutil.rmtree(tmp_path / "store")
+    first, second = found
+    assert first == second
+    assert first["report"]["messages"] > 0
 
 
 @pytest.mark.parametrize("batch", [1, 7, 8192])

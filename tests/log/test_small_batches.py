@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import MessageStore, SimulatedClock
@@ -111,7 +111,6 @@ def run_dispatcher(
     return seen, files(root)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     STEPS,
     # Not the queue offset: a great one is a great gap, which is filled.
@@ -218,7 +217,6 @@ HARM = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     ASK,
     HARM,

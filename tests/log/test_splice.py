@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from crc32c import crc32c
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.broker.admin.contents import inspect_store
@@ -122,9 +122,6 @@ _rows = st.lists(
 )
 
 
-@settings(
-    max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
-)
 @given(
     before=st.lists(st.binary(max_size=900), max_size=5),
     shards=st.lists(_rows, max_size=4),

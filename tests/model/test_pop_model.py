@@ -26,9 +26,7 @@ MAX_ATTEMPTS = 3
 DELAYS_MS = (1_000, 5_000, 10_000)
 RETRY, DLQ = pop_retry_topic("g", "t"), dlq_topic("g")
 INVISIBLE_MS = st.sampled_from([100, 1_000, 7_000, 60_000])
-SOME = settings(
-    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+SOME = settings(stateful_step_count=40, suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 class Machine(RuleBasedStateMachine):

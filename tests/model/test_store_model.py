@@ -246,6 +246,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreModel = StoreMachine.TestCase
-TestStoreModel.settings = settings(
-    max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestStoreModel.settings = settings(stateful_step_count=25, suppress_health_check=list(HealthCheck))

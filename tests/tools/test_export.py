@@ -24,11 +24,10 @@ from mqstore import StoreConfig
 from mqstore.layout.record import COMPRESSED, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.walk import walk_log
-from mqstore.options import Profile
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.log.splicesupport import Row, stage
 from tests.log.support import Unsynced, flip, open_store
-from tests.tools.damages import DAMAGES, Put, filled, flipped
+from tests.tools.damages import DAMAGES, filled, flipped
 from tests.tools.support import mqstore, process
 
 Golden = Callable[[str], GoldenStore]
@@ -78,38 +77,6 @@ def test_messages_come_in_the_order_of_the_log(golden: Golden) -> None:
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
-@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
-@pytest.mark.parametrize("name", DAMAGES)
-def test_every_whole_message_is_exported_and_loss_is_told(
-    tmp_path: Path, name: str, profile: Profile, killed: bool
-) -> None:
-    puts = filled(tmp_path / "s", profile, killed=killed)
-    damaged = DAMAGES[name](tmp_path / "s", puts)
-
-    def is_whole(put: Put) -> bool:
-        start, end = put["physical_offset"], put["physical_offset"] + put["size"]
-        return not any(low < end and start < high for low, high in damaged)
-
-    whole = [put for put in puts if is_whole(put)]
-
-    result = mqstore("export", tmp_path / "s", "--json")
-
-    found = lines(result.stdout)
-    assert [{key: row[key] for key in puts[0]} for row in found] == whole
-    *told, summary = lines(result.stderr)
-    assert summary["messages"] == len(whole)
-    has_trace = not (killed and name == "last segment gone")  # else nothing says that there was more
-    if len(whole) == len(puts) or not has_trace:
-        assert (result.exit_code, told, summary["ok"], summary["missing"]) == (0, [], True, 0)
-    else:
-        assert (result.exit_code, summary["ok"]) == (1, False)
-        assert told
-    if not killed:
-        mqstore("recover", tmp_path / "s")
-        assert lines(mqstore("export", tmp_path / "s").stdout) == found
 
 
 @pytest.mark.parametrize("victims", [[0], [40], [40, 41, 43], [88, 89]], ids=str)

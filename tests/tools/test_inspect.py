@@ -314,7 +314,7 @@ def damage(path: Path, rng: random.Random) -> str:
     return f"{kind} {victim.relative_to(path)}"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(5))
 def test_no_damage_makes_a_tool_fall_over(golden: Golden, seed: int) -> None:
     """Findings or an error: never a crash, a hang or a control sequence (which `mqstore` checks). Seeded, so that a
     failure can be looked at again."""
@@ -585,23 +585,12 @@ def test_a_splice_under_way_and_the_inbox_are_told(tmp_path: Path) -> None:
     assert "reason.txt" in shown
 
 
-def small_objects(size: int, values: int) -> bytes:
-    return b'{"offsetTable":{' + b",".join(b'"t%x@g":{"0":1}' % n for n in range(values // 2 - 2)) + b"}}"
-
-
-def one_string(size: int, values: int) -> bytes:
-    """Four bytes a character, for the sake of the last one; read twice, for the sake of the key."""
-    return b'{1:"' + b"x" * (size - 20) + "\U0001f600".encode() + b'"}'
-
-
-@pytest.mark.parametrize("content_of", [small_objects, one_string])
-def test_the_worst_file_that_is_read_takes_a_bounded_amount_of_memory(
-    tmp_path: Path, content_of: Callable[[int, int], bytes]
-) -> None:
+def test_the_worst_file_that_is_read_takes_a_bounded_amount_of_memory(tmp_path: Path) -> None:
     """35 MB of JSON took 2 GiB. As large as the limits allow it takes 0.6 GiB, most of all in small objects."""
     with library.open(tmp_path / "store") as store:
         store.put("a", b"x")
-    content = content_of(jsonfile.JSON_BYTES_MAX, jsonfile.JSON_VALUES_MAX)
+    entries = (b'"t%x@g":{"0":1}' % n for n in range(jsonfile.JSON_VALUES_MAX // 2 - 2))
+    content = b'{"offsetTable":{' + b",".join(entries) + b"}}"
     assert len(content) <= jsonfile.JSON_BYTES_MAX
     assert sum(map(content.count, b",{[")) <= jsonfile.JSON_VALUES_MAX
     (tmp_path / "store" / "config").mkdir(exist_ok=True)

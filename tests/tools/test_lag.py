@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import SimulatedClock
@@ -108,7 +108,6 @@ def test_what_was_acknowledged_behind_a_message_in_flight_is_no_lag(tmp_path: Pa
 
 
 @given(data=st.data())
-@settings(max_examples=80, deadline=None)
 def test_the_files_say_what_the_broker_says(data: st.DataObject) -> None:
     """Whatever was popped, settled, given back, read and committed; of the closed store and of the next opening."""
     with tempfile.TemporaryDirectory() as folder:
