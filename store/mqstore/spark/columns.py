@@ -188,11 +188,6 @@ def _time(name: str) -> Callable[[Piece], Any]:
     return column
 
 
-def _record(piece: Piece) -> Any:
-    headers = piece.headers
-    return cut(piece.buffer, headers.positions, headers.positions + headers.size)
-
-
 def _properties(piece: Piece) -> Any:
     pairs, count = piece.pairs, len(piece)
     names = text(cut(pairs.data, pairs.start, pairs.start + pairs.name_size))
@@ -309,7 +304,7 @@ _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
     "body_crc": _int("checksum"),
     "message_id": _message_id,
     "unique_key": _property(UNIQ_KEY),
-    "record": _record,
+    "record": lambda piece: cut(piece.buffer, piece.headers.positions, piece.headers.positions + piece.sizes),
     "headers": _user_headers,
 }
 
@@ -381,10 +376,10 @@ class ColumnReader:
     def _chosen(self, pieces: Iterable[Piece], tags: TagFilter | None) -> Iterator[Piece]:
         """What the filters leave. What is damaged stays: nobody knows what it was."""
         for piece in pieces:
-            if tags is not None and not piece.errors:
-                piece = _only(piece, pc.is_in(_property(TAGS)(piece), pa.array(sorted(tags.tags))).to_numpy(False))
-            if self._passes is not None and not piece.errors and len(piece):
-                piece = _only(piece, _passing(piece, self._passes))
+            if not piece.errors and tags is not None:
+                piece = piece.only(pc.is_in(_property(TAGS)(piece), pa.array(sorted(tags.tags))).to_numpy(False))
+            if not piece.errors and self._passes is not None:
+                piece = piece.only(_passing(piece, self._passes))
             if len(piece):
                 yield piece
 
@@ -442,11 +437,6 @@ def _or_null(values: npt.NDArray[np.signedinteger[Any]]) -> Any:
     """Null in place of -1, which stands for what nobody knows."""
     absent = values == -1
     return pa.array(values, mask=absent) if absent.any() else pa.array(values)
-
-
-def _only(piece: Piece, passes: npt.NDArray[np.bool_]) -> Piece:
-    """The rows that pass."""
-    return piece if passes.all() else piece.take(passes)
 
 
 def _passing(piece: Piece, passes: Callable[[dict[str, str]], bool]) -> npt.NDArray[np.bool_]:

@@ -156,6 +156,10 @@ class Piece:
         here = Piece(self.topic, self.queue_id, self.slots[rows], self.physical[rows], self.sizes[rows], codes)
         return replace(here, buffer=self.buffer, base=self.base, positions=positions)
 
+    def only(self, passes: _Bools) -> Piece:
+        """The rows that pass."""
+        return self if passes.all() else self.take(passes)
+
     def damaged(self, findings: Sequence[Finding], policy: Policy) -> Iterator[Piece]:
         """Report one finding a row; the rows without their records, if they are kept."""
         for finding in findings:
@@ -308,8 +312,7 @@ class QueueScan:
             live &= ~is_void(units)
             if tags is not None:
                 live &= tags.units(units["tags_code"].astype(np.int64))
-            if not live.all():
-                whole = whole.take(live)
+            whole = whole.only(live)
             if self.records:
                 yield from self._looked_up(queue, whole)
             else:

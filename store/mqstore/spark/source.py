@@ -76,13 +76,13 @@ class MQStoreDataSource(DataSource):
             if not unknown:
                 raise
             name = unknown[0]  # Spark does not say whether it is to read or to write
+            write, read = (", ".join(table.options) for table in (SINK_OPTIONS, SOURCE_OPTIONS))
             if name in SINK_OPTIONS:
-                read = ", ".join(SOURCE_OPTIONS.options)
                 raise ConfigError(f"option {name!r} is for writing; to read there are {read}") from error
             near = SINK_OPTIONS.nearest(name) or SOURCE_OPTIONS.nearest(name)
-            write, read = (", ".join(table.options) for table in (SINK_OPTIONS, SOURCE_OPTIONS))
-            there = near or f"; to write there are {write}; to read, {read}"
-            raise ConfigError(f"no option {name!r}{there}") from error
+            raise ConfigError(
+                f"no option {name!r}{near or f'; to write there are {write}; to read, {read}'}"
+            ) from error
 
     @cached_property
     def _columns(self) -> list[str]:

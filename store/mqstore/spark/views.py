@@ -90,9 +90,7 @@ def view_batch(view: str, store: StoreName, options: SourceOptions) -> Any:
         else:
             with opened:
                 rows = [(store.id, *row) for row in table.rows(opened, options)]
-    columns = zip(*rows, strict=True) if rows else [()] * len(table.columns)
-    arrays = [pa.array([*values], field.type) for values, field in zip(columns, table.schema, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=table.schema)
+    return pa.RecordBatch.from_pylist([dict(zip(table.columns, row, strict=True)) for row in rows], table.schema)
 
 
 def _instant(ms: int | None) -> datetime | None:
