@@ -15,7 +15,7 @@ import logging
 import mmap
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from heapq import merge
@@ -53,7 +53,6 @@ from mqstore.layout.record import (
     decode_record,
 )
 from mqstore.layout.scan import Headers, gather, ordinary_bodies, topic_is, verify
-from mqstore.log.columns import Columns, columns_of
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.foreign import foreign
 from mqstore.log.index import Index
@@ -176,9 +175,8 @@ class _Checked(NamedTuple):
     """What holds them; None: there is no such file."""
     good: npt.NDArray[np.bool_]
     headers: Headers | None = None
-    """As the two that follow only if all are good, and it came by the way: see `Stretch`."""
+    """As `body_ends` only if all are good, and it came by the way: see `Stretch`."""
     body_ends: npt.NDArray[np.int64] | None = None
-    bodies: npt.NDArray[np.uint8] | None = None
 
 
 class StoreReader:
@@ -488,11 +486,10 @@ class StoreReader:
         max_messages: int,
         max_bytes: int | None,
         first_is_free: bool,
-        with_bodies: bool = False,
         tell: bool = True,
     ) -> tuple[list[Stretch], int, bool]:
         """Where the records of units [offset, offset + count) lie, checked; the offset behind the last unit consumed;
-        and whether a limit ended it. `with_bodies`: their bodies, too, if the check can copy them by the way."""
+        and whether a limit ended it."""
         units = queue.units(offset, count)
         physical = units["physical_offset"].astype(np.int64)
         sizes = units["size"].astype(np.int64)
@@ -536,7 +533,7 @@ class StoreReader:
             if low == high:
                 continue
             here = slice(low, high)
-            checked = self._check(queue, physical[here], sizes[here], slots[here], with_bodies)
+            checked = self._check(queue, physical[here], sizes[here], slots[here])
             buffer, good = checked.buffer, checked.good
             if buffer is None and physical[low] < self._first_kept():
                 queue.correct_min(self._first_kept())  # retention took it meanwhile
@@ -570,7 +567,6 @@ class StoreReader:
                 slots[here],
                 checked.headers,
                 checked.body_ends,
-                checked.bodies,
             )
             stretches.append(stretch if good.all() else stretch.only(good))
         return stretches, after, stop
@@ -667,7 +663,6 @@ class StoreReader:
         physical: npt.NDArray[np.int64],
         sizes: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int64],
-        with_bodies: bool = False,
     ) -> _Checked:
         """The mapping that holds these units' records, and which of them verify as what the units say."""
         stops = physical + sizes
@@ -680,9 +675,9 @@ class StoreReader:
         headers: Headers | None = None
         if self._kernel is not None:
             unit = queue.queue_id, queue.topic_bytes
-            found = ordinary_bodies(buffer, starts, physical, sizes, slots, *unit, copied=with_bodies, checksums=True)
+            found = ordinary_bodies(buffer, starts, physical, sizes, slots, *unit, copied=False, checksums=True)
             if found is not None:
-                return _Checked(buffer, np.ones(len(starts), np.bool_), None, *found[:2])
+                return _Checked(buffer, np.ones(len(starts), np.bool_), None, found[0])
         said = (physical << 1 | 1) ^ sizes << 41  # odd, so never 0, which stands for "not looked at"
         if self._passes_over_bad and self._verified.all_in(queue, slots, said):
             return _Checked(buffer, good)
@@ -722,41 +717,6 @@ class StoreReader:
             if buffer[at : at + len(length) + len(topic)] == length + topic:
                 return True
         return is_listed(buffer, start, queue.topic, queue.queue_id, slot)
-
-    def read_columns(
-        self,
-        topic: str,
-        queue_id: int = 0,
-        offset: int = 0,
-        max_messages: int = 65_536,
-        columns: Sequence[str] | None = None,
-    ) -> Columns:
-        """The messages that `read` would give, as arrays: for analysis, export and Spark.
-
-        Numbers are numpy int32/int64, texts and bodies pairs of (int64 offsets, uint8 data) as Arrow's large binary has
-        them. `columns` None means all (`columns.NAMES`); what is not asked for is not decoded. Raises as `read`, and
-        ConfigError for an unknown column.
-        """
-        queue = self.queue_named(topic, queue_id, offset + max_messages - 1)
-        low, high = queue.min_offset, queue.max_offset
-        if not low <= offset <= high:
-            raise OffsetOutOfRangeError(
-                f"offset {offset} of {topic}/{queue_id} is not between {low} and {high}", low, high
-            )
-        count = min(high - offset, max_messages)
-        if count <= 0:
-            return columns_of(queue.topic, queue.queue_id, [], offset, columns)
-        stretches, after, _ = self._locate(
-            queue, offset, count, None, count, None, True, with_bodies=columns is None or "body" in columns
-        )
-        if offset < queue.min_offset and not (stretches and stretches[0].slots[0] == offset):  # as in `get`
-            low, high = queue.min_offset, queue.max_offset
-            raise OffsetOutOfRangeError(
-                f"offset {offset} of {topic}/{queue_id} is not between {low} and {high}", low, high
-            )
-        self._gets += sum(len(stretch) for stretch in stretches)
-        self._get_bytes += sum(int(stretch.sizes.sum()) for stretch in stretches)
-        return columns_of(queue.topic, queue.queue_id, stretches, after, columns)
 
     # -- single messages --------------------------------------------------------------------------------------------
 
