@@ -20,10 +20,6 @@ from bench.peers import BATCH
 
 READ_BATCH = 1000
 """Messages asked for at once when a whole queue is read as messages."""
-COLUMN_BATCH = 8192
-"""Likewise as columns: arrays are for many, and best while they fit the caches."""
-COLUMNS = ["queue_offset", "body"]
-"""What LMDB's cursor yields too: the number and the bytes."""
 SEGMENTS = 200
 
 
@@ -128,22 +124,6 @@ def read_messages(directory: Path, load: Load) -> Iterator[Work]:
 
 
 @contextmanager
-def read_columns(directory: Path, load: Load) -> Iterator[Work]:
-    with closing(mqstore.MessageStore(directory / "store")) as store:
-        _fill(store, load)
-
-        def work() -> int:
-            offset = 0
-            while offset < load.messages:
-                columns = store.read_columns(load.topic, 0, offset, COLUMN_BATCH, columns=COLUMNS)
-                assert columns.next_offset > offset
-                offset = columns.next_offset
-            return offset
-
-        yield work
-
-
-@contextmanager
 def reput(directory: Path, load: Load) -> Iterator[Work]:
     # With a clock of its own a store starts no thread, so what is put stays undispatched until we say so.
     config = mqstore.StoreConfig(clock=mqstore.SystemClock())
@@ -241,7 +221,6 @@ PUT_MANY = side("mqstore put_many, 1000 at once", put_many)
 FLUSH_1 = side("mqstore, 1 thread", put_flushed, threads=1)
 FLUSH_16 = side("mqstore, 16 threads", put_flushed, threads=16)
 READ_MESSAGES = side("mqstore read", read_messages)
-READ_COLUMNS = side("mqstore read_columns", read_columns)
 REPUT = side("mqstore reput", reput)
 RECOVERY = side("mqstore open after a crash", recovery)
 CRC32C_SWEEP = side("bare crc32c, one sweep", crc32c, how="sweep")

@@ -37,7 +37,6 @@ TARGETS = (
     Target("flush_1", "bare pwrite O_DSYNC", 0.9),
     Target("flush_16", "mqstore, 1 thread", 6.0),
     Target("read_messages", "LMDB cursor", 0.5),
-    Target("read_columns", "LMDB cursor", 3.0),
     Target("reput", "mqstore put", 3.0),
     Target("recovery", "bare crc32c, one sweep", 0.3),
     Target("recovery", "bare crc32c, a call a record", 0.3),

@@ -19,17 +19,10 @@ READ_MESSAGES = Question(
     (peers.LMDB_CURSOR,),
     messages={128: 400_000, 1024: 100_000},
 )
-READ_COLUMNS = Question(
-    "read_columns",
-    "read a queue from end to end as columns (queue offset, body)",
-    engine.READ_COLUMNS,
-    (peers.LMDB_CURSOR,),
-    messages={128: 400_000, 1024: 100_000},
-)
-QUESTIONS = (READ_MESSAGES, READ_COLUMNS)
+QUESTIONS = (READ_MESSAGES,)
 
 
 @pytest.mark.parametrize("body_bytes", BODY_SIZES)
-@pytest.mark.parametrize("side", [*READ_MESSAGES.sides, engine.READ_COLUMNS], ids=lambda side: side.name)
+@pytest.mark.parametrize("side", READ_MESSAGES.sides, ids=lambda side: side.name)
 def test_read(benchmark: Any, side: Side, body_bytes: int) -> None:
     under_benchmark(benchmark, READ_MESSAGES, side, body_bytes)

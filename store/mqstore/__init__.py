@@ -76,7 +76,6 @@ from mqstore.errors import (
     TransactionStateError,
     UnsupportedStoreError,
 )
-from mqstore.log.columns import Binary, Columns
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
@@ -97,12 +96,10 @@ __all__ = [
     "JSON",
     "TEXT",
     "BatchFailure",
-    "Binary",
     "Body",
     "Broker",
     "Clock",
     "Codec",
-    "Columns",
     "ConfigError",
     "Consumed",
     "ConsumerStats",

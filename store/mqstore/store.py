@@ -1,7 +1,7 @@
 """The one object that an application opens: a store directory with everything on it.
 
     Store ── put, put_many, recall, queue, dead_letters, commit_offset ...  the broker (mode "rw")
-      └───── read, iter, find, get, read_columns, offsets, verify ...       the log (either mode)
+      └───── read, iter, find, get, to_arrow, offsets, verify ...           the log (either mode)
 
 It keeps nothing of its own: what it adds to the two is that there is one of them to open and to close, and names that
 need no knowledge of rooms. `broker` and `log` are there for whoever wants all that they can.
@@ -33,7 +33,6 @@ from mqstore.client.pullconsumer import PullConsumer, PullConsumerOptions
 from mqstore.client.pushconsumer import PushConsumer, PushConsumerOptions
 from mqstore.client.simpleconsumer import SimpleConsumer, SimpleConsumerOptions
 from mqstore.errors import OffsetOutOfRangeError, ReadOnlyStoreError, TopicNotFoundError
-from mqstore.log.columns import Columns
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
@@ -293,13 +292,6 @@ class Store(AbstractContextManager["Store"]):
             return all(self.log.offsets_or_none(*ref) is None for ref in self.queues(topic))
         known = 0 <= queue_id < max(config.read_queues, config.write_queues)
         return known and not self.closed and self.log.offsets_or_none(topic, queue_id) is None
-
-    def read_columns(
-        self, topic: str, queue_id: int, offset: int, max_messages: int, columns: Sequence[str] | None = None
-    ) -> Columns:
-        """The same messages as arrays: numbers as numpy, texts and bodies as Arrow buffers. Columns that are not asked
-        for are not decoded; `next_offset` tells where to go on."""
-        return self.log.read_columns(topic, queue_id, offset, max_messages, columns)
 
     def to_arrow(
         self,

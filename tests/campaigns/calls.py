@@ -107,7 +107,7 @@ def find(work: Work) -> None:
 
 
 def look(work: Work) -> None:
-    work.store.read_columns("t", 0, 0, 8)
+    work.store.read("t", 0, 0, 8)
     work.store.offsets("t", 0)
     with suppress(GroupNotFoundError):
         work.store.lag("q")

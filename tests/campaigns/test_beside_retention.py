@@ -177,26 +177,6 @@ def _walk(path: Path) -> Rows:
     return rows
 
 
-def _columns(path: Path) -> Rows:
-    rows: Rows = []
-    with mqstore.open(path, mode="r") as store:
-        for ref in store.queues("orders"):
-            position, end = store.log.offsets(*ref)
-            while position < end:
-                try:
-                    found = store.read_columns(*ref, position, 1000)
-                except OffsetOutOfRangeError as error:
-                    position = error.min_offset
-                    continue
-                offsets, bodies = found["queue_offset"], found["body"]
-                rows += [
-                    (ref.queue_id, int(offset), bytes(bodies.data[bodies.offsets[i] : bodies.offsets[i + 1]]))
-                    for i, offset in enumerate(offsets)
-                ]
-                position = found.next_offset
-    return rows
-
-
 def _arrow(path: Path) -> Rows:
     with mqstore.open(path, mode="r") as store:
         table = store.to_arrow("orders", columns=["queue_id", "queue_offset", "body"])
@@ -265,7 +245,6 @@ LOOKS = [
     Look("MessageStore.iter", call=_iter, complete=True),
     Look("Store.iter", call=_iter_all, complete=True),
     Look("walk_queue", call=_walk, complete=True),
-    Look("read_columns", call=_columns, complete=True),
     Look("to_arrow", call=_arrow, complete=True),
     Look("find", call=_find),
     Look("offset_at", call=_times),

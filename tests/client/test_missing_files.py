@@ -39,10 +39,6 @@ def by_read(store: Store) -> Iterator[Message]:
         offset = found[-1].offset + 1
 
 
-def by_columns(store: Store) -> list[int]:
-    return list(store.read_columns("t", 0, store.offsets("t", 0)[0], COUNT, ["size"])["size"])
-
-
 def by_queue(store: Store) -> Iterator[object]:
     queue = store.queue("t", codec=None)
     queue.shutdown()
@@ -58,12 +54,11 @@ def by_pull(store: Store) -> Iterator[Message]:
             yield from found
 
 
-READING: dict[str, Callable[[Store], Iterator[object] | list[int]]] = {
+READING: dict[str, Callable[[Store], Iterator[object]]] = {
     "iter of a queue": lambda store: store.iter("t", 0),
     "iter of a topic": lambda store: store.iter("t"),
     "iter with tags": lambda store: store.iter("t", 0, tags="a || b"),
     "read": by_read,
-    "read_columns": by_columns,
 }
 WRITING = READING | {"queue": by_queue, "pull consumer": by_pull}
 

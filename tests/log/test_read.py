@@ -102,7 +102,7 @@ def test_nothing_matched_goes_on_behind_what_was_looked_at(trimmed: MessageStore
 def test_a_topic_or_queue_that_is_not_there(store: MessageStore) -> None:
     store.put("t", b"x", 1)
     for topic, queue_id in (("nope", 0), ("t", 0), ("t", -1), ("../t", 1), ("", 0), ("t\0", 1)):
-        for read in (store.read, store.offsets, store.read_columns, lambda *a: store.wait(*a, 0, 0)):
+        for read in (store.read, store.offsets, lambda *a: store.wait(*a, 0, 0)):
             with pytest.raises(TopicNotFoundError):
                 read(topic, queue_id)
     assert [ref.queue_id for ref in store.queues("t")] == [1]
@@ -116,7 +116,6 @@ def test_a_thread_sees_what_it_has_put_at_once(store: MessageStore) -> None:
         store.put("t", b"%d" % i)
         assert len(store.read("t")) == i + 1
         assert store.offsets("t") == (0, i + 1)
-        assert store.read_columns("t").count == i + 1
         assert store.read("t", 0, i)[0].offset == i
 
 
@@ -259,7 +258,6 @@ def test_no_change_to_any_byte_of_a_message_is_ever_served(tmp_path: Path, mode:
             # What another process's writer may still be doing is stopped before.
             store.checker.passes_over_bad = mode == "rw"
             assert [m.record_bytes() for m in store.read("t")] == [whole[0], whole[2]]
-            assert store.read_columns("t", columns=["queue_offset"])["queue_offset"].tolist() == [0, 2]
             assert store.stats().bad_records == 1
             with pytest.raises(LookupError):
                 store.at(size)
@@ -284,7 +282,6 @@ def test_a_damaged_record_is_passed_over_counted_and_reported_once(tmp_path: Pat
             assert [m.offset for m in store.read("t")] == expected
             assert [m.offset for m in store.iter("t", 0)] == expected
             assert [m.offset for m in store.read("t", tags="T")] == expected
-            assert store.read_columns("t", columns=["queue_offset"])["queue_offset"].tolist() == expected
         result = store.get("t", 0, slots[0], 1)
         assert result.next_offset > slots[0]
         assert [m.offset for m in store.read("t", 0, slots[0], 1)] == [min(i for i in expected if i > slots[0])]
@@ -305,7 +302,6 @@ def test_another_process_stops_before_records_of_which_none_behind_verifies(
         assert read == list(range(slots[0]))
         assert store.get("t", 0, slots[0], count).next_offset == slots[0]
         assert [m.offset for m in store.iter("t")] == read
-        assert store.read_columns("t", 0).next_offset == slots[0]
         assert store.stats().bad_records == 0
 
 
@@ -372,7 +368,6 @@ def test_a_unit_that_is_void_or_wrong_is_passed_over(tmp_path: Path, mode: Any, 
         assert [m.offset for m in store.read("t")] == expected
         assert [m.offset for m in store.read("t", 0, 3, 1)] == [4]
         assert [m.offset for m in store.iter("t")] == expected
-        assert store.read_columns("t", columns=["queue_offset"])["queue_offset"].tolist() == expected
         assert store.offset_at("t", 0, T0 + 1) == 20
 
 
@@ -611,7 +606,7 @@ def test_every_millisecond_survives_being_a_datetime(tmp_path_factory: pytest.Te
 # -- a reader of another process's store -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["read", "read_columns", "iter"])
+@pytest.mark.parametrize("way", ["read", "iter"])
 def test_a_reader_is_told_when_retention_has_overtaken_it(tmp_path: Path, way: str) -> None:
     """It once looped over what was gone, or passed over it in silence."""
     with open_store(tmp_path / "s") as writer:
@@ -626,7 +621,6 @@ def test_a_reader_is_told_when_retention_has_overtaken_it(tmp_path: Path, way: s
             low, _ = writer.offsets("t")
             behind = {
                 "read": lambda: reader.read("t", 0, 0),
-                "read_columns": lambda: reader.read_columns("t", 0, 0),
                 "iter": lambda: next(reader.iter("t", 0, start=0)),
             }
             with pytest.raises(OffsetOutOfRangeError) as caught:
@@ -661,9 +655,8 @@ def test_a_reader_finds_new_messages_segments_queues_and_topics(tmp_path: Path) 
         assert len(reader.find("t1", key="k", limit=1000)) == 33
 
 
-@pytest.mark.parametrize("columns", [False, True])
 def test_a_read_that_a_close_overtakes_is_an_error_and_passes_over_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It came back empty, with an offset behind messages that it had taken for damaged."""
     store: MessageStore = open_store(tmp_path / "s")
@@ -680,7 +673,7 @@ def test_a_read_that_a_close_overtakes_is_an_error_and_passes_over_nothing(
 
     monkeypatch.setattr(ConsumeQueue, "read", closing)
     with pytest.raises(StoreClosedError):
-        store.read_columns("t") if columns else store.get("t", 0, 0)
+        store.get("t", 0, 0)
     assert store.closed
     assert not store._bad
 

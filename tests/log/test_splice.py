@@ -488,7 +488,6 @@ _WAYS: dict[str, Callable[[MessageStore, Message], object]] = {
     "few": lambda store, last: [m.body for m in store.get("orders", 0, last.offset - 1, 2).messages],
     "lengths": lambda store, last: len(store.get("orders", 0, 1, 100).messages),  # read without checksums
     "iter": lambda store, last: [m.body for m in store.iter("orders", 0, start=1)],
-    "columns": lambda store, last: store.read_columns("orders", 0, 1)["queue_offset"].tolist(),  # type: ignore[union-attr]
     "first id": lambda store, last: store.at(store.units("alone", 0, 1, 1)["physical_offset"].item()).body,
     "last id": lambda store, last: store.at(last.physical_offset).body,
     "first time": lambda store, last: store.offset_at("alone", 0, last.store_timestamp_ms, "upper"),

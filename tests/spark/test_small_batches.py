@@ -1,12 +1,12 @@
-"""Batches of a message or two of each of many queues, as streams have them: planned and read by short ways, which find
-the same as the long ones, whatever has become of the store between two triggers. Without Spark."""
+"""Batches of a message or two of each of many queues, as streams have them: read together they are what each is alone,
+whatever has become of the store between two triggers. Without Spark."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from mqstore import CorruptStoreError, MessageStore, MQStoreError, OffsetOutOfRa
 from mqstore.errors import NotAStoreError, TopicNotFoundError
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.spark import tasks
-from mqstore.spark.columns import COLUMNS, ColumnReader, default_columns
+from mqstore.spark.columns import COLUMNS, default_columns
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.pacing import Limit
-from mqstore.spark.plan import QueueSlice, StoreName, open_sliced, plan
+from mqstore.spark.plan import QueueSlice, StoreName, plan
 from mqstore.spark.progress import StreamProgress
 from mqstore.spark.rows import Policy
 from mqstore.spark.tasks import read_slices
@@ -45,36 +45,24 @@ def pieces_of(path: Path, size: int) -> list[QueueSlice]:
     return found
 
 
-Read = Callable[..., tuple[Rows | str, Policy]]
-
-
-def read(path: Path, pieces: Sequence[QueueSlice], columns: Sequence[str], **given: str) -> tuple[Rows | str, Policy]:
-    """Rows or an error, and what was counted."""
+def read(
+    path: Path, runs: Iterable[Sequence[QueueSlice]], columns: Sequence[str], **given: str
+) -> tuple[Rows | str, Policy]:
+    """Rows of each run of slices that are read together, or an error, and what was counted."""
     options = SourceOptions.parse({"path": str(path), **given})
     policy = tasks.policy_of(options)
+    rows: Rows = []
     try:
-        return rows_of(read_slices(options, columns, "binary", pieces, policy=policy)), policy
+        for pieces in runs:
+            rows += rows_of(read_slices(options, columns, "binary", pieces, policy=policy))
     except MQStoreError as error:
         return f"{type(error).__name__}: {error}", policy
+    return rows, policy
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Read:
-    """`read`, every slice alone."""
-
-    def read_alone(
-        path: Path, pieces: Sequence[QueueSlice], columns: Sequence[str], **given: str
-    ) -> tuple[Rows | str, Policy]:
-        with monkeypatch.context() as patch:
-            patch.setattr(tasks, "_SMALL_UNITS", 0)
-            return read(path, pieces, columns, **given)
-
-    return read_alone
-
-
-def is_together(path: Path, pieces: Sequence[QueueSlice]) -> bool:
-    with open_sliced(StoreName("s", str(path))) as store:
-        return ColumnReader(store).at_once([(p.topic, p.queue_id, p.start, p.stop) for p in pieces]) is not None
+def both_ways(path: Path, pieces: Sequence[QueueSlice], columns: Sequence[str], **given: str) -> tuple[Any, Any]:
+    """What `read` gives for all slices together, and for each alone."""
+    return read(path, [pieces], columns, **given), read(path, ([piece] for piece in pieces), columns, **given)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -99,7 +87,6 @@ def is_together(path: Path, pieces: Sequence[QueueSlice]) -> bool:
 )
 def test_slices_that_are_read_together_are_as_each_alone(
     tmp_path_factory: pytest.TempPathFactory,
-    alone: Read,
     records: list[Odd],
     profile: str,
     size: int,
@@ -108,7 +95,7 @@ def test_slices_that_are_read_together_are_as_each_alone(
     path = write_store(tmp_path_factory.mktemp("odd") / "s", records, profile)
     pieces = pieces_of(path, size)
     columns = default_columns(keep=options.get("onCorrupt") == "keep")
-    together, expected = read(path, pieces, columns, **options), alone(path, pieces, columns, **options)
+    together, expected = both_ways(path, pieces, columns, **options)
     assert together == expected
 
 
@@ -120,11 +107,10 @@ def test_one_batch_has_all_small_slices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("column", [name for name in COLUMNS if name != "error"])
-def test_each_column_is_the_same_of_several_queues(tmp_path: Path, alone: Read, column: str) -> None:
+def test_each_column_is_the_same_of_several_queues(tmp_path: Path, column: str) -> None:
     path = write_store(tmp_path / "s", many(40))
-    pieces = pieces_of(path, 3)
-    assert is_together(path, pieces)
-    assert read(path, pieces, [column]) == alone(path, pieces, [column])
+    together, alone = both_ways(path, pieces_of(path, 3), [column])
+    assert together == alone
 
 
 def spoil_body(path: Path) -> None:
@@ -178,17 +164,13 @@ def cut_log(path: Path) -> None:
     "harm", [spoil_body, spoil_unit, repeat_unit, cut_hole, point_far, lose_log, lose_queue, cut_log]
 )
 def test_what_is_not_as_it_should_be_is_told_as_of_each_alone(
-    tmp_path: Path,
-    alone: Read,
-    harm: Callable[[Path], None],
-    given: dict[str, str],
+    tmp_path: Path, harm: Callable[[Path], None], given: dict[str, str]
 ) -> None:
     path = write_store(tmp_path / "s", many(60))
     pieces = pieces_of(path, 4)
     harm(path)
-    assert not is_together(path, pieces)
-    columns = default_columns(keep=given.get("onCorrupt") == "keep")
-    assert read(path, pieces, columns, **given) == alone(path, pieces, columns, **given)
+    together, alone = both_ways(path, pieces, default_columns(keep=given.get("onCorrupt") == "keep"), **given)
+    assert together == alone
 
 
 def test_only_the_queues_that_are_read_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +185,7 @@ def test_only_the_queues_that_are_read_are_looked_for(tmp_path: Path, monkeypatc
         load(queue, exact=exact)
 
     monkeypatch.setattr(ConsumeQueue, "load", count)
-    assert len(read(path, pieces, NAMES)[0]) == 61
-    assert loaded == []
-    assert len(read(path, pieces[:5], NAMES, maxRowsPerBatch="1")[0]) > 5
+    assert len(read(path, [pieces[:5]], NAMES)[0]) > 5
     assert len(loaded) == 5
     loaded.clear()
     start = {"v": 1, "s": {str(path): {"t": {str(q): 0 for q in range(20)}}}}

@@ -14,7 +14,7 @@ from mqstore import MessageStore
 from mqstore.errors import ConfigError
 from mqstore.spark import tally as module
 from mqstore.spark.columns import ColumnReader
-from mqstore.spark.tally import Bins, Tally
+from mqstore.spark.tally import TALLIED, Bins, Tally
 from tests.spark.support import many, write_store
 
 VALUES = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 1 << 40), st.just((1 << 52) - 1)), min_size=1)
@@ -56,7 +56,7 @@ def test_a_tally_in_parts_is_the_tally_of_all(tmp_path_factory: pytest.TempPathF
         with MessageStore(path, "r") as store:
             for low, high in pairwise([0, *cuts, 75]):
                 one = Tally(7)
-                for piece in ColumnReader(store, ()).pieces("t", 0, low, high):
+                for piece in ColumnReader(store, TALLIED).queue_pieces("t", 0, low, high):
                     one.add(piece)
                 whole.merge(pickle.loads(pickle.dumps(one)))
         return whole
@@ -75,7 +75,7 @@ def test_too_many_intervals_are_refused(
     path = write_store(tmp_path_factory.mktemp("tally") / "s", many(300))
     tally = Tally(1)
     with MessageStore(path, "r") as store:
-        for piece in ColumnReader(store, ()).pieces("t", 0, 0, 75):
+        for piece in ColumnReader(store, TALLIED).queue_pieces("t", 0, 0, 75):
             tally.add(piece)
 
     with pytest.raises(ConfigError, match="interval=1 ms cuts a queue into 75 intervals, which is more than 9"):

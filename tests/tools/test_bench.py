@@ -18,7 +18,6 @@ def test_every_test_is_run_and_nothing_stays(tmp_path: Path) -> None:
         ("put_many of 1000, append", 500),
         ("put, flush", 3),
         ("read as messages", 500),
-        ("read as columns", 500),
         ("verify", 500),
     ]
     assert all(r["per_second"] > 0 for r in found["results"])

@@ -55,7 +55,6 @@ def bench(messages: int, body_bytes: int, syncs: int, directory: Path | None, js
         ("put_many of 1000, append", messages, lambda path: lambda: _put_many(path, body, messages)),
         ("put, flush", syncs, lambda path: lambda: _put_flush(path, body, syncs)),
         ("read as messages", messages, lambda path: _reader(path, body, messages, _read_messages)),
-        ("read as columns", messages, lambda path: _reader(path, body, messages, _read_columns)),
         ("verify", messages, lambda path: _reader(path, body, messages, _verify)),
     ]
     with (
@@ -134,14 +133,6 @@ def _read_messages(store: MessageStore, count: int) -> int:
         for message in messages:
             _ = message.body
         offset += len(messages)
-    return offset
-
-
-def _read_columns(store: MessageStore, count: int) -> int:
-    offset = 0
-    while offset < count:
-        columns = store.read_columns(_TOPIC, 0, offset, columns=("queue_offset", "store_timestamp_ms", "body"))
-        offset = columns.next_offset
     return offset
 
 

@@ -141,7 +141,6 @@ class Store(Closable[store.Store]):
             return _Follower(self._bridge, self.sync, topic, queue_id, start, stop, tags)
         return Pages(self._bridge, partial(self.sync.iter, topic, queue_id, start=start, stop=stop, tags=tags))
 
-    read_columns = called(store.Store.read_columns)
     to_arrow = called(store.Store.to_arrow)
     find = called(store.Store.find)
     get = called(store.Store.get)

@@ -90,9 +90,8 @@ class Checked(NamedTuple):
     """What holds them; None: there is no such file."""
     good: npt.NDArray[np.bool_]
     headers: Headers | None = None
-    """As the two that follow only if all are good, and it came by the way: see `Stretch`."""
+    """As `body_ends` only if all are good, and it came by the way: see `Stretch`."""
     body_ends: npt.NDArray[np.int64] | None = None
-    bodies: npt.NDArray[np.uint8] | None = None
 
 
 class RecordChecker:
@@ -132,7 +131,6 @@ class RecordChecker:
         physical: npt.NDArray[np.int64],
         sizes: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int64],
-        with_bodies: bool = False,
     ) -> Checked:
         """The mapping that holds these units' records, and which of them verify as what the units say."""
         stops = physical + sizes
@@ -145,9 +143,9 @@ class RecordChecker:
         headers: Headers | None = None
         if self.kernel is not None:
             unit = queue.queue_id, queue.topic_bytes
-            found = ordinary_bodies(buffer, starts, physical, sizes, slots, *unit, copied=with_bodies, checksums=True)
+            found = ordinary_bodies(buffer, starts, physical, sizes, slots, *unit, copied=False, checksums=True)
             if found is not None:
-                return Checked(buffer, np.ones(len(starts), np.bool_), None, *found[:2])
+                return Checked(buffer, np.ones(len(starts), np.bool_), None, found[0])
         said = (physical << 1 | 1) ^ sizes << 41  # odd, so never 0, which stands for "not looked at"
         if self.passes_over_bad and self._verified.all_in(queue, slots, said):
             return Checked(buffer, good)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import repeat
@@ -46,7 +46,6 @@ from mqstore.layout.record import (
 )
 from mqstore.layout.scan import Headers
 from mqstore.log.checking import RecordChecker
-from mqstore.log.columns import Columns, columns_of
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.foreign import foreign
 from mqstore.log.index import Index
@@ -403,11 +402,10 @@ class StoreReader:
         max_messages: int,
         max_bytes: int | None,
         first_is_free: bool,
-        with_bodies: bool = False,
         tell: bool = True,
     ) -> tuple[list[Stretch], int, bool]:
         """Where the records of units [offset, offset + count) lie, checked; the offset behind the last unit consumed;
-        and whether a limit ended it. `with_bodies`: their bodies, too, if the check can copy them by the way."""
+        and whether a limit ended it."""
         units = queue.units(offset, count)
         physical = units["physical_offset"].astype(np.int64)
         sizes = units["size"].astype(np.int64)
@@ -451,7 +449,7 @@ class StoreReader:
             if low == high:
                 continue
             here = slice(low, high)
-            checked = self.checker.check(queue, physical[here], sizes[here], slots[here], with_bodies)
+            checked = self.checker.check(queue, physical[here], sizes[here], slots[here])
             buffer, good = checked.buffer, checked.good
             if buffer is None and physical[low] < self._first_kept():
                 queue.correct_min(self._first_kept())  # retention took it meanwhile
@@ -485,7 +483,6 @@ class StoreReader:
                 slots[here],
                 checked.headers,
                 checked.body_ends,
-                checked.bodies,
             )
             stretches.append(stretch if good.all() else stretch.only(good))
         return stretches, after, stop
@@ -558,41 +555,6 @@ class StoreReader:
                 "%s: %s: %s: %s. %s. Run `mqstore verify` to see all that is damaged",
                 *(self.path, finding.kind, finding.place, finding.detail, then),
             )
-
-    def read_columns(
-        self,
-        topic: str,
-        queue_id: int = 0,
-        offset: int = 0,
-        max_messages: int = 65_536,
-        columns: Sequence[str] | None = None,
-    ) -> Columns:
-        """The messages that `read` would give, as arrays: for analysis, export and Spark.
-
-        Numbers are numpy int32/int64, texts and bodies pairs of (int64 offsets, uint8 data) as Arrow's large binary has
-        them. `columns` None means all (`columns.NAMES`); what is not asked for is not decoded. Raises as `read`, and
-        ConfigError for an unknown column.
-        """
-        queue = self.queue_named(topic, queue_id, offset + max_messages - 1)
-        low, high = queue.min_offset, queue.max_offset
-        if not low <= offset <= high:
-            raise OffsetOutOfRangeError(
-                f"offset {offset} of {topic}/{queue_id} is not between {low} and {high}", low, high
-            )
-        count = min(high - offset, max_messages)
-        if count <= 0:
-            return columns_of(queue.topic, queue.queue_id, [], offset, columns)
-        stretches, after, _ = self._locate(
-            queue, offset, count, None, count, None, True, with_bodies=columns is None or "body" in columns
-        )
-        if offset < queue.min_offset and not (stretches and stretches[0].slots[0] == offset):  # as in `get`
-            low, high = queue.min_offset, queue.max_offset
-            raise OffsetOutOfRangeError(
-                f"offset {offset} of {topic}/{queue_id} is not between {low} and {high}", low, high
-            )
-        self._gets += sum(len(stretch) for stretch in stretches)
-        self._get_bytes += sum(int(stretch.sizes.sum()) for stretch in stretches)
-        return columns_of(queue.topic, queue.queue_id, stretches, after, columns)
 
     # -- single messages --------------------------------------------------------------------------------------------
 

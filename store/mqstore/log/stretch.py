@@ -1,6 +1,6 @@
 """A stretch: messages of one queue whose records lie in one segment, in queue order, as arrays.
 
-What a read finds, whether its caller gets views or columns of it. Everything here has been checked. Of few messages a
+What a read finds, before its caller gets views of it. Everything here has been checked. Of few messages a
 read keeps no arrays, only `Few`: what views of them share.
 """
 
@@ -41,8 +41,6 @@ class Stretch:
     """Of these very records, if the check has gathered them already."""
     known_ends: _Int64s | None = None
     """`body_ends`, if the check has found them already."""
-    bodies: npt.NDArray[np.uint8] | None = None
-    """All bodies one after the other, if they are plain and the check has copied them."""
 
     def __len__(self) -> int:
         return len(self.starts)

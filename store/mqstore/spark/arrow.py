@@ -1,8 +1,7 @@
-"""Arrow arrays of bytes that lie scattered over a mapped file: one copy, and no Python object a value.
+"""Arrow arrays of bytes that lie scattered over a mapped file: side by side in one copy.
 
-Arrow's binary arrays need their values side by side, and records have headers between them, so a copy there must be.
-Without compiled parts the fastest way is to call the whole mapping a binary array whose every second value is wanted,
-and to let Arrow take those.
+Arrow's binary arrays need their values side by side, and records have headers between them, so a copy there must be:
+by compiled parts, or a Python object a value without them.
 """
 
 from __future__ import annotations
@@ -30,23 +29,13 @@ _MOST = 1 << 31
 
 def cut(buffer: mmap.mmap | bytes | npt.NDArray[np.uint8], starts: _Int64s, ends: _Int64s) -> Any:
     """The bytes [starts, ends) of `buffer`, which has less than 2 GiB, as a binary array."""
-    count = len(starts)
-    if not count:
-        return pa.array([], pa.binary())
-    if kernel is not None:
-        sizes = ends - starts
-        if (total := int(sizes.sum())) < _MOST:  # they may overlap
-            joined = np.empty(total, np.uint8)
-            kernel.join(buffer, starts, sizes, joined)
-            return laid(joined, sizes)
-    if count > 1 and not bool((starts[1:] >= ends[:-1]).all()):
-        view = memoryview(buffer)  # type: ignore[arg-type]
-        return pa.array([bytes(view[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)], pa.binary())
-    edges = np.empty(2 * count, np.int32)
-    edges[0::2] = starts
-    edges[1::2] = ends
-    everywhere = pa.Array.from_buffers(pa.binary(), 2 * count - 1, [None, pa.py_buffer(edges), pa.py_buffer(buffer)])
-    return everywhere.take(pa.array(np.arange(0, 2 * count - 1, 2, dtype=np.int32)))
+    sizes = ends - starts
+    if kernel is not None and (total := int(sizes.sum())) < _MOST:  # they may overlap
+        joined = np.empty(total, np.uint8)
+        kernel.join(buffer, starts, sizes, joined)
+        return laid(joined, sizes)
+    view = memoryview(buffer)  # type: ignore[arg-type]
+    return pa.array([bytes(view[a:b]) for a, b in zip(starts.tolist(), ends.tolist(), strict=True)], pa.binary())
 
 
 def laid(data: npt.NDArray[np.uint8], sizes: _Int64s) -> Any:

@@ -16,7 +16,7 @@ years 1 to 9999, which only a damaged or foreign record has, is null.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Literal
@@ -27,21 +27,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mqstore.broker import sql92
-from mqstore.errors import ConfigError, FormatError
-from mqstore.files.segments import place_in_file
-from mqstore.layout.compression import MissingPackageError, inflate
+from mqstore.errors import ConfigError
 from mqstore.layout.hosts import IPV4_BYTES, decode_host
 from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties, is_reserved
-from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, COMPRESSED, STORE_HOST_AT_V4, STORE_HOST_V6
+from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, STORE_HOST_AT_V4, STORE_HOST_V6
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import TagFilter, parse_tags
-from mqstore.spark.arrow import cut, laid, spread, text
-from mqstore.spark.rows import OnCorrupt, Piece, Policy, QueueScan, at_once, log_batches
+from mqstore.spark.arrow import cut, spread, text
+from mqstore.spark.rows import OnCorrupt, Piece, Policy, QueueScan, inflated, joined, log_pieces, merged
 
 __all__ = [
+    "ARROW_TYPES",
     "COLUMNS",
     "Column",
     "ColumnReader",
@@ -58,69 +56,80 @@ _Int64s = npt.NDArray[np.int64]
 _YEAR_1_MS, _YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
 
 _STRING, _TIME = pa.string(), pa.timestamp("us", tz="UTC")
+_HEADERS: Final = "array<struct<key:string,value:binary>>"
+ARROW_TYPES: Final[Mapping[str, Any]] = {
+    "string": _STRING,
+    "binary": pa.binary(),
+    "boolean": pa.bool_(),
+    "int": pa.int32(),
+    "bigint": pa.int64(),
+    "timestamp": _TIME,
+    "map<string,string>": pa.map_(_STRING, _STRING),
+    _HEADERS: pa.list_(pa.struct([("key", _STRING), ("value", pa.binary())])),
+}
+"""The types of columns and views, as SQL and as Arrow have them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: its Arrow type, the same in Spark's words, what it costs, and what it holds."""
+    """A column: its type in SQL, what it costs, and what it holds."""
 
     name: str
-    type: Any
     sql: str
     cost: Cost
     meaning: str
 
+    @property
+    def type(self) -> Any:
+        """Its Arrow type."""
+        return ARROW_TYPES[self.sql]
 
-_TABLE: Final[tuple[tuple[str, Any, str, Cost, str], ...]] = (
-    ("store", _STRING, "string", "unit", "the store's id: its name in a set, else its absolute path"),
-    ("topic", _STRING, "string", "unit", "the topic"),
-    ("queue_id", pa.int32(), "int", "unit", "the queue of the topic"),
-    ("queue_offset", pa.int64(), "bigint", "unit", "the position in the queue"),
-    ("body", pa.binary(), "binary", "body", "the message as it was sent, inflated if it was stored compressed"),
-    ("keys", _STRING, "string", "properties", "the keys it can be found by, separated by spaces"),
-    ("tags", _STRING, "string", "properties", "its tag"),
-    ("properties", pa.map_(_STRING, _STRING), "map<string,string>", "properties", "all its properties"),
-    ("born_timestamp", _TIME, "timestamp", "header", "when the producer made it"),
-    ("store_timestamp", _TIME, "timestamp", "header", "when it was stored"),
-    ("born_host", _STRING, "string", "header", "`ip:port` of the producer"),
-    ("store_host", _STRING, "string", "header", "`ip:port` of the store"),
-    ("reconsume_times", pa.int32(), "int", "header", "how often it was delivered before"),
-    ("flag", pa.int32(), "int", "header", "the user's number"),
-    ("sys_flag", pa.int32(), "int", "header", "the stored bits: compression, transaction, host kinds"),
-    (
-        "body_crc",
-        pa.int32(),
-        "int",
-        "header",
-        "the stored checksum; profile `mqstore` has it over the whole record",
-    ),
-    ("message_id", _STRING, "string", "header", "address of this stored copy"),
-    ("unique_key", _STRING, "string", "properties", "what stays the same in every copy, if the producer set it"),
-    ("physical_offset", pa.int64(), "bigint", "unit", "position of the record in the commitlog"),
-    ("size", pa.int32(), "int", "unit", "bytes of the whole record"),
-    ("tags_code", pa.int64(), "bigint", "unit", "hash of the tag; of a delayed message the time of its delivery"),
-    ("error", _STRING, "string", "unit", "why the row has no record; only with onCorrupt `keep`"),
-    ("record", pa.binary(), "binary", "record", "the stored bytes, for a copy; only if it is named"),
-    ("key", pa.binary(), "binary", "properties", "Kafka's name of `keys`; this one and the rest only if named"),
-    ("value", pa.binary(), "binary", "body", "Kafka's name of `body`"),
-    ("partition", pa.int32(), "int", "unit", "Kafka's name of `queue_id`"),
-    ("offset", pa.int64(), "bigint", "unit", "Kafka's name of `queue_offset`"),
-    ("timestamp", _TIME, "timestamp", "header", "Kafka's name of `store_timestamp`"),
-    ("timestampType", pa.int32(), "int", "unit", "1: `timestamp` is the time when the message was stored"),
-    (
-        "headers",
-        pa.list_(pa.struct([("key", _STRING), ("value", pa.binary())])),
-        "array<struct<key:string,value:binary>>",
-        "properties",
-        "the properties that are the user's own, in their order; null if there are none",
-    ),
+
+_TABLE: Final[tuple[tuple[str, str, Cost, str], ...]] = (
+    ("store", "string", "unit", "the store's id: its name in a set, else its absolute path"),
+    ("topic", "string", "unit", "the topic"),
+    ("queue_id", "int", "unit", "the queue of the topic"),
+    ("queue_offset", "bigint", "unit", "the position in the queue"),
+    ("body", "binary", "body", "the message as it was sent, inflated if it was stored compressed"),
+    ("keys", "string", "properties", "the keys it can be found by, separated by spaces"),
+    ("tags", "string", "properties", "its tag"),
+    ("properties", "map<string,string>", "properties", "all its properties"),
+    ("born_timestamp", "timestamp", "header", "when the producer made it"),
+    ("store_timestamp", "timestamp", "header", "when it was stored"),
+    ("born_host", "string", "header", "`ip:port` of the producer"),
+    ("store_host", "string", "header", "`ip:port` of the store"),
+    ("reconsume_times", "int", "header", "how often it was delivered before"),
+    ("flag", "int", "header", "the user's number"),
+    ("sys_flag", "int", "header", "the stored bits: compression, transaction, host kinds"),
+    ("body_crc", "int", "header", "the stored checksum; profile `mqstore` has it over the whole record"),
+    ("message_id", "string", "header", "address of this stored copy"),
+    ("unique_key", "string", "properties", "what stays the same in every copy, if the producer set it"),
+    ("physical_offset", "bigint", "unit", "position of the record in the commitlog"),
+    ("size", "int", "unit", "bytes of the whole record"),
+    ("tags_code", "bigint", "unit", "hash of the tag; of a delayed message the time of its delivery"),
+    ("error", "string", "unit", "why the row has no record; only with onCorrupt `keep`"),
+    ("record", "binary", "record", "the stored bytes, for a copy; only if it is named"),
+    ("key", "binary", "properties", "Kafka's name of `keys`; this one and the rest only if named"),
+    ("value", "binary", "body", "Kafka's name of `body`"),
+    ("partition", "int", "unit", "Kafka's name of `queue_id`"),
+    ("offset", "bigint", "unit", "Kafka's name of `queue_offset`"),
+    ("timestamp", "timestamp", "header", "Kafka's name of `store_timestamp`"),
+    ("timestampType", "int", "unit", "1: `timestamp` is the time when the message was stored"),
+    ("headers", _HEADERS, "properties", "the properties that are the user's own, in their order; null if none"),
 )
 COLUMNS: Final[Mapping[str, Column]] = {row[0]: Column(*row) for row in _TABLE}
 """Every column, in the order of a row."""
-_KAFKA: Final = ("key", "value", "topic", "partition", "offset", "timestamp", "timestampType", "headers")
-"""The columns of Spark's Kafka source, in its order."""
-_SAME: Final = {"value": "body", "partition": "queue_id", "offset": "queue_offset", "timestamp": "store_timestamp"}
-"""Columns that have the values of another one."""
+_KAFKA: Final = {
+    "key": "keys",
+    "value": "body",
+    "topic": "topic",
+    "partition": "queue_id",
+    "offset": "queue_offset",
+    "timestamp": "store_timestamp",
+    "timestampType": "timestampType",
+    "headers": "headers",
+}
+"""The columns of Spark's Kafka source, in its order, and those of ours that have their values."""
 _ONLY_NAMED: Final = {"error", "record", *_KAFKA} - {"topic"}
 
 
@@ -141,7 +150,7 @@ def check_columns(columns: Sequence[str] | None, *, keep: bool = False) -> tuple
     if columns is None:
         return default_columns(keep=keep)
     if tuple(columns) == ("kafka",):
-        return _KAFKA
+        return tuple(_KAFKA)
     unknown = [name for name in columns if name not in COLUMNS]
     if unknown:
         raise ConfigError(f"columns: no column {', '.join(map(repr, unknown))}; there are {', '.join(COLUMNS)}")
@@ -155,13 +164,13 @@ def check_once(columns: Sequence[str]) -> tuple[str, ...]:
     return tuple(columns)
 
 
-def arrow_schema(columns: Sequence[str]) -> Any:
+def arrow_schema(columns: Iterable[str]) -> Any:
     """The Arrow schema of batches with these columns."""
     return pa.schema([(name, COLUMNS[name].type) for name in columns])
 
 
 # -- columns of a piece ------------------------------------------------------------------------------------------------
-# Each gives the values of the rows that have a record; `_column` puts nulls between them for those that have none.
+# Each gives the values of records that are sound.
 
 
 def _int(name: str) -> Callable[[Piece], Any]:
@@ -179,31 +188,8 @@ def _time(name: str) -> Callable[[Piece], Any]:
     return column
 
 
-def _body(piece: Piece) -> Any:
-    if piece.plain_bodies is not None:
-        return laid(*piece.plain_bodies)
-    headers = piece.headers
-    assert headers is not None
-    starts = headers.body_position
-    stored = cut(piece.buffer, starts, starts + headers.body_size)
-    if not piece.bodies:
-        return stored
-    index = np.arange(len(stored), dtype=np.int32)
-    rows = sorted(piece.bodies)
-    index[rows] = np.arange(len(stored), len(stored) + len(rows), dtype=np.int32)
-    bodies = [piece.bodies[row] for row in rows]
-    inflated = pa.array([body if isinstance(body, bytes) else None for body in bodies], pa.binary())
-    return pa.concat_arrays([stored, inflated]).take(pa.array(index))
-
-
-def _record(piece: Piece) -> Any:
-    headers = piece.headers
-    assert headers is not None
-    return cut(piece.buffer, headers.positions, headers.positions + headers.size)
-
-
 def _properties(piece: Piece) -> Any:
-    pairs, count = piece.pairs, piece.records
+    pairs, count = piece.pairs, len(piece)
     names = text(cut(pairs.data, pairs.start, pairs.start + pairs.name_size))
     values = text(cut(pairs.data, pairs.value, pairs.value + pairs.value_size))
     blob = pairs.blob
@@ -252,7 +238,7 @@ def _property(name: str) -> Callable[[Piece], Any]:
         chosen = pairs.named(encoded)
         starts = pairs.value[chosen]
         values = cut(pairs.data, starts, starts + pairs.value_size[chosen])
-        return text(spread(values, pairs.blob[chosen], piece.records))
+        return text(spread(values, pairs.blob[chosen], len(piece)))
 
     return column
 
@@ -260,7 +246,6 @@ def _property(name: str) -> Callable[[Piece], Any]:
 def _host(*, store: bool) -> Callable[[Piece], Any]:
     def column(piece: Piece) -> Any:
         headers = piece.headers
-        assert headers is not None
         if (headers.sys_flag & (BORN_HOST_V6 | STORE_HOST_V6)).any():
             at = BORN_HOST_AT if not store else STORE_HOST_AT_V4 - IPV4_BYTES + headers.born_host_size
             sizes = headers.store_host_size if store else headers.born_host_size
@@ -280,7 +265,6 @@ _HEX: Final = np.frombuffer(b"".join(b"%02X" % i for i in range(256)), np.uint16
 
 def _message_id(piece: Piece) -> Any:
     headers = piece.headers
-    assert headers is not None
     count = len(headers)
     if not count or (headers.sys_flag & (BORN_HOST_V6 | STORE_HOST_V6)).any():
         at = headers.positions + (STORE_HOST_AT_V4 - IPV4_BYTES) + headers.born_host_size
@@ -298,7 +282,6 @@ def _message_id(piece: Piece) -> Any:
 def _topic(piece: Piece) -> Any:
     """Of a log scan, and of several queues: as the records have it."""
     headers = piece.headers
-    assert headers is not None
     at = headers.topic_position
     coded = cut(piece.buffer, at, at + headers.topic_size).dictionary_encode()
     return text(coded.dictionary).take(coded.indices)
@@ -307,7 +290,7 @@ def _topic(piece: Piece) -> Any:
 _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
     "topic": _topic,
     "queue_id": _int("queue_id"),
-    "body": _body,
+    "body": lambda piece: piece.stored_bodies() if piece.bodies is None else piece.bodies,
     "keys": _property(KEYS),
     "tags": _property(TAGS),
     "properties": _properties,
@@ -321,8 +304,7 @@ _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
     "body_crc": _int("checksum"),
     "message_id": _message_id,
     "unique_key": _property(UNIQ_KEY),
-    "record": _record,
-    "key": lambda piece: _property(KEYS)(piece).cast(pa.binary()),
+    "record": lambda piece: cut(piece.buffer, piece.headers.positions, piece.headers.positions + piece.sizes),
     "headers": _user_headers,
 }
 
@@ -335,8 +317,8 @@ class ColumnReader:
     are stored, `body_as` "string" makes them text. `policy.verify` compares checksums, which costs about as much as
     reading a body; without it every length, magic and offset is still checked. `policy.on_corrupt`: "fail" raises
     CorruptStoreError at the first damaged message, "skip" leaves such messages out (`policy.corrupt` counts them),
-    "keep" gives a row that has what its unit says, null elsewhere, and `error`; of one whose body does not inflate only
-    the body is null. Columns that come from units alone are read without a look at the records.
+    "keep" gives a row that has what its unit says, null elsewhere, and `error`. Columns that come from units alone are
+    read without a look at the records.
 
     Raises ConfigError for columns that there are not.
     """
@@ -368,117 +350,53 @@ class ColumnReader:
 
     def queue(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Any]:
         """Record batches of queue offsets [start, stop), in order; nothing for a queue that is not there."""
-        chosen = parse_tags(self._tags, topic)
-        costs = {COLUMNS[name].cost for name in self.columns}
-        filtered = chosen is not None or self._passes is not None
-        bodies, headers = "body" in costs and not filtered, filtered or not costs <= {"unit", "body"}
-        scan = QueueScan(self.store, self.policy, bodies=bodies, headers=headers)
-        records = filtered or not costs <= {"unit"}
-        for pieces in scan.batches(topic, queue_id, start, stop, records=records, tags=chosen):
-            yield from self._batches(pieces, chosen)
-
-    def at_once(self, parts: Sequence[tuple[str, int, int, int]]) -> Iterator[Any] | None:
-        """As `queue` of each (topic, queue id, start, stop), one behind the other, in as few batches as can be. None if
-        something about them wants a closer look, or if nothing is gained: for `queue` to read them one by one."""
-        if self._tags is not None or all(COLUMNS[name].cost == "unit" for name in self.columns):
-            return None
-        whole = at_once(self.store, parts, self.policy)
-        return None if whole is None else self._batches([whole], None)
-
-    def pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
-        """As `queue`, checked and filtered, before columns are made: for who counts. A piece has to be done with before
-        the next one is asked for."""
-        chosen = parse_tags(self._tags, topic)
-        for pieces in QueueScan(self.store, self.policy).batches(topic, queue_id, start, stop, tags=chosen):
-            yield from self._chosen(pieces, chosen)
+        return self.batches(self.queue_pieces(topic, queue_id, start, stop))
 
     def log(self, start: int, stop: int, wanted: Callable[[str], bool] = lambda topic: True) -> Iterator[Any]:
         """Record batches of the messages whose records begin at physical offsets [start, stop), in log order, of the
         topics that `wanted` says yes to. `stop` lies at or below the end of what has been dispatched."""
-        chosen = None if self._tags is None else parse_tags(self._tags, "")
-        for pieces in log_batches(self.store, start, stop, self.policy, wanted):
-            yield from self._batches(pieces, chosen)
+        return self.batches(self.log_pieces(start, stop, wanted))
 
-    # -- batches ----------------------------------------------------------------------------------------------------
+    def queue_pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
+        """As `queue`, checked and filtered, for `batches` or to be counted. Records are looked at if a column needs
+        them."""
+        chosen = parse_tags(self._tags, topic)
+        costs = {COLUMNS[name].cost for name in self.columns}
+        filtered = chosen is not None or self._passes is not None
+        bodies, headers = "body" in costs and not filtered, filtered or not costs <= {"unit", "body"}
+        records = filtered or not costs <= {"unit"}
+        scan = QueueScan(self.store, self.policy, records=records, bodies=bodies, headers=headers)
+        return self._chosen(scan.pieces(topic, queue_id, start, stop, chosen), chosen)
 
-    def _batches(self, pieces: list[Piece], tags: TagFilter | None) -> Iterator[Any]:
-        pieces = self._chosen(pieces, tags)
-        if self._inflates:
-            pieces = [each for piece in pieces for each in self._inflated(piece) if len(each)]
-        group: list[Piece] = []
-        room = self.policy.max_bytes
+    def log_pieces(self, start: int, stop: int, wanted: Callable[[str], bool]) -> Iterator[Piece]:
+        """As `log`, checked and filtered, for `batches`."""
+        pieces = log_pieces(self.store, start, stop, self.policy, wanted)
+        return self._chosen(pieces, parse_tags(self._tags, ""))
+
+    def _chosen(self, pieces: Iterable[Piece], tags: TagFilter | None) -> Iterator[Piece]:
+        """What the filters leave. What is damaged stays: nobody knows what it was."""
         for piece in pieces:
-            size = sum(map(len, piece.bodies.values()))
-            if group and size > room:  # what was stored small may be large
-                yield self._batch(group)
-                group, room = [], self.policy.max_bytes
-            group.append(piece)
-            room -= size
-        if any(map(len, group)):
+            if not piece.errors and tags is not None:
+                piece = piece.only(pc.is_in(_property(TAGS)(piece), pa.array(sorted(tags.tags))).to_numpy(False))
+            if not piece.errors and self._passes is not None:
+                piece = piece.only(_passing(piece, self._passes))
+            if len(piece):
+                yield piece
+
+    def batches(self, pieces: Iterable[Piece]) -> Iterator[Any]:
+        """Record batches of pieces of this reader, small ones together."""
+        if self._inflates:
+            pieces = inflated(pieces, self.store, self.policy)
+        for group in joined(pieces, self.policy):
             yield self._batch(group)
-
-    def _chosen(self, pieces: list[Piece], tags: TagFilter | None) -> list[Piece]:
-        """What the filters leave."""
-        if tags is not None:
-            pieces = [piece for each in pieces if len(piece := _only(each, _bearing(each, tags)))]
-        if self._passes is not None:
-            pieces = [piece for each in pieces if len(piece := _only(each, _passing(each, self._passes)))]
-        return pieces
-
-    def _inflated(self, piece: Piece) -> Iterator[Piece]:
-        """`piece` with its compressed bodies inflated; cut where they would make a batch too large."""
-        headers = None if piece.plain_bodies is not None else piece.headers
-        rows = [] if headers is None else np.flatnonzero(headers.sys_flag & COMPRESSED).tolist()
-        low = total = 0
-        bodies: dict[int, bytes | str] = {}
-        for row in rows:
-            body = self._body_of(piece, row)
-            if total and total + len(body) > self.policy.max_bytes:
-                yield self._with_bodies(piece, low, row, bodies)
-                low, total, bodies = row, 0, {}
-            bodies[row] = body
-            total += len(body)
-        yield self._with_bodies(piece, low, piece.records, bodies) if rows else piece
-
-    def _with_bodies(self, piece: Piece, low: int, high: int, bodies: dict[int, bytes | str]) -> Piece:
-        """The records [low, high) of a piece with these bodies, and the rows without a record that stand before them.
-        Records whose body does not inflate are left out, unless they are kept."""
-        row_of = np.arange(len(piece)) if piece.bad is None else np.flatnonzero(~piece.bad)
-        first, stop = int(row_of[low]) if low else 0, int(row_of[high]) if high < len(row_of) else len(piece)
-        part = piece if high - low == len(row_of) else piece.take(slice(first, stop), slice(low, high))
-        sound = np.ones(high - low, np.bool_)
-        sound[[row - low for row, body in bodies.items() if isinstance(body, str)]] = False
-        if self.policy.on_corrupt != "keep" and not sound.all():
-            part = part.take(sound, sound)  # no row without a record: those are not kept either
-            bodies = {row: body for row, body in bodies.items() if sound[row - low]}
-            number = np.cumsum(sound) - 1
-        else:
-            number = np.arange(high - low)
-        part.bodies = {int(number[row - low]): body for row, body in bodies.items()}
-        return part
-
-    def _body_of(self, piece: Piece, row: int) -> bytes | str:
-        """The body of a compressed record; if it does not inflate, which is damage, the text for its row."""
-        headers = piece.headers
-        assert headers is not None
-        at, size = int(headers.body_position[row]), int(headers.body_size[row])
-        try:
-            return inflate(int(headers.sys_flag[row]), piece.buffer[at : at + size])
-        except (FormatError, MissingPackageError) as error:
-            at, size = int(headers.topic_position[row]), int(headers.topic_size[row])
-            topic = str(piece.buffer[at : at + size], "utf-8", "replace")
-            where = f"{topic}, queue {headers.queue_id[row]}, offset {headers.queue_offset[row]}"
-            missing = isinstance(error, MissingPackageError)
-            detail = str(error) if missing else f"{where}: its body does not inflate: {error}"
-            kind: Kind = "not_inflated" if missing else "bad_record"
-            place = place_in_file(int(headers.physical_offset[row]), self.store.manifest.commitlog_segment_bytes)
-            self.policy.damage(Finding(kind, *place, int(headers.size[row]), detail))
-            return detail
 
     def _batch(self, pieces: list[Piece]) -> Any:
         arrays = []
+        together = merged(pieces)
         for field in self.schema:
-            parts = [self._column(piece, field.name) for piece in pieces]
+            name = _KAFKA.get(field.name, field.name)
+            # Each piece knows its own queue.
+            parts = [self._column(piece, name) for piece in (pieces if name in ("topic", "queue_id") else together)]
             array = parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
             if array.type != field.type:
                 array = text(array) if pa.types.is_string(field.type) else array.cast(field.type)
@@ -486,18 +404,6 @@ class ColumnReader:
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
     def _column(self, piece: Piece, name: str) -> Any:
-        name = _SAME.get(name, name)
-        known = self._of_unit(piece, name)
-        if known is not None:
-            return known
-        count = len(piece)
-        if not piece.records:
-            return pa.nulls(count, COLUMNS[name].type)
-        values = self._tags_code(piece) if name == "tags_code" else _OF_RECORD[name](piece)
-        return values if piece.bad is None else spread(values, np.flatnonzero(~piece.bad), count)
-
-    def _of_unit(self, piece: Piece, name: str) -> Any:
-        """A column that is known without the records; None for one that is not."""
         count = len(piece)
         match name:
             case "store":
@@ -517,25 +423,14 @@ class ColumnReader:
                 return pa.array(piece.tags_codes)
             case "timestampType":
                 return pa.repeat(pa.scalar(1, pa.int32()), count)
-            case "error":
-                return _errors(piece)
-        return None
-
-    def _tags_code(self, piece: Piece) -> Any:
-        """Of a log scan: what dispatch would put into the unit."""
-        assert piece.headers is not None
-        rows = self.store.rows_of(piece.buffer, piece.headers, piece.base)
-        return pa.array(rows.tags_code[: len(rows)])
-
-
-def _errors(piece: Piece) -> Any:
-    if piece.bad is None and not piece.bodies:
-        return pa.nulls(len(piece), _STRING)
-    bad = np.zeros(len(piece), np.bool_) if piece.bad is None else piece.bad
-    row_of_record = np.flatnonzero(~bad)
-    texts = dict(zip(np.flatnonzero(bad).tolist(), piece.errors, strict=True))
-    texts |= {int(row_of_record[row]): text for row, text in piece.bodies.items() if isinstance(text, str)}
-    return pa.array([texts.get(row) for row in range(len(piece))], _STRING)
+            case "error" if piece.errors:
+                return pa.array(piece.errors, _STRING)
+        if name == "error" or piece.errors:
+            return pa.nulls(count, COLUMNS[name].type)
+        if name == "tags_code":  # of a log scan: what dispatch would put into the unit
+            rows = self.store.rows_of(piece.buffer, piece.headers, piece.base)
+            return pa.array(rows.tags_code[: len(rows)])
+        return _OF_RECORD[name](piece)
 
 
 def _or_null(values: npt.NDArray[np.signedinteger[Any]]) -> Any:
@@ -544,32 +439,10 @@ def _or_null(values: npt.NDArray[np.signedinteger[Any]]) -> Any:
     return pa.array(values, mask=absent) if absent.any() else pa.array(values)
 
 
-def _only(piece: Piece, passes: npt.NDArray[np.bool_] | None) -> Piece:
-    """The rows whose record passes, and those that have no record: nobody knows what they were."""
-    if passes is None or passes.all():
-        return piece
-    rows = passes
-    if piece.bad is not None:
-        rows = piece.bad.copy()
-        rows[~piece.bad] = passes
-    return piece.take(rows, passes)
-
-
-def _bearing(piece: Piece, tags: TagFilter) -> npt.NDArray[np.bool_] | None:
-    """Return which records have one of the tags; None if no record was looked at."""
-    if piece.headers is None or not piece.records:
-        return None
-    found: npt.NDArray[np.bool_] = pc.is_in(_property(TAGS)(piece), pa.array(sorted(tags.tags))).to_numpy(False)
-    return found
-
-
-def _passing(piece: Piece, passes: Callable[[dict[str, str]], bool]) -> npt.NDArray[np.bool_] | None:
+def _passing(piece: Piece, passes: Callable[[dict[str, str]], bool]) -> npt.NDArray[np.bool_]:
     """Which records have properties that pass; each distinct set of properties is asked for once."""
-    headers = piece.headers
-    if headers is None or not piece.records:
-        return None
-    starts = headers.properties_position
-    coded = cut(piece.buffer, starts, starts + headers.properties_size).dictionary_encode()
+    starts = piece.headers.properties_position
+    coded = cut(piece.buffer, starts, starts + piece.headers.properties_size).dictionary_encode()
     verdicts = np.array([passes(decode_properties(blob)) for blob in coded.dictionary.to_pylist()], np.bool_)
     found: npt.NDArray[np.bool_] = verdicts[coded.indices.to_numpy()]
     return found

@@ -15,7 +15,7 @@ by `verify`. Knows no Spark.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 from mqstore.log.commitlog import QueueRef
@@ -36,7 +36,7 @@ class KeyIndex:
     def __init__(self, store: MessageStore, keys: Sequence[str]) -> None:
         self._store = store
         self._keys = keys
-        self._slots: dict[str, dict[QueueRef, list[int]] | None] = {}
+        self._hits = cache(self._look_up)
 
     @cached_property
     def answered(self) -> Sequence[tuple[int, int]]:
@@ -69,7 +69,7 @@ class KeyIndex:
         the ranges that are `answered`."""
         inside = [(max(start, low), min(stop, high)) for low, high in vouched]
         inside = [(low, high) for low, high in inside if low < high]
-        hits = self._of_topic(ref.topic) if inside else None
+        hits = self._hits(ref.topic) if inside else None
         if hits is None:
             yield start, stop
             return
@@ -85,13 +85,8 @@ class KeyIndex:
         else:
             yield from parts
 
-    def _of_topic(self, topic: str) -> dict[QueueRef, list[int]] | None:
-        """Queue offsets of the hits by queue, ascending; None: nobody knows."""
-        if topic not in self._slots:
-            self._slots[topic] = self._look_up(topic)
-        return self._slots[topic]
-
     def _look_up(self, topic: str) -> dict[QueueRef, list[int]] | None:
+        """Queue offsets of the hits by queue, ascending; None: nobody knows."""
         store = self._store
         places: set[int] = set()
         for key in self._keys:

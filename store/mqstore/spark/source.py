@@ -16,9 +16,9 @@ read one of them twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 try:
     from pyspark.sql.datasource import (
@@ -28,23 +28,13 @@ try:
         DataSourceWriter,
         InputPartition,
     )
-    from pyspark.sql.types import (
-        ArrayType,
-        BinaryType,
-        BooleanType,
-        IntegerType,
-        LongType,
-        MapType,
-        StringType,
-        StructField,
-        StructType,
-        TimestampType,
-    )
+    from pyspark.sql.pandas.types import from_arrow_schema
+    from pyspark.sql.types import BinaryType, DataType, StringType, StructField, StructType
 except ImportError as error:  # pragma: no cover
     raise ImportError("mqstore on Spark needs pyspark 4.1 or later: pip install 'mqstore[spark]'") from error
 
 from mqstore.errors import ConfigError
-from mqstore.spark.columns import COLUMNS, check_columns, check_once, default_columns
+from mqstore.spark.columns import COLUMNS, arrow_schema, check_columns, check_once, default_columns
 from mqstore.spark.options import (
     ONLY_FOR_WRITING,
     SINK_OPTIONS,
@@ -91,13 +81,13 @@ class MQStoreDataSource(DataSource):
             if not unknown:
                 raise
             name = unknown[0]  # Spark does not say whether it is to read or to write
+            write, read = (", ".join(table.options) for table in (SINK_OPTIONS, SOURCE_OPTIONS))
             if name in SINK_OPTIONS:
-                read = ", ".join(SOURCE_OPTIONS.options)
                 raise ConfigError(f"option {name!r} is for writing; to read there are {read}") from error
             near = SINK_OPTIONS.nearest(name) or SOURCE_OPTIONS.nearest(name)
-            write, read = (", ".join(table.options) for table in (SINK_OPTIONS, SOURCE_OPTIONS))
-            there = near or f"; to write there are {write}; to read, {read}"
-            raise ConfigError(f"no option {name!r}{there}") from error
+            raise ConfigError(
+                f"no option {name!r}{near or f'; to write there are {write}; to read, {read}'}"
+            ) from error
 
     @cached_property
     def _columns(self) -> list[str]:
@@ -109,7 +99,8 @@ class MQStoreDataSource(DataSource):
 
     @plain_errors()
     def schema(self) -> StructType:
-        return _struct(self._given, self._columns)
+        kinds = _kinds(self._given)
+        return StructType([StructField(name, kinds[name]) for name in self._columns])
 
     @plain_errors()
     def reader(self, schema: StructType) -> DataSourceReader:
@@ -158,56 +149,33 @@ def _columns_of(options: SourceOptions) -> list[str]:
     return list(check_columns(options.columns, keep=keep))
 
 
-# Spark parses the words only where there is a session, and where plans are made there is none.
-_TYPES: Final = {
-    "string": StringType(),
-    "binary": BinaryType(),
-    "boolean": BooleanType(),
-    "int": IntegerType(),
-    "bigint": LongType(),
-    "timestamp": TimestampType(),
-    "map<string,string>": MapType(StringType(), StringType()),
-    "array<struct<key:string,value:binary>>": ArrayType(
-        StructType([StructField("key", StringType()), StructField("value", BinaryType())])
-    ),
-}
-
-
-def _kinds(options: SourceOptions) -> dict[str, str]:
-    """Every column that rows can have, with its SQL type."""
-    if options.view != "messages":
-        return VIEWS[options.view].columns
-    return {name: column.sql for name, column in COLUMNS.items()} | {"body": options.body_as}
-
-
-def _struct(options: SourceOptions, columns: Iterable[str]) -> StructType:
-    """The schema of rows with these columns."""
-    kinds = _kinds(options)
-    return StructType([StructField(name, _TYPES[kinds[name]]) for name in columns])
+def _kinds(options: SourceOptions) -> dict[str, DataType]:
+    """Every column that rows can have, with its type."""
+    schema = arrow_schema(COLUMNS) if options.view == "messages" else VIEWS[options.view].schema
+    kinds = {field.name: field.dataType for field in from_arrow_schema(schema)}
+    return kinds | {"body": StringType()} if options.view == "messages" and options.body_as == "string" else kinds
 
 
 def _check_schema(options: SourceOptions, schema: StructType) -> Any:
-    """Whether rows can have this schema, which may be the user's; how bodies are to be had. ConfigError."""
-    known = {name: _TYPES[kind] for name, kind in _kinds(options).items()}
-    body_as: str = options.body_as
+    """Check that rows can have this schema, which may be the user's; return how bodies are read. ConfigError."""
+    known = _kinds(options)
     if not schema.fields:
         raise ConfigError("schema: it has no column, and what has no column has no rows; queue_offset costs least")
-    seen: set[str] = set()
+    check_once(schema.names)
+    as_string = False
     for field in schema.fields:
-        if field.name in seen:
-            raise ConfigError(f"schema: column {field.name!r} is there twice")
-        seen.add(field.name)
         if field.name not in known:
             raise ConfigError(f"schema: no column {field.name!r}; there are {', '.join(known)}")
-        if not field.nullable:
-            raise ConfigError(f"schema: column {field.name!r} is NOT NULL; columns of this source can be null")
-        if field.name == "body" and field.dataType in (BinaryType(), StringType()) and options.view == "messages":
-            body_as = "string" if field.dataType == StringType() else "binary"
-        elif field.dataType != known[field.name]:
-            said, has = field.dataType.simpleString(), known[field.name].simpleString()
-            inner = ", of values that can be null (valueContainsNull)" if said == has else f", not {said}"
-            raise ConfigError(f"schema: column {field.name!r} is {has}{inner}")
-    return body_as
+        kind = known[field.name]
+        if field.name == "body" and options.view == "messages" and field.dataType in (BinaryType(), StringType()):
+            kind = field.dataType
+            as_string = kind == StringType()
+        if field.dataType != kind or not field.nullable:
+            has, said = kind.simpleString(), field.dataType.simpleString() + " not null" * (not field.nullable)
+            raise ConfigError(
+                f"schema: column {field.name!r} is {has}, not {said}; columns and their values can be null"
+            )
+    return "string" if as_string else "binary"
 
 
 class MQStoreReader(DataSourceReader):

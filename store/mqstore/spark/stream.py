@@ -12,11 +12,9 @@ What of Spark's behaviour this leans on, none of it documented, each with a test
 - `latestOffset` is asked for with the end of a batch as `start` once that batch is done, also at the end of a run.
 - `commit` of a batch comes with the planning of the next; that of a run's last batch in the next run.
 - `stop` does not come after a normal end. Nothing durable happens there.
-- What `streamReader` raises comes last, or not at all: Spark trips over the reader that it does not have, and tells of
-  that. So a reader is made that fails when it is asked.
+- Spark hides what `streamReader` raises behind an error of its own. So a reader is made that fails when it is asked.
 
-Limits and available-now came with pyspark 4.2. Before that `latestOffset` is called without arguments, and the two
-classes are not there; they are looked for, not the version.
+pyspark 4.1 calls `latestOffset` without arguments, and has no limits and no available-now: these are looked for.
 """
 
 from __future__ import annotations

@@ -22,10 +22,12 @@ from mqstore.errors import ConfigError
 if TYPE_CHECKING:  # it would need pyarrow, which counting names does not
     from mqstore.spark.rows import Piece
 
-__all__ = ["MAX_INTERVALS", "Bins", "Tally"]
+__all__ = ["MAX_INTERVALS", "TALLIED", "Bins", "Tally"]
 
 _Int64s = npt.NDArray[np.int64]
 
+TALLIED: Final = ("store_timestamp",)
+"""Columns to read for a tally: headers are all that it looks at."""
 MAX_INTERVALS: Final = 200_000
 """Of a queue: a year of three minutes, two days of seconds."""
 _STEP_BITS: Final = 4
@@ -108,8 +110,6 @@ class Tally:
     def add(self, piece: Piece) -> None:
         """Count the records of a piece, all of which it must have."""
         headers = piece.headers
-        assert headers is not None
-        assert piece.bad is None
         sizes = headers.body_size.astype(np.int64)
         stored = np.clip(headers.store_timestamp_ms, _YEAR_1_MS, _YEAR_9999_MS)
         born = np.clip(headers.born_timestamp_ms, _YEAR_1_MS, _YEAR_9999_MS)

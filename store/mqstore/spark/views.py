@@ -20,10 +20,10 @@ from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.recovery.scanner import Good, scan_log
 from mqstore.log.recovery.verify import verified_ranges
 from mqstore.log.store import MessageStore
-from mqstore.spark.columns import ColumnReader
+from mqstore.spark.columns import ARROW_TYPES, ColumnReader
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, Wanted, names_queue, open_store, queues_of, stores_of
-from mqstore.spark.tally import Tally
+from mqstore.spark.tally import TALLIED, Tally
 from mqstore.spark.tasks import policy_of
 from mqstore.spark.telling import of_store, warn_once
 
@@ -31,14 +31,6 @@ __all__ = ["VIEWS", "as_markdown", "view_batch", "view_stores"]
 
 _BY_QUEUE: Final = ("queues", "traffic")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_ARROW: Final = {
-    "string": pa.string(),
-    "int": pa.int32(),
-    "bigint": pa.int64(),
-    "boolean": pa.bool_(),
-    "timestamp": pa.timestamp("us", tz="UTC"),
-}
-
 
 _Rows = Callable[[MessageStore, SourceOptions], Iterator[tuple[Any, ...]]]
 
@@ -52,7 +44,7 @@ class ViewTable:
 
     @property
     def schema(self) -> Any:
-        return pa.schema([(name, _ARROW[kind]) for name, kind in self.columns.items()])
+        return pa.schema([(name, ARROW_TYPES[kind]) for name, kind in self.columns.items()])
 
 
 VIEWS: Final[dict[str, ViewTable]] = {}
@@ -98,9 +90,7 @@ def view_batch(view: str, store: StoreName, options: SourceOptions) -> Any:
         else:
             with opened:
                 rows = [(store.id, *row) for row in table.rows(opened, options)]
-    columns = zip(*rows, strict=True) if rows else [()] * len(table.columns)
-    arrays = [pa.array([*values], field.type) for values, field in zip(columns, table.schema, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, schema=table.schema)
+    return pa.RecordBatch.from_pylist([dict(zip(table.columns, row, strict=True)) for row in rows], table.schema)
 
 
 def _instant(ms: int | None) -> datetime | None:
@@ -208,8 +198,8 @@ def _traffic(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any,
     policy = policy_of(replace(options, on_corrupt="fail" if options.on_corrupt == "fail" else "skip"))
     for queue in _wanted(store, options):
         tally = Tally(options.interval_ms, by_interval=True)
-        reader = ColumnReader(store, (), policy=policy)
-        for piece in reader.pieces(*queue.ref, queue.min_offset, queue.max_offset):
+        reader = ColumnReader(store, TALLIED, policy=policy)
+        for piece in reader.queue_pieces(*queue.ref, queue.min_offset, queue.max_offset):
             tally.add(piece)
         for number, messages, size, sizes in tally.rows():
             start = _instant(number * options.interval_ms)

@@ -21,16 +21,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, Final, NamedTuple, cast
-
-import numpy as np
+from typing import Any, Final, NamedTuple
 
 from mqstore.broker.names import POP_LOG_TOPIC
-from mqstore.errors import OffsetOutOfRangeError
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import TAGS
-from mqstore.log.columns import Binary
 from mqstore.log.store import MessageStore
 
 __all__ = [
@@ -166,32 +161,21 @@ class PopLog:
         low, end = self.bounds()
         position = max(start, low)
         while position < end:
-            names = ["queue_offset", "tags_code", "body"]
-            try:
-                columns = self._store.read_columns(POP_LOG_TOPIC, 0, position, min(_CHUNK, end - position), names)
-            except OffsetOutOfRangeError as error:  # retention, beside whoever looks
-                position = max(position + 1, error.min_offset)
-                continue
-            places = cast("np.ndarray[Any, Any]", columns["queue_offset"]).tolist()
-            codes = cast("np.ndarray[Any, Any]", columns["tags_code"]).astype(np.int32).tolist()
-            for place, code, body in zip(places, codes, _bodies(cast(Binary, columns["body"])), strict=True):
-                kind = hashes.get(code)
+            count = min(_CHUNK, end - position)
+            codes = self._store.units(POP_LOG_TOPIC, 0, position, count)["tags_code"].tolist()
+            found = self._store.get(POP_LOG_TOPIC, 0, position, count)
+            for message in found.messages:
+                kind = hashes.get(codes[message.offset - position])
                 if kind is None:
                     continue
                 try:
-                    value = json.loads(body)
+                    value = json.loads(message.body)
                 except ValueError:
                     value = None
                 if isinstance(value, dict):
-                    yield Record(place, kind, value)
+                    yield Record(message.offset, kind, value)
                 else:
-                    _log.error("%s: record %d of %s is no JSON object", self._store.path, place, POP_LOG_TOPIC)
-            if columns.next_offset <= position:
+                    _log.error("%s: record %d of %s is no JSON object", self._store.path, message.offset, POP_LOG_TOPIC)
+            if found.next_offset <= position:
                 return
-            position = columns.next_offset
-
-
-def _bodies(column: Binary) -> Iterator[bytes]:
-    data = column.data.tobytes()
-    offsets = column.offsets.tolist()
-    return (data[low:high] for low, high in pairwise(offsets))
+            position = found.next_offset  # also where retention, beside whoever looks, has taken what was here
