@@ -3,7 +3,7 @@
     a user's put        -> queue by id, message group or turn -> \\
     retry, dead letter, commit, delivery of a delayed message ->  route -> log
                                                                    |
-              DELAY = n            SCHEDULE_TOPIC_XXXX, queue n - 1    for `delay.py`
+              DELAY = n            SCHEDULE_TOPIC_XXXX, queue n - 1    for `levels.py`
               TIMER_DELIVER_MS ... rmq_sys_wheel_timer, queue 0        for `timer.py`
               else                 where it was going
 
