@@ -42,7 +42,7 @@ _BATCH_MAX: Final = 1 << 30
 """Arrow counts the bytes of a column of a batch in 32 bits (`arrow.laid`). Half of them: a batch may have as much again
 in bodies that were stored compressed."""
 _FOR_THE_STREAM: Final = frozenset({"checkpointlocation", "queryname"})
-"""Options of a `writeStream` that Spark itself reads, and hands on."""
+"""Options of a `writeStream` that Spark reads for itself."""
 _LAST: Final = (1 << 63) - 1
 
 
@@ -75,11 +75,11 @@ Offsets = dict[Key, int]
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. `accepts` and `meaning` are for people."""
+    """An option. `accepts` and `meaning` are texts of the documentation and of errors."""
 
     name: str
     field: str
-    """Of the dataclass that the table fills."""
+    """Field of the dataclass that the table fills."""
     default: str
     accepts: str
     meaning: str
@@ -129,7 +129,7 @@ class OptionTable:
     """Options by their names, in any case."""
 
     def __init__(self, options: Sequence[Option], passed_over: frozenset[str] = frozenset()) -> None:
-        """`passed_over`: names, in small letters, of what Spark gives to everybody."""
+        """`passed_over`: names, in small letters, of options that Spark itself reads, and hands on."""
         self.options: Mapping[str, Option] = {option.name: option for option in options}
         self.passed_over = passed_over
         self._by_name = {option.name.lower(): option for option in options}
@@ -138,7 +138,7 @@ class OptionTable:
         return isinstance(name, str) and name.lower() in self._by_name
 
     def parse(self, given: Mapping[str, str]) -> dict[str, Any]:
-        """Field -> value of the options as Spark gives them. ConfigError names option, value and what is accepted."""
+        """Return the values, by field, of options as Spark gives them. ConfigError for a wrong name or value."""
         values: dict[str, Any] = {}
         said: dict[str, str] = {}
         for name, value in given.items():
@@ -158,12 +158,12 @@ class OptionTable:
         return values
 
     def nearest(self, name: str) -> str:
-        """`; did you mean 'columns'?`, or nothing."""
+        """Return `; did you mean 'columns'?`, or nothing."""
         found = difflib.get_close_matches(name.lower(), self._by_name, 1, 0.6)
         return f"; did you mean {self._by_name[found[0]].name!r}?" if found else ""
 
     def as_markdown(self) -> str:
-        """The table of the documentation."""
+        """Return the table of the documentation."""
         lines = ["| Option | Default | Accepts | Meaning |", "|---|---|---|---|"]
         for option in self.options.values():
             cells = [f"`{option.name}`", option.default or "-", option.accepts, option.meaning]
@@ -404,7 +404,7 @@ class SourceOptions:
     """The options of a query, checked. Each field is the option of the same name, unless it says another."""
 
     paths: dict[str, str] | list[str] = field(default_factory=list)
-    """From option `path`, `paths` or `pathsFile`."""
+    """Value of option `path`, `paths` or `pathsFile`."""
     topics: tuple[str, ...] | None = option(
         None, "names, separated by commas", "which topics", names, name="subscribe", shown="all topics of users"
     )
@@ -479,21 +479,18 @@ class SourceOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SourceOptions:
-        """The options as Spark gives them. ConfigError names option, value and what is accepted."""
+        """Parse options as Spark gives them. ConfigError names option, value and what is accepted."""
         options = cls(**SOURCE_OPTIONS.parse(given))
-        options._check()
-        return options
-
-    def _check(self) -> None:
-        if not self.paths:
+        if not options.paths:
             raise ConfigError(
                 "no store: give .load(PATH), or one of the options path, paths, pathsFile; to write, .save(PATH)"
             )
         for several in _EXCLUSIVE:
-            if len(given := self.set_among(several)) > 1:
-                raise ConfigError(f"options {' and '.join(given)} exclude each other; give one of them")
-        if not self.include_properties and "properties" in (self.columns or ()):
+            if len(both := options.set_among(several)) > 1:
+                raise ConfigError(f"options {' and '.join(both)} exclude each other; give one of them")
+        if not options.include_properties and "properties" in (options.columns or ()):
             raise ConfigError("options columns, with properties, and includeProperties=false exclude each other")
+        return options
 
     def set_among(self, options: Iterable[str]) -> list[str]:
         """Return those of these options that do not have their default."""
@@ -545,7 +542,7 @@ _ONLY_STREAM: Final = ("maxOffsetsPerTrigger", "maxBytesPerTrigger", "commitGrou
 
 
 def not_for(view: View) -> tuple[str, ...]:
-    """The options that a small table does not go by, and refuses."""
+    """Return the options that a small table does not go by, and refuses."""
     return (*_CHOOSING, *_TOPICS) if view in _OF_STORES else _CHOOSING
 
 
@@ -594,7 +591,7 @@ class SinkOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> SinkOptions:
-        """The options as Spark gives them. ConfigError names option, value and what is accepted."""
+        """Parse options as Spark gives them. ConfigError names option, value and what is accepted."""
         options = cls(**SINK_OPTIONS.parse(given))
         if not options.path:
             raise ConfigError("no target: give .save(PATH), or .option('path', PATH)")
@@ -604,7 +601,7 @@ class SinkOptions:
         return options
 
     def check_stream(self) -> None:
-        """ConfigError for what only a batch job can ask for."""
+        """Raise ConfigError for options that only a batch job can have."""
         if self.txn_app_id is not None:
             raise ConfigError(
                 "options txnAppId and txnVersion belong to batch writes: a stream is known by its checkpoint, and each "
@@ -612,7 +609,7 @@ class SinkOptions:
             )
 
     def check_overwrite(self) -> None:
-        """ConfigError where `mode("overwrite")`, or output mode `complete`, would destroy what it may not."""
+        """Raise ConfigError if `mode("overwrite")`, or output mode `complete`, would destroy what it may not."""
         if self.target == "store" and not self.confirm_overwrite:
             raise ConfigError(
                 "overwrite, which output mode complete is too, would take the messages of the topics it writes from "
