@@ -57,7 +57,6 @@ _OURS: Final = frozenset({STAGING, MEMBERS, "lock", SET_FILE, SET_FILE + ".bak",
 _SEGMENT_BYTES = 64 << 20
 _PAGE = 4096
 _LOCK_POLL_S = 0.05
-_CLEAN_WAITS_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +161,11 @@ def make_member(transaction: Path, shard: ShardInfo, options: SinkOptions, *, fs
     As small as it can be: files of a store are of fixed sizes, and a batch may have three messages.
     """
     folder = transaction / shard.name
-    most = max(shard.queues.values(), default=1)
-    segment = min(_SEGMENT_BYTES, max(16 * _PAGE, -(-(shard.bytes + 2 * BLANK_BYTES) // _PAGE) * _PAGE))
+    segment = min(_SEGMENT_BYTES, (shard.bytes // _PAGE + 16) * _PAGE)
     slots = min(100_000, max(64, shard.records))
     config = StoreConfig(
         segment_bytes=max(segment, shard.largest + BLANK_BYTES),
-        consumequeue_units=min(16_384, max(64, most)),
+        consumequeue_units=min(16_384, max(64, *shard.queues.values())),
         index_slots=slots,
         index_entries=4 * slots,
         default_queues=options.queues,
@@ -216,7 +214,7 @@ def clean_target(root: Path, ttl_s: float, *, dry_run: bool = False) -> list[Pat
     root = Path(resolved(root))
     if not (root / SET_FILE).exists():
         return clean(root, ttl_s, dry_run=dry_run)
-    with nullcontext() if dry_run else _locked_set(root, _CLEAN_WAITS_S, REAL):
+    with nullcontext() if dry_run else _locked_set(root, 30.0, REAL):
         stores = (read_set(root) or {"stores": {}})["stores"]
         named = {root / "/".join(Path(where).parts[:2]) for where in stores.values()}
         others = [path for path in folders(root / MEMBERS) if path not in named]

@@ -10,23 +10,20 @@ import atexit
 import os
 import shutil
 import tempfile
-import weakref
 import zipfile
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 __all__ = ["pack", "ship"]
 
-_looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
-
+@lru_cache(maxsize=1)
 def ship(context: Any) -> bool:
     """Make `mqstore` importable for workers of this SparkContext. Returns True if it had to be sent.
 
     The first call costs a job of one task. Register data sources later: Spark notes then what workers may import.
     """
-    if context in _looked_at:
-        return False
 
     def is_there(_: int) -> bool:  # made here, so it is sent by value: by name it would need what it looks for
         import importlib.util
@@ -38,7 +35,6 @@ def ship(context: Any) -> bool:
         folder = tempfile.mkdtemp(prefix="mqstore-")  # executors fetch it when they start, so it stays
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         context.addPyFile(pack(os.path.join(folder, "mqstore.zip")))
-    _looked_at.add(context)
     return not there
 
 
