@@ -59,10 +59,11 @@ _DIFFERENT: Final = frozenset(
 )
 """Columns whose values hardly ever come twice: looking for those that do costs a quarter of the writing."""
 _GROUP_ROWS: Final = 1 << 17
+"""Rows of a row group at most."""
 _ROUND_BYTES: Final = 64 << 20
 """Rows that a task has in memory before it writes them, to a new file in each folder."""
 
-Ends = dict[str, dict[str, dict[str, int]]]
+Manifest = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,8 @@ def export_parquet(
     columns: Sequence[str] | None = None,
     partition_by: Sequence[str] = ("topic", "date"),
 ) -> ExportResult:
-    """Write the messages of `stores` that are not in `dest` yet to Parquet files there, one for each task and each
-    value of `partition_by` (of `store`, `topic`, `queue_id` and `date`, the UTC day of storing).
+    """Write the messages of `stores` that are not in `dest` yet to Parquet files there, one or more for each task and
+    each value of `partition_by` (of `store`, `topic`, `queue_id` and `date`, the UTC day of storing).
 
     `jobs`, `spark` and `progress`: see `mqstore.jobs`. `columns`: those of the Spark source, all by default; those in
     `partition_by` become folders.
@@ -134,7 +135,7 @@ def export_parquet(
     )
 
 
-def read_manifest(dest: str | os.PathLike[str]) -> dict[str, Any]:
+def read_manifest(dest: str | os.PathLike[str]) -> Manifest:
     """Return the newest manifest in `dest`, or one that says nothing (number 0) where there is none.
 
     Raises ConfigError for a file that is no manifest, or a damaged one.
@@ -146,7 +147,7 @@ def read_manifest(dest: str | os.PathLike[str]) -> dict[str, Any]:
     path = os.path.join(dest, newest, _MANIFEST)
     try:
         with open(path, encoding="utf-8") as file:
-            value: dict[str, Any] = json.load(file)
+            value: Manifest = json.load(file)
         if value["version"] != 1:
             raise ValueError(f"version {value['version']!r} instead of 1")
         # A queue id in another spelling, or an offset below 0, would pass over messages or export them again.
@@ -345,13 +346,8 @@ def _write_file(path: str, table: Any) -> int:
 # -- publishing --------------------------------------------------------------------------------------------------------
 
 
-def _manifest(
-    job: _Job,
-    before: dict[str, Any],
-    over: Sequence[Sequence[QueueSlice]],
-    written: Sequence[_Written],
-) -> dict[str, Any]:
-    ends: Ends = json.loads(json.dumps(before["ends"]))
+def _manifest(job: _Job, before: Manifest, over: list[list[QueueSlice]], written: list[_Written]) -> Manifest:
+    ends = json.loads(json.dumps(before["ends"]))
     for piece in (piece for slices in over for piece in slices):
         queues = ends.setdefault(piece.store.id, {}).setdefault(piece.topic, {})
         queues[str(piece.queue_id)] = max(piece.stop, queues.get(str(piece.queue_id), 0))
@@ -366,7 +362,7 @@ def _manifest(
     }
 
 
-def _publish(job: _Job, manifest: dict[str, Any], written: Sequence[_Written]) -> None:
+def _publish(job: _Job, manifest: Manifest, written: list[_Written]) -> None:
     """Steps 2 and 3."""
     ready = os.path.join(job.staging, "ready")
     target = os.path.join(job.dest, f"{_FOLDER}{manifest['number']:08d}")

@@ -16,7 +16,7 @@ from mqstore.broker.parts import open_parts
 from mqstore.broker.pop.state import QueueKey
 from mqstore.jobs.runner import Progress, Runner
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import StoreName, is_wanted, open_store
+from mqstore.spark.plan import StoreName, names_queue, open_store
 from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, check_known, select
 
 __all__ = ["GroupLag", "LagReport", "QueueRow", "Unlisted", "lag_report"]
@@ -90,12 +90,10 @@ def lag_report(
     topics: str | Sequence[str] | None = None,
     groups: Iterable[str] | None = None,
 ) -> LagReport:
-    """Return the lag of `groups` (all) on `topics` (all, those of retries as well) in `stores`.
+    """Return the lag of `groups` (all) on `topics` (all, those of retries as well) in `stores`, by what is on disk.
 
-    `jobs`, `spark` and `progress`: see `mqstore.jobs`.
-
-    By what is on disk: a running broker writes its groups' progress within a few seconds. Raises ConfigError for a
-    group or topic that no store knows, and what opening a store raises.
+    A running broker writes its groups' progress within a few seconds. `jobs`, `spark` and `progress`: see
+    `mqstore.jobs`. Raises ConfigError for a group or topic that no store knows, and what opening a store raises.
     """
     chosen = select(stores, topics=topics)
     check_followed(chosen, "topics", "topic_pattern", "assign", "include_system_topics")
@@ -135,7 +133,7 @@ class _Seen:
 
 
 def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreName) -> _Seen:
-    wanted, assign = is_wanted(options), options.assign
+    wanted = names_queue(options)
     with open_store(name) as store:
         parts = open_parts(store)
         now_ms = parts.clock.now_ms()
@@ -144,7 +142,7 @@ def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreNam
         rows = []
         for group in known if groups is None else sorted({*known} & {*groups}):
             for lag in lag_of(parts, group, pops):
-                if not wanted(lag.topic) or (assign is not None and lag.queue_id not in assign[lag.topic]):
+                if not wanted(lag.topic, lag.queue_id):
                     continue
                 suspended = pops.suspended.get(QueueKey(lag.topic, group, lag.queue_id))
                 row = QueueRow(
