@@ -12,7 +12,7 @@ import threading
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -1652,8 +1652,10 @@ def test_a_forked_child_neither_sends_nor_hangs(tmp_path: Path) -> None:
             producer.close()
             assert producer.closed
 
-        with producer._submitter._lock:  # as another thread may have it at the moment of the fork
-            assert in_child(child, 30) == 0
+        with ThreadPoolExecutor(1) as another:
+            another.submit(producer._submitter._lock.acquire).result()  # and has it at the moment of the fork
+            assert in_child(child, 20) == 0
+            another.submit(producer._submitter._lock.release).result()
         producer.close()
         assert [message.body for message in store.iter("orders")] == [b"parent"]
 
