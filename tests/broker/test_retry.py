@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
@@ -450,36 +448,3 @@ def test_a_plain_put_of_an_unknown_group_makes_none(parts: Parts) -> None:
         Retries(parts).put_retry("%RETRY%g", b"b", {"RECONSUME_TIME": "many"}, locks=Locks())
     assert parts.store.max_offset == end
     assert parts.groups.get("nobody") is None
-
-
-# -- any sequence of failures ----------------------------------------------------------------------------------------
-
-
-@given(
-    limit=st.integers(0, 5),
-    steps=st.lists(st.sampled_from(["policy", "level", "ms", "dead"]), min_size=1, max_size=8),
-)
-def test_whatever_its_failures_a_message_ends_once_and_keeps_its_identity(
-    tmp_path_factory: pytest.TempPathFactory, limit: int, steps: list[str]
-) -> None:
-    parts = new_parts(tmp_path_factory.mktemp("any") / "store")
-    parts.groups.create("g", retry_policy=RetryPolicy(max_attempts=limit + 1))
-    message = original = put(parts, body=b"payload")
-    options: dict[str, dict[str, Any]] = {
-        "policy": {},
-        "level": {"delay_level": 2},
-        "ms": {"delay_ms": 1_234},
-        "dead": {"delay_level": -1},
-    }
-    for failures, step in enumerate(steps):
-        copy = back(parts, message, **options[step])
-        properties = copy.stored_properties()
-        assert (copy.body, copy.unique_key, copy.reconsume_times) == (b"payload", "u", failures + 1)
-        assert properties["ORIGIN_MESSAGE_ID"] == original.message_id
-        assert properties["RETRY_TOPIC"] == "orders"
-        dead = step == "dead" or failures >= limit
-        assert (copy.topic == "%DLQ%g") == dead
-        if dead:
-            break
-        message = delivered(parts, copy)
-    parts.store.close()

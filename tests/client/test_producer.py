@@ -7,16 +7,15 @@ import errno
 import math
 import os
 import random
-import subprocess
 import sys
-import textwrap
 import threading
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,7 @@ from mqstore.client.submitter import Submitter
 from mqstore.client.transaction import Transaction
 from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB
 from tests.broker.support import advance_broker
+from tests.children import in_child
 from tests.client.popsupport import ended, in_thread, until
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
@@ -1635,46 +1635,29 @@ def test_with_closes_and_stores_what_was_submitted_even_when_it_raises(broker: B
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_neither_sends_nor_hangs(tmp_path: Path) -> None:
-    script = """
-        import os, sys, threading
-        import mqstore
-        from mqstore.client.producer import Producer
-        from mqstore.client.interceptors import Interceptor
-        broker = mqstore.Broker(mqstore.MessageStore(sys.argv[1]))
-        producer = Producer(broker, linger=0.5, checker=lambda message: None)
+    with mqstore.open(tmp_path / "s") as store:
+        producer = Producer(store.broker, linger=0.5, checker=lambda message: None)
         producer.submit("orders", b"parent")
-        producer._submitter._lock.acquire()  # as another thread may at the moment of the fork
-        pid = os.fork()
-        if pid == 0:
-            codes = []
-            for call in (
-                lambda: producer.send("orders", b"x"), lambda: producer.submit("orders", b"x"), producer.flush,
-                lambda: producer.send_many("orders", [b"x"]), producer.transaction,
-                lambda: producer.send_oneway("orders", b"x"),
-            ):
-                try:
+        calls: list[Callable[[], object]] = [
+            *(partial(way, "orders", b"x") for way in (producer.send, producer.submit, producer.send_oneway)),
+            partial(producer.send_many, "orders", [b"x"]),
+            producer.flush,
+            producer.transaction,
+        ]
+
+        def child() -> None:
+            for call in calls:
+                with pytest.raises(StoreClosedError):
                     call()
-                    codes.append("no error")
-                except mqstore.StoreClosedError:
-                    codes.append("closed")
             producer.close()
-            os._exit(0 if codes == ["closed"] * 6 and producer.closed else 9)
-        _, status = os.waitpid(pid, 0)
-        producer._submitter._lock.release()
+            assert producer.closed
+
+        with ThreadPoolExecutor(1) as another:
+            another.submit(producer._submitter._lock.acquire).result()  # and has it at the moment of the fork
+            assert in_child(child, 20) == 0
+            another.submit(producer._submitter._lock.release).result()
         producer.close()
-        assert [m.body for m in broker.store.iter("orders")] == [b"parent"]
-        broker.close()
-        sys.exit(os.waitstatus_to_exitcode(status))
-    """
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "s")],
-        env={**os.environ, "PYTHONPATH": str(root / "store")},
-        timeout=60,
-        capture_output=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+        assert [message.body for message in store.iter("orders")] == [b"parent"]
 
 
 def test_it_says_what_it_is(bench: Bench) -> None:
