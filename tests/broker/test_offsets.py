@@ -12,6 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mqstore.broker.names import POP_LOG_GROUP, START_GROUP
 from mqstore.broker.offsets import OffsetTable
@@ -852,7 +855,126 @@ def test_absent_and_null_are_no_progress_without_a_problem(offsets: _Offsets, te
     assert (table.of_group("g"), table.problems) == ({}, [])
 
 
-# -- what a store lost -------------------------------------------------------------------------------------------------
+# -- a model -----------------------------------------------------------------------------------------------------------
+
+GROUPS, TOPICS, QUEUES, END = ("g", "h"), ("t", "u"), (0, 1), 6
+
+
+class OffsetModel(RuleBasedStateMachine):
+    """Random calls against the three tables written plainly, with crashes: after one, what was saved."""
+
+    group, topic = st.sampled_from(GROUPS), st.sampled_from(TOPICS)
+    queue_id, offset = st.sampled_from(QUEUES), st.integers(0, END)
+
+    root: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets = _Offsets(self.root)
+        for topic in TOPICS:
+            for queue_id in QUEUES:
+                self.offsets.fill(topic, queue_id, END)
+        self.committed: dict[tuple[str, str, int], int] = {}
+        self.resets: dict[tuple[str, str, int], int] = {}
+        self.pulled: dict[tuple[str, str, int], int] = {}
+        self.starts: dict[tuple[str, int], int] = {}
+        self.saved: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
+
+    @rule(group=group, topic=topic, queue_id=queue_id, offset=offset, flush=st.booleans())
+    def commit(self, group: str, topic: str, queue_id: int, offset: int, flush: bool) -> None:
+        self.offsets.table.commit(group, topic, queue_id, offset, durability="flush" if flush else None)
+        if (group, topic, queue_id) not in self.resets:
+            self.committed[group, topic, queue_id] = offset
+        if flush:
+            self._note_saved()
+
+    @rule(group=group, topic=topic, queue_id=queue_id, offset=offset)
+    def pull(self, group: str, topic: str, queue_id: int, offset: int) -> None:
+        self.offsets.table.note_pull(group, topic, queue_id, offset)
+        self.pulled[group, topic, queue_id] = offset
+
+    @rule(group=group, topic=topic, queue_id=queue_id, offset=offset)
+    def reset(self, group: str, topic: str, queue_id: int, offset: int) -> None:
+        offset = max(offset, self.starts.get((topic, queue_id), 0))
+        self.offsets.table.reset(topic, group, queue_id, offset)
+        self.committed[group, topic, queue_id] = self.resets[group, topic, queue_id] = offset
+        self.pulled.pop((group, topic, queue_id), None)
+
+    @rule(group=group, topic=topic, queue_id=queue_id)
+    def take(self, group: str, topic: str, queue_id: int) -> None:
+        assert self.offsets.table.take_reset(topic, group, queue_id) == self.resets.pop((group, topic, queue_id), None)
+
+    @rule(topic=topic, queue_id=queue_id, offset=offset)
+    def move_start(self, topic: str, queue_id: int, offset: int) -> None:
+        self.offsets.table.move_start(topic, queue_id, offset)
+        if offset > self.starts.get((topic, queue_id), 0):
+            self.starts[topic, queue_id] = offset
+
+    @rule(group=group)
+    def remove_group(self, group: str) -> None:
+        self.offsets.table.remove_group(group)
+        self._drop(lambda key: key[0] == group)
+
+    @rule(topic=topic)
+    def remove_topic(self, topic: str) -> None:
+        self.offsets.table.remove_topic(topic)
+        self._drop(lambda key: key[1] == topic)
+
+    @rule()
+    def save(self) -> None:
+        self.offsets.table.save()
+        self._note_saved()
+
+    @precondition(lambda self: self.committed)
+    @rule()
+    def crash(self) -> None:
+        self.offsets.table = self.offsets.again()
+        self.committed, self.starts = dict(self.saved[0]), dict(self.saved[1])
+        self.resets.clear()
+        self.pulled.clear()
+
+    @invariant()
+    def agrees(self) -> None:
+        table = self.offsets.table
+        for group in GROUPS:
+            expected = {key[1:]: offset for key, offset in self.committed.items() if key[0] == group}
+            assert table.of_group(group) == expected
+            for topic in TOPICS:
+                for queue_id in QUEUES:
+                    key = (group, topic, queue_id)
+                    assert table.committed(*key) == self.committed.get(key)
+                    assert table.query_pull(*key) == self.pulled.get(key, self.committed.get(key))
+                    assert table.has_reset(topic, group, queue_id) == (key in self.resets)
+        for topic in TOPICS:
+            groups = {key[0] for key in self.committed if key[1] == topic}
+            assert table.groups_of(topic) == groups
+            for queue_id in QUEUES:
+                start = self.starts.get((topic, queue_id), 0)
+                assert table.start_of(topic, queue_id) == start
+                each = [max(start, self.committed.get((group, topic, queue_id), start)) for group in groups]
+                assert table.min_committed(topic, queue_id) == (min(each) if each else None)
+
+    def teardown(self) -> None:
+        self.offsets.store.close()
+
+    def _note_saved(self) -> None:
+        self.saved = (dict(self.committed), dict(self.starts))
+
+    def _drop(self, concerned: Callable[[tuple[str, str, int]], bool]) -> None:
+        for table in (self.committed, self.resets, self.pulled):
+            for key in [key for key in table if concerned(key)]:
+                del table[key]
+
+
+def test_random_calls_agree_with_the_plain_tables(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    class Machine(OffsetModel):
+        @property
+        def root(self) -> Path:  # type: ignore[override]
+            return tmp_path_factory.mktemp("offsets") / "s"
+
+    run_state_machine_as_test(Machine, settings=settings(max_examples=25, stateful_step_count=30, deadline=None))  # type: ignore[no-untyped-call]
 
 
 def test_a_group_goes_on_at_the_beginning_of_a_queue_that_was_lost_with_all_its_messages_expired(
