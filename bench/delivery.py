@@ -32,7 +32,7 @@ def _fill(broker: Broker, load: Load) -> None:
 
 @contextmanager
 def pop_and_ack(directory: Path, load: Load, *, batch: int) -> Iterator[Work]:
-    with closing(Broker(mqstore.MessageStore(directory / "store"))) as broker:
+    with closing(Broker(mqstore.engine.MessageStore(directory / "store"))) as broker:
         _fill(broker, load)
 
         def work() -> int:
@@ -55,7 +55,7 @@ def delayed(directory: Path, load: Load) -> Iterator[Work]:
     # With a clock of its own a broker starts no thread, so what is put stays undelivered until we say so.
     clock = mqstore.SimulatedClock()
     config = mqstore.StoreConfig(clock=clock)
-    with closing(Broker(mqstore.MessageStore(directory / "store", config=config))) as broker:
+    with closing(Broker(mqstore.engine.MessageStore(directory / "store", config=config))) as broker:
         put = broker.put
         for body in load.bodies():
             put(load.topic, body, queue_id=0, delay_level=1)
@@ -74,8 +74,8 @@ def delayed(directory: Path, load: Load) -> Iterator[Work]:
 @contextmanager
 def put_and_dispatch(directory: Path, load: Load) -> Iterator[Work]:
     """Putting and dispatching the same messages at once: delivery is a put, and what has been put is to be seen."""
-    config = mqstore.StoreConfig(clock=mqstore.SystemClock())
-    with closing(mqstore.MessageStore(directory / "store", config=config)) as store:
+    config = mqstore.StoreConfig(clock=mqstore.engine.SystemClock())
+    with closing(mqstore.engine.MessageStore(directory / "store", config=config)) as store:
         bodies = load.bodies()
 
         def work() -> int:

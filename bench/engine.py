@@ -36,7 +36,7 @@ def _fill(store: Any, load: Load, batch: int = BATCH) -> list[Any]:
 @contextmanager
 def put(directory: Path, load: Load) -> Iterator[Work]:
     bodies = load.bodies()
-    with closing(mqstore.MessageStore(directory / "store")) as store:
+    with closing(mqstore.engine.MessageStore(directory / "store")) as store:
 
         def work() -> int:
             put_one, topic = store.put, load.topic
@@ -50,7 +50,7 @@ def put(directory: Path, load: Load) -> Iterator[Work]:
 @contextmanager
 def put_many(directory: Path, load: Load) -> Iterator[Work]:
     bodies = load.bodies()
-    with closing(mqstore.MessageStore(directory / "store")) as store:
+    with closing(mqstore.engine.MessageStore(directory / "store")) as store:
 
         def work() -> int:
             for start in range(0, len(bodies), BATCH):
@@ -63,7 +63,7 @@ def put_many(directory: Path, load: Load) -> Iterator[Work]:
 @contextmanager
 def put_flushed(directory: Path, load: Load, *, threads: int) -> Iterator[Work]:
     bodies = load.bodies()
-    with closing(mqstore.MessageStore(directory / "store", durability="flush")) as store:
+    with closing(mqstore.engine.MessageStore(directory / "store", durability="flush")) as store:
         # Creating segment, queue and folders belongs to the first message of a store, not to each.
         store.put(load.topic, bodies[0], queue_id=0)
 
@@ -108,7 +108,7 @@ def put_flushed(directory: Path, load: Load, *, threads: int) -> Iterator[Work]:
 
 @contextmanager
 def read_messages(directory: Path, load: Load) -> Iterator[Work]:
-    with closing(mqstore.MessageStore(directory / "store")) as store:
+    with closing(mqstore.engine.MessageStore(directory / "store")) as store:
         _fill(store, load)
 
         def work() -> int:
@@ -126,8 +126,8 @@ def read_messages(directory: Path, load: Load) -> Iterator[Work]:
 @contextmanager
 def reput(directory: Path, load: Load) -> Iterator[Work]:
     # With a clock of its own a store starts no thread, so what is put stays undispatched until we say so.
-    config = mqstore.StoreConfig(clock=mqstore.SystemClock())
-    with closing(mqstore.MessageStore(directory / "store", config=config)) as store:
+    config = mqstore.StoreConfig(clock=mqstore.engine.SystemClock())
+    with closing(mqstore.engine.MessageStore(directory / "store", config=config)) as store:
         bodies = load.bodies()
         for start in range(0, len(bodies), BATCH):
             store.put_many(load.topic, bodies[start : start + BATCH], queue_id=0)
@@ -144,7 +144,7 @@ def _crashed(path: Path, load: Load) -> tuple[int, list[tuple[int, int, int]]]:
 
     Returns the length of the log and each record's place (segment, begin, end).
     """
-    with closing(mqstore.MessageStore(path)) as store:
+    with closing(mqstore.engine.MessageStore(path)) as store:
         receipts = _fill(store, load)
     (path / "abort").write_text("0")
     (path / "checkpoint").unlink()
@@ -163,7 +163,7 @@ def recovery(directory: Path, load: Load) -> Iterator[Work]:
     opened: list[Any] = []
 
     def work() -> int:
-        opened.append(mqstore.MessageStore(path))
+        opened.append(mqstore.engine.MessageStore(path))
         return log_end
 
     try:
@@ -194,7 +194,7 @@ def open_clean(directory: Path, load: Load, *, share: float) -> Iterator[Work]:
     # 8 bytes stay free behind the last record of a segment; 1024 is the smallest segment there is.
     per_segment = max(int(load.messages * share) // SEGMENTS, -(-1016 // load.record_bytes))
     config = mqstore.StoreConfig(segment_bytes=per_segment * load.record_bytes + 8)
-    with closing(mqstore.MessageStore(path, config=config)) as store:
+    with closing(mqstore.engine.MessageStore(path, config=config)) as store:
         # A batch rolls as a whole; one that is as long as a segment leaves none half empty.
         _fill(store, Load(load.body_bytes, per_segment * SEGMENTS, load.topic), per_segment)
     found = sum(file.name.isdigit() for file in (path / "commitlog").iterdir())
@@ -202,7 +202,7 @@ def open_clean(directory: Path, load: Load, *, share: float) -> Iterator[Work]:
     opened: list[Any] = []
 
     def work() -> int:
-        opened.append(mqstore.MessageStore(path))
+        opened.append(mqstore.engine.MessageStore(path))
         return 1
 
     try:

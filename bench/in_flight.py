@@ -28,7 +28,7 @@ def resident_bytes() -> int:
 
 def measure(messages: int, batch: int) -> dict[str, float]:
     with scratch("in-flight") as directory:
-        with Broker(mqstore.MessageStore(directory / "store")) as broker:
+        with Broker(mqstore.engine.MessageStore(directory / "store")) as broker:
             broker.topics.create("bench", queues=1)
             for _ in range(0, messages, 1000):
                 broker.put_many("bench", [b"." * 128] * 1000)
@@ -42,7 +42,7 @@ def measure(messages: int, batch: int) -> dict[str, float]:
             held = resident_bytes() - before
             assert broker.stats().in_flight == messages
         begin = time.perf_counter()
-        with Broker(mqstore.MessageStore(directory / "store")) as broker:
+        with Broker(mqstore.engine.MessageStore(directory / "store")) as broker:
             seconds = time.perf_counter() - begin
             assert broker.stats().in_flight == messages
             assert broker.pop("g", "bench") == []

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.goals import ROUNDS, measure, report
-from mqstore import MessageStore, OutgoingMessage, StoreConfig
+from mqstore import OutgoingMessage, StoreConfig
+from mqstore.engine import MessageStore
 from mqstore.layout.record import Record, check_record, decode_record
 from mqstore.log.message import row_of
 from mqstore.log.tip import QueueRef

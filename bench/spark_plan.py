@@ -19,7 +19,8 @@ import tempfile
 from pathlib import Path
 
 from bench.goals import ROUNDS, Side, measure, report
-from mqstore import MessageStore, StoreConfig
+from mqstore import StoreConfig
+from mqstore.engine import MessageStore
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import plan
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from bench.goals import ROUNDS, WARM_UPS, Side, measure, report
 from bench.spark_columns import decoded, make
-from mqstore import MessageStore
+from mqstore.engine import MessageStore
 from mqstore.log.tip import QueueRef
 from mqstore.spark.columns import ColumnReader, default_columns
 from mqstore.spark.options import SourceOptions

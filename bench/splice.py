@@ -28,7 +28,7 @@ from typing import NamedTuple
 from crc32c import crc32c
 
 from bench.goals import ROUNDS, WARM_UPS, report
-from mqstore import MessageStore
+from mqstore.engine import MessageStore
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_record
 from mqstore.options import Profile

@@ -72,7 +72,7 @@ def bare(path: Path, load: Load, prepare: Prepare, flag: int) -> Iterator[Turn]:
 @contextmanager
 def put(path: Path, load: Load) -> Iterator[Turn]:
     body = load.bodies()[0]
-    with closing(mqstore.MessageStore(path, durability="flush")) as store:
+    with closing(mqstore.engine.MessageStore(path, durability="flush")) as store:
         store.put(load.topic, body, queue_id=0)
 
         def turn(count: int) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.goals import ROUNDS, Side, measure, report
 from bench.spark_columns import make
-from mqstore import MessageStore
+from mqstore.engine import MessageStore
 from mqstore.jobs import verify
 
 

@@ -25,7 +25,12 @@ def _public(module: ModuleType) -> Iterator[type]:
     return (each for name in module.__all__ if inspect.isclass(each := getattr(module, name)))
 
 
-CLASSES = [*_public(mqstore), *_public(mqstore.aio)]
+CLASSES = [
+    each
+    for module in (mqstore, mqstore.admin, mqstore.aio, mqstore.engine, mqstore.errors)
+    for each in _public(module)
+    if each.__module__ != "mqstore.signalsafe"
+]
 ERRORS = [each for each in CLASSES if issubclass(each, mqstore.MQStoreError)]
 
 

@@ -15,6 +15,9 @@ Everything begins with `mqstore.open`. Then
     store.producer()                 send: batches, retries, transactions          help(mqstore.Producer)
     store.put, store.read            messages of a topic, by number                help(mqstore.Store)
     mqstore.aio                      all of it for asyncio                         help(mqstore.aio)
+    mqstore.errors                   what all of it raises                         help(mqstore.errors)
+    mqstore.admin                    topics, groups, dead letters                  help(mqstore.admin)
+    mqstore.engine                   the message store below                       help(mqstore.engine)
 
 and on a shell: `mqstore --help`.
 """
@@ -25,13 +28,9 @@ from importlib import import_module
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
-from mqstore.broker.broker import Broker
-from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.filters import Filter
-from mqstore.broker.groups import GroupConfig, RetryPolicy, backoff, exponential
-from mqstore.broker.pop.orderinfo import Suspended
+from mqstore.broker.groups import RetryPolicy, backoff, exponential
 from mqstore.broker.road import SendOptions
-from mqstore.broker.topics import TopicConfig
 from mqstore.client.allocation import fixed_queues
 from mqstore.client.codecs import BYTES, JSON, TEXT, Codec
 from mqstore.client.delivery import Delivery
@@ -39,57 +38,23 @@ from mqstore.client.interceptors import Consumed, Interceptor
 from mqstore.client.outcome import BatchFailure, Reject, Retry
 from mqstore.client.producer import Producer, Selector
 from mqstore.client.pullconsumer import PullConsumer
-from mqstore.client.pushconsumer import ConsumerStats, PushConsumer
-from mqstore.client.simpleconsumer import PendingInfo, SimpleConsumer
+from mqstore.client.pushconsumer import PushConsumer
+from mqstore.client.simpleconsumer import SimpleConsumer
 from mqstore.client.transaction import Transaction
 from mqstore.client.workers import cancelled
-from mqstore.clock import Clock, SimulatedClock, SystemClock
-from mqstore.errors import (
-    ConfigError,
-    CorruptStoreError,
-    FilterError,
-    FlushFailedError,
-    FlushTimeoutError,
-    FormatError,
-    GroupInUseError,
-    GroupNotFoundError,
-    InvalidMessageError,
-    InvalidReceiptError,
-    MQStoreError,
-    NotAStoreError,
-    NotPermittedError,
-    OffsetOutOfRangeError,
-    QueueEmpty,
-    QueueFull,
-    QueueShutDown,
-    ReadOnlyStoreError,
-    ReceiptExpiredError,
-    ResultCode,
-    SendError,
-    StoreBusyError,
-    StoreClosedError,
-    StoreFullError,
-    StoreIOError,
-    StoreLockedError,
-    SubscriptionConflictError,
-    TopicNotFoundError,
-    TransactionStateError,
-    UnsupportedStoreError,
-)
+from mqstore.clock import SimulatedClock
+from mqstore.errors import MQStoreError, QueueEmpty, QueueFull, QueueShutDown
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
-from mqstore.log.reader import GetResult
-from mqstore.log.recovery.report import Cut, Finding, RecoveryReport
-from mqstore.log.snapshot.take import SnapshotPlan, SnapshotReport
-from mqstore.log.stats import StoreStats
-from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig
 from mqstore.queue import Queue, Task
 from mqstore.store import Store
 
 if TYPE_CHECKING:
+    from mqstore import admin as admin
     from mqstore import aio as aio
+    from mqstore import engine as engine
 
 __all__ = [
     "BYTES",
@@ -97,39 +62,16 @@ __all__ = [
     "TEXT",
     "BatchFailure",
     "Body",
-    "Broker",
-    "Clock",
     "Codec",
-    "ConfigError",
     "Consumed",
-    "ConsumerStats",
-    "CorruptStoreError",
-    "Cut",
-    "DeadLetters",
     "Delivery",
     "Durability",
     "Duration",
     "Filter",
-    "FilterError",
-    "Finding",
-    "FlushFailedError",
-    "FlushTimeoutError",
-    "FormatError",
-    "GetResult",
-    "GroupConfig",
-    "GroupInUseError",
-    "GroupNotFoundError",
     "Interceptor",
-    "InvalidMessageError",
-    "InvalidReceiptError",
     "MQStoreError",
     "Message",
-    "MessageStore",
-    "NotAStoreError",
-    "NotPermittedError",
-    "OffsetOutOfRangeError",
     "OutgoingMessage",
-    "PendingInfo",
     "Producer",
     "Profile",
     "PullConsumer",
@@ -139,39 +81,19 @@ __all__ = [
     "QueueFull",
     "QueueRef",
     "QueueShutDown",
-    "ReadOnlyStoreError",
-    "ReceiptExpiredError",
-    "RecoveryReport",
     "Reject",
-    "ResultCode",
     "Retention",
     "Retry",
     "RetryPolicy",
     "Selector",
-    "SendError",
     "SendOptions",
     "SendReceipt",
     "SimpleConsumer",
     "SimulatedClock",
-    "SnapshotPlan",
-    "SnapshotReport",
     "Store",
-    "StoreBusyError",
-    "StoreClosedError",
     "StoreConfig",
-    "StoreFullError",
-    "StoreIOError",
-    "StoreLockedError",
-    "StoreStats",
-    "SubscriptionConflictError",
-    "Suspended",
-    "SystemClock",
     "Task",
-    "TopicConfig",
-    "TopicNotFoundError",
     "Transaction",
-    "TransactionStateError",
-    "UnsupportedStoreError",
     "backoff",
     "cancelled",
     "exponential",
@@ -216,7 +138,7 @@ def open(
 
 
 def __getattr__(name: str) -> Any:
-    """`mqstore.aio`, with asyncio, is loaded when it is first asked for."""
-    if name == "aio":
-        return import_module("mqstore.aio")
+    """Return a module that is loaded when it is first asked for."""
+    if name in ("admin", "aio", "engine"):
+        return import_module(f"mqstore.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

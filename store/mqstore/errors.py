@@ -218,7 +218,15 @@ class FilterError(MQStoreError, ValueError):
 
 class EvaluationError(MQStoreError, ValueError):
     """A property is not what the expression compares it with, say `abc` with a number. `position` is where the
-    comparison starts in the expression."""
+    comparison starts in the expression.
+
+    >>> from mqstore.broker import sql92
+    >>> try:
+    ...     sql92.compile("n > 5").evaluate({"n": "abc"})
+    ... except EvaluationError as error:
+    ...     print(error)
+    property n (column 1): 'abc' is not an integer of 32 bits
+    """
 
     def __init__(self, message: str, position: int) -> None:
         super().__init__(message)
@@ -362,25 +370,27 @@ class SendError(MQStoreError):
     >>> def after(error):
     ...     try:
     ...         raise error
-    ...     except mqstore.StoreBusyError:
+    ...     except mqstore.errors.StoreBusyError:
     ...         return "the same call once more, in a moment"
-    ...     except mqstore.FlushTimeoutError:
+    ...     except mqstore.errors.FlushTimeoutError:
     ...         return "it is stored, and will be on disk; again only if twice does no harm"
-    ...     except mqstore.FlushFailedError:
+    ...     except mqstore.errors.FlushFailedError:
     ...         return "look at the disk, open the store again"
-    ...     except mqstore.StoreFullError:
+    ...     except mqstore.errors.StoreFullError:
     ...         return "make room"
-    ...     except mqstore.SendError:
+    ...     except mqstore.errors.SendError:
     ...         return "what all of them are"
-    ...     except mqstore.StoreIOError:  # no SendError: reading may meet it, too
+    ...     except mqstore.errors.StoreIOError:  # no SendError: reading may meet it, too
     ...         return "the system's word: " + error.strerror
-    >>> after(mqstore.StoreBusyError("a put is being interrupted"))
+    >>> after(mqstore.errors.StoreBusyError("a put is being interrupted"))
     'the same call once more, in a moment'
-    >>> after(mqstore.FlushTimeoutError("not within 5 s")), after(mqstore.FlushFailedError("fsync failed"))
-    ('it is stored, and will be on disk; again only if twice does no harm', 'look at the disk, open the store again')
-    >>> after(mqstore.StoreFullError(errno.ENOSPC, "No space left on device", "commitlog/0", "put"))
+    >>> after(mqstore.errors.FlushTimeoutError("not within 5 s"))
+    'it is stored, and will be on disk; again only if twice does no harm'
+    >>> after(mqstore.errors.FlushFailedError("fsync failed"))
+    'look at the disk, open the store again'
+    >>> after(mqstore.errors.StoreFullError(errno.ENOSPC, "No space left on device", "commitlog/0", "put"))
     'make room'
-    >>> after(mqstore.StoreIOError(errno.EIO, "Input/output error", "commitlog/0", "read"))
+    >>> after(mqstore.errors.StoreIOError(errno.EIO, "Input/output error", "commitlog/0", "read"))
     "the system's word: Input/output error"
     """
 

@@ -70,7 +70,8 @@ class Task(Loan):
     `Retry` and `Reject` do what they say, and go no farther.
 
     >>> import mqstore, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.Broker(mqstore.MessageStore(folder)) as broker:
+    >>> from mqstore.engine import MessageStore
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.admin.Broker(MessageStore(folder)) as broker:
     ...     queue = Queue(broker, "jobs", codec=mqstore.JSON)
     ...     queue.put({"page": 7})
     ...     with queue.get() as task:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mqstore import MessageStore, QueueRef, StoreConfig
+from mqstore import QueueRef, StoreConfig
 from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
 from mqstore.broker.parts import open_parts
+from mqstore.engine import MessageStore
 from tests.broker.support import Bench
 
 

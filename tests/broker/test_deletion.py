@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from mqstore import Retention, TransactionStateError
+from mqstore import Retention
 from mqstore.broker.names import POP_LOG_TOPIC
 from mqstore.broker.pop.state import QueueKey
-from mqstore.errors import GroupNotFoundError, ReceiptExpiredError
+from mqstore.errors import GroupNotFoundError, ReceiptExpiredError, TransactionStateError
 from mqstore.layout.properties import SHARDINGKEY
 from tests.broker.popsupport import PopBench, bodies, fail_once
 from tests.broker.support import Bench

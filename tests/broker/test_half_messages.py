@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mqstore import ConfigError, Retention
-from mqstore.errors import InvalidMessageError, TransactionStateError
+from mqstore import Retention
+from mqstore.errors import ConfigError, InvalidMessageError, TransactionStateError
 from mqstore.layout.properties import TIMER_DELAY_MS, UNIQ_KEY
 from tests.broker.support import Bench
 from tests.log.support import kill

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import mqstore
-from mqstore import GroupNotFoundError, QueueEmpty, QueueFull, QueueRef, SendReceipt, Store, StoreConfig
+from mqstore import QueueEmpty, QueueFull, QueueRef, SendReceipt, Store, StoreConfig
+from mqstore.errors import GroupNotFoundError
 
 HANG_S = 20
 

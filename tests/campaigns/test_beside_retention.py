@@ -33,7 +33,9 @@ from pathlib import Path
 import pytest
 
 import mqstore
-from mqstore import Finding, Message, MessageStore, OffsetOutOfRangeError, OutgoingMessage, Retention, StoreConfig
+from mqstore import Message, OutgoingMessage, Retention, StoreConfig
+from mqstore.engine import Finding, MessageStore
+from mqstore.errors import OffsetOutOfRangeError
 from mqstore.jobs.verifying import verify
 from mqstore.log.walk import walk_queue
 from mqstore_tools.main import main

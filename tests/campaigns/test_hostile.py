@@ -211,7 +211,7 @@ def _build(root: Path, profile: Any) -> None:
     config = mqstore.StoreConfig(
         segment_bytes=1 << 16, consumequeue_units=64, index_slots=16, index_entries=64, default_queues=1
     )
-    mqstore.MessageStore(root, profile=profile, config=config).close()
+    mqstore.engine.MessageStore(root, profile=profile, config=config).close()
     manifest = root / "mqstore.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"timerlog_segment_bytes": 4096}))
     with mqstore.open(root, config=config) as store:

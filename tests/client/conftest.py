@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import mqstore
-from mqstore import Broker, Store
+from mqstore import Store
+from mqstore.admin import Broker
 from tests.client.pushsupport import PushBench
 
 
@@ -23,7 +24,7 @@ def bench(tmp_path: Path) -> Iterator[PushBench]:
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
     """A broker that has its threads."""
-    with Broker(mqstore.MessageStore(tmp_path / "store")) as broker:
+    with Broker(mqstore.engine.MessageStore(tmp_path / "store")) as broker:
         yield broker
 
 

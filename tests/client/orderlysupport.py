@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import mqstore
-from mqstore import Broker, Message, PushConsumer, QueueRef, SimulatedClock, StoreConfig
+from mqstore import Message, PushConsumer, QueueRef, SimulatedClock, StoreConfig
+from mqstore.admin import Broker
 from tests.log.support import kill
 
 __all__ = ["Bench", "Call", "fire"]

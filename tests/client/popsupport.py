@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Broker, SimpleConsumer, SimulatedClock, StoreConfig
+from mqstore import SimpleConsumer, SimulatedClock, StoreConfig
+from mqstore.admin import Broker
 from mqstore.client.poppush import PopEngine
 from tests.broker.support import advance_broker, settle_broker
 from tests.log.support import kill

@@ -51,7 +51,7 @@ NOT_THERE = {
     (mqstore.PushConsumer, "run_on_loop"),
     (mqstore.Store, "halt"),
     (mqstore.Store, "close_halted"),
-    (mqstore.DeadLetters, "as_new"),  # for jobs that send letters of many stores again
+    (mqstore.admin.DeadLetters, "as_new"),  # for jobs that send letters of many stores again
 }
 PLAIN = {  # called without await: iterators, what makes objects, decorators
     (aio.Store, "iter"),
@@ -156,19 +156,19 @@ def test_a_store_does_what_its_sync_twin_does(tmp_path: Path) -> None:
 
 def test_errors_are_those_of_the_sync_twin(tmp_path: Path) -> None:
     async def test(store: aio.Store) -> None:
-        with pytest.raises(mqstore.TopicNotFoundError):
+        with pytest.raises(mqstore.errors.TopicNotFoundError):
             await store.read("none", 0, 0)
-        with pytest.raises(mqstore.InvalidMessageError):
+        with pytest.raises(mqstore.errors.InvalidMessageError):
             await store.put("t", "text")  # type: ignore[arg-type]
-        with pytest.raises(mqstore.ConfigError):
+        with pytest.raises(mqstore.errors.ConfigError):
             await store.queue("q", maxsize=-1)
         await store.put("t", b"x", queue_id=0)
-        with pytest.raises(mqstore.OffsetOutOfRangeError):
+        with pytest.raises(mqstore.errors.OffsetOutOfRangeError):
             await store.read("t", 0, 7)
-        with pytest.raises(mqstore.OffsetOutOfRangeError):
+        with pytest.raises(mqstore.errors.OffsetOutOfRangeError):
             async for _ in store.iter("t", 0, start=9):
                 pass
-        with pytest.raises(mqstore.StoreLockedError):
+        with pytest.raises(mqstore.errors.StoreLockedError):
             await aio.open(store.path)
 
     with_store(test, tmp_path)
@@ -222,9 +222,9 @@ def test_a_store_opened_for_reading_refuses_what_writes(tmp_path: Path) -> None:
 
     async def test(store: aio.Store) -> None:
         assert [m.body async for m in store.iter("t")] == [b"a"]
-        with pytest.raises(mqstore.ReadOnlyStoreError):
+        with pytest.raises(mqstore.errors.ReadOnlyStoreError):
             await store.put("t", b"b")
-        with pytest.raises(mqstore.ReadOnlyStoreError):
+        with pytest.raises(mqstore.errors.ReadOnlyStoreError):
             await store.queue("q")
 
     with_store(test, tmp_path, mode="r")
@@ -557,7 +557,7 @@ def test_an_item_that_is_not_settled_in_time_comes_again(tmp_path: Path) -> None
             store.sync.broker.run_once()
             await asyncio.sleep(0)
         assert (await waiting).attempt == 2
-        with pytest.raises(mqstore.ReceiptExpiredError):
+        with pytest.raises(mqstore.errors.ReceiptExpiredError):
             await late.ack()
 
     with_store(test, tmp_path, config=StoreConfig(clock=clock))
@@ -800,7 +800,7 @@ def test_an_opening_that_is_cancelled_leaves_the_store_closed(tmp_path: Path, st
                     async with aio.open(tmp_path / "store") as again:
                         assert again.recovery.clean_shutdown
                         return
-                except mqstore.StoreLockedError:  # it is being closed
+                except mqstore.errors.StoreLockedError:  # it is being closed
                     await asyncio.sleep(0.01)
 
     run(main())
@@ -898,11 +898,11 @@ def test_closing_a_store_tells_whoever_waits(tmp_path: Path) -> None:
             await asyncio.sleep(0)
         await store.close()
         got, followed, received, polled = await asyncio.gather(*waiting, return_exceptions=True)
-        assert isinstance(got, mqstore.StoreClosedError)
-        assert isinstance(followed, mqstore.StoreClosedError)
+        assert isinstance(got, mqstore.errors.StoreClosedError)
+        assert isinstance(followed, mqstore.errors.StoreClosedError)
         assert (received, polled) == ([], [])  # their consumers were closed, as those of the sync store
         for late in (store.put("t", b""), queue.get(), store.topics(), simple.receive(), pull.poll(), queue.put(b"")):
-            with pytest.raises(mqstore.StoreClosedError):
+            with pytest.raises(mqstore.errors.StoreClosedError):
                 await late
 
     run(main())
@@ -1038,7 +1038,7 @@ def test_a_bridge_undoes_what_nobody_hears_of() -> None:
             assert result == 7 or cancelled
             assert len(undone) - before <= cancelled
         bridge.close()
-        with pytest.raises(mqstore.StoreClosedError):
+        with pytest.raises(mqstore.errors.StoreClosedError):
             await bridge.call(lambda: 1)
 
     run(main())
@@ -1120,7 +1120,7 @@ def test_who_is_parked_hears_when_the_bridge_closes() -> None:
         await asyncio.sleep(0)
         await bridge.call(lambda: None)
         bridge.close()
-        with pytest.raises(mqstore.StoreClosedError):
+        with pytest.raises(mqstore.errors.StoreClosedError):
             await task
 
     run(main())

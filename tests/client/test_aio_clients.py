@@ -74,18 +74,18 @@ def test_what_the_engine_says_comes_with_the_future_and_misuse_at_once(
 ) -> None:
     async def test(store: aio.Store) -> None:
         async with store.producer() as producer:
-            with pytest.raises(mqstore.InvalidMessageError):
+            with pytest.raises(mqstore.errors.InvalidMessageError):
                 await producer.submit("t", b"x", queue_id=99)
             await producer.send("t", b"x")
 
             def full(*args: Any, **options: Any) -> None:
-                raise mqstore.StoreFullError(28, "no room", "commitlog", "fallocate")
+                raise mqstore.errors.StoreFullError(28, "no room", "commitlog", "fallocate")
 
             monkeypatch.setattr(producer.sync, "_put", full)
             future = await producer.submit("t", b"x")
-            with pytest.raises(mqstore.StoreFullError):
+            with pytest.raises(mqstore.errors.StoreFullError):
                 await future
-            with pytest.raises(mqstore.StoreFullError):
+            with pytest.raises(mqstore.errors.StoreFullError):
                 await producer.send("t", b"x")
 
     with_store(test, tmp_path)
@@ -131,7 +131,7 @@ def test_a_flush_says_when_it_takes_too_long(tmp_path: Path, monkeypatch: pytest
             sync = producer.sync._sync
             monkeypatch.setattr(producer.sync, "_sync", lambda: (go_on.wait(20), sync()))
             future = await producer.submit("t", b"x")
-            with pytest.raises(mqstore.FlushTimeoutError):
+            with pytest.raises(mqstore.errors.FlushTimeoutError):
                 await producer.flush(0.001)
             go_on.set()
             await producer.flush()
@@ -148,7 +148,7 @@ def test_a_transaction_is_seen_when_its_block_ends_well(tmp_path: Path) -> None:
                 assert await store.offsets("t", 0) == (0, 0)
             assert [m.body async for m in store.iter("t", 0)] == [b"paid"]
             assert len(tx.receipts) == 1
-            with pytest.raises(mqstore.TransactionStateError, match="one `with` block"):
+            with pytest.raises(mqstore.errors.TransactionStateError, match="one `with` block"):
                 await tx.__aenter__()
 
             async def fails() -> None:
@@ -159,13 +159,13 @@ def test_a_transaction_is_seen_when_its_block_ends_well(tmp_path: Path) -> None:
             with pytest.raises(ZeroDivisionError):
                 await fails()
             assert await store.offsets("t", 0) == (0, 1)
-            with pytest.raises(mqstore.TransactionStateError):
+            with pytest.raises(mqstore.errors.TransactionStateError):
                 await producer.transaction().send("t", b"outside")
             await producer.send_oneway("t", b"oneway", queue_id=0)
             await producer.send_many("t", [b"a", b"b"], queue_id=0)
             assert await store.offsets("t", 0) == (0, 4)
         for late in (producer.send("t", b""), producer.send_oneway("t", b""), producer.send_many("t", [b""])):
-            with pytest.raises(mqstore.StoreClosedError, match="producer 'g' was closed"):
+            with pytest.raises(mqstore.errors.StoreClosedError, match="producer 'g' was closed"):
                 await late
 
     with_store(test, tmp_path)
@@ -186,7 +186,7 @@ def test_a_simple_consumer_does_what_its_sync_twin_does(tmp_path: Path) -> None:
             assert first.message.body == b"a"
             assert [each.attempt for each in await consumer.pending()] == [1]
             await first.nack(0)
-            with pytest.raises(mqstore.ReceiptExpiredError):
+            with pytest.raises(mqstore.errors.ReceiptExpiredError):
                 await first.ack()
             bodies = {}
             async for delivery in consumer:
@@ -197,9 +197,9 @@ def test_a_simple_consumer_does_what_its_sync_twin_does(tmp_path: Path) -> None:
             assert bodies == {b"a": 2, b"b": 1}
             assert await consumer.receive(wait=0.001) == []
             await consumer.unsubscribe("t")
-            with pytest.raises(mqstore.ConfigError):
+            with pytest.raises(mqstore.errors.ConfigError):
                 await consumer.receive()
-        with pytest.raises(mqstore.StoreClosedError):
+        with pytest.raises(mqstore.errors.StoreClosedError):
             await consumer.receive()
         assert [each async for each in consumer] == []
 
@@ -556,10 +556,10 @@ def test_a_push_consumer_is_steered_as_its_sync_twin(tmp_path: Path) -> None:
                 await asyncio.sleep(0.001)
 
         consumer = await store.push_consumer("g", workers=1)
-        with pytest.raises(mqstore.ConfigError):
+        with pytest.raises(mqstore.errors.ConfigError):
             await consumer.start()  # handles nothing
         consumer = await store.push_consumer("g", workers=1)
-        with pytest.raises(mqstore.ConfigError):
+        with pytest.raises(mqstore.errors.ConfigError):
             consumer.subscribe("t", "no handler")  # type: ignore[arg-type]
         consumer.subscribe("t", handle)
         await store.put("t", b"0", queue_id=0)
@@ -577,7 +577,7 @@ def test_a_push_consumer_is_steered_as_its_sync_twin(tmp_path: Path) -> None:
             stats = await consumer.stats()
             assert (stats.group, stats.topics["t"].pulled) == ("g", 2)
         assert seen == [b"0", b"0", b"1"]
-        with pytest.raises(mqstore.StoreClosedError):
+        with pytest.raises(mqstore.errors.StoreClosedError):
             consumer.subscribe("v", handle)
 
     with_store(test, tmp_path)
@@ -844,7 +844,7 @@ def test_one_send_may_have_its_selector(tmp_path: Path, way: str) -> None:
             await getattr(producer, way)("t", b"x", selector=lambda queues, group: queues[5], message_group=7)
         [message] = await store.read("t", 5, 0)
         assert message.message_group == "7"
-        with pytest.raises(mqstore.InvalidMessageError, match="send_many"):
+        with pytest.raises(mqstore.errors.InvalidMessageError, match="send_many"):
             await store.put_many("t", [b"x"], delay=5)
 
     with_store(test, tmp_path)

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import ConfigError, InvalidMessageError
 from mqstore.client.producer import ProducerOptions
 from mqstore.client.pullconsumer import PullConsumerOptions
 from mqstore.client.pushconsumer import PushConsumerOptions
 from mqstore.client.simpleconsumer import SimpleConsumerOptions
+from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.queue import QueueOptions
 
 Case = tuple[Callable[[Any], object], type[Exception], str]

@@ -379,7 +379,7 @@ def test_what_is_settled_late_in_a_group_that_reads_by_now_repeats_nothing(bench
     seen: list[bytes] = []
     reader = bench.consumer(lambda message: seen.append(message.body))
     bench.settle()
-    with suppress(mqstore.ReceiptExpiredError):
+    with suppress(mqstore.errors.ReceiptExpiredError):
         getattr(delivery, late)()
     bench.put(b"b")
     bench.settle()

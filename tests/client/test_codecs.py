@@ -43,7 +43,7 @@ def test_text_is_stored_as_utf8(text: str) -> None:
 def test_json_comes_back(value: Any) -> None:
     try:
         stored = JSON.encode(value)
-    except mqstore.InvalidMessageError:
+    except mqstore.errors.InvalidMessageError:
         assert any(0xD800 <= ord(c) < 0xE000 for c in repr(value).encode().decode("unicode_escape"))
         return
     assert JSON.decode(stored) == value
@@ -69,7 +69,7 @@ def test_json_is_plain_utf8_without_spaces() -> None:
     ],
 )
 def test_what_cannot_be_stored_is_refused(codec: mqstore.Codec, item: Any) -> None:
-    with pytest.raises(mqstore.InvalidMessageError) as caught:
+    with pytest.raises(mqstore.errors.InvalidMessageError) as caught:
         codec.encode(item)
     assert caught.value.field == "body"
 
@@ -81,7 +81,7 @@ def test_what_is_too_deep_or_a_circle_is_refused() -> None:
     for _ in range(100_000):
         deep = [deep]
     for item in (circle, deep):
-        with pytest.raises(mqstore.InvalidMessageError):
+        with pytest.raises(mqstore.errors.InvalidMessageError):
             JSON.encode(item)
 
 
@@ -90,6 +90,6 @@ def test_what_is_too_deep_or_a_circle_is_refused() -> None:
     [(TEXT, b"ab\xff", 2), (JSON, b"{", 1), (JSON, b"", 0), (JSON, b"1 2", 2), (JSON, b"[" * 100_000, 0)],
 )
 def test_what_cannot_be_read_says_where(codec: mqstore.Codec, body: bytes, position: int) -> None:
-    with pytest.raises(mqstore.FormatError) as caught:
+    with pytest.raises(mqstore.errors.FormatError) as caught:
         codec.decode(body)
     assert caught.value.position == position

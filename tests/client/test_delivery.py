@@ -85,7 +85,7 @@ def test_an_ack_that_is_late_counts_until_the_message_was_given_to_others(
         delivery.ack()
         assert (delivery.settled, again(consumer)) == (True, [])
     else:  # the copy is there
-        with pytest.raises(mqstore.ReceiptExpiredError):
+        with pytest.raises(mqstore.errors.ReceiptExpiredError):
             delivery.ack()
         assert not delivery.settled
 
@@ -95,7 +95,7 @@ def test_late_verbs_are_told_and_change_nothing(bench: Bench, consumer: SimpleCo
     bench.advance(30)
     [second] = consumer.receive(wait=0)
     for verb in (late.ack, late.nack, late.reject, lambda: late.extend(100)):
-        with pytest.raises(mqstore.ReceiptExpiredError):
+        with pytest.raises(mqstore.errors.ReceiptExpiredError):
             verb()
     assert not late.settled
     assert late.expires_at < second.expires_at
@@ -177,9 +177,9 @@ def test_what_is_settled_stays_so(bench: Bench, consumer: SimpleConsumer, first:
     delivery = received(bench, consumer)
     getattr(delivery, first)()
     for other in (verb for verb in VERBS[:3] if verb != first):
-        with pytest.raises(mqstore.ReceiptExpiredError, match="settled before"):
+        with pytest.raises(mqstore.errors.ReceiptExpiredError, match="settled before"):
             getattr(delivery, other)()
-    with pytest.raises(mqstore.ReceiptExpiredError, match="settled before"):
+    with pytest.raises(mqstore.errors.ReceiptExpiredError, match="settled before"):
         delivery.extend(100)
     bench.advance(10)
     assert again(consumer) == {"ack": [], "nack": [(b"a", 2)], "reject": [], "_release": [(b"a", 1)]}[first]
@@ -189,9 +189,9 @@ def test_what_is_settled_stays_so(bench: Bench, consumer: SimpleConsumer, first:
 def test_arguments_that_cannot_be_settle_nothing(bench: Bench, consumer: SimpleConsumer) -> None:
     delivery = received(bench, consumer)
     for wrong in (-1, 12 * 3600 + 1, float("nan"), float("inf")):
-        with pytest.raises(mqstore.ConfigError):
+        with pytest.raises(mqstore.errors.ConfigError):
             delivery.nack(wrong)
-        with pytest.raises(mqstore.ConfigError):
+        with pytest.raises(mqstore.errors.ConfigError):
             delivery.extend(wrong)
     assert not delivery.settled
     assert delivery.expires_at == bench.clock.monotonic_ms() / 1000 + 30
@@ -329,7 +329,7 @@ def test_what_was_settled_inside_is_left_so(
 
 def test_an_order_that_contradicts_what_was_done_is_told(bench: Bench, consumer: SimpleConsumer) -> None:
     delivery = received(bench, consumer)
-    with pytest.raises(mqstore.ReceiptExpiredError, match="settled before, by ack"), delivery:  # noqa: PT012
+    with pytest.raises(mqstore.errors.ReceiptExpiredError, match="settled before, by ack"), delivery:  # noqa: PT012
         delivery.ack()
         raise Retry(5)
     assert lag(bench) == 0
@@ -337,7 +337,7 @@ def test_an_order_that_contradicts_what_was_done_is_told(bench: Bench, consumer:
 
 def test_a_clean_end_that_is_too_late_is_told(bench: Bench, consumer: SimpleConsumer) -> None:
     delivery = received(bench, consumer)
-    with pytest.raises(mqstore.ReceiptExpiredError), delivery:  # noqa: PT012
+    with pytest.raises(mqstore.errors.ReceiptExpiredError), delivery:  # noqa: PT012
         bench.advance(30)
         [second] = consumer.receive(wait=0)
     second.ack()
@@ -372,7 +372,7 @@ def test_a_full_disk_is_told_and_the_verb_may_be_said_again(
     delivery = received(bench, consumer)
 
     def full(*_: Any, **__: Any) -> None:
-        raise mqstore.StoreFullError(errno.ENOSPC, "no space", "log", "put")
+        raise mqstore.errors.StoreFullError(errno.ENOSPC, "no space", "log", "put")
 
     with monkeypatch.context() as disk:
         tables = bench.broker._pop._tables
@@ -380,7 +380,7 @@ def test_a_full_disk_is_told_and_the_verb_may_be_said_again(
         disk.setattr(tables, "dead_letter", full)
         disk.setattr(tables.log, "put_settled", full)
         disk.setattr(tables.log, "put_change", full)
-        with pytest.raises(mqstore.StoreFullError):
+        with pytest.raises(mqstore.errors.StoreFullError):
             getattr(delivery, verb)()
         assert not delivery.settled
         with pytest.raises(RuntimeError, match="mine"), delivery:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import mqstore.aio
-from mqstore import StoreClosedError
+from mqstore.errors import StoreClosedError
 from tests.children import in_child
 
 

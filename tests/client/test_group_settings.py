@@ -15,10 +15,11 @@ import pytest
 
 import mqstore
 import mqstore.aio
-from mqstore import ConfigError, GroupInUseError, PushConsumer, QueueRef, RetryPolicy, SubscriptionConflictError
+from mqstore import PushConsumer, QueueRef, RetryPolicy
 from mqstore.broker.broker import Broker
 from mqstore.broker.members import Mode
 from mqstore.client.allocation import avg
+from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
 from tests.client.pushsupport import PushBench
 from tests.faults import FaultyFileSystem
 
@@ -253,7 +254,7 @@ def test_a_consumer_that_is_not_permitted_changes_nothing(
     bench.broker.members.on_change.append(told.append)
     before = listeners(bench.broker)
     for _ in range(2):
-        with pytest.raises(mqstore.NotPermittedError):
+        with pytest.raises(mqstore.errors.NotPermittedError):
             member(bench, "g", "t", retry=THREE, **options)
     assert bench.broker.groups.need("g").retry_policy == FOUR
     assert (bench.broker.members.members("g"), told, listeners(bench.broker)) == ([], [], before)
@@ -407,7 +408,7 @@ def test_a_start_that_was_not_permitted_may_be_tried_again(bench: PushBench) -> 
     bench.broker.groups.create("g", consume_enable=False)
     seen: list[bytes] = []
     consumer = bench.consumer(lambda message: seen.append(message.body), mode="pop", run=False)
-    with pytest.raises(mqstore.NotPermittedError):
+    with pytest.raises(mqstore.errors.NotPermittedError):
         consumer.start()
     bench.broker.groups.alter("g", consume_enable=True)
     consumer.start()
@@ -426,7 +427,7 @@ def test_a_start_on_a_full_disk_may_be_tried_again(tmp_path: Path, mode: Any) ->
     consumer = bench.consumer(lambda message: seen.append(message.body), mode=mode, run=False, retry=THREE)
     before = listeners(bench.broker)
     fs.fail("pwrite", errno.ENOSPC, path_part="subscriptionGroup")
-    with pytest.raises(mqstore.StoreFullError):
+    with pytest.raises(mqstore.errors.StoreFullError):
         consumer.start()
     assert (listeners(bench.broker), bench.broker.members.members("g")) == (before, [])
     assert bench.broker.groups.need("g").retry_policy == FOUR
@@ -473,10 +474,10 @@ def test_what_a_hook_stopped_stays_stopped(bench: PushBench) -> None:
     """`on_error` is told in the middle of `start` that a queue cannot be begun, and stops the consumer."""
     bench.broker.groups.create("g", consume_enable=False)
     consumer = bench.consumer(run=False, on_error=lambda error, message: consumer.stop())
-    with pytest.raises(mqstore.StoreClosedError):
+    with pytest.raises(mqstore.errors.StoreClosedError):
         consumer.start()
     bench.broker.groups.alter("g", consume_enable=True)
-    with pytest.raises(mqstore.StoreClosedError):
+    with pytest.raises(mqstore.errors.StoreClosedError):
         consumer.start()
     assert consumer.stop()
     assert bench.broker.members.members("g") == []

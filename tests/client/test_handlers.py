@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import ConfigError, Interceptor, aio
+from mqstore import Interceptor, aio
 from mqstore.client.handlers import check_handler, check_has_run
 from mqstore.client.pushconsumer import PushConsumer
+from mqstore.errors import ConfigError
 from tests.client.aiosupport import with_store
 from tests.client.pushsupport import PushBench
 

@@ -250,7 +250,7 @@ def test_oneway_messages_that_are_not_stored_are_counted_not_listed(
     producer = mqstore.Producer(bench.broker, "p")
 
     def busy(*args: object, **kwargs: object) -> None:
-        raise mqstore.StoreBusyError("busy")
+        raise mqstore.errors.StoreBusyError("busy")
 
     monkeypatch.setattr(producer, "_append", busy)
     for _ in range(NUMBER):

@@ -57,7 +57,7 @@ def clock() -> SimulatedClock:
 
 @pytest.fixture
 def broker(tmp_path: Path, clock: SimulatedClock) -> Iterator[Broker]:
-    with Broker(mqstore.MessageStore(tmp_path, config=mqstore.StoreConfig(clock=clock))) as broker:
+    with Broker(mqstore.engine.MessageStore(tmp_path, config=mqstore.StoreConfig(clock=clock))) as broker:
         broker.topics.create("orders", queues=4)
         broker.groups.create("g")
         yield broker

@@ -66,7 +66,7 @@ class Recorder(Interceptor):
 
 
 def full(*_: Any, **__: Any) -> Any:
-    raise mqstore.StoreFullError(errno.ENOSPC, "no space", "log", "put")
+    raise mqstore.errors.StoreFullError(errno.ENOSPC, "no space", "log", "put")
 
 
 # -- what both do -----------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_it_is_a_member_of_the_group_while_it_runs(bench: Bench, ordered: bool) 
     assert dict(bench.broker.members.subscriptions("g")) == {"t": ("TAG", "red")}
     other = bench.store.push_consumer("g", ordered=ordered)
     other.subscribe("t", print, tags="red")
-    with pytest.raises(mqstore.GroupInUseError):
+    with pytest.raises(mqstore.errors.GroupInUseError):
         other.start()
     simple = bench.store.simple_consumer("g", {"t": "red"}, ordered=ordered)
     assert push.consumer.stop()
@@ -372,9 +372,9 @@ def test_pause_and_resume(bench: Bench, ordered: bool) -> None:
     assert push.seen == [(b"a", 1)]
     queue = mqstore.QueueRef("t", 0)
     for call in (lambda: push.consumer.pause(queue), lambda: push.consumer.resume(queue)):
-        with pytest.raises(mqstore.ConfigError, match="no queues"):
+        with pytest.raises(mqstore.errors.ConfigError, match="no queues"):
             call()
-    with pytest.raises(mqstore.ConfigError, match="no positions"):
+    with pytest.raises(mqstore.errors.ConfigError, match="no positions"):
         push.consumer.seek(queue, 0)
 
 
@@ -541,7 +541,7 @@ def test_a_fetch_that_fails_is_made_again(bench: Bench, ordered: bool, monkeypat
         disk.setattr(bench.broker, "pop", full)
         push.consumer.start()
         push.advance(3.5)
-        assert [type(error) for error in errors] == [mqstore.StoreFullError] * 4
+        assert [type(error) for error in errors] == [mqstore.errors.StoreFullError] * 4
     push.advance(1)
     assert push.seen == [(b"a", 1)]
 
@@ -685,7 +685,7 @@ def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, later_s: int, mon
     """Killed in the middle of the third message: what was done stays done, that one is an attempt more."""
 
     def gone(*_: Any, **__: Any) -> None:
-        raise mqstore.StoreClosedError("dead")
+        raise mqstore.errors.StoreClosedError("dead")
 
     def act(message: Message) -> None:
         if message.body == b"2":

@@ -24,28 +24,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mqstore
-from mqstore import (
-    Broker,
-    ConfigError,
-    FlushFailedError,
-    FlushTimeoutError,
-    InvalidMessageError,
-    Message,
-    NotPermittedError,
-    OutgoingMessage,
-    QueueRef,
-    SendReceipt,
-    SimulatedClock,
-    StoreBusyError,
-    StoreClosedError,
-    StoreFullError,
-    TransactionStateError,
-)
+from mqstore import Message, OutgoingMessage, QueueRef, SendReceipt, SimulatedClock
+from mqstore.admin import Broker
 from mqstore.broker.selection import java_selector_queue
 from mqstore.client.interceptors import Interceptor
 from mqstore.client.producer import Producer
 from mqstore.client.submitter import Submitter
 from mqstore.client.transaction import Transaction
+from mqstore.errors import (
+    ConfigError,
+    FlushFailedError,
+    FlushTimeoutError,
+    InvalidMessageError,
+    NotPermittedError,
+    StoreBusyError,
+    StoreClosedError,
+    StoreFullError,
+    TransactionStateError,
+)
 from mqstore.layout.record import COMPRESSED, COMPRESSION_TYPE_MASK, COMPRESSION_ZLIB
 from tests.broker.support import advance_broker
 from tests.children import in_child
@@ -744,7 +740,7 @@ def test_after_send_hears_of_what_failed_and_of_what_is_stored_all_the_same(benc
     Failing(producer, full, FlushTimeoutError("late", receipt), full)
 
     for _ in range(2):
-        with pytest.raises(mqstore.SendError):
+        with pytest.raises(mqstore.errors.SendError):
             producer.send("orders", b"x")
     future = producer.submit("orders", b"x")
     producer.flush()
@@ -1243,7 +1239,7 @@ def test_an_idle_writer_ends_and_another_begins(broker: Broker, monkeypatch: pyt
 
 
 def test_a_store_that_is_closed_first_fails_what_was_submitted(tmp_path: Path) -> None:
-    broker = Broker(mqstore.MessageStore(tmp_path / "s"))
+    broker = Broker(mqstore.engine.MessageStore(tmp_path / "s"))
     producer = Producer(broker, linger=30)
     future = producer.submit("orders", b"x")
     broker.close()
@@ -1726,7 +1722,7 @@ def test_one_send_may_have_its_selector(bench: Bench, way: str, hooked: bool) ->
         producer.run_once()
         with pytest.raises(InvalidMessageError, match="exclude"):
             send("orders", b"both", selector=last, queue_id=1)
-        with pytest.raises(mqstore.ConfigError, match="selector"):
+        with pytest.raises(mqstore.errors.ConfigError, match="selector"):
             send("orders", b"none", selector="last")
     assert [(message.body, message.queue.queue_id) for message in bench.stored()] == [(b"mine", 7), (b"its", 2)]
     assert asked == [(8, "7")]
@@ -1734,9 +1730,9 @@ def test_one_send_may_have_its_selector(bench: Bench, way: str, hooked: bool) ->
 
 @pytest.mark.parametrize("seconds", ["5", True, False, b"5", "soon"])
 def test_seconds_are_a_number_or_a_timedelta(bench: Bench, seconds: Any) -> None:
-    with pytest.raises(mqstore.ConfigError):
+    with pytest.raises(mqstore.errors.ConfigError):
         mqstore.Retry(seconds)
-    with pytest.raises(mqstore.ConfigError):
+    with pytest.raises(mqstore.errors.ConfigError):
         bench.producer(timeout=seconds)
 
 

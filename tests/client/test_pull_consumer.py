@@ -46,7 +46,7 @@ def clock() -> SimulatedClock:
 
 @pytest.fixture
 def broker(tmp_path: Path, clock: SimulatedClock) -> Iterator[Broker]:
-    with Broker(mqstore.MessageStore(tmp_path / "mq", config=mqstore.StoreConfig(clock=clock))) as broker:
+    with Broker(mqstore.engine.MessageStore(tmp_path / "mq", config=mqstore.StoreConfig(clock=clock))) as broker:
         broker.topics.create("orders", queues=4)
         yield broker
 
@@ -1150,7 +1150,7 @@ def test_a_callback_that_fails_harms_nobody(broker: Broker, caplog: pytest.LogCa
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Broker]:
     """A broker with its threads, by the machine's clock."""
-    with Broker(mqstore.MessageStore(tmp_path / "live")) as broker:
+    with Broker(mqstore.engine.MessageStore(tmp_path / "live")) as broker:
         broker.topics.create("orders", queues=4)
         yield broker
 

@@ -46,7 +46,7 @@ def nothing(message: Message) -> None:
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
     """With the machine's clock, and threads."""
-    with Broker(mqstore.MessageStore(tmp_path)) as broker:
+    with Broker(mqstore.engine.MessageStore(tmp_path)) as broker:
         broker.topics.create("t", queues=2)
         yield broker
 
@@ -102,7 +102,7 @@ def test_a_subscription_is_checked_when_it_is_made(bench: PushBench) -> None:
     for topic, handler, options, error in (
         ("t", "no function", {}, ConfigError),
         ("t", coroutine, {}, ConfigError),
-        ("a b", nothing, {}, mqstore.InvalidMessageError),
+        ("a b", nothing, {}, mqstore.errors.InvalidMessageError),
         ("t", nothing, {"sql": "price >"}, FilterError),
         ("t", nothing, {"sql": "price > 1", "tags": "a"}, ConfigError),
     ):
@@ -490,7 +490,7 @@ def test_a_broker_that_is_closed_under_a_consumer_leaves_one_that_can_be_stopped
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     threads = set(threading.enumerate())
-    broker = Broker(mqstore.MessageStore(tmp_path))
+    broker = Broker(mqstore.engine.MessageStore(tmp_path))
     broker.topics.create("t", queues=2)
     begun, go = threading.Event(), threading.Event()
     consumer = PushConsumer(broker, "g", workers=2)

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Broker, Queue, RetryPolicy, SimulatedClock, StoreConfig
+from mqstore import Queue, RetryPolicy, SimulatedClock, StoreConfig
+from mqstore.admin import Broker
 from mqstore.signalsafe import Bell
 from tests.broker.support import advance_broker
 from tests.client.popsupport import ended, in_thread
@@ -31,7 +32,7 @@ class Bench:
         self.open()
 
     def open(self) -> None:
-        self.broker = Broker(mqstore.MessageStore(self.path, config=StoreConfig(clock=self.clock)))
+        self.broker = Broker(mqstore.engine.MessageStore(self.path, config=StoreConfig(clock=self.clock)))
 
     def queue(self, **options: Any) -> Queue:
         return Queue(self.broker, "jobs", **options)
@@ -262,8 +263,8 @@ def test_who_waits_for_others_to_settle_hears_that_the_store_was_closed(broker: 
     while not queue._waiting:
         time.sleep(0.001)
     broker.close()
-    assert isinstance(ended(*waiting), mqstore.StoreClosedError)
-    assert isinstance(ended(*in_thread(lambda: wait(queue))), mqstore.StoreClosedError)  # and who comes later
+    assert isinstance(ended(*waiting), mqstore.errors.StoreClosedError)
+    assert isinstance(ended(*in_thread(lambda: wait(queue))), mqstore.errors.StoreClosedError)  # and who comes later
 
 
 # -- room ------------------------------------------------------------------------------------------------------------
@@ -322,7 +323,7 @@ def test_an_item_that_is_not_settled_comes_again(bench: Bench) -> None:
     bench.advance(0.2)
     again = queue.get_nowait()
     assert (again.value, again.attempt) == (b"a", 2)
-    with pytest.raises(mqstore.ReceiptExpiredError):
+    with pytest.raises(mqstore.errors.ReceiptExpiredError):
         lost.ack()
     again.ack()
     assert queue.empty()
@@ -388,7 +389,7 @@ def test_a_loan_ends_by_the_clock_of_the_store(bench: Bench) -> None:
     bench.clock.advance(3_000)
     task.extend(60)
     assert task.expires_at == bench.clock.monotonic_ms() / 1000 + 60
-    with pytest.raises(mqstore.ConfigError):
+    with pytest.raises(mqstore.errors.ConfigError):
         task.extend(13 * 3600)
     assert task.expires_at == bench.clock.monotonic_ms() / 1000 + 60
 
@@ -421,12 +422,12 @@ def test_what_was_got_is_given_though_more_cannot_be(bench: Bench, monkeypatch: 
     def failing(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments)
         if len(calls) > 1:
-            raise mqstore.StoreBusyError("not now")
+            raise mqstore.errors.StoreBusyError("not now")
         return pop(*arguments, **options)
 
     monkeypatch.setattr(bench.broker, "pop", failing)
     assert len(queue.get_many(40)) == 32
-    with pytest.raises(mqstore.StoreBusyError):
+    with pytest.raises(mqstore.errors.StoreBusyError):
         queue.get_many(40)
 
 
@@ -528,7 +529,7 @@ def test_items_of_a_codec(bench: Bench) -> None:
 def test_an_item_that_the_codec_refuses_stores_nothing(bench: Bench) -> None:
     queue = bench.queue()
     for put in (lambda: queue.put("text"), lambda: queue.put_many([b"good", "bad"])):
-        with pytest.raises(mqstore.InvalidMessageError, match="codec"):
+        with pytest.raises(mqstore.errors.InvalidMessageError, match="codec"):
             put()
     assert queue.empty()
 
@@ -537,7 +538,7 @@ def test_what_the_codec_cannot_read_is_a_failed_attempt_and_is_kept(bench: Bench
     bench.queue().put(b"{")
     queue = bench.queue(codec=mqstore.JSON, retry=RetryPolicy(1))
     task = queue.get()
-    with pytest.raises(mqstore.FormatError), task:
+    with pytest.raises(mqstore.errors.FormatError), task:
         assert task.value
     [letter] = queue.dead_letters
     assert letter.body == b"{"
@@ -562,7 +563,7 @@ def test_items_and_loans_are_there_after_a_restart(bench: Bench) -> None:
 def test_after_kill_9_what_was_on_loan_comes_again_at_once(tmp_path: Path) -> None:
     program = """
         import os, signal, sys, mqstore
-        queue = mqstore.Queue(mqstore.Broker(mqstore.MessageStore(sys.argv[1])), "jobs", visibility=3600)
+        queue = mqstore.Queue(mqstore.admin.Broker(mqstore.engine.MessageStore(sys.argv[1])), "jobs", visibility=3600)
         queue.put_many([b"done", b"on loan", b"ready"])
         queue.get().ack()
         queue.get()
@@ -571,7 +572,7 @@ def test_after_kill_9_what_was_on_loan_comes_again_at_once(tmp_path: Path) -> No
     path = tmp_path / "store"
     child = subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(path)], check=False)
     assert child.returncode == -9
-    with Broker(mqstore.MessageStore(path)) as broker:
+    with Broker(mqstore.engine.MessageStore(path)) as broker:
         queue = Queue(broker, "jobs")
         found = set()
         while queue.qsize():
@@ -668,13 +669,13 @@ def test_shutdown_wakes_who_waits(broker: Broker, immediate: bool) -> None:
 
 
 def test_closing_the_broker_ends_the_wait(tmp_path: Path) -> None:
-    broker = Broker(mqstore.MessageStore(tmp_path / "store"))
+    broker = Broker(mqstore.engine.MessageStore(tmp_path / "store"))
     queue = Queue(broker, "jobs")
     waiting = in_thread(queue.get)
     while broker._waiters.parked < 1:
         time.sleep(0.001)
     broker.close()
-    assert isinstance(ended(*waiting), mqstore.StoreClosedError)
+    assert isinstance(ended(*waiting), mqstore.errors.StoreClosedError)
 
 
 def test_as_a_context_it_is_shut_at_the_end(bench: Bench) -> None:
@@ -693,7 +694,7 @@ def test_as_a_context_it_is_shut_at_the_end(bench: Bench) -> None:
     [{"visibility": 0}, {"visibility": -1}, {"visibility": 13 * 3600}, {"maxsize": -1}, {"maxsize": 1.5}],
 )
 def test_options_that_cannot_be_make_no_queue(bench: Bench, options: dict[str, Any]) -> None:
-    with pytest.raises(mqstore.ConfigError):
+    with pytest.raises(mqstore.errors.ConfigError):
         bench.queue(**options)
     assert bench.broker.topics.names() == []
 
@@ -707,7 +708,7 @@ def test_names_that_cannot_be(bench: Bench, name: str) -> None:
 
 def test_a_topic_of_many_queues_is_no_queue(bench: Bench) -> None:
     bench.broker.topics.create("jobs", queues=4)
-    with pytest.raises(mqstore.ConfigError, match="4 queues"):
+    with pytest.raises(mqstore.errors.ConfigError, match="4 queues"):
         bench.queue()
 
 
@@ -770,7 +771,7 @@ def test_a_queue_is_ordered_for_all_or_for_none(bench: Bench, ordered: bool) -> 
     queue = bench.queue(ordered=ordered)
     queue.put(b"a")
     for _ in range(2):
-        with pytest.raises(mqstore.ConfigError, match=f"give ordered={ordered}, .*alter"):
+        with pytest.raises(mqstore.errors.ConfigError, match=f"give ordered={ordered}, .*alter"):
             bench.queue(ordered=not ordered)
         assert bench.queue(ordered=ordered).qsize() == 1
         bench.broker.close()
@@ -819,11 +820,11 @@ def test_task_done_may_be_said_again_when_the_disk_was_full(bench: Bench, monkey
     queue.get()
 
     def full(*arguments: Any) -> None:
-        raise mqstore.StoreFullError(28, "full", "file", "append")
+        raise mqstore.errors.StoreFullError(28, "full", "file", "append")
 
     with monkeypatch.context() as patch:
         patch.setattr(bench.broker, "ack", full)
-        with pytest.raises(mqstore.StoreFullError):
+        with pytest.raises(mqstore.errors.StoreFullError):
             queue.task_done()
     queue.task_done()
     assert queue.empty()
@@ -862,14 +863,14 @@ def test_who_was_told_to_end_is_not_told_that_the_store_was_closed_as_well(tmp_p
         queue.get()
     with pytest.raises(mqstore.QueueShutDown):
         queue.get_many(3, timeout=1)
-    with pytest.raises(mqstore.StoreClosedError):
+    with pytest.raises(mqstore.errors.StoreClosedError):
         other.get()
 
 
 def test_put_many_with_a_delay_says_what_takes_one(tmp_path: Path) -> None:
     with mqstore.open(tmp_path) as store:
         queue = store.queue("jobs")
-        with pytest.raises(mqstore.InvalidMessageError, match=r"put\(item, delay=") as caught:
+        with pytest.raises(mqstore.errors.InvalidMessageError, match=r"put\(item, delay=") as caught:
             queue.put_many([b"a"], delay=5)  # type: ignore[arg-type]
         assert caught.value.field == "delay"
         assert queue.empty()

@@ -160,7 +160,7 @@ def test_a_full_disk_is_tried_again(held: Held, monkeypatch: pytest.MonkeyPatch)
     held.take("a")
 
     def full(*_: Any, **__: Any) -> str:
-        raise mqstore.StoreFullError(errno.ENOSPC, "no space", "log", "put")
+        raise mqstore.errors.StoreFullError(errno.ENOSPC, "no space", "log", "put")
 
     with monkeypatch.context() as disk:
         disk.setattr(held.bench.broker, "renew", full)

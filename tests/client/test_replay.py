@@ -12,7 +12,8 @@ from typing import Literal
 import pytest
 
 import mqstore
-from mqstore import Broker, Reject, RetryPolicy, SimulatedClock, Store, StoreConfig
+from mqstore import Reject, RetryPolicy, SimulatedClock, Store, StoreConfig
+from mqstore.admin import Broker
 
 LONG_S = 30.0
 

@@ -90,10 +90,10 @@ def test_members_have_names_of_their_own_unless_they_are_given_one(bench: Bench)
     other = bench.store.simple_consumer("g", client_id="c")
     bench.consumer(client_id="c")
     for make in (bench.consumer, lambda client_id: bench.store.simple_consumer("g", client_id=client_id)):
-        with pytest.raises(mqstore.GroupInUseError, match="'c' already"):
+        with pytest.raises(mqstore.errors.GroupInUseError, match="'c' already"):
             make(client_id="c")
     other.subscribe("u")  # would take the place of the other's subscriptions
-    with pytest.raises(mqstore.GroupInUseError, match="'c' already"):
+    with pytest.raises(mqstore.errors.GroupInUseError, match="'c' already"):
         other.receive(wait=0)
     other.close()
     assert len(bench.broker.members.members("g")) == 3
@@ -102,31 +102,31 @@ def test_members_have_names_of_their_own_unless_they_are_given_one(bench: Bench)
 def test_a_group_consumed_another_way_is_refused_at_once(bench: Bench) -> None:
     bench.broker.members.register("pusher", "g", {"t": ("TAG", "*")}, Mode("queue"))
     for make in (bench.consumer, lambda: bench.store.simple_consumer("g")):
-        with pytest.raises(mqstore.GroupInUseError, match="queue, unordered"):
+        with pytest.raises(mqstore.errors.GroupInUseError, match="queue, unordered"):
             make()
     assert bench.broker.groups.get("g") is None
     bench.broker.members.unregister("pusher", "g")
     consumer = bench.store.simple_consumer("g")
     consumer.subscribe("t")
     bench.broker.members.register("pusher", "g", {"t": ("TAG", "*")}, Mode("queue"))
-    with pytest.raises(mqstore.GroupInUseError):
+    with pytest.raises(mqstore.errors.GroupInUseError):
         consumer.receive(wait=0)
 
 
 def test_while_it_is_open_another_way_is_refused(bench: Bench) -> None:
     bench.consumer()
-    with pytest.raises(mqstore.GroupInUseError):
+    with pytest.raises(mqstore.errors.GroupInUseError):
         bench.broker.members.register("pusher", "g", {"t": ("TAG", "*")}, Mode("queue"))
 
 
 def test_members_subscribe_alike(bench: Bench) -> None:
     first = bench.consumer("t")
     bench.consumer("t")
-    with pytest.raises(mqstore.SubscriptionConflictError):
+    with pytest.raises(mqstore.errors.SubscriptionConflictError):
         bench.consumer("u")
-    with pytest.raises(mqstore.SubscriptionConflictError):
+    with pytest.raises(mqstore.errors.SubscriptionConflictError):
         first.subscribe("t", tags="red")
-    with pytest.raises(mqstore.SubscriptionConflictError):
+    with pytest.raises(mqstore.errors.SubscriptionConflictError):
         first.unsubscribe("t")
     assert first.subscriptions == {"t": "*"}
     bench.put(b"a", tag="blue")
@@ -139,13 +139,13 @@ def test_members_subscribe_alike(bench: Bench) -> None:
 def test_a_topic_that_may_not_be_read_changes_nothing(bench: Bench) -> None:
     consumer = bench.consumer("t")
     bench.broker.groups.forbid("g", "u")
-    with pytest.raises(mqstore.NotPermittedError):
+    with pytest.raises(mqstore.errors.NotPermittedError):
         consumer.subscribe("u")
     assert consumer.subscriptions == {"t": "*"}
     assert dict(bench.broker.members.subscriptions("g")) == {"t": ("TAG", "*")}
     consumer.close()
     source = PopSource(bench.broker, "g", "c1")
-    with pytest.raises(mqstore.NotPermittedError):
+    with pytest.raises(mqstore.errors.NotPermittedError):
         source.change({"u": wanted(bench.broker, "u")}, join=True)
     assert bench.broker.members.groups() == []
     source.change({"t": wanted(bench.broker, "t")}, join=True)
@@ -158,7 +158,7 @@ def test_order_is_a_property_of_the_group(bench: Bench) -> None:
     assert not bench.broker.groups.need("plain").orderly
     assert bench.broker.groups.need("strict").orderly
     for group, ordered in (("plain", True), ("strict", False)):
-        with pytest.raises(mqstore.ConfigError, match=f"ordered={not ordered}"):
+        with pytest.raises(mqstore.errors.ConfigError, match=f"ordered={not ordered}"):
             bench.consumer(group=group, ordered=ordered)
     bench.broker.groups.alter("plain", orderly=True)
     bench.consumer(group="plain", ordered=True)
@@ -197,14 +197,14 @@ def test_a_number_of_messages_that_cannot_be(bench: Bench, wrong: Any) -> None:
         lambda: consumer.receive(wait=-1),
         lambda: consumer.receive(visibility=0),
     ):
-        with pytest.raises(mqstore.ConfigError):
+        with pytest.raises(mqstore.errors.ConfigError):
             call()
     assert consumer.pending() == []
 
 
 def test_without_a_subscription_there_is_nothing_to_wait_for(bench: Bench) -> None:
     consumer = bench.store.simple_consumer("g")
-    with pytest.raises(mqstore.ConfigError, match="subscribe"):
+    with pytest.raises(mqstore.errors.ConfigError, match="subscribe"):
         consumer.receive()
 
 
@@ -223,9 +223,9 @@ def test_tags_and_sql(bench: Bench) -> None:
     bench.put(b"6", topic="u", properties={"price": "5"})
     assert taken(consumer) == [b"1", b"4", b"5"]
     assert sum(bench.store.lag("g").values()) == 0  # the others are passed over for the whole group
-    with pytest.raises(mqstore.FilterError):
+    with pytest.raises(mqstore.errors.FilterError):
         consumer.subscribe("v", sql="price >")
-    with pytest.raises(mqstore.ConfigError, match="not both"):
+    with pytest.raises(mqstore.errors.ConfigError, match="not both"):
         consumer.subscribe("v", tags="red", sql="price > 5")
     assert consumer.subscriptions == {"t": "AaAa || red", "u": "price > 5"}
 
@@ -393,13 +393,13 @@ def test_a_failure_of_one_topic_does_not_hide_the_others(bench: Bench, monkeypat
 
     def failing(group: str, topic: str, *rest: Any, **more: Any) -> Any:
         if topic == "t":
-            raise mqstore.StoreBusyError("not now")
+            raise mqstore.errors.StoreBusyError("not now")
         return pop(group, topic, *rest, **more)
 
     monkeypatch.setattr(bench.broker, "pop", failing)
     bench.put(*[b"u"] * 3, topic="u")
     assert [bodies(consumer.receive(wait=0)) for _ in range(3)] == [[b"u"]] * 3
-    with pytest.raises(mqstore.StoreBusyError):
+    with pytest.raises(mqstore.errors.StoreBusyError):
         consumer.receive(wait=0)
 
 
@@ -443,7 +443,7 @@ def test_pending_tells_what_is_in_flight(bench: Bench) -> None:
     [delivery] = consumer.receive(wait=0)
     expires = datetime.fromtimestamp(bench.clock.now_ms() / 1000 + 30, UTC)
     [info] = consumer.pending()
-    assert info == mqstore.PendingInfo("K1", mqstore.QueueRef("t", 2), 0, 1, expires)
+    assert info == mqstore.admin.PendingInfo("K1", mqstore.QueueRef("t", 2), 0, 1, expires)
     delivery.nack(5)
     bench.advance(5)
     [again] = consumer.receive(wait=0)
@@ -627,9 +627,9 @@ def test_closing_ends_every_wait(store: Store) -> None:
     consumer.close()
     assert [ended(*each) for each in waiting] == [[], [], []]
     assert parked(store) == 0
-    with pytest.raises(mqstore.StoreClosedError, match="closed"):
+    with pytest.raises(mqstore.errors.StoreClosedError, match="closed"):
         consumer.receive(wait=0)
-    with pytest.raises(mqstore.StoreClosedError):
+    with pytest.raises(mqstore.errors.StoreClosedError):
         consumer.subscribe("u")
     assert list(consumer) == []
     assert store.broker.members.groups() == []
@@ -648,7 +648,7 @@ def test_closing_the_store_ends_every_wait(tmp_path: Path, what: str) -> None:
     if what == "store":
         assert outcomes == [[], []]
     else:
-        assert [type(outcome) for outcome in outcomes] == [mqstore.StoreClosedError] * 2
+        assert [type(outcome) for outcome in outcomes] == [mqstore.errors.StoreClosedError] * 2
     consumer.close()
 
 
@@ -702,11 +702,11 @@ def test_a_wait_that_cannot_begin_leaves_nothing_behind(store: Store, monkeypatc
     def busy(*rest: Any, **more: Any) -> Any:
         calls.append(rest)
         if len(calls) == 2:
-            raise mqstore.StoreBusyError("too many")
+            raise mqstore.errors.StoreBusyError("too many")
         return add(*rest, **more)
 
     monkeypatch.setattr(store.broker, "add_pop_waiter", busy)
-    with pytest.raises(mqstore.StoreBusyError):
+    with pytest.raises(mqstore.errors.StoreBusyError):
         consumer.receive()
     assert parked(store) == 0
     assert not consumer._source.waits.open
@@ -800,7 +800,9 @@ def test_who_was_called_for_a_topic_unsubscribed_from_meanwhile_passes_it_on(ben
     assert called == ["one", "another"]
 
 
-@pytest.mark.parametrize("error", [mqstore.StoreBusyError("not now"), KeyboardInterrupt()], ids=["busy", "ctrl-c"])
+@pytest.mark.parametrize(
+    "error", [mqstore.errors.StoreBusyError("not now"), KeyboardInterrupt()], ids=["busy", "ctrl-c"]
+)
 def test_who_was_called_and_fails_passes_it_on(
     bench: Bench, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:

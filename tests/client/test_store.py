@@ -18,21 +18,23 @@ from mqstore import QueueRef, SimulatedClock, Store, StoreConfig
 def test_open_and_close(tmp_path: Path) -> None:
     store = mqstore.open(tmp_path / "store")
     assert (store.mode, store.path, store.closed) == ("rw", tmp_path / "store", False)
-    with pytest.raises(mqstore.StoreLockedError, match=r"in process [0-9]+, this very one; use that Store") as locked:
+    with pytest.raises(
+        mqstore.errors.StoreLockedError, match=r"in process [0-9]+, this very one; use that Store"
+    ) as locked:
         mqstore.open(tmp_path / "store")
     assert locked.value.pid == os.getpid()
     store.close()
     store.close()
     assert store.closed
     for call in (lambda: store.put("t", b"x"), lambda: store.read("t", 0, 0), lambda: store.queue("q")):
-        with pytest.raises(mqstore.StoreClosedError):
+        with pytest.raises(mqstore.errors.StoreClosedError):
             call()
 
 
 def test_no_directory_is_made_unasked(tmp_path: Path) -> None:
-    with pytest.raises(mqstore.NotAStoreError):
+    with pytest.raises(mqstore.errors.NotAStoreError):
         mqstore.open(tmp_path / "store", create=False)
-    with pytest.raises(mqstore.NotAStoreError):
+    with pytest.raises(mqstore.errors.NotAStoreError):
         mqstore.open(tmp_path / "store", "r")
     assert not (tmp_path / "store").exists()
 
@@ -43,7 +45,9 @@ def test_who_holds_a_store_is_told(tmp_path: Path) -> None:
         try:
             assert other.stdout is not None
             assert other.stdout.readline() == b"open\n"
-            with pytest.raises(mqstore.StoreLockedError, match=f"in process {other.pid}.*close it there") as locked:
+            with pytest.raises(
+                mqstore.errors.StoreLockedError, match=f"in process {other.pid}.*close it there"
+            ) as locked:
                 mqstore.open(tmp_path / "store")
             assert locked.value.pid == other.pid
         finally:
@@ -62,7 +66,7 @@ def test_a_topic_is_there_before_its_first_message(store: Store, caplog: pytest.
     assert not caplog.records
     store.create_topic("t", queues=7)  # stays as it is
     assert "'t' has 2 queues already, not 7" in caplog.text
-    with pytest.raises(mqstore.ConfigError):
+    with pytest.raises(mqstore.errors.ConfigError):
         store.create_topic("t", exist_ok=False)
     assert store.topics() == ["t"]
     assert store.queues("t") == [QueueRef("t", 0), QueueRef("t", 1)]
@@ -71,7 +75,7 @@ def test_a_topic_is_there_before_its_first_message(store: Store, caplog: pytest.
     assert store.offset_at("t", 1, datetime(2030, 1, 1, tzinfo=UTC)) == 0
     assert list(store.iter("t")) == list(store.iter("t", 1)) == []
     store.put("t", b"x", queue_id=0)
-    with pytest.raises(mqstore.OffsetOutOfRangeError):
+    with pytest.raises(mqstore.errors.OffsetOutOfRangeError):
         store.read("t", 0, 5)
 
 
@@ -85,13 +89,13 @@ def test_what_is_not_there(store: Store, queue_id: int) -> None:
         lambda: store.read("u", 0, 0),
         lambda: list(store.iter("u")),
     ):
-        with pytest.raises(mqstore.TopicNotFoundError):
+        with pytest.raises(mqstore.errors.TopicNotFoundError):
             call()
 
 
 def test_an_empty_queue_of_a_topic_that_is_there(store: Store) -> None:
     store.create_topic("orders", queues=1)
-    with pytest.raises(mqstore.OffsetOutOfRangeError) as caught:  # not: there is no such topic
+    with pytest.raises(mqstore.errors.OffsetOutOfRangeError) as caught:  # not: there is no such topic
         store.read("orders", 0, 5)
     assert (caught.value.min_offset, caught.value.max_offset) == (0, 0)
 
@@ -152,7 +156,7 @@ def test_following_a_topic_that_is_still_empty(store: Store) -> None:
 def test_the_lag_of_a_group_that_was_never_there_is_not_known(store: Store) -> None:
     """It was `{}`, whose sum is 0: a misspelt name looked as if all was done."""
     queue = store.put("t", b"x", queue_id=0).queue
-    with pytest.raises(mqstore.GroupNotFoundError, match="'nobody'"):
+    with pytest.raises(mqstore.errors.GroupNotFoundError, match="'nobody'"):
         store.lag("nobody")
     store.broker.groups.create("g")
     assert store.lag("g") == {}  # it is there, and has started nowhere
@@ -167,7 +171,7 @@ def test_progress_of_a_group(store: Store) -> None:
     assert store.lag("g") == {queue: 1}
     store.commit_offset("g", queue, 1, durability="flush")
     assert (store.committed("g", queue), store.lag("g")) == (1, {queue: 0})
-    with pytest.raises(mqstore.OffsetOutOfRangeError):
+    with pytest.raises(mqstore.errors.OffsetOutOfRangeError):
         store.commit_offset("g", queue, 2)
 
 
@@ -216,7 +220,7 @@ def test_reading_beside_a_writer(tmp_path: Path) -> None:
                 lambda: reader.dead_letters("g"),
                 reader.flush,
             ):
-                with pytest.raises(mqstore.ReadOnlyStoreError, match="mode='rw'"):
+                with pytest.raises(mqstore.errors.ReadOnlyStoreError, match="mode='rw'"):
                     call()
         assert reader.closed
         assert [m.body for m in writer.read(*receipt.queue, 0)] == [b"x"]
@@ -253,7 +257,7 @@ with mqstore.open(sys.argv[1], mode="r") as store:
 
 def test_what_another_profile_would_be_is_refused_and_the_lock_given_back(tmp_path: Path) -> None:
     mqstore.open(tmp_path / "store").close()
-    with pytest.raises(mqstore.ConfigError):
+    with pytest.raises(mqstore.errors.ConfigError):
         mqstore.open(tmp_path / "store", profile="rocketmq")
     mqstore.open(tmp_path / "store").close()
 

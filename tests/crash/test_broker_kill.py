@@ -36,7 +36,7 @@ _CONFIG = {"segment_bytes": 1 << 16, "consumequeue_units": 64, "index_slots": 64
 
 def open_broker(path: Path) -> Broker:
     config = mqstore.StoreConfig(**_CONFIG, commit_interval=0.2, flush_interval=0.02, delay_levels="1s 2s")
-    return Broker(mqstore.MessageStore(path, config=config))
+    return Broker(mqstore.engine.MessageStore(path, config=config))
 
 
 def number(message: Message) -> int:
@@ -217,5 +217,5 @@ def test_nothing_is_lost_repeated_early_or_out_of_order_when_a_broker_is_killed(
     # have counted without that.
     assert books.ordered <= books.ordered_settled + books.ordered_doubtful
     assert books.ordered_settled <= books.ordered + 10
-    with mqstore.MessageStore(path, "r") as store:
+    with mqstore.engine.MessageStore(path, "r") as store:
         assert list(store.verify()) == []

@@ -6,7 +6,7 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from mqstore import MessageStore
+from mqstore.engine import MessageStore
 from mqstore.log.message import row_of
 from tests.interop.javaengine import SIZES, JavaEngine
 from tests.log.support import EXPORTED, as_ours, open_store

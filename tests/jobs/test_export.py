@@ -14,7 +14,8 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from mqstore import MessageStore, SimulatedClock, StoreConfig
+from mqstore import SimulatedClock, StoreConfig
+from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, OffsetOutOfRangeError
 from mqstore.jobs import export as module
 from mqstore.jobs import export_parquet

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from mqstore import MessageStore, SimulatedClock
+from mqstore import SimulatedClock
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.deadletters import DeadLetters
+from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError
 from mqstore.jobs import dlq_report, dlq_resend, lag_report, trace
 from mqstore.spark import select
@@ -96,7 +97,7 @@ def test_a_look_keeps_the_lock_of_an_owner_in_the_same_process(tmp_path: Path) -
         lag_report(path)
         dlq_report(path)
         trace(path, "k")
-        code = f"import mqstore; mqstore.MessageStore({str(path)!r})"
+        code = f"import mqstore; mqstore.engine.MessageStore({str(path)!r})"
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert "StoreLockedError" in other.stderr
         running.put("orders", b"still mine", queue_id=0)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from mqstore import MessageStore, SimulatedClock
+from mqstore import SimulatedClock
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.parts import open_parts
+from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, FilterError, InvalidMessageError, StoreLockedError
 from mqstore.jobs import dlq_report, dlq_resend, select
 from tests.tools.brokers import broker, clock_now

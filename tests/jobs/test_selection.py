@@ -17,7 +17,7 @@ import pytest
 
 import mqstore.jobs
 import mqstore.spark
-from mqstore import MessageStore
+from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, NotAStoreError
 from mqstore.jobs import export_parquet, lag_report, traffic_report, verify
 from mqstore.spark.queries import columns_of

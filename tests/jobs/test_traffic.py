@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mqstore import Message, MessageStore
+from mqstore import Message
+from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.jobs import traffic_report
 from mqstore.jobs.traffic import TrafficReport

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mqstore import Finding, MessageStore
+from mqstore.engine import Finding, MessageStore
 from mqstore.errors import ConfigError
 from mqstore.jobs import verifying as job
 from mqstore.jobs.verifying import VerifyReport, verify

@@ -13,16 +13,9 @@ from typing import Any
 
 import pytest
 
-from mqstore import (
-    ConfigError,
-    CorruptStoreError,
-    MessageStore,
-    NotAStoreError,
-    Retention,
-    SimulatedClock,
-    StoreConfig,
-    UnsupportedStoreError,
-)
+from mqstore import Retention, SimulatedClock, StoreConfig
+from mqstore.engine import MessageStore
+from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, UnsupportedStoreError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.layout.checkpoint import decode, encode
 from mqstore.log.recovery.queueends import QueueEnds, forget_ends, load_ends, note_ends

@@ -15,15 +15,13 @@ from typing import Any
 
 import pytest
 
-from mqstore import (
+from mqstore import OutgoingMessage, Retention, StoreConfig
+from mqstore.engine import MessageStore
+from mqstore.errors import (
     ConfigError,
-    MessageStore,
     OffsetOutOfRangeError,
-    OutgoingMessage,
     ReadOnlyStoreError,
-    Retention,
     StoreClosedError,
-    StoreConfig,
     StoreIOError,
     StoreLockedError,
 )
@@ -246,14 +244,14 @@ def test_a_segment_that_is_just_being_removed_is_no_damage(tmp_path: Path) -> No
 READER = """
 import sys, time, mqstore
 path, total = sys.argv[1], int(sys.argv[2])
-with mqstore.MessageStore(path, "r") as store:
+with mqstore.engine.MessageStore(path, "r") as store:
     print("ready", flush=True)
     seen = {0: 0, 1: 0}
     while min(seen.values()) < total:
         for queue_id in seen:
             try:
                 messages = store.read("t", queue_id, seen[queue_id], 100)
-            except mqstore.TopicNotFoundError:
+            except mqstore.errors.TopicNotFoundError:
                 continue
             for message in messages:
                 i = seen[queue_id]
@@ -295,7 +293,7 @@ def test_a_reader_in_another_process_sees_a_growing_prefix_and_never_a_torn_reco
 
 HOLDER = """
 import sys, mqstore
-store = mqstore.MessageStore(sys.argv[1])
+store = mqstore.engine.MessageStore(sys.argv[1])
 store.put("t", b"by the other", durability="flush")
 assert store.read("t")  # what is dispatched is what other processes see
 print("ready", flush=True)
@@ -507,7 +505,7 @@ config = mqstore.StoreConfig(segment_bytes=1 << 18, consumequeue_units=10, index
 count = topics * queues
 names = [(f"topic-{n}", q) for n in range(topics) for q in range(queues)]
 for turn in range(2):
-    with mqstore.MessageStore(path, config=config if turn == 0 else None) as store:
+    with mqstore.engine.MessageStore(path, config=config if turn == 0 else None) as store:
         assert turn == 0 or store.recovery.scanned_from is None
         for i, (topic, queue_id) in enumerate(names):
             assert store.put(topic, b"%d.%d" % (turn, i), queue_id, keys="k").offset == turn
@@ -516,7 +514,7 @@ for turn in range(2):
             assert [m.body for m in store.read(topic, queue_id)] == [b"%d.%d" % (t, i) for t in range(turn + 1)]
         assert len(store.topics()) == topics
         assert not store.stats().errors, store.stats().errors
-with mqstore.MessageStore(path, "r") as store:
+with mqstore.engine.MessageStore(path, "r") as store:
     assert sum(1 for topic in store.topics() for ref in store.queues(topic) for _ in store.iter(*ref)) == 2 * count
     assert list(store.verify()) == []
 print("fine")
@@ -533,7 +531,7 @@ import resource, sys
 import mqstore
 path, mode, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-with mqstore.MessageStore(path, mode) as store:
+with mqstore.engine.MessageStore(path, mode) as store:
     assert [m.offset for m in store.find("t", key="all", limit=100_000)] == list(range(1999, -1, -1))
     assert [m.offset for m in store.find("t", key="k1")] == [1]
     if mode == "rw":

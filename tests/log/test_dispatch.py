@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from mqstore import MessageStore, SimulatedClock, StoreConfig, StoreFullError
+from mqstore import SimulatedClock, StoreConfig
+from mqstore.engine import MessageStore
+from mqstore.errors import StoreFullError
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.record import encode_record
 from mqstore.layout.spares import Spares

@@ -20,7 +20,9 @@ from typing import Any, cast
 
 import pytest
 
-from mqstore import InvalidMessageError, MessageStore, StoreConfig
+from mqstore import StoreConfig
+from mqstore.engine import MessageStore
+from mqstore.errors import InvalidMessageError
 from mqstore.layout.consumequeue import LAST_ADDRESS
 from mqstore.layout.dispatch import few, light_queues, rows_of
 from mqstore.layout.properties import encode_properties

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from mqstore import ConfigError, MessageStore, OffsetOutOfRangeError, SimulatedClock
+from mqstore import SimulatedClock
+from mqstore.engine import MessageStore
+from mqstore.errors import ConfigError, OffsetOutOfRangeError
 from mqstore.log.message import row_of
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.log.support import EXPORTED, as_ours, files, open_store

@@ -20,17 +20,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import (
+from mqstore import Message, OutgoingMessage, SendReceipt, SimulatedClock
+from mqstore.engine import MessageStore
+from mqstore.errors import (
     ConfigError,
     FlushFailedError,
     FormatError,
     InvalidMessageError,
-    Message,
-    MessageStore,
-    OutgoingMessage,
     ReadOnlyStoreError,
-    SendReceipt,
-    SimulatedClock,
     StoreBusyError,
     StoreClosedError,
     StoreFullError,

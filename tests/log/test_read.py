@@ -15,16 +15,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mqstore import (
-    FilterError,
-    InvalidMessageError,
-    MessageStore,
-    OffsetOutOfRangeError,
-    OutgoingMessage,
-    SimulatedClock,
-    StoreClosedError,
-    TopicNotFoundError,
-)
+from mqstore import OutgoingMessage, SimulatedClock
+from mqstore.engine import MessageStore
+from mqstore.errors import FilterError, InvalidMessageError, OffsetOutOfRangeError, StoreClosedError, TopicNotFoundError
 from mqstore.files.filesystem import StrPath
 from mqstore.log import iteration
 from mqstore.log.consumequeue import ConsumeQueue

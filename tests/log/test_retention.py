@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from mqstore import FlushFailedError, MessageStore, OffsetOutOfRangeError, Retention, SimulatedClock, StoreIOError
+from mqstore import Retention, SimulatedClock
+from mqstore.engine import MessageStore
+from mqstore.errors import FlushFailedError, OffsetOutOfRangeError, StoreIOError
 from mqstore.layout.consumequeue import VOID_UNIT
 from mqstore.log import retention as retention_module
 from mqstore.log.recovery.recover import RecoverOptions

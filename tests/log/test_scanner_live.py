@@ -18,7 +18,9 @@ def test_a_record_that_is_finished_during_the_scan_is_no_damage(
 ) -> None:
     """`verify` beside a busy writer reported a bad record now and then: the scan saw zeros, the writer put two records
     there, and the second one then seemed to lie behind damage."""
-    with mqstore.MessageStore(tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as writer:
+    with mqstore.engine.MessageStore(
+        tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())
+    ) as writer:
         writer.put("orders", b"before")
         look = scanner.used_end
         looks = 0
@@ -31,7 +33,7 @@ def test_a_record_that_is_finished_during_the_scan_is_no_damage(
             return look(*arguments)  # type: ignore[arg-type]  # passed through
 
         monkeypatch.setattr(scanner, "used_end", look_later)
-        with mqstore.MessageStore(tmp_path, "r") as reader:
+        with mqstore.engine.MessageStore(tmp_path, "r") as reader:
             events = list(scan_log(reader.log_files, 0, reader.manifest.checksum))
 
     assert looks > 0
@@ -44,7 +46,9 @@ def test_a_writer_that_goes_on_to_the_next_segment_during_the_scan_has_left_no_d
 ) -> None:
     """Where the log had ended there were zeros, and suddenly records in the file behind, which a Java broker makes
     ahead of time."""
-    with mqstore.MessageStore(tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as writer:
+    with mqstore.engine.MessageStore(
+        tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())
+    ) as writer:
         places = [writer.put("orders", b"some").physical_offset for _ in range(200)]
     files = [tmp_path / "commitlog" / f"{start:020d}" for start in (0, 1 << 14)]
     whole = [file.read_bytes() for file in files]
@@ -59,7 +63,7 @@ def test_a_writer_that_goes_on_to_the_next_segment_during_the_scan_has_left_no_d
         return look(*arguments)  # type: ignore[arg-type]  # passed through
 
     monkeypatch.setattr(scanner, "_next_good", look_later)
-    with mqstore.MessageStore(tmp_path, "r") as reader:
+    with mqstore.engine.MessageStore(tmp_path, "r") as reader:
         events = list(scan_log(reader.log_files, 0, reader.manifest.checksum))
 
     assert not [event for event in events if isinstance(event, Bad)]
@@ -69,10 +73,10 @@ def test_a_writer_that_goes_on_to_the_next_segment_during_the_scan_has_left_no_d
 @pytest.mark.parametrize("stop", [1, 500, 3_000, 1 << 14])
 def test_a_scan_of_a_part_ends_where_the_next_part_begins(tmp_path: Path, stop: int) -> None:
     config = StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())
-    with mqstore.MessageStore(tmp_path, config=config) as writer:
+    with mqstore.engine.MessageStore(tmp_path, config=config) as writer:
         places = [writer.put("orders", bytes(100 + 7 * i)).physical_offset for i in range(30)]
         end = writer.max_offset
-    with mqstore.MessageStore(tmp_path, "r") as reader:
+    with mqstore.engine.MessageStore(tmp_path, "r") as reader:
         checksum = reader.manifest.checksum
         [segment] = reader.log_files.segments()
         scan = scan_segment(reader.log_files, segment, 0, checksum, stop=stop)
@@ -95,7 +99,7 @@ def _walk_while(
 ) -> tuple[list[int], list[object]]:
     """(fronts that a walk was told of, the other events but for records) of a store that `change` changes at each
     event, and that is then listed again if `lists`."""
-    with mqstore.MessageStore(path, "r") as reader:
+    with mqstore.engine.MessageStore(path, "r") as reader:
         if limit is not None:
             reader.stop_at(limit)
         fronts: list[int] = []
@@ -111,7 +115,9 @@ def _walk_while(
 
 @pytest.fixture
 def ten_segments(tmp_path: Path) -> Path:
-    with mqstore.MessageStore(tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())) as writer:
+    with mqstore.engine.MessageStore(
+        tmp_path, config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())
+    ) as writer:
         while writer.max_offset < 10 << 14:
             writer.put("orders", bytes(1000))
     return tmp_path
@@ -153,7 +159,7 @@ def test_a_segment_that_vanishes_from_the_middle_is_missing(ten_segments: Path, 
 
 
 def test_a_walk_that_does_not_expect_it_says_what_is_gone(ten_segments: Path) -> None:
-    with mqstore.MessageStore(ten_segments, "r") as reader:
+    with mqstore.engine.MessageStore(ten_segments, "r") as reader:
         _segment(ten_segments, 0).unlink()
         with pytest.raises(FileNotFoundError):
             list(scan_log(reader.log_files, 0, reader.manifest.checksum))

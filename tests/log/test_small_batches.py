@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import MessageStore, SimulatedClock
+from mqstore import SimulatedClock
+from mqstore.engine import MessageStore
 from mqstore.errors import FormatError, StoreFullError
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.segments import SegmentRun

@@ -21,20 +21,10 @@ from typing import Any
 
 import pytest
 
-from mqstore import (
-    ConfigError,
-    MessageStore,
-    MQStoreError,
-    NotAStoreError,
-    ReadOnlyStoreError,
-    Retention,
-    SnapshotPlan,
-    SnapshotReport,
-    StoreBusyError,
-    StoreConfig,
-    StoreIOError,
-)
+from mqstore import MQStoreError, Retention, StoreConfig
 from mqstore.broker.published import publish
+from mqstore.engine import MessageStore, SnapshotPlan, SnapshotReport
+from mqstore.errors import ConfigError, NotAStoreError, ReadOnlyStoreError, StoreBusyError, StoreIOError
 from mqstore.files.jsonfile import encode_json
 from mqstore.files.lock import WriterLock
 from mqstore.files.quiet import QUIET
@@ -305,7 +295,7 @@ def test_beside_a_writer_all_that_had_been_put_is_in_it_and_what_comes_meanwhile
         "import sys, mqstore\n"
         "config = mqstore.StoreConfig(segment_bytes=1 << 16, consumequeue_units=64,\n"
         "    retention=mqstore.Retention(age=None, max_bytes=4 << 20))\n"
-        "with mqstore.MessageStore(sys.argv[1], config=config) as store:\n"
+        "with mqstore.engine.MessageStore(sys.argv[1], config=config) as store:\n"
         "    for i in range(1 << 60):\n"
         "        store.put('orders', b'%08d' % i * 10, queue_id=i % 3, keys=f'k{i}')\n"
         "        if i % 100 == 0: print(i, flush=True)\n"

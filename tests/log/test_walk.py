@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Finding, Message, OutgoingMessage, SendReceipt, StoreConfig
+from mqstore import Message, OutgoingMessage, SendReceipt, StoreConfig
+from mqstore.engine import Finding
 from mqstore.errors import TopicNotFoundError
 from mqstore.log.reader import GetResult
 from mqstore.log.walk import walk_queue
@@ -22,7 +23,7 @@ _UNITS = 64
 def store(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
     """1500 messages in one queue, more than a step of the walk, with their receipts."""
     config = StoreConfig(segment_bytes=_SEGMENT, consumequeue_units=_UNITS)
-    with mqstore.MessageStore(tmp_path / "s", config=config) as opened:
+    with mqstore.engine.MessageStore(tmp_path / "s", config=config) as opened:
         receipts = opened.put_many("orders", [OutgoingMessage(b"%04d" % i) for i in range(1500)])
     return tmp_path / "s", receipts
 
@@ -43,7 +44,7 @@ def write_units(path: Path, offset: int, data: bytes) -> None:
 
 def walked(path: Path, *bounds: int | None) -> tuple[list[int], list[Finding]]:
     offsets, findings = [], []
-    with mqstore.MessageStore(path, "r") as store:
+    with mqstore.engine.MessageStore(path, "r") as store:
         for item in walk_queue(store, "orders", 0, *bounds):
             if isinstance(item, Message):
                 assert item.body == b"%04d" % item.offset
@@ -157,7 +158,7 @@ def test_a_unit_that_points_nowhere_is_told(store: tuple[Path, list[SendReceipt]
 
 def test_what_retention_took_is_no_finding(store: tuple[Path, list[SendReceipt]]) -> None:
     path, receipts = store
-    with mqstore.MessageStore(path) as opened:
+    with mqstore.engine.MessageStore(path) as opened:
         opened.drop_before(receipts[1000].physical_offset)
     first = next(
         i for i in range(1500) if receipts[i].physical_offset >= receipts[1000].physical_offset // _SEGMENT * _SEGMENT
@@ -168,7 +169,7 @@ def test_what_retention_took_is_no_finding(store: tuple[Path, list[SendReceipt]]
 
 
 def test_an_unknown_queue_is_an_error(store: tuple[Path, list[SendReceipt]]) -> None:
-    with mqstore.MessageStore(store[0], "r") as opened, pytest.raises(TopicNotFoundError):
+    with mqstore.engine.MessageStore(store[0], "r") as opened, pytest.raises(TopicNotFoundError):
         list(walk_queue(opened, "nonesuch", 0))
 
 
@@ -177,7 +178,7 @@ def test_what_retention_takes_during_a_step_is_no_gap(
 ) -> None:
     """Files of units that went between the read and the look at its gaps were reported as missing units."""
     path, receipts = store
-    with mqstore.MessageStore(path) as writer, mqstore.MessageStore(path, "r") as reader:
+    with mqstore.engine.MessageStore(path) as writer, mqstore.engine.MessageStore(path, "r") as reader:
         get = reader.get
 
         def overtaken(*arguments: Any, **options: Any) -> GetResult:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mqstore import Finding, MessageStore
 from mqstore.broker.admin.contents import inspect_store
+from mqstore.engine import Finding, MessageStore
 from mqstore.jobs.verifying import verify
 from mqstore.layout.checkpoint import decode
 from mqstore.log.recovery.recover import RecoverOptions

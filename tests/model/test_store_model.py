@@ -16,7 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mqstore import MessageStore, OffsetOutOfRangeError, OutgoingMessage, SimulatedClock, StoreConfig
+from mqstore import OutgoingMessage, SimulatedClock, StoreConfig
+from mqstore.engine import MessageStore
+from mqstore.errors import OffsetOutOfRangeError
 from mqstore.layout.batch import encode_batch
 from tests.log.support import Unsynced
 

@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mqstore import MessageStore, SimulatedClock
+from mqstore import SimulatedClock
+from mqstore.engine import MessageStore
 from tests.tools.brokers import broker, clock_now
 
 

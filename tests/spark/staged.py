@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from mqstore import MessageStore
 from mqstore.clock import SYSTEM_CLOCK, Clock
+from mqstore.engine import MessageStore
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.spark.encode import Encoder
 from mqstore.spark.options import SinkOptions

@@ -16,7 +16,8 @@ from typing import Any
 from click.testing import CliRunner
 from hypothesis import strategies as st
 
-from mqstore import MessageStore, SimulatedClock, StoreConfig
+from mqstore import SimulatedClock, StoreConfig
+from mqstore.engine import MessageStore
 from mqstore.layout.hosts import LOCAL_HOST, encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_blank, encode_record

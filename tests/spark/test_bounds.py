@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mqstore import MessageStore, StoreConfig
+from mqstore import StoreConfig
+from mqstore.engine import MessageStore
 from mqstore.layout.consumequeue import VOID_UNIT
 from mqstore.spark.plan import StoreName, open_store, queues_of
 from tests.conftest import GOLDEN_NAMES, GoldenStore

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from mqstore import MessageStore
+from mqstore.engine import MessageStore
 from mqstore.spark import java
 from tests.spark import speculation_job
 from tests.spark.conftest import BRIEF, _unavailable, spark_home

@@ -16,7 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mqstore
-from mqstore import ConfigError, CorruptStoreError, Finding, MessageStore, StoreConfig, TopicNotFoundError
+from mqstore import StoreConfig
+from mqstore.engine import Finding, MessageStore
+from mqstore.errors import ConfigError, CorruptStoreError, TopicNotFoundError
 from mqstore.layout import scan
 from mqstore.layout.record import BODY_AT_V4, encode_record
 from mqstore.spark.columns import ColumnReader, arrow_schema, default_columns

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mqstore import ConfigError, InvalidMessageError, SimulatedClock, StoreConfig
+from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.broker.selection import group_queue
+from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import RESERVED, decode_properties
 from mqstore.layout.record import Record, decode_record
 from mqstore.log.commitlog import SendReceipt

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import MessageStore, StoreConfig
+from mqstore import StoreConfig
+from mqstore.engine import MessageStore
 from mqstore.errors import CorruptStoreError
 from mqstore.jobs import export_parquet
 from mqstore.log.commitlog import QueueRef
@@ -51,7 +52,7 @@ def test_nothing_stays_when_the_reader_is_left_early(tmp_path: Path) -> None:
     assert held(path) == []
 
 
-OPENS = "import sys, mqstore; mqstore.MessageStore(sys.argv[1]).close()"
+OPENS = "import sys, mqstore; mqstore.engine.MessageStore(sys.argv[1]).close()"
 
 
 def test_who_owns_the_store_keeps_its_lock_while_it_is_queried_in_the_same_process(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from mqstore import ConfigError, InvalidMessageError, MessageStore
 from mqstore.broker.selection import group_queue
+from mqstore.engine import MessageStore
+from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import Record, decode_record
 from mqstore.spark.encode import Encoder, Rules

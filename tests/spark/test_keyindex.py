@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mqstore import MessageStore, OutgoingMessage, StoreConfig
+from mqstore import OutgoingMessage, StoreConfig
+from mqstore.engine import MessageStore
 from mqstore.layout.checkpoint import decode, encode
 from mqstore.spark import keyindex
 from mqstore.spark.options import SourceOptions

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mqstore import ConfigError
+from mqstore.errors import ConfigError
 from mqstore.spark.options import ANY, SOURCE_OPTIONS, Key, SourceOptions
 from mqstore.spark.views import VIEWS
 

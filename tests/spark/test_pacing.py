@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mqstore import MessageStore, StoreConfig
+from mqstore import StoreConfig
+from mqstore.engine import MessageStore
 from mqstore.spark.options import Key, Offsets, SourceOptions
 from mqstore.spark.pacing import Costs, Limit, admit, costs_of
 from tests.holding import linux_only, open_files

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import MessageStore
+from mqstore.engine import MessageStore
 
 pytestmark = pytest.mark.spark
 DOCS = Path(__file__).parent.parent.parent / "docs"

@@ -13,16 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mqstore import (
-    ConfigError,
-    MessageStore,
-    NotAStoreError,
-    OffsetOutOfRangeError,
-    SimulatedClock,
-    StoreConfig,
-    TopicNotFoundError,
-)
+from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.admin.offline import offline
+from mqstore.engine import MessageStore
+from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.spark import plan as module
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import (

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mqstore import ConfigError, MessageStore, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
+from mqstore import MQStoreError
 from mqstore.broker.parts import open_parts
+from mqstore.engine import MessageStore
+from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.spark import telling
 from mqstore.spark.options import Key, SourceOptions
 from mqstore.spark.pacing import Limit

@@ -20,10 +20,19 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import ConfigError, MessageStore, NotAStoreError, SimulatedClock, StoreConfig, StoreLockedError
+from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
 from mqstore.broker.parts import open_parts
-from mqstore.errors import CorruptStoreError, FormatError, MQStoreError, UnsupportedStoreError
+from mqstore.engine import MessageStore
+from mqstore.errors import (
+    ConfigError,
+    CorruptStoreError,
+    FormatError,
+    MQStoreError,
+    NotAStoreError,
+    StoreLockedError,
+    UnsupportedStoreError,
+)
 from mqstore.files.filesystem import REAL
 from mqstore.files.lock import WriterLock
 from mqstore.layout.record import decode_record
@@ -100,7 +109,7 @@ def test_a_task_without_rows_stages_nothing_and_many_rows_make_several_shards(tm
 
 def test_a_task_that_fails_takes_the_shard_it_was_at_away(tmp_path: Path) -> None:
     options = options_of(tmp_path / "s")
-    with pytest.raises(mqstore.InvalidMessageError):
+    with pytest.raises(mqstore.errors.InvalidMessageError):
         stage(options, "a", 0, [batch_of(ONE), batch_of(ONE, queue_id=[99] * 5)])
 
     assert [name[:4] for name in os.listdir(transaction_folder(tmp_path / "s", "a", 0))] == ["0-0-"]
@@ -109,7 +118,7 @@ def test_a_task_that_fails_takes_the_shard_it_was_at_away(tmp_path: Path) -> Non
 def test_a_full_disk_while_staging_is_told_and_leaves_no_shard(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
     fs.fail("pwrite", errno.ENOSPC, path_part="records.bin")
-    with pytest.raises(mqstore.StoreFullError):
+    with pytest.raises(mqstore.errors.StoreFullError):
         stage(options_of(tmp_path / "s"), "a", 0, [batch_of(ONE)], fs=fs)
 
     assert os.listdir(transaction_folder(tmp_path / "s", "a", 0)) == []
@@ -955,7 +964,7 @@ def test_a_job_is_not_told_that_it_failed_when_its_messages_are_in(
             commit(options_of(where, **given), wanted, fs=fs)
         except MQStoreError as error:
             said = error
-        if isinstance(said, mqstore.FlushFailedError):
+        if isinstance(said, mqstore.errors.FlushFailedError):
             assert "Look whether the messages are in" in str(said)
         else:
             assert (ONE[0] in found(where)) == (said is None), f"{nth}: {said}"

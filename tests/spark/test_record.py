@@ -13,8 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mqstore import ConfigError, CorruptStoreError, InvalidMessageError, MessageStore, StoreConfig
+from mqstore import StoreConfig
 from mqstore.broker.names import is_system_topic
+from mqstore.engine import MessageStore
+from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError
 from mqstore.layout.properties import CRC_TAIL_BYTES, decode_crc_tail, encode_properties
 from mqstore.layout.record import Record, decode_record, encode_record
 from mqstore.spark.encode import Encoder, Rules, TopicRule

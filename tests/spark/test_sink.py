@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import ConfigError, MessageStore, SimulatedClock, StoreConfig
+from mqstore import SimulatedClock, StoreConfig
+from mqstore.engine import MessageStore
+from mqstore.errors import ConfigError
 from tests.spark.staged import bodies, manifest, set_bodies
 
 pytestmark = pytest.mark.spark

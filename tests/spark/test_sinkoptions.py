@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mqstore import ConfigError
+from mqstore.errors import ConfigError
 from mqstore.spark.options import ONLY_FOR_WRITING, SINK_OPTIONS, SOURCE_OPTIONS, SinkOptions, SourceOptions
 
 

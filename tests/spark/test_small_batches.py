@@ -14,8 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mqstore import CorruptStoreError, MessageStore, MQStoreError, OffsetOutOfRangeError
-from mqstore.errors import NotAStoreError, TopicNotFoundError
+from mqstore import MQStoreError
+from mqstore.engine import MessageStore
+from mqstore.errors import CorruptStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.spark import tasks
 from mqstore.spark.columns import COLUMNS, default_columns

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from mqstore import MessageStore
+from mqstore.engine import MessageStore
 from tests.conftest import GoldenStore
 from tests.spark.support import Odd, as_exported, as_row, exported, many, odd_records, write_store
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from mqstore import ConfigError, MessageStore
 from mqstore.broker.admin.inspect import PopView, lag_of
 from mqstore.broker.parts import open_parts
+from mqstore.engine import MessageStore
+from mqstore.errors import ConfigError
 from mqstore.files.quiet import QUIET
 from tests.log.support import open_store
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore import MessageStore
+from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError
 from mqstore.spark import tally as module
 from mqstore.spark.columns import ColumnReader

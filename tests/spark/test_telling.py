@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mqstore import ConfigError, CorruptStoreError, MessageStore, NotAStoreError, StoreIOError, UnsupportedStoreError
+from mqstore.engine import MessageStore
+from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, StoreIOError, UnsupportedStoreError
 from mqstore.spark import telling
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, open_store, plan

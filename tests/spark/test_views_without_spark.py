@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mqstore import MessageStore
 from mqstore.broker.parts import open_parts
+from mqstore.engine import MessageStore
 from mqstore.errors import NotAStoreError, TopicNotFoundError
 from mqstore.spark import create_views, select
 from mqstore.spark.options import SourceOptions

@@ -460,7 +460,7 @@ def _run_on(home: OnLoop, ledger: Ledger) -> None:
             with store.simple_consumer("late", {"work": "*"}, visibility=SLOW_S, retry=RETRY) as consumer:
                 while not end.is_set():
                     for delivery in consumer.receive(1, wait=0.2):  # of more the last would be late for the first
-                        with suppress(ValueError, mqstore.ReceiptExpiredError), delivery as message:
+                        with suppress(ValueError, mqstore.errors.ReceiptExpiredError), delivery as message:
                             late_luck(message)
 
         return Polling(loop)
@@ -498,7 +498,7 @@ def _run_on(home: OnLoop, ledger: Ledger) -> None:
             group, queue_id = rng.choice(REWOUND[:2]), rng.randrange(6)
             at = store.committed(group, mqstore.QueueRef("work", queue_id))
             if at is not None:
-                with suppress(mqstore.OffsetOutOfRangeError):
+                with suppress(mqstore.errors.OffsetOutOfRangeError):
                     store.broker.reset(group, "work", queue_id, max(0, at - rng.randrange(60)))
 
     def aio(number: int) -> Any:

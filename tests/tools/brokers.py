@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mqstore import MessageStore, SimulatedClock, StoreConfig
+from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.admin.inspect import lag_of, pop_view
 from mqstore.broker.broker import Broker
 from mqstore.broker.parts import Parts, open_parts
+from mqstore.engine import MessageStore
 
 __all__ = ["behind", "broker", "clock_now", "filled", "tables"]
 

@@ -138,7 +138,7 @@ def mqstore_of(*arguments: object) -> Any:
 
 
 def test_where_a_new_group_begins(store: Path) -> None:
-    with library.MessageStore(store, "r") as opened:
+    with library.engine.MessageStore(store, "r") as opened:
         times = {message.store_timestamp_ms for message in opened.iter("orders")}
     future = datetime.fromtimestamp(max(times) / 1000 + 1, UTC).isoformat()
 
@@ -585,7 +585,7 @@ def test_what_makes_no_sense_is_wrong_usage_and_touches_nothing(store: Path, opt
     result = mqstore("consume", store, "orders", "--group", "g", *options)
 
     assert result.exit_code == 2, result.output
-    with pytest.raises(library.GroupNotFoundError):
+    with pytest.raises(library.errors.GroupNotFoundError):
         left(store)
 
 

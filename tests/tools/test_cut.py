@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from mqstore import MessageStore, StoreConfig
+from mqstore import StoreConfig
+from mqstore.engine import MessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from tests.broker.cutsupport import SENT, all_of, cut_from, make, open_again

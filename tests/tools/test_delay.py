@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import mqstore as library
-from mqstore import MessageStore, StoreConfig
+from mqstore import StoreConfig
 from mqstore.broker.admin.inspect import timer_view
+from mqstore.engine import MessageStore
 from tests.tools.brokers import broker, clock_now, tables
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
@@ -40,7 +41,7 @@ def test_a_level_that_the_table_lost_is_an_orphan(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with broker(path, delay_levels="1s 1h") as running:
         running.put("orders", b"x", delay_level=2)
-    library.MessageStore(path, config=StoreConfig(delay_levels="1s")).close()
+    library.engine.MessageStore(path, config=StoreConfig(delay_levels="1s")).close()
 
     [level] = mqstore_json("delay", path)["levels"]
 
@@ -55,7 +56,7 @@ def test_a_message_keeps_the_time_it_was_given_when_the_table_changes(tmp_path: 
     with broker(path, clock, delay_levels="1s 1h") as running:
         running.put("orders", b"in an hour", queue_id=0, delay_level=2)
     due_ms = clock.now_ms() + 3_600_000
-    library.MessageStore(path, config=StoreConfig(delay_levels="1s 30m")).close()
+    library.engine.MessageStore(path, config=StoreConfig(delay_levels="1s 30m")).close()
 
     assert mqstore_json("verify", path)["findings"] == []
     assert not mqstore_json("recover", path)["changed"]
@@ -177,7 +178,7 @@ def test_what_is_delivered_or_was_never_there_cannot_be_cancelled(tmp_path: Path
 
 
 def test_what_is_no_handle_is_2(tmp_path: Path) -> None:
-    library.MessageStore(tmp_path / "s").close()
+    library.engine.MessageStore(tmp_path / "s").close()
 
     for dry_run in ([], ["--dry-run"]):
         result = mqstore("delay", "cancel", tmp_path / "s", "garbage", *dry_run)
@@ -186,7 +187,7 @@ def test_what_is_no_handle_is_2(tmp_path: Path) -> None:
 
 
 def test_a_store_in_which_nothing_ever_waited(tmp_path: Path) -> None:
-    library.MessageStore(tmp_path / "s").close()
+    library.engine.MessageStore(tmp_path / "s").close()
 
     assert mqstore_json("delay", tmp_path / "s") == {"levels": [], "timer": {"waiting": 0, "next_due_ms": None}}
 

@@ -41,7 +41,7 @@ def at(day: float) -> str:
 
 
 def bodies(path: Path, topic: str) -> list[bytes]:
-    with library.MessageStore(path, "r") as opened:
+    with library.engine.MessageStore(path, "r") as opened:
         return [message.body for message in opened.iter(topic)] if topic in opened.topics() else []
 
 
@@ -197,7 +197,7 @@ def test_the_letters_of_a_java_broker(golden: Golden) -> None:
 
 def test_a_store_without_dead_letters(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    library.MessageStore(path).close()
+    library.engine.MessageStore(path).close()
     assert mqstore("groups", "create", path, "billing").exit_code == 0
 
     assert mqstore_json("dlq", path) == {"total": 0, "rows": []}

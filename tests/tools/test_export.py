@@ -210,7 +210,7 @@ def test_a_queue_or_topic_that_is_not_there_is_wrong_usage(golden: Golden) -> No
 @pytest.fixture
 def ten(tmp_path: Path) -> Path:
     """A closed store of ten messages of 100 bytes in one queue."""
-    with library.MessageStore(tmp_path / "ten", config=StoreConfig(segment_bytes=1 << 16)) as store:
+    with library.engine.MessageStore(tmp_path / "ten", config=StoreConfig(segment_bytes=1 << 16)) as store:
         store.put_many("orders", [b"%d" % i * 100 for i in range(10)])
     return tmp_path / "ten"
 
@@ -236,7 +236,7 @@ def test_damage_costs_only_the_messages_it_hit(ten: Path, victims: list[int]) ->
 
 
 def test_a_body_that_does_not_inflate_is_left_out_and_told(tmp_path: Path) -> None:
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         store.put("orders", b"before")
         bad = store.append("orders", 0, b"\x1b[31mnot zlib", sys_flag=COMPRESSED)
         store.put("orders", b"behind")
@@ -255,7 +255,7 @@ LZ4, ZSTD = 0x101, 0x201
 @pytest.fixture
 def compressed(tmp_path: Path) -> Path:
     """A store with three plain messages, three bodies in LZ4, and one in Zstandard."""
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         for i in range(3):
             store.put("orders", b"plain %d" % i)
             store.append("orders", 0, lz4.frame.compress(b"lz4 %d" % i), sys_flag=LZ4)
@@ -360,7 +360,7 @@ def test_a_reader_that_goes_away_is_no_error(golden: Golden) -> None:
 def test_hostile_text_is_ascii_on_the_way_and_whole_on_arrival(tmp_path: Path) -> None:
     """A Java producer may have put anything into properties; `append` is how an import writes such a record."""
     evil = "\x1b]0;owned\x07\x7f\x9b\u202e"
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         store.append("orders", 0, os.fsencode(evil), properties={"TAGS": evil, "KEYS": evil, evil: evil})
 
     result = mqstore("export", tmp_path / "s")

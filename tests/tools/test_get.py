@@ -26,7 +26,7 @@ Golden = Callable[[str], GoldenStore]
 @pytest.fixture
 def store(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
     """Five messages in orders/0; number 3 bears key k3, unique key u3 and tag odd."""
-    with library.MessageStore(tmp_path / "s") as opened:
+    with library.engine.MessageStore(tmp_path / "s") as opened:
         receipts = [
             opened.put("orders", b"body %d" % i, tag="odd" if i % 2 else "even", keys=f"k{i}", unique_key=f"u{i}")
             for i in range(5)
@@ -86,7 +86,7 @@ def test_keys_find_what_the_java_engine_finds(golden: Golden) -> None:
 
 
 def test_for_people_it_shows_names_and_an_escaped_body(tmp_path: Path) -> None:
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         store.append(
             "orders",
             0,
@@ -230,7 +230,7 @@ def test_a_damaged_last_message_does_not_hang_it(store: tuple[Path, list[SendRec
 
 
 def test_a_body_that_does_not_inflate_is_shown_as_stored(tmp_path: Path) -> None:
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         store.append("orders", 0, b"not zlib", sys_flag=COMPRESSED)
 
     people, program = (mqstore("get", tmp_path / "s", "--topic", "orders", *o) for o in ([], ["--json"]))
@@ -251,7 +251,7 @@ def test_a_body_that_does_not_inflate_is_shown_as_stored(tmp_path: Path) -> None
 def turns(tmp_path: Path) -> Path:
     """Messages 0..29 in three queues by turns, each a millisecond behind the other."""
     clock = SimulatedClock()
-    with library.MessageStore(tmp_path / "turns", config=StoreConfig(clock=clock)) as store:
+    with library.engine.MessageStore(tmp_path / "turns", config=StoreConfig(clock=clock)) as store:
         for i in range(30):
             clock.advance(1)
             store.put("orders", b"%d" % i, i % 3, tag="tens" if i % 10 == 0 else None)
@@ -274,7 +274,7 @@ def test_the_newest_of_the_queues_come_by_store_time(turns: Path, options: list[
 
 
 def test_follow_alone_leaves_out_what_is_there(tmp_path: Path) -> None:
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         store.put("orders", b"old")
         store.dispatch()
         child = process("get", tmp_path / "s", "--topic", "orders", "--follow", "--json")
@@ -293,7 +293,7 @@ def test_follow_alone_leaves_out_what_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [["--last", 5], ["--last", 5, "--queue-id", 0]], ids=str)
 def test_follow_prints_what_comes_until_interrupted(tmp_path: Path, options: list[object]) -> None:
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         store.put("other", b"so that there is a store")
         store.dispatch()
         child = process("get", tmp_path / "s", "--topic", "orders", "--follow", "--json", *options)
@@ -314,7 +314,7 @@ def test_follow_prints_what_comes_until_interrupted(tmp_path: Path, options: lis
 
 
 def test_damage_among_the_newest_hides_nothing_before_it(turns: Path) -> None:
-    with library.MessageStore(turns, "r") as store:
+    with library.engine.MessageStore(turns, "r") as store:
         [last] = store.read("orders", 2, 9)
     with open(turns / "commitlog" / f"{0:020d}", "r+b") as file:
         file.seek(last.physical_offset + 88)

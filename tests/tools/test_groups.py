@@ -40,7 +40,7 @@ def test_a_retry_policy_is_stored_as_typed_and_shown_as_it_may_be_typed(
     tmp_path: Path, typed: str, policy: RetryPolicy, shown: str
 ) -> None:
     path = tmp_path / "s"
-    library.MessageStore(path).close()
+    library.engine.MessageStore(path).close()
 
     row = mqstore_json("groups", "create", path, "billing", "--retry", typed, "--max-attempts", 5)
 
@@ -61,7 +61,7 @@ def test_one_group_is_shown_as_in_the_list(store: Path) -> None:
 
 def test_what_is_not_typed_stays_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    library.MessageStore(path).close()
+    library.engine.MessageStore(path).close()
     mqstore_json("groups", "create", path, "billing", "--retry", "1s 2s", "--start", "latest", "--fifo")
 
     first = mqstore_json("groups", "alter", path, "billing", "--max-attempts", "unlimited")
@@ -86,7 +86,7 @@ def test_a_fifo_group_retries_for_ever_unless_told_otherwise(
     tmp_path: Path, typed: list[Any], retry: str, max_attempts: int | None
 ) -> None:
     path = tmp_path / "s"
-    library.MessageStore(path).close()
+    library.engine.MessageStore(path).close()
 
     row = mqstore_json("groups", "create", path, "ledger", *typed)
 
@@ -95,7 +95,7 @@ def test_a_fifo_group_retries_for_ever_unless_told_otherwise(
 
 def test_a_start_may_be_a_time(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    library.MessageStore(path).close()
+    library.engine.MessageStore(path).close()
 
     row = mqstore_json("groups", "create", path, "billing", "--start", "2026-01-31T13:00:00+01:00")
 
@@ -114,7 +114,7 @@ def test_groups_are_shown_with_the_topics_that_they_consume(store: Path) -> None
 def test_a_group_that_has_only_progress_is_shown_and_can_be_deleted(tmp_path: Path) -> None:
     """A RocketMQ directory whose subscriptionGroup.json went missing."""
     path = tmp_path / "s"
-    with library.MessageStore(path) as opened:
+    with library.engine.MessageStore(path) as opened:
         opened.put("orders", b"hello")
     (path / "config").mkdir(exist_ok=True)
     (path / "config" / "consumerOffset.json").write_text('{"offsetTable":{"orders@old":{0:1}}}')
@@ -205,7 +205,7 @@ def test_a_program_that_does_not_say_yes_deletes_nothing(store: Path) -> None:
 
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
 def test_beside_a_writer_changes_are_3(store: Path, dry_run: list[str]) -> None:
-    with library.MessageStore(store):
+    with library.engine.MessageStore(store):
         result = mqstore("groups", "delete", store, "billing", "--yes", *dry_run)
 
     assert result.exit_code == 3

@@ -165,7 +165,7 @@ def test_a_hostile_config_reaches_the_screen_escaped(golden: Golden) -> None:
 def test_records_that_no_queue_knows_are_counted(tmp_path: Path) -> None:
     """The store of a process that was killed before it dispatched: a copy of a store that never was closed."""
     live = tmp_path / "live"
-    with library.MessageStore(live, config=StoreConfig(clock=SimulatedClock(), segment_bytes=1 << 16)) as store:
+    with library.engine.MessageStore(live, config=StoreConfig(clock=SimulatedClock(), segment_bytes=1 << 16)) as store:
         store.put("orders", b"dispatched")
         store.dispatch()
         late = [store.put("orders", b"late"), store.put("payments", b"later")]
@@ -182,7 +182,7 @@ def test_records_that_no_queue_knows_are_counted(tmp_path: Path) -> None:
 
 
 def test_an_empty_store_can_be_looked_at(tmp_path: Path) -> None:
-    library.MessageStore(tmp_path / "s").close()
+    library.engine.MessageStore(tmp_path / "s").close()
 
     found = mqstore_json("inspect", tmp_path / "s")
 
@@ -192,7 +192,7 @@ def test_an_empty_store_can_be_looked_at(tmp_path: Path) -> None:
 
 
 def test_beside_a_writer_it_says_so(tmp_path: Path) -> None:
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         store.put("orders", b"hello")
         store.dispatch()
         child = process("inspect", tmp_path / "s", "--json")
@@ -260,7 +260,7 @@ def test_what_is_no_store_is_refused_with_3(tmp_path: Path, command: str) -> Non
 
 
 def test_a_lost_manifest_names_the_command_that_mends_it(tmp_path: Path) -> None:
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         store.put("orders", b"hello")
     for manifest in (tmp_path / "s").glob("mqstore.json*"):
         manifest.unlink()
@@ -272,7 +272,7 @@ def test_a_lost_manifest_names_the_command_that_mends_it(tmp_path: Path) -> None
 
 
 def test_a_store_of_a_newer_mqstore_is_refused(tmp_path: Path) -> None:
-    library.MessageStore(tmp_path / "s").close()
+    library.engine.MessageStore(tmp_path / "s").close()
     manifest = tmp_path / "s" / "mqstore.json"
     manifest.write_text(manifest.read_text().replace('"schema": 1', '"schema": 2'))
 
@@ -511,7 +511,7 @@ def test_a_damaged_table_hides_what_hangs_on_it_and_nothing_else(tmp_path: Path,
 
 
 def test_a_store_that_no_broker_used_has_nothing_to_tell_of_one(tmp_path: Path) -> None:
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         store.put("orders", b"x")
 
     found = mqstore_json("inspect", tmp_path / "s")["broker"]
@@ -563,7 +563,7 @@ def test_nonsense_in_the_pop_log_is_passed_over(tmp_path: Path, body: bytes) -> 
 
 def test_a_splice_under_way_and_the_inbox_are_told(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    with library.MessageStore(path) as store:
+    with library.engine.MessageStore(path) as store:
         end = store.put("orders", b"x").size
         store.splice([], app="other", version=1)
     nothing = mqstore_json("inspect", path)["splice"]

@@ -60,7 +60,7 @@ def test_offsets_are_shown_beside_the_bounds_of_their_queues(store: Path) -> Non
 
 
 def test_what_retention_took_before_a_group_came_is_lost(store: Path) -> None:
-    with library.MessageStore(store) as opened:
+    with library.engine.MessageStore(store) as opened:
         opened.put("orders", b"x" * 60_000, 0)
         opened.put("orders", b"x" * 60_000, 0)
         opened.put("orders", b"x" * 60_000, 0)

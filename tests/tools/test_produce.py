@@ -24,7 +24,7 @@ WAIT_S = 30
 
 
 def stored(path: Path, topic: str = "orders") -> list[library.Message]:
-    with library.MessageStore(path, "r") as store:
+    with library.engine.MessageStore(path, "r") as store:
         return sorted(store.iter(topic), key=lambda message: message.physical_offset)
 
 
@@ -138,7 +138,7 @@ def test_delays(tmp_path: Path) -> None:
         == 0
     )
 
-    with library.MessageStore(tmp_path / "s", "r") as store:
+    with library.engine.MessageStore(tmp_path / "s", "r") as store:
         timers = list(store.iter("rmq_sys_wheel_timer"))
         [level] = store.iter("SCHEDULE_TOPIC_XXXX")
     waits = [int(m.system_properties["TIMER_DELIVER_MS"]) - m.store_timestamp_ms for m in timers]
@@ -346,7 +346,7 @@ def test_wrong_usage_is_no_line_s_fault_and_nothing_is_stored(tmp_path: Path, ar
     assert result.exit_code == (3 if arguments == ["no-such-file"] else 2), result.output
     assert "line 1" not in result.stderr
     if (tmp_path / "s").exists():
-        with library.MessageStore(tmp_path / "s", "r") as store:
+        with library.engine.MessageStore(tmp_path / "s", "r") as store:
             assert store.topics() == []
 
 
@@ -474,7 +474,7 @@ def test_what_came_is_stored_before_more_is_waited_for_and_a_signal_tells_how_mu
     assert b"interrupted; sent 2 messages" in out
     assert b"Traceback" not in err
     assert bodies(tmp_path / "s") == [b"one", b"two"]
-    with library.MessageStore(tmp_path / "s", "r") as store:
+    with library.engine.MessageStore(tmp_path / "s", "r") as store:
         assert store.clean_shutdown
 
 
@@ -501,7 +501,7 @@ def test_a_store_that_fails_on_the_way_tells_what_was_stored(tmp_path: Path, mon
     def failing(self: Any, topic: str, messages: Any, **options: Any) -> Any:
         calls.append(len(messages))
         if len(calls) == 2:
-            error = library.StoreFullError(28, "no space", "file", "append")
+            error = library.errors.StoreFullError(28, "no space", "file", "append")
             error.receipts = send_many(self, topic, messages[:3], **options)
             raise error
         return send_many(self, topic, messages, **options)

@@ -30,7 +30,7 @@ COUNTS = {"damaged_ranges", "kept_behind_damage", "moved_to_cut"}
 @pytest.fixture
 def hundred(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
     """A hundred messages over several segments, closed cleanly."""
-    with library.MessageStore(tmp_path / "s", config=CONFIG) as store:
+    with library.engine.MessageStore(tmp_path / "s", config=CONFIG) as store:
         receipts = [store.put("orders", b"%03d" % i * 100, keys=f"k{i}") for i in range(100)]
     return tmp_path / "s", receipts
 
@@ -43,7 +43,7 @@ def flip(path: Path, receipt: SendReceipt) -> None:
 
 
 def bodies(path: Path) -> list[bytes]:
-    with library.MessageStore(path, "r") as store:
+    with library.engine.MessageStore(path, "r") as store:
         return [message.body for message in store.iter("orders", 0)]
 
 
@@ -99,7 +99,7 @@ def test_a_dry_run_tells_what_a_run_does_and_does_nothing(hundred: tuple[Path, l
 @pytest.mark.parametrize("machine", ["ran on", "went down"])
 def test_whole_messages_behind_damage_are_kept_or_moved_to_cut(tmp_path: Path, machine: str, way: str) -> None:
     """A crash: nothing was ever flushed, one record in the middle does not verify."""
-    with library.MessageStore(
+    with library.engine.MessageStore(
         tmp_path / "live", config=StoreConfig(segment_bytes=1 << 14, clock=SimulatedClock())
     ) as store:
         receipts = [store.put("orders", b"%d" % i * 50) for i in range(20)]
@@ -110,7 +110,7 @@ def test_whole_messages_behind_damage_are_kept_or_moved_to_cut(tmp_path: Path, m
     flip(tmp_path / "s", receipts[15])
 
     if way == "opening":
-        with library.MessageStore(tmp_path / "s") as store:
+        with library.engine.MessageStore(tmp_path / "s") as store:
             report = store.recovery.as_dict()
     else:
         planned = mqstore_json(*way.split(), tmp_path / "s", "--dry-run", exit_code=1)
@@ -215,7 +215,7 @@ def test_config_files_that_do_not_decode_are_moved_aside(hundred: tuple[Path, li
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 def test_who_gives_a_damaged_directory_back_to_a_broker_is_warned(tmp_path: Path, profile: Any) -> None:
-    with library.MessageStore(tmp_path / "s", profile=profile, config=CONFIG) as store:
+    with library.engine.MessageStore(tmp_path / "s", profile=profile, config=CONFIG) as store:
         receipts = [store.put("orders", b"%03d" % i * 100) for i in range(100)]
     assert "broker" not in mqstore("recover", tmp_path / "s").output
     flip(tmp_path / "s", receipts[40])
@@ -270,7 +270,7 @@ def test_a_json_file_put_back_from_its_backup_is_a_change(tmp_path: Path, name: 
 def test_beside_a_writer_a_plan_is_refused_as_the_recovery_is_naming_the_holder(
     tmp_path: Path, options: list[str]
 ) -> None:
-    with library.MessageStore(tmp_path / "s", config=CONFIG):
+    with library.engine.MessageStore(tmp_path / "s", config=CONFIG):
         plan = mqstore("recover", tmp_path / "s", *options, "--dry-run")
         run = mqstore("recover", tmp_path / "s", *options)
 
@@ -307,7 +307,7 @@ def test_what_holds_no_store_is_3_and_is_said_plainly(tmp_path: Path, what: str,
 def test_json_files_outside_of_config_are_found_and_mended(tmp_path: Path, name: str, lost: str) -> None:
     """verify said that all was well, and a dry run that nothing was to be done, of a store that recover then refused to
     open; and a splice that its file had forgotten could come in twice with nobody told."""
-    with library.MessageStore(tmp_path / "s", config=CONFIG) as store:
+    with library.engine.MessageStore(tmp_path / "s", config=CONFIG) as store:
         store.put("orders", b"x")
     file = tmp_path / "s" / name
     file.parent.mkdir(parents=True)
@@ -332,7 +332,7 @@ def test_json_files_outside_of_config_are_found_and_mended(tmp_path: Path, name:
 
 @pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["real", "dry"])
 def test_a_store_that_is_being_written_is_left_alone(tmp_path: Path, dry: list[str]) -> None:
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         store.put("orders", b"hello")
         child = process("recover", tmp_path / "s", *dry)
         _, error = child.communicate(timeout=60)
@@ -428,7 +428,7 @@ LOSSES: dict[str, Callable[[Path, list[SendReceipt]], Any]] = {
 def test_damage_that_recover_has_reported_is_known(tmp_path: Path, profile: library.Profile, loss: str) -> None:
     """One lost record made verify and recover exit with 1 until retention took its segment."""
     path = tmp_path / "s"
-    with library.MessageStore(path, config=CONFIG, profile=profile) as store:
+    with library.engine.MessageStore(path, config=CONFIG, profile=profile) as store:
         receipts = [store.put("orders", b"%03d" % i * 100, keys=f"k{i}") for i in range(100)]
     LOSSES[loss](path, receipts)
     assert mqstore("verify", path).exit_code == 1
@@ -501,7 +501,7 @@ def test_known_damage_that_retention_has_taken_is_forgotten(hundred: Store) -> N
     table = path / "config" / "knownDamage.json"
     assert len(json.loads(table.read_bytes())["ranges"]["bad_record"]) == 2
 
-    with library.MessageStore(path) as store:
+    with library.engine.MessageStore(path) as store:
         store.drop_before(receipts[50].physical_offset)
     assert mqstore_json("verify", path)["ok"]
     report = mqstore_json("recover", path)
@@ -570,7 +570,7 @@ def test_a_segment_that_is_too_long_is_mended(hundred: Store, which: str, surplu
 
 def test_many_stores_are_recovered_and_one_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     for name in "ab":
-        with library.MessageStore(tmp_path / name) as store:
+        with library.engine.MessageStore(tmp_path / name) as store:
             store.put("t", b"body")
         shutil.rmtree(tmp_path / name / "consumequeue")
     (tmp_path / "c").mkdir()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mqstore import Finding
+from mqstore.engine import Finding
 from mqstore.log.recovery.report import Kind
 from mqstore_tools.render import as_json, body_text, console, print_finding, print_json, safe, table, when
 from tests.tools.support import SHOULD_NOT_REACH_A_SCREEN

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mqstore import MessageStore
+from mqstore.engine import MessageStore
 from mqstore.spark.publish import Commit, commit
 from mqstore.spark.staging import STAGING
 from tests.spark.staged import batch_of, options_of, set_bodies, stage, write

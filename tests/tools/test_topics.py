@@ -73,7 +73,7 @@ def test_the_engines_own_topics_are_shown_when_asked_for(store: Path) -> None:
 
 def test_a_topic_is_created_altered_and_deleted(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    library.MessageStore(path).close()
+    library.engine.MessageStore(path).close()
 
     created = mqstore_json("topics", "create", path, "orders", "--queues", 8, "--type", "fifo", "--perm", "r")
     altered = mqstore_json("topics", "alter", path, "orders", "--perm", "rw", "--write-queues", 2, "--order")
@@ -173,7 +173,7 @@ def test_a_program_that_does_not_say_yes_deletes_nothing(store: Path) -> None:
 
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
 def test_beside_a_writer_the_holder_is_named_and_looking_goes_on(store: Path, dry_run: list[str]) -> None:
-    with library.MessageStore(store):
+    with library.engine.MessageStore(store):
         result = mqstore("topics", "create", store, "payments", *dry_run)
         listed = mqstore_json("topics", store)
 
@@ -216,7 +216,7 @@ def test_a_damaged_table_is_3_and_names_what_mends_it(store: Path) -> None:
 
 def test_queues_are_altered_by_the_option_that_creates_them(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    library.MessageStore(path).close()
+    library.engine.MessageStore(path).close()
     mqstore_json("topics", "create", path, "orders", "--queues", 8)
     altered = mqstore_json("topics", "alter", path, "orders", "--queues", 9)
     assert (altered["read_queues"], altered["write_queues"]) == (9, 9)

@@ -35,7 +35,7 @@ def test_stores_of_the_java_engine_are_in_order(golden: Golden, name: str) -> No
 
 @pytest.fixture
 def hundred(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
-    with library.MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 14)) as store:
+    with library.engine.MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 14)) as store:
         receipts = [store.put("orders", b"%03d" % i * 20, keys=f"k{i}") for i in range(100)]
     return tmp_path / "s", receipts
 
@@ -115,7 +115,7 @@ def test_for_people_it_lists_and_sums_up(hundred: tuple[Path, list[SendReceipt]]
 
 def test_hostile_names_are_shown_escaped(tmp_path: Path) -> None:
     """`mqstore` checks every character that would reach the screen."""
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         store.put("orders", b"hello")
     (tmp_path / "s" / "consumequeue" / "evil\x1b]0;t\x07").mkdir()
     (tmp_path / "s" / "config").mkdir()
@@ -130,7 +130,7 @@ def test_hostile_names_are_shown_escaped(tmp_path: Path) -> None:
 
 
 def test_beside_a_writer_it_finds_nothing(tmp_path: Path) -> None:
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         store.put_many("orders", [b"x"] * 1000)
         child = process("verify", tmp_path / "s")
         out, _ = child.communicate(timeout=60)
@@ -142,27 +142,27 @@ def test_beside_a_writer_it_finds_nothing(tmp_path: Path) -> None:
 def test_a_writer_that_comes_while_it_looks_does_no_damage(tmp_path: Path, closed: bool) -> None:
     """What a writer put that had come since verify began, and had not dispatched yet, was called missing units."""
     config = StoreConfig(clock=library.SimulatedClock())
-    writer = library.MessageStore(tmp_path / "s", config=config)
+    writer = library.engine.MessageStore(tmp_path / "s", config=config)
     writer.put_many("orders", [b"x"] * 10)
     if closed:
         writer.close()
     else:
         writer.dispatch()
-    with library.MessageStore(tmp_path / "s", "r") as reader:
+    with library.engine.MessageStore(tmp_path / "s", "r") as reader:
         verifier = reader.verifier()
         if closed:
-            writer = library.MessageStore(tmp_path / "s", config=config)
+            writer = library.engine.MessageStore(tmp_path / "s", config=config)
         for n in range(10):
             writer.put("orders", b"%d" % n, n % 2, keys=f"k{n}")
         assert list(verifier.findings()) == []
     writer.close()
-    with library.MessageStore(tmp_path / "s", "r") as reader:
+    with library.engine.MessageStore(tmp_path / "s", "r") as reader:
         assert list(reader.verify()) == []
 
 
 def test_json_with_more_findings_than_people_are_shown_is_whole(tmp_path: Path) -> None:
     config = StoreConfig(segment_bytes=1 << 16, consumequeue_units=4)
-    with library.MessageStore(tmp_path / "s", config=config) as store:
+    with library.engine.MessageStore(tmp_path / "s", config=config) as store:
         store.put_many("orders", [b"x"] * 8000)
     for file in (tmp_path / "s" / "consumequeue" / "orders" / "0").iterdir():
         file.unlink()
@@ -182,9 +182,9 @@ def test_it_goes_on_when_retention_takes_what_it_was_about_to_read(
 ) -> None:
     """It began again each time, and ended with a bare FileNotFoundError when the writer was the faster one."""
     config = StoreConfig(segment_bytes=1 << 14, consumequeue_units=8, index_slots=16, index_entries=8)
-    with library.MessageStore(tmp_path / "s", config=config) as store:
+    with library.engine.MessageStore(tmp_path / "s", config=config) as store:
         receipts = [store.put("orders", b"x" * 1000, keys=f"k{n}") for n in range(100)]
-    with library.MessageStore(tmp_path / "s") as writer:
+    with library.engine.MessageStore(tmp_path / "s") as writer:
         check = Verifier.check
 
         def interrupted(verifier: Verifier, *piece: Any) -> RangeResult | None:
@@ -203,7 +203,7 @@ def test_it_goes_on_when_retention_takes_what_it_was_about_to_read(
 def test_a_segment_lost_from_the_middle_beside_a_writer_is_found(tmp_path: Path) -> None:
     """What retention takes is taken from the front."""
     config = StoreConfig(segment_bytes=1 << 14)
-    with library.MessageStore(tmp_path / "s", config=config) as writer:
+    with library.engine.MessageStore(tmp_path / "s", config=config) as writer:
         receipts = [writer.put("orders", b"x" * 1000) for _ in range(100)]
         writer.flush()
         writer.dispatch()
@@ -220,7 +220,7 @@ def copy_of_a_killed_store(path: Path, **options: Any) -> None:
     """Leave at `path` what a writer killed after its first checkpoint leaves; all 100 messages have keys."""
     clock = library.SimulatedClock()
     live = path.with_name("live")
-    with library.MessageStore(live, config=StoreConfig(segment_bytes=1 << 14, clock=clock), **options) as store:
+    with library.engine.MessageStore(live, config=StoreConfig(segment_bytes=1 << 14, clock=clock), **options) as store:
         store.put_many("orders", [OutgoingMessage(b"%03d" % i, keys=f"k{i}") for i in range(100)])
         store.flush()
         store.dispatch()
@@ -237,7 +237,7 @@ def test_a_deleted_index_is_found(tmp_path: Path, profile: Profile, closed: bool
     path = tmp_path / "s"
     copy_of_a_killed_store(path, profile=profile)
     if closed:
-        library.MessageStore(path).close()
+        library.engine.MessageStore(path).close()
     assert mqstore("verify", path).exit_code == 0
     shutil.rmtree(path / "index")
 
@@ -265,7 +265,7 @@ def test_lost_index_files_of_the_java_engine_are_found(golden: Golden, name: str
 
 
 def test_a_store_without_keys_needs_no_index(tmp_path: Path) -> None:
-    with library.MessageStore(tmp_path / "s") as store:
+    with library.engine.MessageStore(tmp_path / "s") as store:
         store.put_many("orders", [b"x"] * 10)
     shutil.rmtree(tmp_path / "s" / "index", ignore_errors=True)
 
@@ -275,7 +275,7 @@ def test_a_store_without_keys_needs_no_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize("closed", [True, False])
 def test_index_files_that_retention_removed_are_no_finding(tmp_path: Path, closed: bool) -> None:
     config = StoreConfig(segment_bytes=1 << 14, index_slots=16, index_entries=8, clock=library.SimulatedClock())
-    with library.MessageStore(tmp_path / "live", config=config) as store:
+    with library.engine.MessageStore(tmp_path / "live", config=config) as store:
         receipts = [store.put("orders", b"x" * 1000, keys=f"k{n}") for n in range(100)]
         store.flush()
         store.dispatch()
@@ -292,7 +292,7 @@ def test_index_files_that_retention_removed_are_no_finding(tmp_path: Path, close
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 def test_a_checkpoint_of_random_bytes_is_found(tmp_path: Path, profile: Profile, size: int) -> None:
     """Of a store with a broker's checksums verify said that all was well, and opening believed the times in it."""
-    with library.MessageStore(tmp_path / "s", profile=profile) as store:
+    with library.engine.MessageStore(tmp_path / "s", profile=profile) as store:
         store.put("orders", b"hello")
     with open(tmp_path / "s" / "checkpoint", "r+b") as file:
         file.write(random.Random(size).randbytes(size))

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mqstore import MessageStore, StoreConfig
+from mqstore import StoreConfig
+from mqstore.engine import MessageStore
 from tests.log.support import files, flip
 from tests.tools.support import mqstore, mqstore_json
 

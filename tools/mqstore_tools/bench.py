@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 import mqstore
-from mqstore import MessageStore
+from mqstore.engine import MessageStore
 from mqstore_tools.render import console, print_json, progress, safe, show_bytes, table
 from mqstore_tools.shared import StoreCommand
 
@@ -95,7 +95,7 @@ def bench(messages: int, body_bytes: int, syncs: int, directory: Path | None, js
 
 
 def _put(path: Path, body: bytes, count: int) -> int:
-    with mqstore.MessageStore(path) as store:
+    with mqstore.engine.MessageStore(path) as store:
         put = store.put
         for _ in range(count):
             put(_TOPIC, body)
@@ -104,14 +104,14 @@ def _put(path: Path, body: bytes, count: int) -> int:
 
 def _put_many(path: Path, body: bytes, count: int) -> int:
     done = 0
-    with mqstore.MessageStore(path) as store:
+    with mqstore.engine.MessageStore(path) as store:
         while done < count:
             done += len(store.put_many(_TOPIC, [body] * min(_MANY, count - done)))
     return done
 
 
 def _put_flush(path: Path, body: bytes, count: int) -> int:
-    with mqstore.MessageStore(path, durability="flush") as store:
+    with mqstore.engine.MessageStore(path, durability="flush") as store:
         for _ in range(count):
             store.put(_TOPIC, body)
     return count
@@ -121,7 +121,7 @@ def _reader(path: Path, body: bytes, count: int, read: Callable[[MessageStore, i
     _put_many(path, body, count)
 
     def run() -> int:
-        with mqstore.MessageStore(path, "r") as store:
+        with mqstore.engine.MessageStore(path, "r") as store:
             return read(store, count)
 
     return run

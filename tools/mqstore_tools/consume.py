@@ -21,13 +21,15 @@ from rich.live import Live
 from rich.text import Text
 
 import mqstore
-from mqstore import Broker, RetryPolicy, StoreClosedError
+from mqstore import RetryPolicy
+from mqstore.admin import Broker
 from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
 from mqstore.broker.broker import as_filter
 from mqstore.broker.groups import GroupConfig, default_retry
 from mqstore.broker.names import check_group, check_user_topic, pop_retry_topic, retry_topic
 from mqstore.broker.parts import Parts
 from mqstore.broker.reading import Reads
+from mqstore.errors import StoreClosedError
 from mqstore_tools.handled import Commands, Printer
 from mqstore_tools.opened import dry_run_option, moment, planning
 from mqstore_tools.render import VERSION, as_json, console, note, print_json, safe, table

@@ -9,8 +9,10 @@ from typing import Any
 
 import click
 
-from mqstore import Finding, FormatError, Message, MessageStore, StoreConfig, StoreIOError
+from mqstore import Message, StoreConfig
 from mqstore.broker.admin import cut as library
+from mqstore.engine import Finding, MessageStore
+from mqstore.errors import FormatError, StoreIOError
 from mqstore.files.beneath import REFUSED
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.quiet import QUIET

@@ -153,7 +153,7 @@ def _key_of(text: str) -> tuple[str, int]:
 # --- the writer process ----------------------------------------------------------------------------------------------
 
 
-def _stored_behind(store: mqstore.MessageStore, acked: Ack) -> tuple[dict[int, int], dict[str, int], int, int]:
+def _stored_behind(store: mqstore.engine.MessageStore, acked: Ack) -> tuple[dict[int, int], dict[str, int], int, int]:
     """What the store holds behind the last acknowledged line: (next offset of each queue, next line of each file met
     there, how many lines those are, how many acknowledged ones are missing)."""
     offsets = dict(acked.offsets)
@@ -175,7 +175,7 @@ def _write(parent: Connection[Any, Any], root: str, sources: Sequence[Source], a
     for each group, and waits for an answer to each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends us
     begin = time.perf_counter()
-    with mqstore.MessageStore(root) as store:
+    with mqstore.engine.MessageStore(root) as store:
         opened = time.perf_counter() - begin
         offsets, next_line, behind, lost = _stored_behind(store, acked)
         recovery = store.recovery.as_dict()
@@ -211,7 +211,7 @@ def _read(root: str, queue_id: int) -> tuple[int, dict[str, tuple[int, str]], in
     next_line: dict[str, int] = {}
     digests: dict[str, Any] = {}
     seen = duplicates = misplaced = 0
-    with mqstore.MessageStore(root, "r") as store:
+    with mqstore.engine.MessageStore(root, "r") as store:
         for message in store.iter(TOPIC, queue_id):
             properties = message.stored_properties()
             group, line = _key_of(properties[KEYS])
@@ -239,7 +239,7 @@ class _Flip:
     file: str
     position: int
 
-    def explains(self, finding: mqstore.Finding) -> bool:
+    def explains(self, finding: mqstore.engine.Finding) -> bool:
         """Return True if `finding` is about this byte. A finding in an index names its file only."""
         inside = finding.position <= self.position < finding.position + finding.length
         return finding.kind == self.kind and finding.file == self.file and (inside or self.kind == "bad_index")
@@ -455,7 +455,7 @@ class _Demo:
         full = [source for source in self.sources if source.lines]
         chosen = self.rng.choices(full, weights=[s.lines for s in full], k=min(LOOK_UPS, self.lines))
         wanted = [(source, self.rng.randrange(source.lines)) for source in chosen]
-        with mqstore.MessageStore(self.store_path, "r") as store:
+        with mqstore.engine.MessageStore(self.store_path, "r") as store:
             begin = time.perf_counter()
             hits = [store.find(TOPIC, key=f"{source.group}:{line}") for source, line in wanted]
             seconds = time.perf_counter() - begin
@@ -475,9 +475,9 @@ class _Demo:
         )
         self.rate("verify everything", messages, size, time.perf_counter() - begin, "records of log")
 
-    def _verify(self, path: Path) -> tuple[list[mqstore.Finding], int, int]:
+    def _verify(self, path: Path) -> tuple[list[mqstore.engine.Finding], int, int]:
         """(findings, messages, bytes)."""
-        with mqstore.MessageStore(path, "r") as store:
+        with mqstore.engine.MessageStore(path, "r") as store:
             verifier = store.verifier(CONFIG_CHECKS)
             with render.progress("verifying", lambda: (verifier.done_bytes, verifier.total_bytes)):
                 return list(verifier.findings()), verifier.messages, verifier.bytes
@@ -526,7 +526,7 @@ class _Demo:
             "damaged message",
         )
         expected = sum(source.lines for source in self.sources if source.queue_id == queue.queue_id)
-        with mqstore.MessageStore(copy, "r") as store:
+        with mqstore.engine.MessageStore(copy, "r") as store:
             offsets = [message.offset for message in store.iter(*queue)]
         self.check(
             "passed_over",
@@ -546,7 +546,7 @@ class _Demo:
         """Flip a bit of a unit, an index entry and a body. Return these; the unit of the body, which is a finding, too,
         for it has lost its record; and the queue and the offset of the body."""
         rng = self.rng
-        with mqstore.MessageStore(copy, "r") as store:
+        with mqstore.engine.MessageStore(copy, "r") as store:
             manifest = store.manifest
             unit_of, body_of = rng.choices(store.queues(TOPIC), k=2)
             slot, damaged = (rng.randrange(store.offsets(*ref)[1]) for ref in (unit_of, body_of))

@@ -15,7 +15,9 @@ from typing import Any, TextIO
 
 import click
 
-from mqstore import Finding, FormatError, Message, MessageStore, MQStoreError, QueueRef
+from mqstore import Message, MQStoreError, QueueRef
+from mqstore.engine import Finding, MessageStore
+from mqstore.errors import FormatError
 from mqstore.files.quiet import QUIET
 from mqstore.files.segments import place_in_file
 from mqstore.layout.compression import MissingPackageError

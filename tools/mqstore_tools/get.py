@@ -12,7 +12,9 @@ from typing import Literal
 
 import click
 
-from mqstore import Finding, Message, MessageStore, OffsetOutOfRangeError, QueueRef, TopicNotFoundError
+from mqstore import Message, QueueRef
+from mqstore.engine import Finding, MessageStore
+from mqstore.errors import OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
 from mqstore.layout.messageid import decode_message_id
 from mqstore.log.tagfilter import parse_tags

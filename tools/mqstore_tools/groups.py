@@ -8,12 +8,11 @@ from typing import Any
 
 import click
 
-from mqstore import ReadOnlyStoreError
 from mqstore.broker.admin.inspect import PopView, group_names, pop_view
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.groups import GroupConfig, RetryPolicy, default_retry
 from mqstore.broker.parts import Parts
-from mqstore.errors import GroupNotFoundError
+from mqstore.errors import GroupNotFoundError, ReadOnlyStoreError
 from mqstore.log.reader import to_ms
 from mqstore.options import delay_table_ms
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, show_ms, tell, yes_option

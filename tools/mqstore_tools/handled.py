@@ -22,7 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Final, Protocol
 
-from mqstore import FormatError, Message, Reject, Retry
+from mqstore import Message, Reject, Retry
+from mqstore.errors import FormatError
 from mqstore.layout.compression import MissingPackageError
 from mqstore_tools.render import note, safe
 from mqstore_tools.shown import print_message

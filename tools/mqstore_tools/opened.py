@@ -19,8 +19,8 @@ from typing import Any
 
 import click
 
-from mqstore import MessageStore
 from mqstore.broker.parts import Parts, open_parts
+from mqstore.engine import MessageStore
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.quiet import QUIET
 from mqstore.options import delay_table_ms

@@ -30,10 +30,11 @@ from typing import Any, BinaryIO, Literal
 import click
 
 import mqstore
-from mqstore import InvalidMessageError, MQStoreError, NotAStoreError, OutgoingMessage, SendReceipt, StoreConfig
+from mqstore import MQStoreError, OutgoingMessage, SendReceipt, StoreConfig
 from mqstore.broker.names import check_user_topic
 from mqstore.client.producer import Producer
 from mqstore.client.sendrules import check_options, check_size, options_of
+from mqstore.errors import InvalidMessageError, NotAStoreError
 from mqstore.layout.properties import SHARDINGKEY, is_reserved
 from mqstore.log.writer import MAX_QUEUE_ID
 from mqstore.options import delay_table_ms

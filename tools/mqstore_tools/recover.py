@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from mqstore import MQStoreError, RecoveryReport
+from mqstore import MQStoreError
 from mqstore.broker.admin.inspect import delay_levels
 from mqstore.broker.configchecks import CONFIG_CHECKS
+from mqstore.engine import RecoveryReport
 from mqstore.files.filesystem import REAL
 from mqstore.files.quiet import QUIET
 from mqstore.jobs.recovering import recover as run

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.table import Table
 from rich.text import Text
 
-from mqstore import Finding
+from mqstore.engine import Finding
 
 __all__ = [
     "VERSION",

@@ -23,17 +23,17 @@ from typing import Any, TypeVar
 
 import click
 
-from mqstore import (
+from mqstore import MQStoreError, QueueRef, StoreConfig
+from mqstore.errors import (
     ConfigError,
     FilterError,
+    GroupNotFoundError,
     InvalidMessageError,
-    MQStoreError,
+    InvalidReceiptError,
+    NotPermittedError,
     OffsetOutOfRangeError,
-    QueueRef,
-    StoreConfig,
     TopicNotFoundError,
 )
-from mqstore.errors import GroupNotFoundError, InvalidReceiptError, NotPermittedError
 from mqstore_tools import JSON_ASKED
 from mqstore_tools.render import VERSION, as_json, note, safe
 

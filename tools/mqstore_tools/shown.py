@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from mqstore import FormatError, Message
+from mqstore import Message
+from mqstore.errors import FormatError
 from mqstore.layout.compression import MissingPackageError
 from mqstore.log.message import row_of
 from mqstore_tools.render import as_json, body_text, note, safe, when

@@ -23,18 +23,10 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Final, Literal
 
-from mqstore import (
-    GroupNotFoundError,
-    Interceptor,
-    Message,
-    QueueRef,
-    Reject,
-    RetryPolicy,
-    Store,
-    cancelled,
-)
+from mqstore import Interceptor, Message, QueueRef, Reject, RetryPolicy, Store, cancelled
 from mqstore.broker.names import pop_retry_topic, retry_topic
 from mqstore.client.interceptors import Settled
+from mqstore.errors import GroupNotFoundError
 from mqstore.layout.properties import ORIGIN_MESSAGE_ID
 from mqstore_tools.handled import Enough, Failed, Work
 from mqstore_tools.render import note

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from mqstore import ReadOnlyStoreError
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.parts import Parts
 from mqstore.broker.topics import MESSAGE_TYPES, QUEUES_MAX, TopicConfig
+from mqstore.errors import ReadOnlyStoreError
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, planning, tell, yes_option
 from mqstore_tools.render import console, print_json, safe, table
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option

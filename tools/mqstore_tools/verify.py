@@ -6,7 +6,7 @@ from collections import Counter
 
 import click
 
-from mqstore import Finding
+from mqstore.engine import Finding
 from mqstore.jobs.verifying import VerifyReport
 from mqstore.jobs.verifying import verify as run
 from mqstore_tools.many import jobs_option, stores_argument

@@ -94,7 +94,7 @@ class Broker:
     """Delivery on a store that is open for writing; closing it closes the store.
 
     >>> import mqstore, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.MessageStore(folder)) as broker:
+    >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.engine.MessageStore(folder)) as broker:
     ...     receipt = broker.put("orders", b"hello")
     ...     [delivery] = broker.pop("billing", "orders")
     ...     broker.ack("billing", "orders", [delivery.receipt])

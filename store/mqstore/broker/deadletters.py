@@ -114,7 +114,7 @@ class DeadLetters:
     >>> import mqstore, tempfile
     >>> from mqstore.broker.parts import open_parts
     >>> from mqstore.broker.retry import Retries
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.MessageStore(folder) as store:
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as store:
     ...     parts = open_parts(store)
     ...     failed = parts.road.put("orders", b"poison")
     ...     receipt = Retries(parts).send_back("billing", failed.physical_offset, delay_level=-1, reason="no such item")

@@ -154,7 +154,7 @@ class Transactions:
 
     >>> import mqstore, tempfile
     >>> from mqstore.broker.parts import open_parts
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.MessageStore(folder) as store:
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as store:
     ...     transactions = Transactions(open_parts(store), lambda: None)
     ...     paid = transactions.begin("orders", b"paid", producer_group="till", queue_id=0)
     ...     before = store.offsets_or_none("orders", 0)

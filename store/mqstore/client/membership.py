@@ -59,7 +59,7 @@ class Membership:
 
     >>> import mqstore, tempfile
     >>> from mqstore.client.allocation import avg
-    >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.MessageStore(folder)) as broker:
+    >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.engine.MessageStore(folder)) as broker:
     ...     _ = broker.topics.create("orders", queues=2)
     ...     _ = broker.groups.create("billing")
     ...     seat = Membership(broker, "billing", "c1", Mode("queue"), avg, on_change=lambda: None)

@@ -175,7 +175,7 @@ class PullConsumer:
         client_id              by which the group knows it; None: made up
 
     >>> import mqstore, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.MessageStore(folder)) as broker:
+    >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.engine.MessageStore(folder)) as broker:
     ...     receipts = broker.put_many("orders", [b"a", b"b"])
     ...     with PullConsumer(broker, "billing") as consumer:
     ...         consumer.subscribe("orders")

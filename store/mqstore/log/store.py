@@ -101,7 +101,7 @@ class MessageStore(StoreWriter):
     """A store directory, opened. Use `mqstore.open`.
 
     >>> import mqstore, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.MessageStore(folder) as store:
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as store:
     ...     receipt = store.put("orders", b"hello", tag="created", keys=["o-1"])
     ...     [message] = store.read("orders")
     ...     message.body, message.tag, message.keys, receipt.offset

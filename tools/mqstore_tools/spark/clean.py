@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from mqstore import ConfigError
+from mqstore.errors import ConfigError
 from mqstore_tools.render import console, print_json, table
 from mqstore_tools.shared import StoreCommand, json_option
 from mqstore_tools.spark.common import duration, usable

@@ -21,7 +21,7 @@ from typing import Any
 
 import click
 
-from mqstore import ConfigError
+from mqstore.errors import ConfigError
 from mqstore_tools.many import (
     between_options,
     duration,

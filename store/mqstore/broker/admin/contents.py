@@ -72,7 +72,7 @@ def inspect_store(
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with mqstore.MessageStore(folder) as store:
+    ...     with mqstore.engine.MessageStore(folder) as store:
     ...         receipt = store.put("orders", b"hello")
     ...     found = inspect_store(folder)
     >>> found["commitlog"]["messages"], found["topics"]["orders"]["queues"]["0"]["max_offset"], found["clean_shutdown"]

@@ -37,7 +37,7 @@ class Offline:
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     mqstore.MessageStore(folder).close()
+    ...     mqstore.engine.MessageStore(folder).close()
     ...     with offline(folder) as desk:
     ...         created = desk.parts.topics.create("orders", queues=2)
     ...         group = desk.parts.groups.create("billing")

@@ -56,7 +56,7 @@ class SnapshotPlan:
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     mqstore.MessageStore(f"{folder}/mq").close()
+    ...     mqstore.engine.MessageStore(f"{folder}/mq").close()
     ...     plan = plan_snapshot(f"{folder}/mq", f"{folder}/copy")
     >>> plan.writer_alive, plan.log_start, plan.log_end, plan.left
     (False, 0, 0, ())
@@ -159,10 +159,10 @@ def snapshot_store(
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with mqstore.MessageStore(f"{folder}/mq") as store:
+    ...     with mqstore.engine.MessageStore(f"{folder}/mq") as store:
     ...         receipt = store.put("orders", b"hello")
     ...         report = snapshot_store(store.path, f"{folder}/copy")
-    ...     with mqstore.MessageStore(f"{folder}/copy", "r") as copy:
+    ...     with mqstore.engine.MessageStore(f"{folder}/copy", "r") as copy:
     ...         report.messages, report.findings, copy.clean_shutdown, [bytes(m.body) for m in copy.read("orders")]
     (1, [], True, [b'hello'])
     """

@@ -1,0 +1,33 @@
+"""The engine under queues and consumers: the message store, its clocks, and the reports of opening and checking it.
+
+For tools and tests. An application needs `mqstore.open`; the engine of an open store is `Store.log`.
+
+>>> import tempfile
+>>> with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as store:
+...     _ = store.put("orders", b"hello")
+...     [message.body for message in store.read("orders")], [*store.verify()]
+([b'hello'], [])
+"""
+
+from __future__ import annotations
+
+from mqstore.clock import Clock, SimulatedClock, SystemClock
+from mqstore.log.reader import GetResult
+from mqstore.log.recovery.report import Cut, Finding, RecoveryReport
+from mqstore.log.snapshot.take import SnapshotPlan, SnapshotReport
+from mqstore.log.stats import StoreStats
+from mqstore.log.store import MessageStore
+
+__all__ = [
+    "Clock",
+    "Cut",
+    "Finding",
+    "GetResult",
+    "MessageStore",
+    "RecoveryReport",
+    "SimulatedClock",
+    "SnapshotPlan",
+    "SnapshotReport",
+    "StoreStats",
+    "SystemClock",
+]
