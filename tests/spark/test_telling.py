@@ -50,7 +50,7 @@ def test_a_worker_of_spark_is_told_to_hide_the_traceback(tmp_path: Path) -> None
     (tmp_path / "pyspark" / "__init__.py").touch()
     (tmp_path / "pyspark" / "worker.py").write_text(
         "import os\n"
-        "from mqstore import ConfigError\n"
+        "from mqstore.errors import ConfigError\n"
         "from mqstore.spark.telling import plain_errors\n"
         "for error in (ValueError(), ConfigError('x')):\n"
         "    try:\n"
