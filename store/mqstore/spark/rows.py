@@ -119,7 +119,7 @@ class Piece:
         """Of the records. CorruptStoreError if they have changed since they were checked."""
         assert self.positions is not None
         headers = gather(self.buffer, self.positions)
-        if not headers.ok.all():
+        if not (headers.ok & (headers.physical_offset == self.physical)).all():
             raise CorruptStoreError(
                 f"records behind {int(self.physical[0])} have changed since they were checked, as the recovery of "
                 "another process changes them; read again",
