@@ -272,12 +272,12 @@ def _refuse(options: SourceOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a task has written."""
+    """Files that a task has written."""
 
     folder: str
     """Under `_Job.staging`."""
     files: list[dict[str, Any]]
-    """As in the manifest: `path` is below `folder`, and later below export=N."""
+    """Files as the manifest lists them: `path` is below `folder`, and later below export=N."""
     messages: int
     record_bytes: int
     damaged: int

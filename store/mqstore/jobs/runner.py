@@ -147,7 +147,7 @@ def _paths_of(task: object) -> list[str]:
 
 
 _log: SimpleQueue[logging.LogRecord] = SimpleQueue()
-"""What tasks of a worker process have logged, on its way to the loggers of the first process."""
+"""Records that the tasks of a worker process have logged, on their way to the loggers of the first process."""
 
 
 def _begin_worker() -> None:

@@ -165,11 +165,11 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Found:
-    """What was found in a store, by a task or by all."""
+    """Findings in a store, of one task or of all."""
 
     store: StoreName
     end: int | None = None
-    """Where the part of the log ends that is judged: a writer has put the rest since the ranges were cut."""
+    """End of the part of the log that is judged: a writer has put the rest since the ranges were cut."""
     front: int = 0
     results: list[RangeResult] = field(default_factory=list)
     of_index: list[Finding] = field(default_factory=list)

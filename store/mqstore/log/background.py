@@ -25,7 +25,7 @@ _FEW_FILES = 64
 
 
 class BackgroundWork:
-    """Does what is due. A task that fails is noted in `errors`, and is tried again."""
+    """Tasks of the flusher thread. A task that fails is noted in `errors`, and is tried again."""
 
     def __init__(
         self,

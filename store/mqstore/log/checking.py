@@ -42,7 +42,7 @@ _BLOCK_UNITS = 4096
 
 
 class _Verified:
-    """Which units read lately lead to a record that verifies as theirs: once per record and process is enough.
+    """Units read lately that lead to a record which verifies as theirs: once per record and process is enough.
 
     Kept by slot of a queue, with what its unit said, and not by place in the log: a unit that is damaged, now or later,
     may point at a sound record of another queue.
@@ -84,18 +84,18 @@ class _Verified:
 
 
 class Checked(NamedTuple):
-    """What a look at the records of some units gave."""
+    """Result of checking the records of some units."""
 
     buffer: mmap.mmap | None
-    """What holds them; None: there is no such file."""
+    """Mapping that holds the records; None if there is no such file."""
     good: npt.NDArray[np.bool_]
     headers: Headers | None = None
-    """As `body_ends` only if all are good, and it came by the way: see `Stretch`."""
+    """Header fields, only if all records are good and the check has read them: see `Stretch`."""
     body_ends: npt.NDArray[np.int64] | None = None
 
 
 class RecordChecker:
-    """Finds the records of units in the log, and checks them."""
+    """Check of the records that units lead to."""
 
     def __init__(self, parts: StoreParts, news: News, *, passes_over_bad: bool) -> None:
         """`passes_over_bad`: a record that does not verify is damage. To a reader beside another process it may be one

@@ -68,7 +68,7 @@ def iterate(
 
 
 def _round(store: StoreReader, ref: QueueRef, positions: dict[QueueRef, int], tags: str | None) -> Iterator[Message]:
-    """What `ref` holds now, from its position on, which then moves behind all that was looked at."""
+    """Yield the messages that `ref` holds now, from its position on, and move the position behind them."""
     queue = store.queue_named(*ref)
     positions[ref] = yield from _iter_queue(store, queue, positions[ref], queue.max_offset, False, tags)
 
@@ -156,7 +156,7 @@ def _iter_queue(
 
 
 def _back_to_cut(store: StoreReader, queue: ConsumeQueue, position: int) -> int:
-    """Where who follows goes on after the end of `queue` has moved back (format#readers)."""
+    """Return the position at which following goes on after the end of `queue` has moved back (format#readers)."""
     _log.warning(
         "%s: the log was cut: %s/%d ended at %d and not behind %d; following goes on there",
         store.path,

@@ -20,7 +20,7 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.1
 
 
 class News(Protocol):
-    """What reading needs to know of a store's growth."""
+    """Interface by which reading learns of a store's growth."""
 
     def catch_up(self, queue: ConsumeQueue | None) -> None:
         """Make what is new in `queue` (None: anywhere) visible."""

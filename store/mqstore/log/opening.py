@@ -215,7 +215,7 @@ class Opening:
         # its numbers begin again at 0, of which the log shows nothing.
         lost = report.scanned_from is not None and parts.has_lost_queues()
         if lost:
-            _log.warning("%s: the numbers of queues that were lost, or their ends, begin anew", parts.root)
+            _log.warning("%s: the numbers of queues that were lost, or their ends, begin again at 0", parts.root)
         ahead = not parts.clean and is_progress_ahead(parts.root, outcome.end, parts.fs)
         if report.changed or report.findings or lost or ahead:
             ends = {(queue.topic, queue.queue_id): queue.next_offset for queue in parts.queue_table}

@@ -25,7 +25,7 @@ __all__ = ["Retainer", "disk_ratio", "expired_before"]
 
 
 class Retainer:
-    """Deletes segments of a store that is open for writing."""
+    """Deletion of segments from a store that is open for writing."""
 
     def __init__(
         self,

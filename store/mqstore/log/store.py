@@ -489,7 +489,7 @@ class MessageStore(StoreWriter):
 
     @property
     def pending_splice(self) -> Intent | None:
-        """Of a reader: the splice that its writer, or one that died, has under way."""
+        """For a reader: the splice that its writer, or one that died, has under way."""
         return self._file_news.pending_splice
 
     @property

@@ -358,8 +358,9 @@ class ColumnReader:
         return self.batches(self.log_pieces(start, stop, wanted))
 
     def queue_pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
-        """As `queue`, checked and filtered, for `batches` or to be counted. Records are looked at if a column needs
-        them."""
+        """Yield the pieces of a queue, checked and filtered, for `batches` or to be counted.
+
+        Records are looked at if a column needs them."""
         chosen = parse_tags(self._tags, topic)
         costs = {COLUMNS[name].cost for name in self.columns}
         filtered = chosen is not None or self._passes is not None
@@ -369,12 +370,12 @@ class ColumnReader:
         return self._chosen(scan.pieces(topic, queue_id, start, stop, chosen), chosen)
 
     def log_pieces(self, start: int, stop: int, wanted: Callable[[str], bool]) -> Iterator[Piece]:
-        """As `log`, checked and filtered, for `batches`."""
+        """Yield the pieces of a log, checked and filtered, for `batches`."""
         pieces = log_pieces(self.store, start, stop, self.policy, wanted)
         return self._chosen(pieces, parse_tags(self._tags, ""))
 
     def _chosen(self, pieces: Iterable[Piece], tags: TagFilter | None) -> Iterator[Piece]:
-        """What the filters leave. What is damaged stays: nobody knows what it was."""
+        """Return the rows that pass the filters, and those that are damaged: nobody knows what they were."""
         for piece in pieces:
             if not piece.errors and tags is not None:
                 piece = piece.only(pc.is_in(_property(TAGS)(piece), pa.array(sorted(tags.tags))).to_numpy(False))

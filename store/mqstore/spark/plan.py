@@ -384,7 +384,7 @@ class Losses:
 
 
 class Wanted:
-    """What the options of a query choose, in stores that are opened one after the other.
+    """Queues and offsets that the options of a query choose, in stores that are opened one after the other.
 
     It knows where reading a queue starts and stops, and which topics and queues the options name that no store has: to
     read nothing of a misspelt topic would look as if all were well. A queue exists once it has had a message, or if the

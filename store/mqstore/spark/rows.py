@@ -101,7 +101,7 @@ class Piece:
     base: int = 0
     """Of a log scan: the physical offset of the buffer's first byte."""
     positions: _Int64s | None = None
-    """Where in the buffer each record begins; None if no record was looked at."""
+    """Position of each record in the buffer; None if no record was examined."""
     errors: Sequence[str] = ()
     bodies: Any = None
     """The bodies as an Arrow array, if they have been copied or inflated already."""
@@ -116,7 +116,7 @@ class Piece:
 
     @cached_property
     def headers(self) -> Headers:
-        """Of the records. CorruptStoreError if they have changed since they were checked."""
+        """Header fields of the records. Raises CorruptStoreError if they have changed since they were checked."""
         assert self.positions is not None
         headers = gather(self.buffer, self.positions)
         if not (headers.ok & (headers.physical_offset == self.physical)).all():

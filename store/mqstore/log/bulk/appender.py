@@ -21,7 +21,7 @@ _log = logging.getLogger("mqstore")
 
 
 class BulkAppender:
-    """Takes in staged shards and bundles, one at a time."""
+    """Door for staged shards and bundles, which are taken in one at a time."""
 
     def __init__(
         self, parts: StoreParts, splicer: Splicer, commit: GroupCommit, *, appended: Callable[[], None]
@@ -30,7 +30,7 @@ class BulkAppender:
         self.splicer = splicer
         self.txn: TxnFile = splicer.txn
         self.lock = splicer.lock
-        """Held during a splice: whoever closes the store waits for it."""
+        """Held during a splice: closing the store waits for it."""
         self.inbox = Inbox(
             parts.root, parts.fs, parts.clock, splice=self._take_bundle, file_mode=parts.config.file_mode
         )

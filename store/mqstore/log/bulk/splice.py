@@ -121,7 +121,7 @@ class Splicer:
     ) -> None:
         self.txn = txn
         self.lock = threading.RLock()
-        """Held during a splice: whoever closes the store waits for it."""
+        """Held during a splice: closing the store waits for it."""
         self._run = run
         self._log = log
         self._limits = limits
