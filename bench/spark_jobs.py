@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.goals import ROUNDS, measure, report
+from bench.goals import ROUNDS, SOCKETS, measure, report
 from bench.spark_columns import make
 from mqstore.jobs import export_parquet, traffic_report
 from mqstore.spark import select, session
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--master", default="local[2]")
     given = parser.parse_args()
-    spark = session("mqstore bench", {"spark.master": given.master, "spark.sql.shuffle.partitions": "2"})
+    spark = session("mqstore bench", {"spark.master": given.master, "spark.sql.shuffle.partitions": "2", **SOCKETS})
     with tempfile.TemporaryDirectory() as folder:
         store, out = Path(folder, "s"), Path(folder, "out")
         make(store, given.messages)

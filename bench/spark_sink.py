@@ -27,7 +27,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from bench.goals import ROUNDS, measure, report
+from bench.goals import ROUNDS, SOCKETS, measure, report
 from mqstore.layout.hosts import LOCAL_HOST
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import MAGIC_V1, header_struct, record_bytes
@@ -145,7 +145,7 @@ def bench_write(rows: int, rounds: int) -> None:
         def writer(self, schema: Any, overwrite: bool) -> Any:
             return RowWriter(super().writer(schema, overwrite))
 
-    spark = session("bench", {"spark.master": "local[2]", "spark.driver.memory": "2g"})
+    spark = session("bench", {"spark.master": "local[2]", "spark.driver.memory": "2g", **SOCKETS})
     spark.dataSource.register(ByRows)
     with tempfile.TemporaryDirectory() as folder:
         parquet = f"{folder}/frame.parquet"

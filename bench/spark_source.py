@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.goals import ROUNDS, WARM_UPS, Side, measure, report
+from bench.goals import ROUNDS, SOCKETS, WARM_UPS, Side, measure, report
 from bench.spark_columns import decoded, make
 from mqstore.engine import MessageStore
 from mqstore.log.tip import QueueRef
@@ -211,7 +211,7 @@ def main() -> None:
         path = given.store or Path(folder) / "s"
         if not path.exists():
             make(path, rows, TAGS)
-        spark = session("mqstore bench", {"spark.master": "local[2]", "spark.driver.memory": "1g"})
+        spark = session("mqstore bench", {"spark.master": "local[2]", "spark.driver.memory": "1g", **SOCKETS})
         load = os.getloadavg()[0]
         print(f"{rows:,} rows, {os.cpu_count()} processors, load {load:.1f}" + " (busy!)" * (load > 1))
         try:

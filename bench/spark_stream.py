@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.goals import ROUNDS, WARM_UPS, Side, measure, report
+from bench.goals import ROUNDS, SOCKETS, WARM_UPS, Side, measure, report
 from bench.spark_columns import make
 from bench.spark_source import TAGS
 from mqstore.spark.sessions import session
@@ -135,9 +135,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make(folder / "s", rows, TAGS)
-        # Of a batch of a few messages, TCP between Spark and its Python workers would take the larger part of the time.
-        sockets = {"spark.python.unix.domain.socket.enabled": "true"}
-        spark = session("mqstore bench", {"spark.master": "local[2]", "spark.driver.memory": "1g", **sockets})
+        spark = session("mqstore bench", {"spark.master": "local[2]", "spark.driver.memory": "1g", **SOCKETS})
         load = os.getloadavg()[0]
         print(f"{rows:,} rows, {os.cpu_count()} processors, load {load:.1f}" + " (busy!)" * (load > 1))
         try:

@@ -187,8 +187,7 @@ def test_only_the_queues_that_are_read_are_looked_for(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(ConsumeQueue, "load", count)
     assert len(read(path, [pieces[:5]], NAMES)[0]) > 5
-    assert len(loaded) == 5
-    loaded.clear()
+    assert loaded == [], "their bounds matter only where units are missing"
     start = {"v": 1, "s": {str(path): {"t": {str(q): 0 for q in range(20)}}}}
     end = {"v": 1, "s": {str(path): {"t": {str(q): 1 + (q == 7) for q in range(20)}}}}
     options = SourceOptions.parse({"path": str(path)}).for_stream()

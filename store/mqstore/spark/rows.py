@@ -289,8 +289,10 @@ class QueueScan:
         """Messages of queue offsets [start, stop), in order. `tags` lets pass what its hash lets pass, so some that it
         would not."""
         store, policy = self.store, self.policy
-        queue = store.queue_table.get(topic, queue_id)
-        while queue is not None and start < stop:
+        known = store.queue_table.get(topic, queue_id)
+        # Its bounds matter only where units are missing: to find them takes longer than to read a few messages.
+        queue = known or ConsumeQueue(store.queue_table, topic, queue_id)
+        while start < stop:
             count = min(_CHUNK_UNITS, stop - start)
             units = queue.units(start, count)
             physical, sizes, codes = (units[name].astype(np.int64) for name in ("physical_offset", "size", "tags_code"))
@@ -299,6 +301,10 @@ class QueueScan:
             live = (whole.sizes > 0) & (whole.physical >= 0)
             if not live.all():
                 store.find_news()
+                if known is None:
+                    queue.load(exact=False)
+                    if not queue.list_files():
+                        return  # the queue was deleted
                 queue.correct_min(store.min_offset)  # retention may have taken the file they were in
                 gone = ~live & (whole.slots < queue.min_offset)
                 if live[0] or gone[0]:

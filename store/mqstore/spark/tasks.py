@@ -96,7 +96,6 @@ def _opened(
 
         def pieces_of(each: Slice) -> Iterator[Piece]:
             if isinstance(each, QueueSlice):
-                store.load(each.topic, each.queue_id)
                 pieces = reader.queue_pieces(each.topic, each.queue_id, each.start, each.stop)
             else:
                 pieces = reader.log_pieces(each.start, each.stop, is_wanted(options))
