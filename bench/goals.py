@@ -10,7 +10,7 @@ __all__ = ["ROUNDS", "SOCKETS", "WARM_UPS", "Side", "measure", "report"]
 
 ROUNDS, WARM_UPS = 5, 2
 SOCKETS = {"spark.python.unix.domain.socket.enabled": "true"}
-"""Settings of the sessions that are measured: TCP between Spark and its Python workers would hide the time of the source.
+"""Settings of the sessions that are measured: TCP between Spark and its workers would hide the time of the source.
 `mqstore.spark.session` leaves them alone, since pyspark 4.3 then prints a traceback for each idle worker it closes."""
 
 Side = Callable[[], object]
