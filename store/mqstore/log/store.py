@@ -426,7 +426,8 @@ class MessageStore(StoreWriter):
         second splice finds out), ReadOnlyStoreError, StoreBusyError, StoreClosedError.
         """
         self._check_writable()
-        return self._bulk.splice(shards, app, version, progress, {}, remembered)
+        splice = self._bulk.splicer.splice
+        return self._bulk.show(splice(shards, app=app, version=version, progress=progress, remembered=remembered))
 
     def spliced_version(self, app: str) -> int:
         """The last version that was spliced for `app`; -1: none, or none that is remembered. Of a store open for

@@ -56,8 +56,8 @@ def walk_log(
     """
     yield from (finding for finding in verifier.segments() if finding.kind == "missing_segment")
     first = verifier.front
-    events = scan_log(store.parts.log_files, first, store.manifest.checksum, on_front=verifier.front_moved)
-    for event in events if store.parts.log_files.starts else ():
+    events = scan_log(store.log_files, first, store.manifest.checksum, on_front=verifier.front_moved)
+    for event in events if store.log_files.starts else ():
         if isinstance(event, Good):
             stretches: list[Stretch] = []
             for found in verifier.placed(verifier.rows_of(event), wanted):
@@ -84,8 +84,8 @@ def damage_at(store: MessageStore, position: int) -> Iterator[Finding]:
     verifier = store.verifier()
     size = store.manifest.commitlog_segment_bytes
     start = max(position // size * size, verifier.front)
-    before = max((each for each in store.parts.log_files.starts if each <= start), default=start)
-    for event in scan_log(store.parts.log_files, before, store.manifest.checksum, on_front=verifier.front_moved):
+    before = max((each for each in store.log_files.starts if each <= start), default=start)
+    for event in scan_log(store.log_files, before, store.manifest.checksum, on_front=verifier.front_moved):
         if isinstance(event, Bad) and event.start <= position < event.end:
             yield verifier.bad(event)
         elif isinstance(event, End) and event.position <= position:
@@ -112,10 +112,10 @@ def _stretch(good: Good, found: Placed) -> Stretch:
 
 def _lost_behind(store: MessageStore, verifier: Verifier, wanted: Callable[[str, int], bool] | None) -> Iterator[Gap]:
     """Queue offsets behind the last record of each queue that its units, or void ones, stand for."""
-    for queue in store.parts.queue_table:
+    for queue in store.queue_table:
         if wanted is None or wanted(*queue.ref):
             first, seen = verifier.slots.behind_last(queue, verifier.front)
-            end = store.parts.log_files.end + LOST_SEGMENTS * store.parts.log_files.segment_bytes
+            end = store.log_files.end + LOST_SEGMENTS * store.log_files.segment_bytes
             stop = verifier.slots.behind_lost(queue, first, seen, end)
             if stop > first:
                 yield (*queue.ref, first, stop)
@@ -130,7 +130,7 @@ def walk_queue(
     Raises TopicNotFoundError.
     """
     low, high = store.offsets(topic, queue_id)
-    queue = store.parts.queue_table.get(topic, queue_id)
+    queue = store.queue_table.get(topic, queue_id)
     assert queue is not None
     position = low if start is None else max(start, low)
     end = high if stop is None else min(stop, high)

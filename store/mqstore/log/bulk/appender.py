@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from mqstore.errors import ConfigError, InvalidMessageError, MQStoreError, NotPermittedError
 from mqstore.files.flusher import GroupCommit
 from mqstore.log.bulk.inbox import CreateTopics, Inbox
-from mqstore.log.bulk.splice import Progress, Splicer, SpliceResult
+from mqstore.log.bulk.splice import Splicer, SpliceResult
 from mqstore.log.bulk.txn import TxnFile
 from mqstore.log.parts import StoreParts
 from mqstore.log.taskerrors import TaskErrors
@@ -38,20 +38,9 @@ class BulkAppender:
         self._commit = commit
         self._appended = appended
 
-    def splice(
-        self,
-        shards: Sequence[Path],
-        app: str,
-        version: int,
-        progress: Progress | None,
-        create: Mapping[str, int],
-        remembered: bool = True,
-    ) -> SpliceResult:
-        """Append staged shards as `MessageStore.splice` does. `create`: topics to be noted for a broker."""
-        result = self.splicer.splice(
-            shards, app=app, version=version, progress=progress, create=create, remembered=remembered
-        )
-        if not result.already:  # on disk it is: let everybody see it
+    def show(self, result: SpliceResult) -> SpliceResult:
+        """Make the records of a splice visible to all. Return `result`."""
+        if not result.already:
             try:
                 self._commit.sync_now()
             except (OSError, MQStoreError) as error:  # puts will hear of it; to say so of the splice would be wrong
@@ -61,7 +50,7 @@ class BulkAppender:
 
     def _take_bundle(self, shards: list[Path], app: str, version: int, create: Mapping[str, int]) -> int:
         """Splice a bundle of the inbox. Return the last version of `app` that is in by now."""
-        self.splice(shards, app, version, None, create)
+        self.show(self.splicer.splice(shards, app=app, version=version, create=create))
         return self.txn.state.version_of(app)  # also while the store is being closed: it is in
 
     def take_inbox_if_idle(self, is_closed: Callable[[], bool]) -> None:
@@ -73,8 +62,8 @@ class BulkAppender:
                 self.inbox.run_once()
 
     def enter_topics_by(self, create_topics: CreateTopics, errors: TaskErrors) -> None:
-        """Have topics of bundles entered by `create_topics` from now on. Topics of bundles that were spliced without a
-        broker are entered at once."""
+        """Enter topics of bundles by `create_topics` from now on. Topics of bundles that were spliced without a broker
+        are entered at once."""
         with self.lock:
             self.inbox.create_topics = create_topics
             if self.txn.state.create:
