@@ -528,6 +528,7 @@ class _Slice:
         """Give delayed rows the place and the properties that a put would give them. `topics` and `queues` are changed;
         the properties become the first of the parts."""
         names, rules = list(self._found), self._rules
+        numbers = {name: number for number, name in enumerate(names)}
         # Where a record with these properties goes now: as `Road.route` has it (delivery#level-put).
         route = partial(delay_route, now_ms=lambda: self._now_ms, levels=rules.levels, max_delay_ms=rules.max_delay_ms)
         levels, waits = self._numbers("delay_level", 0), self._numbers("delay_seconds", 0)
@@ -549,9 +550,10 @@ class _Slice:
             routed = self._judged(row, column, partial(route, *place, stored))
             topic, queue_id, stored = routed or (*place, stored)
             replaced.append(self._judged(row, "properties", partial(props.encode_properties, stored)))
-            self._found.setdefault(topic, None)
-            topics[row] = [*self._found].index(topic)
+            topics[row] = numbers.setdefault(topic, len(numbers))
             queues[row] = queue_id
+        for topic in numbers:
+            self._found.setdefault(topic, None)
         mask = np.zeros(self._rows, np.bool_)
         mask[delayed] = True
         cleared = [pc.if_else(pa.array(mask), _NOTHING, part) for part in parts]
