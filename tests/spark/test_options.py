@@ -94,6 +94,23 @@ def test_what_does_not_fit_is_refused_with_name_value_and_remedy(given: dict[str
         parse(**given)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("paths", "[" * 200_000),
+        ("startingOffsets", '{"a":' * 100_000),
+        ("assign", "[" * 200_000),
+        ("subscribePattern", "(" * 50_000),
+    ],
+)
+def test_what_is_nested_too_deeply_is_refused_like_any_value_that_does_not_fit(name: str, text: str) -> None:
+    """It ended in a RecursionError, below a traceback of its own depth."""
+    given = {name: text} if name == "paths" else {"path": "/p", name: text}
+    with pytest.raises(ConfigError, match=rf"option {name}=.*: it is nested too deeply; ") as caught:
+        SourceOptions.parse(given)
+    assert str(caught.value).endswith(SOURCE_OPTIONS.options[name].accepts)
+
+
 def test_a_long_value_is_shown_by_its_beginning() -> None:
     with pytest.raises(ConfigError, match=r"option assign='\[0, 0[0, ]*: not that form") as caught:
         parse(assign="[" + "0, " * 9999 + "0]")

@@ -40,8 +40,8 @@ import pyarrow.parquet as pq
 
 from mqstore.errors import ConfigError
 from mqstore.jobs.runner import Progress, Runner
-from mqstore.spark.columns import check_columns, default_columns
-from mqstore.spark.options import QUEUE_ID, Key, SourceOptions
+from mqstore.spark.columns import check_columns
+from mqstore.spark.options import Key, SourceOptions, flat_offsets, nested_offsets
 from mqstore.spark.plan import QueueSlice
 from mqstore.spark.selection import Selection, Shaped, Stores, local_path, select
 from mqstore.spark.staging import STAGING, clean
@@ -151,12 +151,12 @@ def read_manifest(dest: str | os.PathLike[str]) -> Manifest:
         if value["version"] != 1:
             raise ValueError(f"version {value['version']!r} instead of 1")
         # A queue id in another spelling, or an offset below 0, would pass over messages or export them again.
-        ends = [end for topics in value["ends"].values() for queues in topics.values() for end in queues.items()]
+        ends = flat_offsets(value["ends"]).values()
         if not (
             type(value["number"]) is int
             and value["number"] > 0
             and type(value["shape"]) is dict
-            and all(QUEUE_ID.fullmatch(queue_id) and type(end) is int and end >= 0 for queue_id, end in ends)
+            and all(type(end) is int and end >= 0 for end in ends)
         ):
             raise ValueError("number, shape or ends are not what they should be")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -194,10 +194,9 @@ class _Job:
         strange = [name for name in partition_by if name not in _PARTS]
         if strange or len(set(partition_by)) < len(partition_by):
             raise ConfigError(f"partition_by={tuple(partition_by)!r}: each of {', '.join(_PARTS)} may be there once")
-        chosen = columns if columns is not None else options.columns
-        if chosen is None:
-            chosen = [name for name in default_columns() if options.include_properties or name != "properties"]
-        chosen = [name for name in check_columns(chosen) if name not in partition_by]
+        named = columns if columns is not None else options.columns
+        chosen = check_columns(named, properties=options.include_properties)
+        chosen = tuple(name for name in chosen if name not in partition_by)
         if not chosen:
             raise ConfigError("no column is left for the files: name one that is not in partition_by")
         path = local_path(dest)
@@ -206,7 +205,7 @@ class _Job:
                 raise ConfigError(f"dest={path!r} lies in the store {store.path!r}")
         # A random name: two runs, or one and what a crash left of another, must not share a folder.
         staging = os.path.join(path, STAGING, secrets.token_hex(8))
-        return cls(selection, path, staging, tuple(chosen), tuple(partition_by))
+        return cls(selection, path, staging, chosen, tuple(partition_by))
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -233,7 +232,7 @@ class _Job:
     def tasks(self, before: dict[str, Any], slots: int = 1) -> list[list[QueueSlice]]:
         """What no run has exported yet. ConfigError, as `check`."""
         self.check(before)
-        return self.selection.queue_tasks(after=_ends(before), slots=slots)
+        return self.selection.queue_tasks(after=flat_offsets(before["ends"]), slots=slots)
 
     def passed_over(self, before: dict[str, Any]) -> list[list[QueueSlice]]:
         """What no run has exported and this one leaves out, since it lies before its start bound. It is noted as if it
@@ -243,17 +242,7 @@ class _Job:
         if start_ms is None:
             return []
         left_out = self.selection.with_options(keys=None, starting_timestamp_ms=None, ending_timestamp_ms=start_ms)
-        return left_out.queue_tasks(after=_ends(before))
-
-
-def _ends(manifest: dict[str, Any]) -> dict[Key, int]:
-    """Return where the last run ended in each queue."""
-    return {
-        Key(store, topic, int(queue_id)): end
-        for store, topics in manifest["ends"].items()
-        for topic, queues in topics.items()
-        for queue_id, end in queues.items()
-    }
+        return left_out.queue_tasks(after=flat_offsets(before["ends"]))
 
 
 def _refuse(options: SourceOptions) -> None:
@@ -347,10 +336,10 @@ def _write_file(path: str, table: Any) -> int:
 
 
 def _manifest(job: _Job, before: Manifest, over: list[list[QueueSlice]], written: list[_Written]) -> Manifest:
-    ends = json.loads(json.dumps(before["ends"]))
+    ends = flat_offsets(before["ends"])
     for piece in (piece for slices in over for piece in slices):
-        queues = ends.setdefault(piece.store.id, {}).setdefault(piece.topic, {})
-        queues[str(piece.queue_id)] = max(piece.stop, queues.get(str(piece.queue_id), 0))
+        key = Key(piece.store.id, piece.topic, piece.queue_id)
+        ends[key] = max(piece.stop, ends.get(key, 0))
     return {
         "version": 1,
         "number": before["number"] + 1,
@@ -358,7 +347,7 @@ def _manifest(job: _Job, before: Manifest, over: list[list[QueueSlice]], written
         "messages": sum(each.messages for each in written),
         "record_bytes": sum(each.record_bytes for each in written),
         "files": [file for each in written for file in each.files],
-        "ends": ends,
+        "ends": nested_offsets(ends),
     }
 
 

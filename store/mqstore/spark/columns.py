@@ -140,15 +140,17 @@ def as_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def default_columns(*, keep: bool = False) -> tuple[str, ...]:
-    """The columns of a row when none are chosen; `error` with `keep`."""
-    return tuple(name for name in COLUMNS if name not in _ONLY_NAMED or (keep and name == "error"))
+def default_columns(*, keep: bool = False, properties: bool = True) -> tuple[str, ...]:
+    """Return the columns of a row when none are chosen: `error` with `keep`, and without `properties` not those."""
+    left_out = _ONLY_NAMED - ({"error"} if keep else set()) | (set() if properties else {"properties"})
+    return tuple(name for name in COLUMNS if name not in left_out)
 
 
-def check_columns(columns: Sequence[str] | None, *, keep: bool = False) -> tuple[str, ...]:
-    """`columns` if there are such, all for None, those of Spark's Kafka source for `kafka`. ConfigError."""
+def check_columns(columns: Sequence[str] | None, *, keep: bool = False, properties: bool = True) -> tuple[str, ...]:
+    """Return `columns` if there are such, the default ones for None, those of Spark's Kafka source for `kafka`.
+    ConfigError. `keep` and `properties`: as of `default_columns`."""
     if columns is None:
-        return default_columns(keep=keep)
+        return default_columns(keep=keep, properties=properties)
     if tuple(columns) == ("kafka",):
         return tuple(_KAFKA)
     unknown = [name for name in columns if name not in COLUMNS]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # it would need pyarrow, which planning does not
 
 __all__ = [
     *("ANY", "APP_NAME", "EARLIEST", "LATEST", "ONLY_FOR_WRITING", "QUEUE_ID", "SINK_OPTIONS", "SOURCE_OPTIONS"),
-    *("Key", "Offsets", "SinkOptions", "SourceOptions", "checked_path", "duration_s", "interval_ms", "not_for"),
-    "refuse_table",
+    *("Key", "Offsets", "SinkOptions", "SourceOptions", "checked_path", "duration_s", "flat_offsets", "interval_ms"),
+    *("nested_offsets", "not_for", "refuse_table"),
 ]
 
 View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "verify"]
@@ -68,6 +68,30 @@ ANY: Final = Key("")
 """Every queue and log that is not named."""
 Offsets = dict[Key, int]
 """Offset of each queue (queue offset) or log (physical offset)."""
+
+
+def nested_offsets(offsets: Mapping[Key, int]) -> dict[str, dict[str, dict[str, int]]]:
+    """Return offsets of queues by store, topic and queue id, as JSON has them, sorted.
+
+    >>> nested_offsets({Key("s", "t", 10): 5, Key("s", "t", 9): 0})
+    {'s': {'t': {'9': 0, '10': 5}}}
+    """
+    stores: dict[str, dict[str, dict[str, int]]] = {}
+    for key in sorted(offsets):
+        stores.setdefault(key.store, {}).setdefault(key.topic, {})[str(key.queue_id)] = offsets[key]
+    return stores
+
+
+def flat_offsets(stores: Mapping[str, Mapping[str, Mapping[str, int]]]) -> Offsets:
+    """Return the offsets by queue of what `nested_offsets` returned. ValueError or AttributeError for another form."""
+    found: Offsets = {}
+    for store, topics in stores.items():
+        for topic, queues in topics.items():
+            for queue_id, offset in queues.items():
+                if not QUEUE_ID.fullmatch(queue_id):
+                    raise ValueError(f"{queue_id!r} is no queue id")
+                found[Key(store, topic, int(queue_id))] = offset
+    return found
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -153,6 +177,9 @@ class OptionTable:
             said[option.field] = name
             try:
                 values[option.field] = option.parse(value)
+            except RecursionError:  # of json or re; its traceback would be as long as that
+                what = "it is nested too deeply"
+                raise ConfigError(f"option {option.name}={value!r:.200}: {what}; {option.accepts}") from None
             except ValueError as error:
                 raise ConfigError(f"option {option.name}={value!r:.200}: {error}; {option.accepts}") from error
         return values

@@ -38,7 +38,7 @@ from typing import Any
 
 from mqstore.broker.published import publish
 from mqstore.errors import ConfigError, NotAStoreError, TopicNotFoundError
-from mqstore.spark.options import ANY, LATEST, Key, Offsets, SourceOptions
+from mqstore.spark.options import ANY, LATEST, Key, Offsets, SourceOptions, flat_offsets, nested_offsets
 from mqstore.spark.pacing import Limit, admit, costs_of
 from mqstore.spark.plan import (
     Bounds,
@@ -74,10 +74,7 @@ def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]
     """
     if by_log:
         return {"v": _VERSION, "p": {key.store: offsets[key] for key in sorted(offsets)}}
-    stores: dict[str, dict[str, dict[str, int]]] = {}
-    for key in sorted(offsets):
-        stores.setdefault(key.store, {}).setdefault(key.topic, {})[str(key.queue_id)] = offsets[key]
-    return {"v": _VERSION, "s": stores}
+    return {"v": _VERSION, "s": nested_offsets(offsets)}
 
 
 def decode_offset(value: Any, *, by_log: bool) -> Offsets:
@@ -97,12 +94,7 @@ def decode_offset(value: Any, *, by_log: bool) -> Offsets:
         if by_log:
             found = {Key(store): position for store, position in value["p"].items()}
         else:
-            found = {
-                Key(store, topic, int(queue_id)): offset
-                for store, topics in value["s"].items()
-                for topic, queues in topics.items()
-                for queue_id, offset in queues.items()
-            }
+            found = flat_offsets(value["s"])
         if not all(type(offset) is int and offset >= 0 for offset in found.values()):
             raise ValueError("an offset is a whole number from 0")
     except (KeyError, AttributeError, ValueError) as error:

@@ -34,7 +34,7 @@ except ImportError as error:  # pragma: no cover
     raise ImportError("mqstore on Spark needs pyspark 4.1 or later: pip install 'mqstore[spark]'") from error
 
 from mqstore.errors import ConfigError
-from mqstore.spark.columns import COLUMNS, arrow_schema, check_columns, check_once, default_columns
+from mqstore.spark.columns import COLUMNS, arrow_schema, check_columns, check_once
 from mqstore.spark.options import (
     ONLY_FOR_WRITING,
     SINK_OPTIONS,
@@ -144,9 +144,7 @@ def _columns_of(options: SourceOptions) -> list[str]:
             )
         return list(known if options.columns is None else check_once(options.columns))
     keep = options.on_corrupt == "keep"
-    if options.columns is None:
-        return [name for name in default_columns(keep=keep) if options.include_properties or name != "properties"]
-    return list(check_columns(options.columns, keep=keep))
+    return list(check_columns(options.columns, keep=keep, properties=options.include_properties))
 
 
 def _kinds(options: SourceOptions) -> dict[str, DataType]:
