@@ -34,13 +34,13 @@ def fork(work: Callable[[], object], limit_s: int = 120) -> int:
 
 
 def in_child(work: Callable[[], object], limit_s: int = 120) -> int:
-    """Have a child do `work`. Return its exit code, or the negative number of the signal that ended it."""
+    """Do `work` in a child. Return its exit code, or the negative number of the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(fork(work, limit_s), 0)[1])
 
 
 @contextmanager
 def speaking_child(work: Callable[[int], object], limit_s: int = 120) -> Iterator[tuple[int, int]]:
-    """Have a child do `work(pipe)`. Yield its process id and the other end of that pipe. The end of the block kills it.
+    """Do `work(pipe)` in a child. Yield its process id and the other end of that pipe. The end of the block kills it.
     It must still be there then: work that is over has failed."""
     reader, writer = os.pipe()
 
@@ -60,7 +60,7 @@ def speaking_child(work: Callable[[int], object], limit_s: int = 120) -> Iterato
 
 
 def killed_child(work: Callable[[int], object], heard: Callable[[bytes], bool], moment: int = 0) -> None:
-    """Have a child do `work(pipe)`, and kill it as soon as `heard` is true of what it has said, or `moment` turns of an
+    """Do `work(pipe)` in a child, and kill it as soon as `heard` is true of what it has said, or `moment` turns of an
     empty loop later. `heard` is given all of it, in any pieces, also what comes after the kill."""
     killed = False
     with speaking_child(work) as (pid, reader):

@@ -960,7 +960,7 @@ class _Killed(BaseException):
 
 
 def _kill_before(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-    """Have the process end before the `at`-th write of a take-over, counted from 0."""
+    """End the process before the `at`-th write of a take-over, counted from 0."""
     count = itertools.count()
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ def read(
 
 
 def both_ways(path: Path, pieces: Sequence[QueueSlice], columns: Sequence[str], **given: str) -> tuple[Any, Any]:
-    """What `read` gives for all slices together, and for each alone."""
+    """Return the results of `read` for all slices together, and for each of them alone."""
     return read(path, [pieces], columns, **given), read(path, ([piece] for piece in pieces), columns, **given)
 
 

@@ -380,7 +380,7 @@ def _publish(job: _Job, manifest: Manifest, written: list[_Written]) -> None:
 
 
 def _sync(path: str) -> None:
-    """Have a file, or the names in a folder, on disk."""
+    """Sync a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

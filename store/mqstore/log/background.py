@@ -53,7 +53,7 @@ class BackgroundWork:
         return int(seconds(getattr(self._parts.config, option), option) * 1000)
 
     def add_task(self, name: str, interval_ms: int, task: Callable[[], object]) -> None:
-        """Have `task` called every `interval_ms`, after the tasks that were added before."""
+        """Call `task` every `interval_ms` from now on, after the tasks that were added before."""
         self._tasks.append((name, interval_ms, task))
 
     def run(self) -> None:
@@ -74,7 +74,7 @@ class BackgroundWork:
         return min(self._due_ms[name] for name, _, _ in self._tasks)
 
     def flush_soon(self) -> None:
-        """Have the flusher sync at once: a put does not wait, and the store shows only what was flushed."""
+        """Wake the flusher to sync at once: a put does not wait, and the store shows only what was flushed."""
         self._is_flush_wanted = True  # first: the flusher clears it before it looks how far to sync
         self._due_ms["flush"] = 0
         self._wakeups.flusher.ring()

@@ -106,7 +106,7 @@ class Wakeups:
         until it has come."""
 
     def stop(self) -> None:
-        """Let both threads end."""
+        """End both threads."""
         self.stopping = True
         self.dispatcher.ring()
         self.flusher.ring()

@@ -486,7 +486,7 @@ class SourceOptions:
     )
     fail_on_data_loss: bool = flag(True, "fail if wanted messages, or a wanted queue, are gone; else read what is left")
     min_partitions: int = number(
-        1, "at least so many tasks, if there are as many messages", shown="one per 128 MiB or 500 000 messages"
+        1, "least number of tasks, if there are as many messages", shown="one per 128 MiB or 500 000 messages"
     )
     max_rows_per_batch: int = number(20_000, "rows of an Arrow batch", _BATCH_MAX)
     max_bytes_per_batch: int = number(8 << 20, "bytes of an Arrow batch; it has one message at least", _BATCH_MAX)

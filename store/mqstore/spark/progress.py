@@ -115,7 +115,7 @@ class Snapshot:
     stores: Mapping[str, StoreName] = field(default_factory=dict)
     """The stores that the options name, by id."""
     absent: frozenset[str] = frozenset()
-    """Those of them that are not there."""
+    """Ids of the stores that the options name and that do not exist."""
 
     @property
     def ends(self) -> Offsets:

@@ -7,7 +7,7 @@ elsewhere (spark#writer-calls, spark#commit).
 
 Nothing counts before `commit`, which hears only of the attempt of a task that won. Who writes is known by (app,
 version): of a job txnAppId and txnVersion, or an id that is drawn when the writer is made; of a stream the query's id
-and the batch's number. Spark makes a stream's writer anew for planning, commit and abort of each batch, and does not
+and the batch's number. Spark makes a stream's writer again for planning, commit and abort of each batch, and does not
 tell `write` the batch: tasks take it from local properties, and their messages carry it to the commit. That is no
 documented promise: a test pins the names, and where they are missing a write fails and says what to use.
 """

@@ -178,4 +178,4 @@ class PopLog:
                     _log.error("%s: record %d of %s is no JSON object", self._store.path, message.offset, POP_LOG_TOPIC)
             if found.next_offset <= position:
                 return
-            position = found.next_offset  # also where retention, beside whoever looks, has taken what was here
+            position = found.next_offset  # also if retention has removed these records meanwhile
