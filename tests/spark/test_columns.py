@@ -317,6 +317,31 @@ def test_a_log_scan_goes_on_behind_damage(damaged: tuple[Path, list[int]], cuts:
     assert policy.corrupt >= 3  # two of the four lie side by side
 
 
+@pytest.mark.parametrize("lost", ["nothing", "a bit", "a segment", "the end of a segment"])
+def test_records_of_a_tag_that_lie_far_apart_are_checked_as_all_others(tmp_path: Path, lost: str) -> None:
+    """Each is read by itself, and no segment is mapped for it."""
+    with MessageStore(tmp_path, config=StoreConfig(segment_bytes=200_000)) as store:
+        places = [
+            store.put("t", b"%d" % i * 15_000, tag="ab"[i % 2], keys=[f"k{i}"]).physical_offset for i in range(40)
+        ]
+    tagged = [slot for slot in range(40) if slot % 2 == 0]
+    victim = tagged[6]
+    number, position = divmod(places[victim], 200_000)
+    log = tmp_path / "commitlog" / f"{number * 200_000:020d}"
+    there = [slot for slot in tagged if places[slot] // 200_000 == number]
+    bad = {"nothing": [], "a bit": [victim], "a segment": there}.get(lost, [slot for slot in there if slot >= victim])
+    data = bytearray(log.read_bytes())
+    data[position + 200] ^= lost == "a bit"
+    log.write_bytes(data if lost != "the end of a segment" else data[: position + 200])
+    if lost == "a segment":
+        log.unlink()
+    names = ["queue_offset", "body", "tags", "keys"]
+    policy = Policy(on_corrupt="skip")
+    found = [tuple(row.values()) for row in rows_of(read_all(tmp_path, names, policy=policy, tags="a"))]
+    assert found == [(i, b"%d" % i * 15_000, "a", f"k{i}") for i in tagged if i not in bad]
+    assert policy.corrupt == len(bad)
+
+
 def test_a_hole_in_a_queue_is_damage(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [Odd(body=b"%d" % i) for i in range(20)])
     with open(path / "consumequeue" / "t" / "0" / f"{0:020d}", "r+b") as file:

@@ -16,7 +16,9 @@ begins there, so ranges that follow each other share no record and lose none.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -40,6 +42,7 @@ from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.recovery.scanner import Bad, Good, scan_segment
 from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import TagFilter
+from mqstore.native import kernel
 from mqstore.spark.arrow import cut, laid
 
 __all__ = ["OnCorrupt", "Piece", "Policy", "QueueScan", "inflated", "joined", "log_pieces", "merged"]
@@ -49,6 +52,9 @@ _Int64s = npt.NDArray[np.int64]
 _Bools = npt.NDArray[np.bool_]
 _Buffer = mmap.mmap | bytes
 _CHUNK_UNITS = 1 << 16
+_FAR_BYTES = 16 << 10
+"""The system maps some 64 KiB at a touch."""
+_MOST_FILES = 32
 _ENOUGH_ROWS = 4096
 """A batch of so many rows costs little more a row than a larger one."""
 
@@ -97,7 +103,7 @@ class Piece:
     sizes: _Int64s
     tags_codes: _Int64s | None
     buffer: _Buffer = b""
-    """The segment that holds the records."""
+    """The segment that holds the records, or a copy of the records one behind the other."""
     base: int = 0
     """Of a log scan: the physical offset of the buffer's first byte."""
     positions: _Int64s | None = None
@@ -320,7 +326,7 @@ class QueueScan:
                 live &= tags.units(units["tags_code"].astype(np.int64))
             whole = whole.only(live)
             if self.records:
-                yield from self._looked_up(queue, whole)
+                yield from self._looked_up(queue, whole, apart=tags is not None)
             else:
                 yield from map(whole.take, _spans(whole.sizes, policy.max_rows, 1 << 62))
             start += count
@@ -332,9 +338,17 @@ class QueueScan:
             piece = Piece(*queue.ref, np.full(1, slot), nowhere, nowhere, None)
             yield from piece.damaged([queue.missing_units(slot, slot)], self.policy)
 
-    def _looked_up(self, queue: ConsumeQueue, whole: Piece) -> Iterator[Piece]:
-        """`whole` by the segments that its records lie in, checked."""
+    def _looked_up(self, queue: ConsumeQueue, whole: Piece, *, apart: bool) -> Iterator[Piece]:
+        """The records of `whole`, checked: by the segments that they lie in, or copied together if they lie `apart`."""
         store, policy = self.store, self.policy
+        if apart:
+            for rows in _spans(whole.sizes, policy.max_rows, policy.max_bytes):
+                piece = whole.take(rows)
+                if self._copy(piece):
+                    yield from self._checked(queue, piece)
+                else:
+                    yield from self._looked_up(queue, piece, apart=False)
+            return
         size = store.manifest.commitlog_segment_bytes
         segments = whole.physical // size
         for part in np.split(np.arange(len(whole)), np.flatnonzero(np.diff(segments)) + 1) if len(whole) else ():
@@ -351,6 +365,34 @@ class QueueScan:
                 piece = whole.take(slice(first + rows.start, first + rows.stop))
                 piece.buffer, piece.positions = buffer, piece.physical - int(segments[first]) * size
                 yield from self._checked(queue, piece)
+
+    def _copy(self, piece: Piece) -> bool:
+        """Copy the records of a piece together, each with a read of its own: where they lie far apart, to map the pages
+        of each costs several times that. False: they do not, or lie in many files, or a file does not have them, or one
+        claims to be too large."""
+        parts, size = self.store.parts, self.store.manifest.commitlog_segment_bytes
+        numbers, which = np.unique(piece.physical // size, return_inverse=True)
+        far = int(np.ptp(piece.physical)) >= len(piece) * _FAR_BYTES
+        if kernel is None or not far or len(numbers) > _MOST_FILES or int(piece.sizes.sum()) > self.policy.max_bytes:
+            return False
+        with ExitStack() as files:
+            descriptors = []
+            for number in numbers.tolist():
+                segment = parts.log_files.find(number * size)
+                if segment is None:
+                    return False
+                try:
+                    descriptors.append(parts.fs.open(segment.path, os.O_RDONLY))
+                except FileNotFoundError:  # retention took it
+                    return False
+                files.callback(parts.fs.close, descriptors[-1])
+            data = kernel.read_at(
+                np.array(descriptors)[which], piece.physical % size, np.ascontiguousarray(piece.sizes)
+            )
+        if data is None:
+            return False
+        piece.buffer, piece.positions = data, np.cumsum(piece.sizes) - piece.sizes
+        return True
 
     def _checked(self, queue: ConsumeQueue, piece: Piece) -> Iterator[Piece]:
         """The records of a piece, to which units lead, and the damaged messages apart from them."""
