@@ -30,6 +30,7 @@ from mqstore.log import commitlog as commitlog_module
 from mqstore.log.bulk.shard import Window
 from mqstore.log.bulk.splice import _patch
 from mqstore.log.commitlog import SendReceipt
+from mqstore.log.outgoing import options_tail, tail_of, user_properties
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig
 from tests.faults import FaultyFileSystem
@@ -239,6 +240,11 @@ _BUFFER = bytes(200)
         ("identify", ((), (b"n",), b"o"), TypeError),
         ("identify", ([], (1,), b"o"), TypeError),
         ("identify", ([], b"n", b"o"), TypeError),
+        ("options_tail", (b"\0\0", {}), TypeError),
+        ("options_tail", (b"\0", {}, frozenset()), TypeError),
+        ("options_tail", (bytearray(2), {}, frozenset()), TypeError),
+        ("options_tail", (b"\0\0", [], frozenset()), TypeError),
+        ("options_tail", (b"\0\0", {}, set()), TypeError),
     ],
 )
 def test_bad_arguments_are_refused(function: str, arguments: tuple[Any, ...], error: type[Exception]) -> None:
@@ -560,6 +566,49 @@ def test_an_error_of_the_clock_in_a_put_leaves_the_log_free(tmp_path: Path) -> N
         store._log._now_ns = real
         assert store.put("t", b"c").offset == 1
         assert [message.body for message in store.read("t")] == [b"a", b"c"]
+
+
+_TEXT = st.text(st.sampled_from("ab_| \t\x7f\x85\xa0\u2003\ud800\U0001f600é订"), max_size=5)
+_PLAIN_TAIL = b"\1t\0\0"
+
+
+@compiled
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "tag": st.none() | _TEXT,
+            "keys": st.none() | _TEXT | st.lists(_TEXT, max_size=3) | st.lists(_TEXT, max_size=3).map(tuple),
+            "properties": st.none() | st.dictionaries(_TEXT | st.sampled_from(["KEYS", "__CRC32#"]), _TEXT, max_size=3),
+            "unique_key": st.none() | _TEXT,
+            "message_group": st.none() | _TEXT | st.sampled_from(["g" * 63, "g" * 64, "é" * 31, "é" * 32]),
+        },
+    )
+)
+def test_compiled_options_are_those_of_python_or_left_to_it(options: dict[str, Any]) -> None:
+    found = options_tail(_PLAIN_TAIL, options)
+    if found is not None:
+        assert found == tail_of(_PLAIN_TAIL, user_properties(**options))
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("options", "stored"),
+    [
+        ({}, b""),
+        ({"tag": None}, b""),
+        ({"tag": "a b", "keys": "k"}, b"KEYS\1k\2TAGS\1a b\2"),
+        ({"keys": ["k", "l"], "unique_key": "u"}, b"KEYS\1k l\2UNIQ_KEY\1u\2"),
+        ({"keys": ()}, b""),
+        ({"message_group": "g", "properties": {"n": "v", "订": "单"}}, "n\1v\2订\1单\2__SHARDINGKEY\1g\2".encode()),
+        ({"properties": {"n": "v" * 3000}}, None),
+        ({"flag": 0}, None),
+        ({"delay": 1}, None),
+    ],
+)
+def test_what_options_compiled_parts_encode(options: dict[str, Any], stored: bytes | None) -> None:
+    tail = None if stored is None else _PLAIN_TAIL[:-2] + len(stored).to_bytes(2, "big") + stored
+    assert options_tail(_PLAIN_TAIL, options) == tail
 
 
 @compiled

@@ -36,6 +36,7 @@ static PyMethodDef functions[] = {
     FUNCTION(restore, "restore(messages, first, mark, ways, names, copies) -> count"),
     FUNCTION(identify, "identify(copies, names, origin) -> copies"),
     FUNCTION(copy_parts, "copy_parts(copies, first, putters, overhead, room, queues, heads, bodies, tails) -> (count, room)"),
+    FUNCTION(options_tail, "options_tail(plain_tail, options, reserved) -> bytes, or None"),
     FUNCTION(renumber, "renumber(data, positions, offsets, places, timestamp)"),
     {NULL},
 };
@@ -52,7 +53,8 @@ PyMODINIT_FUNC PyInit__native(void)
 {
     if (crc32c_init() < 0)
         return NULL;
-    if (PyType_Ready(&NumberedType) < 0 || PyType_Ready(&TipType) < 0 || message_init() < 0 || pop_init() < 0)
+    if (PyType_Ready(&NumberedType) < 0 || PyType_Ready(&TipType) < 0 || message_init() < 0 || pop_init() < 0 ||
+        options_init() < 0)
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (!module)

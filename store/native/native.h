@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 11
+#define NATIVE_VERSION 12
 
 #if !defined(__x86_64__) || !defined(__GNUC__)
 #error "built for x86-64 by GCC or Clang only; elsewhere mqstore runs on Python and numpy"
@@ -167,12 +167,14 @@ PyObject *native_encode(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_restore(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_identify(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_copy_parts(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_options_tail(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_renumber(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
 extern PyTypeObject NumberedType, TipType, LocatedType, LentType, TimedType, LendingType, DeskType;
 int message_init(void);
 int pop_init(void);
+int options_init(void);
 
 /* A tuple of a subclass of tuple. Takes the references; NULL, with an exception, also when one of them is. */
 PyObject *tuple_of(PyObject *type, PyObject **items, Py_ssize_t count);

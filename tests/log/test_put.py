@@ -106,6 +106,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("unique_key", {"unique_key": " "}),
     ("unique_key", {"unique_key": "a\x02b"}),
     ("unique_key", {"unique_key": 5}),
+    *(("message_group", {"message_group": group}) for group in ("", " ", "a\n", "g" * 64, "é" * 32, True, 1.5, b"g")),
     ("body", {"body": bytes(SEGMENT)}),
     ("body", {"body": bytes(SEGMENT - 8 - HEADER - len("topic") + 1)}),
 ]
@@ -217,25 +218,36 @@ TEXT = st.text(
     keys=st.none() | TEXT | st.lists(TEXT, max_size=3),
     properties=st.none() | st.dictionaries(TEXT, TEXT, max_size=3),
     unique_key=st.none() | TEXT,
-    flag=st.integers(-(1 << 31), (1 << 31) - 1),
+    group=st.none() | TEXT | st.integers(),
+    flag=st.just(0) | st.integers(-(1 << 31), (1 << 31) - 1),
 )
 def test_any_text_and_bytes_come_back_the_same_or_are_refused(
-    store: MessageStore, body: bytes, tag: Any, keys: Any, properties: Any, unique_key: Any, flag: int
+    store: MessageStore, body: bytes, tag: Any, keys: Any, properties: Any, unique_key: Any, group: Any, flag: int
 ) -> None:
     end = store.max_offset
     refused = None
     try:
-        receipt = store.put("odd", body, tag=tag, keys=keys, properties=properties, unique_key=unique_key, flag=flag)
+        receipt = store.put(
+            "odd",
+            body,
+            tag=tag,
+            keys=keys,
+            properties=properties,
+            unique_key=unique_key,
+            message_group=group,
+            flag=flag,
+        )
     except InvalidMessageError as error:
         refused = error
     if refused is not None:
-        assert refused.field in ("tag", "keys", "properties", "unique_key")
+        assert refused.field in ("tag", "keys", "properties", "unique_key", "message_group")
         assert store.max_offset == end
         return
     (message,) = store.read("odd", 0, receipt.offset)
     assert (message.body, message.tag, message.flag) == (body, tag, flag)
     assert message.keys == ((keys,) if isinstance(keys, str) else tuple(keys or ()))
     assert message.properties == (properties or {})
+    assert message.message_group == (None if group is None else str(group))
     assert message.unique_key == receipt.unique_key == (unique_key or message.message_id)
 
 

@@ -22,7 +22,7 @@ from mqstore.broker.delay.route import delay_route
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.pop.receipts import recall_handle
-from mqstore.broker.routing import checked_group, routed_properties
+from mqstore.broker.routing import routed_properties
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig, TopicTable
 from mqstore.clock import Clock
@@ -45,11 +45,11 @@ from mqstore.layout.record import (
 from mqstore.log.commitlog import SendReceipt, SendReceipts
 from mqstore.log.message import Message
 from mqstore.log.outgoing import (
-    ROUTING,
     Body,
     Copy,
     OutgoingMessage,
     check_integer,
+    checked_group,
     no_such_option,
     refuse_options,
 )
@@ -74,7 +74,6 @@ class SendOptions(PutOptions, total=False):
     ('paid', 'customer-7')
     """
 
-    message_group: str | int | None
     delay: Duration | None
     deliver_at: datetime | float | None
     delay_level: int | None
@@ -93,7 +92,7 @@ class DelayedReceipt(SendReceipt):
         return handle
 
 
-_MORE = (*ROUTING, "compressed")
+_MORE = ("delay", "deliver_at", "delay_level", "compressed")
 """Options that a plain put of the log does not know."""
 _COMPRESSED = {None: 0, "zlib": COMPRESSED | COMPRESSION_ZLIB}
 
@@ -131,7 +130,9 @@ class Road:
             if group is None:
                 queue_id = self._turns.next(topic, config.write_queues)
             else:
-                queue_id = group_queue(checked_group(group), config.write_queues, self._group_hash)
+                # What is no group is refused behind this, before anything is written.
+                name = group if type(group) is str else checked_group(group)
+                queue_id = group_queue(name, config.write_queues, self._group_hash)
         # `max` would be a call.
         elif type(queue_id) is not int or not (
             0 <= queue_id < config.write_queues or 0 <= queue_id < config.read_queues

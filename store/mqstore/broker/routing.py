@@ -8,15 +8,12 @@ from datetime import datetime
 from typing import Any
 
 from mqstore.errors import InvalidMessageError
-from mqstore.layout.properties import DELAY, SHARDINGKEY, TIMER_DELIVER_MS
-from mqstore.log.outgoing import ROUTING, check_integer, checked_text, user_properties
+from mqstore.layout.properties import DELAY, TIMER_DELIVER_MS
+from mqstore.log.outgoing import ROUTING, check_integer, user_properties
 from mqstore.log.reader import to_ms
 from mqstore.options import Duration, seconds
 
-__all__ = ["MAX_MESSAGE_GROUP", "checked_group", "routed_properties"]
-
-MAX_MESSAGE_GROUP = 63
-"""Bytes (clients#message-rules)."""
+__all__ = ["routed_properties"]
 
 
 def routed_properties(options: Mapping[str, Any], *, now_ms: int, max_delay_ms: int) -> dict[str, str]:
@@ -26,11 +23,13 @@ def routed_properties(options: Mapping[str, Any], *, now_ms: int, max_delay_ms: 
     if len(given) > 1:
         raise InvalidMessageError(f"{' and '.join(given)} exclude each other: give one of them", given[1])
     stored = user_properties(
-        options.get("tag"), options.get("keys"), options.get("properties"), options.get("unique_key")
+        options.get("tag"),
+        options.get("keys"),
+        options.get("properties"),
+        options.get("unique_key"),
+        options.get("message_group"),
     )
-    group, level = options.get("message_group"), options.get("delay_level")
-    if group is not None:
-        stored[SHARDINGKEY] = checked_group(group)
+    level = options.get("delay_level")
     if level is not None:
         check_integer(level, 32, "delay_level")
         if level < 0:
@@ -41,19 +40,6 @@ def routed_properties(options: Mapping[str, Any], *, now_ms: int, max_delay_ms: 
     if deliver_ms is not None:
         stored[TIMER_DELIVER_MS] = str(deliver_ms)
     return stored
-
-
-def checked_group(group: object) -> str:
-    """Return `group` as text; a whole number stands for its digits. InvalidMessageError for what is blank, too long, or
-    neither a str nor an int."""
-    if isinstance(group, int) and not isinstance(group, bool):
-        group = str(int(group))
-    checked = checked_text(group, "message_group", "", "a message group is a str or an int, and not blank")
-    if len(checked.encode()) > MAX_MESSAGE_GROUP:
-        raise InvalidMessageError(
-            f"message_group {checked[:40]!r}... is longer than {MAX_MESSAGE_GROUP} bytes", "message_group"
-        )
-    return checked
 
 
 def _deliver_ms(delay: Duration | None, deliver_at: object, now_ms: int, max_delay_ms: int) -> int | None:

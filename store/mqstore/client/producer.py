@@ -36,7 +36,7 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn, TypedDict, TypeVar
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import check_group
 from mqstore.broker.road import SendOptions
-from mqstore.broker.routing import checked_group, routed_properties
+from mqstore.broker.routing import routed_properties
 from mqstore.broker.selection import RoundRobin
 from mqstore.broker.transactions import TransactionHandle
 from mqstore.broker.uniquekey import new_unique_key
@@ -62,6 +62,7 @@ from mqstore.log.outgoing import (
     ROUTING,
     Body,
     OutgoingMessage,
+    checked_group,
     flat_body,
 )
 from mqstore.options import Durability, Duration, seconds

@@ -16,27 +16,33 @@ from mqstore.layout.properties import (
     CRC32,
     INNER_MULTI_QUEUE_OFFSET,
     KEYS,
+    RESERVED,
+    SHARDINGKEY,
     TAGS,
     UNIQ_KEY,
     encode_properties,
     is_reserved,
 )
+from mqstore.native import kernel
 from mqstore.options import Durability, Duration
 
 if TYPE_CHECKING:
     from mqstore.log.message import Message
 
 __all__ = [
+    "MAX_MESSAGE_GROUP",
     "ROUTING",
     "Body",
     "Copy",
     "OutgoingMessage",
     "check_integer",
+    "checked_group",
     "checked_pairs",
     "checked_text",
     "flat_body",
     "key_words",
     "no_such_option",
+    "options_tail",
     "refuse_options",
     "refuse_routing",
     "tail_of",
@@ -54,6 +60,8 @@ each closed by 0x02. A bare tuple: there are hundreds of thousands a second of t
 _OF_RECORD = (CRC32.encode() + b"\1", INNER_MULTI_QUEUE_OFFSET.encode() + b"\1")
 _CONTROL = frozenset(map(chr, (*range(32), *range(0x7F, 0xA0))))
 
+MAX_MESSAGE_GROUP = 63
+"""Bytes (clients#message-rules)."""
 ROUTING = ("message_group", "delay", "deliver_at", "delay_level")
 """Options of a put that say where a message goes, or when; at most one of them."""
 
@@ -168,6 +176,19 @@ def key_words(keys: object) -> tuple[str, ...]:
     return (keys,) if isinstance(keys, str) else tuple(keys)
 
 
+def checked_group(group: object) -> str:
+    """Return `group` as text; a whole number stands for its digits. InvalidMessageError for what is blank, too long, or
+    neither a str nor an int."""
+    if isinstance(group, int) and not isinstance(group, bool):
+        group = str(int(group))
+    checked = checked_text(group, "message_group", "", "a message group is a str or an int, and not blank")
+    if len(checked.encode(errors="surrogatepass")) > MAX_MESSAGE_GROUP:
+        raise InvalidMessageError(
+            f"message_group {checked[:40]!r}... is longer than {MAX_MESSAGE_GROUP} bytes", "message_group"
+        )
+    return checked
+
+
 def checked_pairs(properties: object) -> Mapping[str, str]:
     """`properties`, if they are a mapping."""
     if not isinstance(properties, Mapping):
@@ -180,6 +201,7 @@ def user_properties(
     keys: str | Iterable[str] | None = None,
     properties: Mapping[str, str] | None = None,
     unique_key: str | None = None,
+    message_group: str | int | None = None,
 ) -> dict[str, str]:
     """What `put` was given, as stored properties. InvalidMessageError names the argument that breaks a rule."""
     stored: dict[str, str] = {}
@@ -199,7 +221,15 @@ def user_properties(
         stored[TAGS] = checked_text(tag, "tag", "|", "a tag is a str without '|', and not blank")
     if unique_key is not None:
         stored[UNIQ_KEY] = checked_text(unique_key, "unique_key", "", "a str, and not blank")
+    if message_group is not None:
+        stored[SHARDINGKEY] = checked_group(message_group)
     return stored
+
+
+def options_tail(plain_tail: bytes, options: Mapping[str, object]) -> bytes | None:
+    """As `tail_of`, of the options of a put, by compiled parts. None: there are none, or an option is wrong or rare, as
+    `flag` is; `user_properties` knows."""
+    return None if kernel is None else kernel.options_tail(plain_tail, options, RESERVED)
 
 
 def tail_of(plain_tail: bytes, properties: Mapping[str, str]) -> bytes:

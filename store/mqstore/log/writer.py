@@ -52,6 +52,7 @@ from mqstore.log.outgoing import (
     check_integer,
     flat_body,
     no_such_option,
+    options_tail,
     refuse_routing,
     tail_of,
     tail_of_bytes,
@@ -82,6 +83,7 @@ class MessageOptions(TypedDict, total=False):
     keys: str | Iterable[str] | None
     properties: Mapping[str, str] | None
     unique_key: str | None
+    message_group: str | int | None
     flag: int
 
 
@@ -179,10 +181,11 @@ class StoreWriter(StoreReader):
     def put(self, topic: str, body: Body, queue_id: int = 0, **options: Unpack[PutOptions]) -> SendReceipt:
         """Append one message to a queue of `topic`, which comes into being with its first message.
 
-        Options: `tag`, `keys`, `properties`, `unique_key`, `flag`, `durability` (`PutOptions`). With durability "flush"
-        (here or of the store) it is on disk when this returns. Raises InvalidMessageError (nothing written),
-        StoreFullError (likewise), FlushTimeoutError (stored, durability unknown), FlushFailedError, ReadOnlyStoreError,
-        StoreClosedError; StoreBusyError to a signal handler that interrupted a put which is just writing.
+        Options: `tag`, `keys`, `properties`, `unique_key`, `message_group` (the queue is yours to choose), `flag`,
+        `durability` (`PutOptions`). With durability "flush" (here or of the store) it is on disk when this returns.
+        Raises InvalidMessageError (nothing written), StoreFullError (likewise), FlushTimeoutError (stored, durability
+        unknown), FlushFailedError, ReadOnlyStoreError, StoreClosedError; StoreBusyError to a signal handler that
+        interrupted a put which is just writing.
         """
         try:
             try:
@@ -198,9 +201,11 @@ class StoreWriter(StoreReader):
                 body = flat_body(body)
             if len(body) > self._max_body:
                 self._refuse_body(len(body))
+            waits = self._flush_by_default
             if not options:
                 receipt = self._log.append(queue, body, queue.plain_tail)
-                waits = self._flush_by_default
+            elif (tail := options_tail(queue.plain_tail, options)) is not None:
+                receipt = self._log.append(queue, body, tail, None, options.get("unique_key"))
             else:
                 receipt, waits = self._put_with(queue, body, **options)
             if waits:
@@ -230,7 +235,7 @@ class StoreWriter(StoreReader):
     def _put_with(
         self, queue: ConsumeQueue, body: bytes, durability: Durability | None = None, **options: Unpack[MessageOptions]
     ) -> tuple[SendReceipt, bool]:
-        """A put with options; and whether it is to wait for the disk."""
+        """A put with options of any kind; and whether it is to wait for the disk."""
         waits = self._waits(durability)
         unknown = options.keys() - MessageOptions.__annotations__.keys()
         if unknown:
@@ -238,7 +243,11 @@ class StoreWriter(StoreReader):
         flag = options.get("flag", 0)
         check_integer(flag, 32, "flag")
         stored = user_properties(
-            options.get("tag"), options.get("keys"), options.get("properties"), options.get("unique_key")
+            options.get("tag"),
+            options.get("keys"),
+            options.get("properties"),
+            options.get("unique_key"),
+            options.get("message_group"),
         )
         tail = tail_of(queue.plain_tail, stored) if stored else queue.plain_tail
         return self._log.append(queue, body, tail, Fields(flag) if flag else None, options.get("unique_key")), waits

@@ -33,7 +33,6 @@ except ImportError as error:  # pragma: no cover
 
 from mqstore.broker.delay.route import delay_route
 from mqstore.broker.names import check_user_topic, is_system_topic
-from mqstore.broker.routing import MAX_MESSAGE_GROUP
 from mqstore.broker.selection import GroupHash, group_queue, jump_hash_many
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError
@@ -44,7 +43,7 @@ from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.javahash import java_hash_many
 from mqstore.layout.scan import Headers, gather, has_crc_tail, verify
 from mqstore.log.commitlog import ALLOWANCE
-from mqstore.log.outgoing import checked_text
+from mqstore.log.outgoing import MAX_MESSAGE_GROUP, checked_text
 from mqstore.options import DEFAULT_DELAY_LEVELS, Profile, StoreConfig, delay_table_ms, seconds
 from mqstore.spark.arrow import cut, text
 from mqstore.spark.inputs import INPUTS, KAFKA, is_kafka
