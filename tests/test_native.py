@@ -12,6 +12,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import crc32c
@@ -24,12 +25,14 @@ from mqstore import native
 from mqstore.clock import SimulatedClock
 from mqstore.errors import FormatError, StoreIOError
 from mqstore.layout import record as record_module
+from mqstore.layout.properties import decode_properties
 from mqstore.layout.record import check_record, encode_record
 from mqstore.layout.scan import gather
 from mqstore.log import commitlog as commitlog_module
 from mqstore.log.bulk.shard import Window
 from mqstore.log.bulk.splice import _patch
 from mqstore.log.commitlog import SendReceipt
+from mqstore.log.message import Message
 from mqstore.log.outgoing import options_tail, tail_of, user_properties
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig
@@ -566,6 +569,30 @@ def test_an_error_of_the_clock_in_a_put_leaves_the_log_free(tmp_path: Path) -> N
         store._log._now_ns = real
         assert store.put("t", b"c").offset == 1
         assert [message.body for message in store.read("t")] == [b"a", b"c"]
+
+
+_NAMES = ["A", "AB", "订"]
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [b"A\1v\2", b"A\1w\2", b"A\1\2", b"A\2", b"AB\1\xff\2", b"\xe4", b"A", b"\1", "订\1单\2".encode()]
+        ),
+        max_size=8,
+    ),
+    st.sampled_from([b"t", b"t" * 200]),
+)
+def test_a_property_alone_is_what_it_is_among_all(pieces: list[bytes], topic: bytes) -> None:
+    record = encode_record(
+        topic=topic.decode(), body=b"A\1body\2", queue_id=0, queue_offset=0, physical_offset=0,
+        properties=b"".join(pieces), born_timestamp_ms=0, store_timestamp_ms=0, checksum="crc32c-record",
+    )  # fmt: skip
+    before = b"A\1before\2"
+    stretch: Any = SimpleNamespace(buffer=before + record + b"A\1after\2")
+    message = Message(stretch, len(before), 0)
+    expected = decode_properties(b"".join(pieces))
+    assert [message.stored_property(name) for name in _NAMES] == [expected.get(name) for name in _NAMES]
 
 
 _TEXT = st.text(st.sampled_from("ab_| \t\x7f\x85\xa0\u2003\ud800\U0001f600é订"), max_size=5)

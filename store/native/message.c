@@ -86,6 +86,36 @@ static PyObject *located_encoded_properties(Located *self, void *closure)
     return properties;
 }
 
+/* One property, as `decode_properties` would have it: the last of its name that has a value. */
+static PyObject *located_stored_property(Located *self, PyObject *name)
+{
+    Py_ssize_t name_size;
+    const char *wanted = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &name_size) : NULL;
+    if (!wanted) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "a property has a name");
+        return NULL;
+    }
+    Py_buffer view;
+    Parts parts;
+    if (open_record(self, &view, &parts) < 0)
+        return NULL;
+    const char *at = (const char *)view.buf + parts.properties, *end = at + parts.properties_size, *found = NULL;
+    Py_ssize_t found_size = 0;
+    while (at < end) {
+        const char *closing = memchr(at, 2, (size_t)(end - at));
+        Py_ssize_t size = (closing ? closing : end) - at;
+        if (size > name_size + 1 && at[name_size] == 1 && !memcmp(at, wanted, (size_t)name_size)) {
+            found = at + name_size + 1;
+            found_size = size - name_size - 1;
+        }
+        at += size + 1;
+    }
+    PyObject *value = found ? PyUnicode_DecodeUTF8(found, found_size, "replace") : Py_NewRef(Py_None);
+    PyBuffer_Release(&view);
+    return value;
+}
+
 /* The integers of the header: where they lie when both hosts are IPv4, how wide they are, and which hosts move them. */
 typedef struct {
     int at, bytes;
@@ -235,6 +265,8 @@ static PyGetSetDef located_attributes[] = {
 static PyMethodDef located_methods[] = {
     {"plain_parts", (PyCFunction)located_plain_parts, METH_NOARGS,
      "(header, stored body) of a record with two IPv4 hosts that no transaction holds back; None of any other."},
+    {"stored_property", (PyCFunction)located_stored_property, METH_O,
+     "One of `stored_properties`, without a look at the others; None: it has none of that name."},
     {NULL},
 };
 

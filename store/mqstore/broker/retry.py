@@ -209,7 +209,7 @@ class Retries:
         came_from = origin_topic or properties[RETRY_TOPIC]
         _label(properties, reason, origin_topic)
         if origin_topic is not None:
-            first = message.stored_properties().get(FIRST_POP_TIME)
+            first = message.stored_property(FIRST_POP_TIME)
             properties[FIRST_POP_TIME] = first or str(self._parts.clock.now_ms())
         properties[DELAY] = "0"
         _shed(properties)
@@ -357,7 +357,7 @@ def origin_topic(message: Message, group: str) -> str:
     if not is_retry_topic(topic):
         return topic
     popped = popped_topic(group, topic)
-    return popped if popped != topic else message.stored_properties().get(RETRY_TOPIC, topic)
+    return popped if popped != topic else (message.stored_property(RETRY_TOPIC) or topic)
 
 
 def _next(times: int) -> int:

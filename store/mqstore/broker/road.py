@@ -31,7 +31,6 @@ from mqstore.layout.properties import (
     NAME_END,
     ORIGIN_MESSAGE_ID,
     PAIR_END,
-    SHARDINGKEY,
     TIMER_OUT_MS,
     UNIQ_KEY,
 )
@@ -270,7 +269,7 @@ class Road:
         config = self._topics.entered(topic)
         if config is None or queue_id < _queues_read(config):
             return queue_id
-        group = message.stored_properties().get(SHARDINGKEY)
+        group = message.message_group
         queues = max(1, min(config.read_queues, config.write_queues))
         return queue_id % queues if group is None else group_queue(group, queues, self._group_hash)
 

@@ -222,7 +222,7 @@ def as_delivered(delivery: pop.Delivery) -> Message:
     order with the attempts that were counted for it."""
     message, topic = delivery.message, delivery.topic
     if is_retry_topic(topic):
-        topic = message.stored_properties().get(RETRY_TOPIC, topic)
+        topic = message.stored_property(RETRY_TOPIC) or topic
     return shown(message, topic, delivery.redeliveries)
 
 

@@ -220,7 +220,7 @@ def _count(job: _Job, name: StoreName) -> tuple[set[str], Mapping[tuple[str, str
         for letters in job.letters(parts):
             for letter in letters.select(**job.choice()):
                 key = letters.group, _origin_of(letter)
-                found.setdefault(key, _Heap()).add(letter, letter.stored_properties().get(DLQ_REASON, ""))
+                found.setdefault(key, _Heap()).add(letter, letter.stored_property(DLQ_REASON) or "")
     return known, found
 
 

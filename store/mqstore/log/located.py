@@ -11,6 +11,7 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 from mqstore.layout.messageid import encode_message_id
+from mqstore.layout.properties import decode_properties
 from mqstore.layout.record import (
     BODY_AT_V4,
     BORN_HOST_V6,
@@ -126,6 +127,10 @@ class Located:
             at += 1 + buffer[at]
         length = buffer[at] << 8 | buffer[at + 1]
         return buffer[at + 2 : at + 2 + length]
+
+    def stored_property(self, name: str) -> str | None:
+        """One of `stored_properties`, without a look at the others; None: it has none of that name."""
+        return decode_properties(self.encoded_properties).get(name)
 
 
 if not TYPE_CHECKING and kernel is not None:

@@ -84,8 +84,7 @@ class Message(Located):
     @property
     def unique_key(self) -> str:
         """What stays the same in every copy: deduplicate on it."""
-        system = self.system_properties
-        return system.get(UNIQ_KEY) or system.get(ORIGIN_MESSAGE_ID) or self.message_id
+        return self.stored_property(UNIQ_KEY) or self.stored_property(ORIGIN_MESSAGE_ID) or self.message_id
 
     # -- header -----------------------------------------------------------------------------------------------------
 
@@ -171,17 +170,17 @@ class Message(Located):
     @property
     def tag(self) -> str | None:
         """What consumers choose by; None: it has none."""
-        return self.stored_properties().get(TAGS)
+        return self.stored_property(TAGS)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """What `find` looks it up by, besides its unique key."""
-        return tuple(k for k in self.stored_properties().get(KEYS, "").split(" ") if k)
+        return tuple(filter(None, (self.stored_property(KEYS) or "").split(" ")))
 
     @property
     def message_group(self) -> str | None:
         """Messages of one group keep their order; None: it has none."""
-        return self.stored_properties().get(SHARDINGKEY)
+        return self.stored_property(SHARDINGKEY)
 
     # -- as a value -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from datetime import datetime
 from difflib import get_close_matches
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from mqstore.errors import InvalidMessageError
@@ -103,21 +104,22 @@ class OutgoingMessage:
 _ONE_BY_ONE = (*ROUTING, "compressed")
 """Options that only messages put one by one may have."""
 _ELSEWHERE = ("queue_id", "durability", *_ONE_BY_ONE)
+_elsewhere = attrgetter(*_ELSEWHERE)
+_NOWHERE = (None,) * len(_ELSEWHERE)
 
 
 def refuse_routing(message: OutgoingMessage, topic: str) -> None:
     """InvalidMessageError for a message that a put of many to one queue of `topic` could not treat as it asks."""
-    wrong = "topic" if message.topic not in (None, topic) else None
-    for name in _ELSEWHERE:
-        if getattr(message, name) is not None:
-            wrong = name
-    if wrong is not None:
-        advice = "use" if wrong in _ONE_BY_ONE else "give it to the call, or use"
-        raise InvalidMessageError(
-            f"a message asks for {wrong} {getattr(message, wrong)!r}, and many are put to one queue in one way; "
-            f"{advice} Producer.send_many",
-            wrong,
-        )
+    asked = _elsewhere(message)
+    if asked == _NOWHERE and message.topic in (None, topic):
+        return
+    wrong = next((name for name, value in zip(_ELSEWHERE, asked, strict=True) if value is not None), "topic")
+    advice = "use" if wrong in _ONE_BY_ONE else "give it to the call, or use"
+    raise InvalidMessageError(
+        f"a message asks for {wrong} {getattr(message, wrong)!r}, and many are put to one queue in one way; "
+        f"{advice} Producer.send_many",
+        wrong,
+    )
 
 
 def refuse_options(options: Mapping[str, object]) -> None:

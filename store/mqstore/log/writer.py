@@ -343,10 +343,12 @@ class StoreWriter(StoreReader):
                 if isinstance(item, OutgoingMessage):
                     refuse_routing(item, topic)
                     check_integer(item.flag, 32, "flag")
-                    stored = user_properties(item.tag, item.keys, item.properties, item.unique_key)
-                    tail, flag = tail_of(queue.plain_tail, stored), item.flag
-                    if item.unique_key is not None:
-                        unique[i] = item.unique_key
+                    tag, keys, properties, key = item.tag, item.keys, item.properties, item.unique_key
+                    quick = options_tail(tail, {"tag": tag, "keys": keys, "properties": properties, "unique_key": key})
+                    tail = tail_of(tail, user_properties(tag, keys, properties, key)) if quick is None else quick
+                    flag = item.flag
+                    if key is not None:
+                        unique[i] = key
                     item = item.body
                 flat.append(flat_body(item))
                 tails.append(tail)
