@@ -49,7 +49,9 @@ class OwnNews:
         self._check_open = check_open
 
     def catch_up(self, queue: ConsumeQueue | None) -> None:
-        """Dispatch what is visible, in this thread."""
+        """Dispatch what is visible, in this thread, unless the queue has nothing that is not dispatched."""
+        if queue is not None and queue.max_offset == queue.next_offset:
+            return
         if self._dispatcher.position < self._visible_end():
             self._check_open()  # in a forked child a lock may be held by a thread that is not there
             self._dispatcher.catch_up()
