@@ -70,7 +70,7 @@ def test_a_topic_may_not_become_fifo_and_change_its_queues_at_once(bench: Bench)
     bench.broker.topics.create("t")
     bench.broker.start_of("g", "t", 0)
     with pytest.raises(ConfigError, match="in order by g"):
-        bench.broker.topics.alter("t", write_queues=2, attributes={"+message.type": "FIFO"})
+        bench.broker.topics.alter("t", write_queues=2, message_type="FIFO")
 
 
 # -- groups (delivery#groups) ------------------------------------------------------------------------------------------

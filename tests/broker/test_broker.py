@@ -742,3 +742,16 @@ def test_callback_of_an_async_put_may_close_the_broker(tmp_path: Path) -> None:
     closed.result(30)
     with Bench(tmp_path).broker as broker:
         assert broker.committed("g", "t", 0) == 1
+
+
+def test_every_table_has_the_permissions_of_its_store(tmp_path: Path) -> None:
+    """Progress of delay levels was for its owner alone, whatever `file_mode` said."""
+    bench = Bench(tmp_path / "store", file_mode=0o640)
+    bench.broker.put("t", b"x", delay_level=1)
+    bench.broker.groups.create("g")
+    bench.broker.commit("g", "t", 0, 0)
+    bench.advance(20_000)
+    bench.broker.close()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "store" / "config").glob("*.json")}
+    assert {"consumerOffset.json", "delayOffset.json", "subscriptionGroup.json", "topics.json"} <= modes.keys()
+    assert set(modes.values()) == {0o640}

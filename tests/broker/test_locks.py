@@ -27,7 +27,6 @@ def locks(clock: SimulatedClock) -> QueueLocks:
 
 
 def test_an_unknown_group_has_no_locks(locks: QueueLocks) -> None:
-    assert not locks.is_locked("g", Q[0], "c1")
     assert locks.is_lock_all_expired("g")
     assert locks.owner("g", Q[0]) is None
     assert locks.unlock_batch("g", Q, "c1") == set()
@@ -42,16 +41,15 @@ def test_another_client_is_refused_at_60_000_and_takes_over_at_60_001(locks: Que
     clock.advance(1)
     assert locks.owner("g", Q[0]) is None
     assert locks.try_lock("g", Q[0], "c2")
-    assert not locks.is_locked("g", Q[0], "c1")
     assert not locks.try_lock("g", Q[0], "c1")
     assert locks.owner("g", Q[0]) == "c2"
 
 
-@pytest.mark.parametrize("renewal", ["try_lock", "is_locked"])
-def test_the_same_client_renews(locks: QueueLocks, clock: SimulatedClock, renewal: str) -> None:
+@pytest.mark.parametrize("renewal", [QueueLocks.try_lock_batch, QueueLocks.renew_batch])
+def test_the_same_client_renews(locks: QueueLocks, clock: SimulatedClock, renewal: Any) -> None:
     locks.try_lock("g", Q[0], "c1")
     clock.advance(LEASE_MS)
-    assert getattr(locks, renewal)("g", Q[0], "c1")
+    assert renewal(locks, "g", [Q[0]], "c1")
     clock.advance(LEASE_MS)
     assert not locks.try_lock("g", Q[0], "c2")
 
@@ -59,21 +57,13 @@ def test_the_same_client_renews(locks: QueueLocks, clock: SimulatedClock, renewa
 def test_asking_for_another_clients_lock_or_its_owner_renews_nothing(locks: QueueLocks, clock: SimulatedClock) -> None:
     locks.try_lock("g", Q[0], "c1")
     clock.advance(LEASE_MS)
-    assert not locks.is_locked("g", Q[0], "c2")
+    assert not locks.renew_batch("g", [Q[0]], "c2")
     assert not locks.try_lock("g", Q[0], "c2")
     locks.owner("g", Q[0])
     locks.snapshot()
     locks.is_lock_all_expired("g")
     clock.advance(1)
     assert locks.try_lock("g", Q[0], "c2")
-
-
-def test_an_expired_lock_is_not_renewed_by_looking_but_by_locking(locks: QueueLocks, clock: SimulatedClock) -> None:
-    locks.try_lock("g", Q[0], "c1")
-    clock.advance(LEASE_MS + 1)
-    assert not locks.is_locked("g", Q[0], "c1")
-    assert locks.try_lock("g", Q[0], "c1")
-    assert locks.is_locked("g", Q[0], "c1")
 
 
 def test_a_batch_gets_what_is_free(locks: QueueLocks) -> None:
@@ -210,9 +200,7 @@ def test_a_listener_that_fails_does_not_keep_the_others_from_hearing(
 
 clients = st.sampled_from(["c1", "c2", "c3"])
 operations = st.lists(
-    st.tuples(
-        st.sampled_from(["lock", "look", "unlock", "wait"]), clients, st.sets(st.sampled_from(Q)), st.integers(0, 3)
-    ),
+    st.tuples(st.sampled_from(["lock", "unlock", "wait"]), clients, st.sets(st.sampled_from(Q)), st.integers(0, 3)),
     max_size=40,
 )
 
@@ -232,12 +220,6 @@ def test_every_answer_is_that_of_a_model(steps: list[tuple[str, str, set[QueueRe
             got = {queue for queue in queues if live.get(queue, client) == client}
             assert locks.try_lock_batch("g", queues, client) == got
             until.update(dict.fromkeys(got, (client, now + LEASE_MS)))
-        elif what == "look":
-            for queue in queues:
-                held = live.get(queue) == client
-                assert locks.is_locked("g", queue, client) is held
-                if held:
-                    until[queue] = (client, now + LEASE_MS)
         else:
             locks.unlock_batch("g", queues, client)
             until = {queue: entry for queue, entry in until.items() if queue not in queues or entry[0] != client}
@@ -296,7 +278,6 @@ def test_two_clients_never_both_hold_a_lease(locks: QueueLocks) -> None:
         while turns[number] < 200:
             for queue in locks.try_lock_batch("g", Q[:2], me):
                 assert on_queue.setdefault(queue, me) == me
-                assert locks.is_locked("g", queue, me)
                 assert locks.owner("g", queue) == me
                 assert on_queue.pop(queue) == me
                 locks.unlock_batch("g", [queue], me)
@@ -337,7 +318,7 @@ def test_a_renewal_that_read_the_clock_holds_off_a_take_over() -> None:
 
     thread = threading.Thread(target=lambda: taken.append(locks.try_lock("g", Q[0], "c2")))
     clock.meanwhile = take_over
-    assert locks.is_locked("g", Q[0], "c1")
+    assert locks.renew_batch("g", [Q[0]], "c1") == {Q[0]}
     thread.join()
     assert taken == [False]
     assert locks.owner("g", Q[0]) == "c1"

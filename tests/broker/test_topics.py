@@ -14,7 +14,6 @@ import pytest
 from mqstore.broker.names import DELETED_GROUP, START_GROUP
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.topics import TopicConfig, TopicTable
-from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     ConfigError,
     CorruptStoreError,
@@ -47,9 +46,8 @@ SYSTEM_TOPICS = (
 
 
 def _tables(store: MessageStore) -> tuple[TopicTable, OffsetTable]:
-    clock = store.config.clock or SimulatedClock()
-    offsets = OffsetTable(store, store.config, clock, store.fs)
-    return TopicTable(store, store.config, clock, store.fs, offsets), offsets
+    offsets = OffsetTable(store)
+    return TopicTable(store, offsets), offsets
 
 
 class _Topics:
@@ -102,9 +100,7 @@ def test_the_first_send_makes_a_topic_of_four_queues(topics: _Topics) -> None:
                 "order": False,
                 "perm": 6,
                 "readQueueNums": 4,
-                "topicFilterType": "SINGLE_TAG",
                 "topicName": "orders",
-                "topicSysFlag": 0,
                 "writeQueueNums": 4,
             }
         },
@@ -237,15 +233,6 @@ def test_create_takes_counts_for_both_or_for_each(topics: _Topics) -> None:
         {"perm": -1},
         {"perm": "RW-"},
         {"message_type": "SOMETHING"},
-        {"message_type": "FIFO", "attributes": {"+message.type": "DELAY"}},
-        {"attributes": {"message.type": "FIFO"}},
-        {"attributes": {"-message.type": "FIFO"}},
-        {"attributes": {"": "FIFO"}},
-        {"attributes": {"+no.such": "x"}},
-        {"attributes": {"+message.type": None}},
-        {"attributes": {"+queue.type": "BatchCQ"}},
-        {"attributes": {"+cleanup.policy": "COMPACTION"}},
-        {"attributes": {"+reserve.time": "soon"}},
     ],
 )
 def test_a_wish_that_cannot_be_makes_no_topic(topics: _Topics, wish: dict[str, Any]) -> None:
@@ -279,8 +266,8 @@ def test_altering_changes_what_is_given_and_counts_at_once(topics: _Topics) -> N
     topics.table.for_send("a")
     topics.table.on_change.append(told.append)
     topics.table.alter("a", order=True)
-    topics.table.alter("a", attributes={"+message.type": "FIFO", "+reserve.time": "-1"})
-    topics.table.alter("a", attributes={"+message.type": "DELAY", "-reserve.time": ""})
+    topics.table.alter("a", message_type="FIFO")
+    topics.table.alter("a", message_type="DELAY")
     topics.table.alter("a", read_queues=8, write_queues=8)
     expected = TopicConfig("a", 8, 8, order=True, attributes={"message.type": "DELAY"})
     assert topics.table.for_send("a") == topics.again().need("a") == expected
@@ -293,14 +280,11 @@ def test_altering_changes_what_is_given_and_counts_at_once(topics: _Topics) -> N
         {"read_queues": 0},
         {"perm": 15},
         {"order": 1},
-        {"attributes": {"message.type": "FIFO"}},
-        {"attributes": {"+queue.type": "SimpleCQ"}},
-        {"attributes": {"-cleanup.policy": ""}},
-        {"attributes": {"+message.type": "FIFO", "-message.type": ""}},
+        {"message_type": "SOMETHING"},
     ],
 )
 def test_a_change_that_cannot_be_is_none(topics: _Topics, wish: dict[str, Any]) -> None:
-    before = topics.table.create("a", attributes={"+cleanup.policy": "DELETE"})
+    before = topics.table.create("a", message_type="FIFO")
     with pytest.raises(ConfigError):
         topics.table.alter("a", **wish)
     assert topics.table.need("a") == topics.again().need("a") == before
@@ -537,7 +521,7 @@ JAVAS = """{
 def test_a_java_brokers_file_is_read_and_what_is_unknown_in_it_is_written_back(topics: _Topics) -> None:
     table = topics.write(JAVAS)
     config = table.need("OrderTopic")
-    assert (config.read_queues, config.write_queues, config.order, config.filter_type) == (20_000, 4, True, "MULTI_TAG")
+    assert (config.read_queues, config.write_queues, config.order) == (20_000, 4, True)
     assert config.message_type == "UNSPECIFIED"
     assert table.need("%RETRY%a|b") == TopicConfig("%RETRY%a|b", 16, 16)  # RocketMQ's defaults, not ours
     assert table.get("../x") is None

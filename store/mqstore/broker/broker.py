@@ -30,7 +30,7 @@ from mqstore.broker.begun import Begun
 from mqstore.broker.deadletters import DeadLetterExpiry, DeadLetters
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.filters import Filter, parse_filter
+from mqstore.broker.filters import Filter, as_filter, parse_filter
 from mqstore.broker.groups import GroupTable
 from mqstore.broker.housekeeper import Housekeeper
 from mqstore.broker.locks import QueueLocks
@@ -49,7 +49,6 @@ from mqstore.broker.transactions import Transactions
 from mqstore.broker.waiting import Callback, Waiter, Waiters
 from mqstore.errors import (
     ConfigError,
-    FilterError,
     GroupInUseError,
     GroupNotFoundError,
     NotPermittedError,
@@ -61,7 +60,6 @@ from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
-from mqstore.log.tagfilter import refuse_single_bar
 from mqstore.options import Durability, Duration, seconds
 
 __all__ = ["Broker"]
@@ -125,7 +123,7 @@ class Broker:
         self.offsets: OffsetTable = parts.offsets
         self._clock = parts.clock
         self._locks = QueueLocks(parts.clock, self._check_open)
-        self._members = Members(parts.clock, self._may_join, parts.groups)
+        self._members = Members(self._may_join, parts.groups)
         self._retries = Retries(parts)
         self._reads = Reads(parts)
         self._async_puts = AsyncPuts(store)
@@ -284,13 +282,10 @@ class Broker:
         *,
         filter: Filter | str | None = None,
         timeout: Duration | None = None,
-        at_once: bool = False,
     ) -> Waiter:
-        """As `wait`, without a thread: `callback(worth_a_read)` is called once, by the housekeeper; False: the time is
-        over. `at_once`: it wakes another thread and does no more, so that whoever dispatches may call it."""
-        return self._waiters.add_waiter(
-            topic, queue_id, offset, as_filter(filter), callback, self._deadline(timeout), at_once=at_once
-        )
+        """As `wait`, without a thread: `callback(worth_a_read)` is called once, by whoever dispatches; False: the time
+        is over. It wakes another thread and does no more: it must neither block nor put or read anything."""
+        return self._waiters.add_waiter(topic, queue_id, offset, as_filter(filter), callback, self._deadline(timeout))
 
     def add_pop_waiter(
         self,
@@ -302,14 +297,11 @@ class Broker:
         filter: Filter | str | None = None,
         order: bool = False,
         timeout: Duration | None = None,
-        at_once: bool = False,
     ) -> Waiter:
-        """Have `callback(worth_a_pop)` called once, by the housekeeper, when a pop may find something. Of several that
-        wait one is called for each message. `at_once`: as of `add_waiter`."""
+        """Have `callback(worth_a_pop)` called once, as that of `add_waiter`, when a pop may find something. Of several
+        that wait one is called for each message."""
         deadline_ms = self._deadline(timeout)
-        return self._pop.add_waiter(
-            group, topic, queue_id, as_filter(filter), callback, deadline_ms, order=order, at_once=at_once
-        )
+        return self._pop.add_waiter(group, topic, queue_id, as_filter(filter), callback, deadline_ms, order=order)
 
     def remove_waiter(self, waiter: Waiter) -> bool:
         """Let a waiter go; False: its callback has been called, or is about to be."""
@@ -624,9 +616,6 @@ class Broker:
         if mode.broadcasting and known is not None:
             known.check_broadcast()
 
-    def _keepers(self) -> list[Mechanism]:
-        return [each for each in self._mechanisms.values() if each is not self._retention]
-
     # -- keeping house ----------------------------------------------------------------------------------------------
 
     def run_once(self, now_ms: int | None = None) -> int | None:
@@ -687,21 +676,6 @@ class _OrderlyLocks:
     def is_lock_all_expired(self, group: str) -> bool:
         mode = self.members.mode(group)
         return (mode is not None and not mode.ordered) or self.locks.is_lock_all_expired(group)
-
-
-def as_filter(given: Filter | str | None) -> Filter | None:
-    """A filter as callers name it: an expression over tags, a parsed filter, or None for everything.
-
-    FilterError for text that looks like SQL, or has a single bar. A tag that a Java client has given such a name SQL92
-    finds.
-    """
-    if not isinstance(given, str):
-        return given
-    refuse_single_bar(given)
-    at = next((i for i, c in enumerate(given) if c in "<>='\"()"), None)
-    if at is not None:
-        raise FilterError(f"{given!r} is no choice of tags; for SQL92: Broker.filter(expression, 'SQL92')", at)
-    return parse_filter(given)
 
 
 def _ms(duration: Duration, name: str) -> int:

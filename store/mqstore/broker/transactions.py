@@ -38,12 +38,12 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from heapq import heapify, heappop, heappush
+from heapq import nsmallest
 from typing import Final, Literal, NamedTuple, cast
 
 from mqstore.broker.admin.statistics import COMMIT_NUMS, ROLLBACK_NUMS
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP
-from mqstore.broker.parts import Parts, Pin, Wake
+from mqstore.broker.parts import Parts, Pin, Wake, messages_of
 from mqstore.broker.selection import RoundRobin
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import (
@@ -95,8 +95,6 @@ _ENDED_KEPT: Final = 20_000
 """Transactions whose outcome is remembered, so that a repeated answer is told from a contradiction."""
 _CHECKS_A_RUN: Final = 32
 """Callbacks before other mechanisms get their turn."""
-_DUE_MIN: Final = 1_024
-_PAGE: Final = 1_000
 _QUEUE: Final = 0
 
 Outcome = Literal["commit", "rollback", "unknown"]
@@ -180,8 +178,6 @@ class Transactions:
         self._beginning: dict[str, int] = {}
         """Id -> an offset that its half, being put just now, will not lie below."""
         self._ended: OrderedDict[str, _Half] = OrderedDict()
-        self._due: list[tuple[int, int]] = []
-        """Heap of (when to check, offset of the half); an entry that differs from its half's `next_ms` is void."""
         self._promised_ms: int | None = None
         """What the last `run_once` said."""
         self._last_ms = self._opened_ms = parts.clock.now_ms()
@@ -203,13 +199,13 @@ class Transactions:
         self._half_done, half_end = self._span(HALF_TOPIC)
         done: set[int] = set()
         first, self._op_end = self._span(OP_TOPIC)
-        for message in self._messages(OP_TOPIC, first, self._op_end):
+        for message in messages_of(self._store, OP_TOPIC, first, self._op_end):
             halves = _halves_of(message)
             done.update(halves)
             self._ops.append((message.offset, max(halves, default=-1)))
         nowhere = [
             message.offset
-            for message in self._messages(HALF_TOPIC, self._half_done, half_end)
+            for message in messages_of(self._store, HALF_TOPIC, self._half_done, half_end)
             if message.offset not in done and not self._recover(message, done)
         ]
         if nowhere:
@@ -219,20 +215,11 @@ class Transactions:
                 len(nowhere),
                 nowhere[0],
             )
-        heapify(self._due)
 
     def _span(self, topic: str) -> tuple[int, int]:
         """(committed offset, end) of one of the two queues, the former within the queue."""
         low, high = self._store.offsets_or_none(topic, _QUEUE) or (0, 0)
         return max(low, min(high, self._parts.offsets.committed(TRANS_GROUP, topic, _QUEUE) or 0)), high
-
-    def _messages(self, topic: str, offset: int, end: int) -> Iterator[Message]:
-        while offset < end:
-            result = self._store.get(topic, _QUEUE, offset, min(_PAGE, end - offset))
-            yield from result.messages
-            if result.next_offset <= offset:
-                return
-            offset = result.next_offset
 
     def _recover(self, message: Message, done: set[int]) -> bool:
         """False when nobody can tell where it goes."""
@@ -252,7 +239,6 @@ class Transactions:
             half.next_ms = self._last_ms
         self._open[message.offset] = half
         self._by_id[handle.transaction_id] = half
-        self._due.append((half.next_ms, message.offset))
         return True
 
     # -- beginning --------------------------------------------------------------------------------------------------
@@ -378,11 +364,6 @@ class Transactions:
             if half is not None:
                 self._ended.pop(identity, None)
                 self._by_id[identity] = self._open[half.handle.offset] = half
-                if len(self._due) > _DUE_MIN + 2 * len(self._open):  # most have ended, long before their time
-                    self._due = [(each.next_ms, offset) for offset, each in self._open.items()]
-                    heapify(self._due)
-                else:
-                    heappush(self._due, (half.next_ms, half.handle.offset))
 
     # -- ending -----------------------------------------------------------------------------------------------------
 
@@ -557,29 +538,13 @@ class Transactions:
             for half in self._open.values():
                 waits = producer_group is None or half.handle.producer_group == producer_group
                 if waits and not half.checks and half.next_ms > half.first_ms:
-                    self._reschedule(half, half.first_ms)
+                    half.next_ms = half.first_ms
         self._wake()
-
-    def _reschedule(self, half: _Half, when_ms: int) -> None:
-        half.next_ms = when_ms
-        if half.ended is None:
-            heappush(self._due, (when_ms, half.handle.offset))
 
     def _due_at(self, when_ms: int) -> None:
         """Have `run_once` come by then."""
         if self._promised_ms is None or when_ms < self._promised_ms:
             self._wake()
-
-    def _take_due(self, now_ms: int) -> _Half | None:
-        """The half whose check is due first, not due again before its next time."""
-        with self._lock:
-            while self._due and self._due[0][0] <= now_ms:
-                when_ms, offset = heappop(self._due)
-                half = self._open.get(offset)
-                if half is not None and half.next_ms == when_ms:
-                    self._reschedule(half, now_ms + CHECK_EVERY_MS)
-                    return half
-        return None
 
     def _check(self, half: _Half, now_ms: int) -> None:
         """Ask what became of a half, or give it up."""
@@ -660,14 +625,16 @@ class Transactions:
         self._notice_clock(now_ms)
         if self._gathered and not self._gathered_ms <= now_ms < self._gathered_ms + OP_EVERY_MS:
             self._write_ops()
-        for _ in range(_CHECKS_A_RUN):
-            half = self._take_due(now_ms)
-            if half is None:
-                break
-            self._check(half, now_ms)
+        with self._lock:
+            late = (half for half in self._open.values() if half.next_ms <= now_ms)
+            due = nsmallest(_CHECKS_A_RUN, late, key=lambda half: (half.next_ms, half.handle.offset))
+        for half in due:
+            if half.ended is None:  # else the check of another one has ended it
+                half.next_ms = now_ms + CHECK_EVERY_MS
+                self._check(half, now_ms)
         self._note_progress()
         with self._lock:
-            times = [self._due[0][0]] if self._due else []
+            times = [half.next_ms for half in self._open.values()]
             if self._gathered:
                 times.append(self._gathered_ms + OP_EVERY_MS)
             self._promised_ms = min(times, default=None)
@@ -679,9 +646,9 @@ class Transactions:
             with self._lock:
                 for half in self._open.values():
                     if half.next_ms > now_ms + CHECK_EVERY_MS and now_ms < half.stored_ms:
-                        self._reschedule(half, now_ms)
+                        half.next_ms = now_ms
                     elif half.next_ms > now_ms + CHECK_EVERY_MS + (half.immunity_ms or 0):
-                        self._reschedule(half, now_ms + CHECK_EVERY_MS)
+                        half.next_ms = now_ms + CHECK_EVERY_MS
         self._last_ms = now_ms
 
     def _note_progress(self) -> None:

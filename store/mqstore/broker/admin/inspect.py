@@ -61,7 +61,7 @@ from mqstore.broker.names import (
     TRANS_CHECK_TOPIC,
     is_dlq_topic,
 )
-from mqstore.broker.parts import Parts, Pin, open_parts
+from mqstore.broker.parts import Parts, Pin, messages_of, open_parts
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.orderinfo import OrderInfo, Suspended, check_order_info
 from mqstore.broker.pop.receipts import parse_recall_handle
@@ -69,7 +69,7 @@ from mqstore.broker.pop.replay import Replay
 from mqstore.broker.pop.state import QueueKey, Standing
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.reading import Reads
-from mqstore.broker.retention import all_pins, physical_of
+from mqstore.broker.retention import all_pins, oldest_of, physical_of
 from mqstore.broker.transactions import Transactions
 from mqstore.broker.waiting import Waiters
 from mqstore.errors import GroupNotFoundError, MQStoreError
@@ -106,7 +106,6 @@ __all__ = [
 
 _log = logging.getLogger("mqstore")
 
-_PAGE = 1_000
 _LOOKS = 3
 """Looks at files that a writer may take away while we look."""
 _GIVEN_UP_SHOWN = 100
@@ -134,7 +133,7 @@ def delay_levels(parts: Parts) -> list[LevelView]:
     store = parts.store
     if SCHEDULE_TOPIC not in store.topics():
         return []
-    value = _config_file(parts, "delayOffset.json").load() or {}
+    value = ConfigFile(store, "delayOffset.json").load() or {}
     stored = object_member(value, "offsetTable")
     views = []
     for ref in store.queues(SCHEDULE_TOPIC):
@@ -198,7 +197,7 @@ def timer_view(parts: Parts) -> TimerView:
     done_ms, done_until = _done(found)
     begin = found.queue_offset if placed is not None and found is not None else 0
     view = placed or TimerView()
-    for message in _messages(store, TIMER_TOPIC, max(begin, bounds[0]), bounds[1]):
+    for message in messages_of(store, TIMER_TOPIC, max(begin, bounds[0]), bounds[1]):
         slot_ms = _slot_of(message)
         if slot_ms is not None and not (message.offset < done_until and slot_ms < done_ms):
             view.add(1, slot_ms, message.physical_offset)
@@ -330,7 +329,7 @@ def pop_view(parts: Parts, now_ms: int) -> PopView:
     process hold still counts, and what a Java broker had handed out does not until ours has taken it over.
     CorruptStoreError when `consumerOrderInfo.json` and its backup are damaged."""
     tables = PopTables(parts, _nothing, Waiters(parts, _nothing), Reads(parts), _no_letter)
-    tables.orders.load(_config_file(parts, "consumerOrderInfo.json", check_order_info).load() or {})
+    tables.orders.load(ConfigFile(parts.store, "consumerOrderInfo.json", check_order_info).load() or {})
     fifo = FifoQueues(tables)
     Replay(tables, fifo).look()
     view = PopView()
@@ -453,8 +452,7 @@ def _lag(parts: Parts, group: str, topic: str, queue_id: int, pops: PopView) -> 
     popped = pops.standings.get(QueueKey(topic, group, queue_id))
     # The table of a broker at work is seconds old, the pop log is not.
     committed = offsets.committed(group, topic, queue_id) if popped is None else popped.first
-    low, high = store.offsets_or_none(topic, queue_id) or (0, 0)
-    low = min(high, max(low, offsets.start_of(topic, queue_id)))
+    low, high = offsets.bounds(topic, queue_id)
     lag = None if committed is None else measure(store, offsets, group, topic, queue_id, committed, popped)
     if lag is None or committed is None:
         return QueueLag(group, topic, queue_id, low, committed, high, 0, 0, 0, None)
@@ -474,7 +472,7 @@ def _lag(parts: Parts, group: str, topic: str, queue_id: int, pops: PopView) -> 
 
 def oldest_pin(parts: Parts, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Pin | None:
     """What keeps the front of the log, by what is on disk; None when nothing does."""
-    return min(_pins(parts, transactions, levels, timer), default=None, key=lambda pin: pin.physical_offset)
+    return oldest_of(_pins(parts, transactions, levels, timer))
 
 
 def _pins(parts: Parts, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Iterator[Pin]:
@@ -583,7 +581,7 @@ def _transactions(parts: Parts, transactions: Transactions) -> dict[str, Any]:
     store = parts.store
     low, high = store.offsets_or_none(TRANS_CHECK_TOPIC, 0) or (0, 0)
     newest = []
-    for message in _messages(store, TRANS_CHECK_TOPIC, max(low, high - _GIVEN_UP_SHOWN), high):
+    for message in messages_of(store, TRANS_CHECK_TOPIC, max(low, high - _GIVEN_UP_SHOWN), high):
         properties = message.stored_properties()
         newest.append(
             {
@@ -612,18 +610,3 @@ def _pin_row(store: MessageStore, pin: Pin | None) -> dict[str, Any] | None:
     except LookupError:  # damaged; it is kept all the same
         queue_offset = None
     return {**pin._asdict(), "queue_offset": queue_offset}
-
-
-def _messages(store: MessageStore, topic: str, offset: int, end: int) -> Iterator[Message]:
-    """The messages of queue 0 in [offset, end) that can be read."""
-    while offset < end:
-        result = store.get(topic, 0, offset, min(_PAGE, end - offset))
-        yield from result.messages
-        if result.next_offset <= offset:
-            return
-        offset = result.next_offset
-
-
-def _config_file(parts: Parts, name: str, check: Callable[[dict[str, Any]], object] | None = None) -> ConfigFile:
-    path = parts.store.path / "config" / name
-    return ConfigFile(path, fs=parts.fs, clock=parts.clock, check=check, writer=False)
