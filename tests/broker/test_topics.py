@@ -175,7 +175,7 @@ def test_names_at_their_longest(topics: _Topics) -> None:
 def test_ensuring_twice_leaves_what_is_there(topics: _Topics) -> None:
     first = topics.table.ensure("SCHEDULE_TOPIC_XXXX", 18)
     assert (first.read_queues, first.write_queues, first.perm) == (18, 18, 6)
-    assert topics.table.ensure("SCHEDULE_TOPIC_XXXX", 1, 4) is first
+    assert topics.table.ensure("SCHEDULE_TOPIC_XXXX", 1) is first
     assert topics.stored()["dataVersion"]["counter"] == 1
 
 

@@ -369,11 +369,6 @@ class GroupTable:
         """Names of the groups, sorted. The engine's own, which another broker may have entered, only with `system`."""
         return sorted(name for name in self._groups if system or not is_system_group(name))
 
-    def configs(self) -> list[GroupConfig]:
-        """Every group, by name."""
-        groups = self._groups
-        return [groups[name] for name in sorted(groups)]
-
     def _create_to_consume(self, name: str) -> GroupConfig:
         try:
             _check_user_group(name)

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from mqstore.errors import FormatError
 from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.jsonfile import decode_json, encode_json, read_json
+from mqstore.files.jsonfile import decode_json, read_json, save_json
 from mqstore.log.names import is_path_safe
 
 __all__ = ["Published", "PublishedFiles", "publish"]
@@ -69,20 +69,8 @@ def publish(
             fs.sync_directory(outer)
         mode = os.stat(folder).st_mode & 0o777
     path = os.path.join(folder, f"{group}.json")
-    fs.unlink(path + ".tmp", missing_ok=True)  # of a publisher that was killed
-    fd = fs.open(path + ".tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode & 0o666)
-    try:
-        try:
-            fs.pwrite(fd, encode_json({"version": 1, "group": group, "offsets": table}), 0)
-            fs.fdatasync(fd)
-        finally:
-            fs.close(fd)
-        fs.replace(path + ".tmp", path)
-    except OSError:
-        with suppress(OSError):
-            fs.unlink(path + ".tmp", missing_ok=True)
-        raise
-    fs.sync_directory(folder)
+    value = {"version": 1, "group": group, "offsets": table}
+    save_json(path, value, fs, file_mode=mode & 0o666, back_up=False)
 
 
 def _is_name(group: str) -> bool:

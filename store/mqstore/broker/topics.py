@@ -248,7 +248,7 @@ class TopicTable:
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
-    def ensure(self, name: str, queues: int = 1, perm: int = PERM_READ | PERM_WRITE) -> TopicConfig:
+    def ensure(self, name: str, queues: int = 1) -> TopicConfig:
         """The topic `name` of the engine itself, entered with so many queues if it is not there.
 
         InvalidMessageError for a name that cannot be a path, and as `create`.
@@ -260,7 +260,7 @@ class TopicTable:
             raise InvalidMessageError(
                 f"topic {name[:300]!r}: a topic is 1 to 255 bytes without '@', '/', controls", "topic"
             )
-        return self._enter_if_absent(TopicConfig(name, queues, queues, perm), grow=True)
+        return self._enter_if_absent(TopicConfig(name, queues, queues), grow=True)
 
     def create(
         self,

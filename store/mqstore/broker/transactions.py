@@ -284,11 +284,9 @@ class Transactions:
         queue_id: int | None = None,
         flag: int = 0,
         sys_flag: int = 0,
-        born_timestamp_ms: int | None = None,
-        born_host: str | None = None,
         durability: Durability | None = None,
     ) -> TransactionHandle:
-        """As `begin`, from stored properties, reserved ones included: for a server.
+        """As `begin`, from stored properties, reserved ones included.
 
         Raises InvalidMessageError for a DELAY level, a timer that could not start at commit, an id that is open
         already, a queue that the topic does not have, a producer group without a name. When it raises FlushTimeoutError
@@ -331,8 +329,6 @@ class Transactions:
                     properties=stored,
                     flag=flag,
                     sys_flag=sys_flag & ~TRANSACTION_MASK,
-                    born_timestamp_ms=born_timestamp_ms,
-                    born_host=born_host,
                     durability=durability,
                 )
             except FlushTimeoutError as error:

@@ -90,7 +90,6 @@ from mqstore.options import StoreConfig
 __all__ = [
     "InFlight",
     "LevelView",
-    "OrderView",
     "PopView",
     "QueueLag",
     "TimerView",
@@ -290,30 +289,14 @@ class InFlight(NamedTuple):
     """When the first of them comes again."""
 
 
-class OrderView(NamedTuple):
-    """The last batch of a FIFO queue, or the failed attempts of one that is consumed in order without popping."""
-
-    group: str
-    topic: str
-    queue_id: int
-    pop_time_ms: int
-    """0: attempts."""
-    offsets: tuple[int, ...]
-    unacked: tuple[int, ...]
-    redeliveries: dict[int, int]
-    """Queue offset -> how often it was delivered before."""
-    next_visible_ms: int | None
-    """Until when the queue is blocked, at least; None: it is not."""
-    attempts: dict[int, int]
-    """Queue offset -> failed attempts, where the group does not pop."""
-
-
 @dataclass(frozen=True, slots=True)
 class PopView:
     """Messages in flight, as the order info file and the pop log have them (delivery#pop-log)."""
 
     in_flight: list[InFlight] = field(default_factory=list)
-    orders: list[OrderView] = field(default_factory=list)
+    orders: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of `order_info`: the last batch of each FIFO queue; of one that is consumed in order without popping the
+    failed attempts, with a pop time of 0. `next_visible_ms` is until when the queue is blocked, at least."""
     standings: dict[QueueKey, Standing] = field(default_factory=dict)
     """Of the queues that these know of."""
     suspended: dict[QueueKey, Suspended] = field(default_factory=dict)
@@ -369,21 +352,22 @@ def pop_view(parts: Parts, now_ms: int) -> PopView:
 
 def _note_order(view: PopView, key: QueueKey, record: OrderInfo, committed: int, now_ms: int, *, local: bool) -> None:
     topic, group, queue_id = key
+    row: dict[str, Any] = {"group": group, "topic": topic, "queue_id": queue_id, "pop_time_ms": 0, "offsets": []}
+    row |= {"unacked": [], "redeliveries": {}, "next_visible_ms": None, "attempts": {}}
+    counts = (record.counts or {}).items()
     if record.counts_attempts:
-        attempts = {offset: n for offset, n in (record.counts or {}).items() if offset >= committed}
-        if attempts:
-            view.orders.append(OrderView(group, topic, queue_id, 0, (), (), {}, None, attempts))
+        row["attempts"] = {str(offset): n for offset, n in counts if offset >= committed}
+        if row["attempts"]:
+            view.orders.append(row)
         return
-    unacked = tuple(offset for offset in record.unacked() if offset >= committed)
+    unacked = [offset for offset in record.unacked() if offset >= committed]
     invisible = {offset: record.visible_at(offset) for offset in unacked if not record.is_visible(offset, now_ms)}
     if record.pop_time_ms == 0:  # of a RocketMQ that kept no pop times: nobody can say
         invisible = {}
     next_ms = min(invisible.values(), default=None)
-    view.orders.append(
-        OrderView(
-            group, topic, queue_id, record.pop_time_ms, record.offsets, unacked, dict(record.counts or {}), next_ms, {}
-        )
-    )
+    row |= {"pop_time_ms": record.pop_time_ms, "offsets": list(record.offsets), "unacked": unacked}
+    row |= {"redeliveries": {str(offset): n for offset, n in counts}, "next_visible_ms": next_ms}
+    view.orders.append(row)
     if next_ms is not None:
         count = len(invisible)
         view.in_flight.append(
@@ -560,21 +544,11 @@ def _sections(parts: Parts, now_ms: int, tell: Callable[[str, Callable[[], Any],
     tell("delay_levels", look_at_levels, [])
     tell("timer", look_at_timer, _EMPTY["timer"])
     tell("in_flight", look_at_pops, [])
-    tell("order_info", lambda: [_order_row(view) for view in pops.orders], [])
+    tell("order_info", lambda: pops.orders, [])
     transactions = cache(lambda: Transactions(parts, _nothing))  # once: it tells what it could not read
     tell("transactions", lambda: _transactions(parts, transactions()), _EMPTY["transactions"])
     tell("dead_letters", lambda: _dead_letters(parts), {})
     tell("oldest_pin", lambda: _pin_row(parts.store, oldest_pin(parts, transactions(), levels, timer)), None)
-
-
-def _order_row(view: OrderView) -> dict[str, Any]:
-    return {
-        **view._asdict(),
-        "offsets": list(view.offsets),
-        "unacked": list(view.unacked),
-        "redeliveries": {str(offset): n for offset, n in view.redeliveries.items()},
-        "attempts": {str(offset): n for offset, n in view.attempts.items()},
-    }
 
 
 def _transactions(parts: Parts, transactions: Transactions) -> dict[str, Any]:
