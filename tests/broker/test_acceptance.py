@@ -11,8 +11,7 @@ import pytest
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
-from mqstore.errors import ConfigError, GroupNotFoundError, InvalidMessageError, NotPermittedError, StoreClosedError
-from mqstore.log.commitlog import QueueRef
+from mqstore.errors import ConfigError, NotPermittedError, StoreClosedError
 from tests.broker.support import Bench
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
@@ -219,23 +218,9 @@ def test_recover_tells_of_messages_in_a_level_that_the_table_lost(tmp_path: Path
     assert "2 messages wait in delay level 2" in mqstore("recover", bench.path, *dry_run).stderr
 
 
-def test_who_puts_into_a_retry_topic_meets_the_limit_and_the_locks_of_the_group(bench: Bench) -> None:
-    """delivery#retry-put: strictly beyond the limit, or while a member holds a queue, it is a dead letter."""
-    broker = bench.broker
-    with pytest.raises(NotPermittedError, match="put_retry"):
-        broker.put("%RETRY%g", b"x")
-    with pytest.raises(NotPermittedError, match="put_retry"):
-        broker.put_many("%RETRY%g", [b"x"])
-    with pytest.raises(GroupNotFoundError):
-        broker.put_retry("%RETRY%g", b"x")
-    with pytest.raises(InvalidMessageError):
-        broker.put_retry("t", b"x")
-    assert broker.topics.names() == []
-    broker.groups.create("g", max_attempts=3)
-    broker.put_retry("%RETRY%g", b"again", reconsume_times=2)
-    broker.put_retry("%RETRY%g", b"over", reconsume_times=3)
-    broker.locks.try_lock_batch("g", [QueueRef("t", 0)], "client")
-    broker.put_retry("%RETRY%g", b"orderly", {"RECONSUME_TIME": "1"})
-    assert [letter.body for letter in broker.dead_letters("g")] == [b"over", b"orderly"]
-    [message] = broker.store.get("%RETRY%g", 0, 0, 9).messages
-    assert (message.body, message.reconsume_times) == (b"again", 2)
+def test_a_user_does_not_put_into_a_retry_topic(bench: Bench) -> None:
+    with pytest.raises(NotPermittedError, match="send_back"):
+        bench.broker.put("%RETRY%g", b"x")
+    with pytest.raises(NotPermittedError, match="send_back"):
+        bench.broker.put_many("%RETRY%g", [b"x"])
+    assert bench.broker.topics.names() == []

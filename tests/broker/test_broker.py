@@ -116,29 +116,6 @@ def test_a_commit_by_who_does_not_hold_the_lock_is_refused(bench: Bench) -> None
     broker.commit("g", "t", 0, 0, owner="a")
 
 
-@pytest.mark.parametrize(
-    ("mode", "held", "topic"),
-    [
-        (None, True, "%DLQ%g"),  # of a member elsewhere
-        (None, False, "%RETRY%g"),
-        (Mode("queue", ordered=True), True, "%DLQ%g"),
-        (Mode("queue", ordered=True), False, "%RETRY%g"),
-        (Mode("queue"), True, "%RETRY%g"),
-    ],
-)
-def test_only_an_orderly_member_s_lock_makes_a_failed_message_a_dead_letter(
-    bench: Bench, mode: Mode | None, held: bool, topic: str
-) -> None:
-    """Unordered members hold locks as well, so that queues change hands without repeats."""
-    bench.broker.groups.create("g")
-    if mode is not None:
-        bench.broker.members.register("c1", "g", {"t": ("TAG", "*")}, mode)
-    if held:
-        bench.broker.locks.try_lock("g", QueueRef("t", 0), "c1")
-
-    assert bench.broker.put_retry("%RETRY%g", b"x", reconsume_times=1).queue.topic == topic
-
-
 @pytest.mark.parametrize("options", [{"delay": 0.05}, {"delay_level": 1}], ids=["any delay", "level"])
 def test_a_message_that_is_sent_back_keeps_the_key_it_is_known_by(bench: Bench, options: dict[str, Any]) -> None:
     """It was given another one while it waited for a delay of no level, so that nobody could tell it came twice."""

@@ -27,7 +27,6 @@ def locks(clock: SimulatedClock) -> QueueLocks:
 
 
 def test_an_unknown_group_has_no_locks(locks: QueueLocks) -> None:
-    assert locks.is_lock_all_expired("g")
     assert locks.owner("g", Q[0]) is None
     assert locks.unlock_batch("g", Q, "c1") == set()
     assert locks.snapshot() == []
@@ -61,7 +60,6 @@ def test_asking_for_another_clients_lock_or_its_owner_renews_nothing(locks: Queu
     assert not locks.try_lock("g", Q[0], "c2")
     locks.owner("g", Q[0])
     locks.snapshot()
-    locks.is_lock_all_expired("g")
     clock.advance(1)
     assert locks.try_lock("g", Q[0], "c2")
 
@@ -94,17 +92,6 @@ def test_an_expired_lock_can_still_be_given_back(locks: QueueLocks, clock: Simul
 def test_groups_do_not_share_locks(locks: QueueLocks) -> None:
     assert locks.try_lock("g", Q[0], "c1")
     assert locks.try_lock("h", Q[0], "c2")
-    assert locks.is_lock_all_expired("i")
-
-
-def test_all_expired_means_that_no_lock_holds(locks: QueueLocks, clock: SimulatedClock) -> None:
-    locks.try_lock("g", Q[0], "c1")
-    clock.advance(1)
-    locks.try_lock("g", Q[1], "c1")
-    clock.advance(LEASE_MS)
-    assert not locks.is_lock_all_expired("g")  # the second has its last millisecond
-    clock.advance(1)
-    assert locks.is_lock_all_expired("g")
 
 
 def test_leases_do_not_follow_the_wall_clock(locks: QueueLocks, clock: SimulatedClock) -> None:
@@ -153,7 +140,6 @@ def test_a_lock_at_work_is_nobody_else_s_however_old(locks: QueueLocks, clock: S
     assert not locks.try_lock("g", Q[0], "c1")
     assert locks.unlock_batch("g", Q, "c1") == set()
     assert locks.owner("g", Q[0]) == "c1"
-    assert not locks.is_lock_all_expired("g")
     assert [lock.expired for lock in locks.snapshot()] == [False]
 
     locks.end_work("g", Q[0])
@@ -226,7 +212,6 @@ def test_every_answer_is_that_of_a_model(steps: list[tuple[str, str, set[QueueRe
         now = clock.monotonic_ms()
         live = {queue: owner for queue, (owner, end) in until.items() if now <= end}
         assert {queue: owner for queue in Q if (owner := locks.owner("g", queue))} == live
-        assert locks.is_lock_all_expired("g") is (not live)
 
 
 # --- races ---------------------------------------------------------------------------------------------------------

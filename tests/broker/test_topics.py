@@ -127,7 +127,7 @@ def test_with_auto_create_off_a_send_makes_no_topic_but_retries_still_find_their
     topics = _Topics(tmp_path / "s", auto_create_topics=False)
     with pytest.raises(TopicNotFoundError, match="auto_create_topics"):
         topics.table.for_send("a")
-    with pytest.raises(NotPermittedError, match="put_retry"):  # limits and locks count there (delivery#retry-put)
+    with pytest.raises(NotPermittedError, match="send_back"):
         topics.table.for_send("%RETRY%g")
     assert topics.table.ensure("%RETRY%g") == TopicConfig("%RETRY%g", 1, 1, 6)
     assert topics.table.ensure("%DLQ%g").read_queues == 1

@@ -42,7 +42,7 @@ from mqstore.broker.pop.orderinfo import Suspended
 from mqstore.broker.pop.service import Delivery, PopService
 from mqstore.broker.reading import Loss, ReadResult, Reads
 from mqstore.broker.retention import RetentionService
-from mqstore.broker.retry import Retries, RetryFields
+from mqstore.broker.retry import Retries
 from mqstore.broker.road import SendOptions
 from mqstore.broker.topics import QUEUES_MAX, TopicTable
 from mqstore.broker.transactions import Transactions
@@ -212,15 +212,6 @@ class Broker:
         if synced:
             options["durability"] = "append"
         return self._async_puts.put(lambda: self.put(topic, body, queue_id=queue_id, **options), synced=synced)
-
-    def put_retry(
-        self, topic: str, body: Body, properties: Mapping[str, str] | None = None, **fields: Unpack[RetryFields]
-    ) -> SendReceipt:
-        """A message into the retry topic `%RETRY%group` of a group, as remote clients send it when a send-back fails
-        (delivery#retry-put). Beyond the group's limit, or while an orderly member holds a queue's lock, it becomes a
-        dead letter. GroupNotFoundError; else as `put`."""
-        locks = _OrderlyLocks(self._locks, self._members)
-        return self._retries.put_retry(topic, bytes(body), properties or {}, locks=locks, **fields)
 
     def recall(self, recall_handle: str) -> bool:
         """Cancel a message delayed to a moment; whether it was still waiting. InvalidReceiptError for no handle."""
@@ -663,19 +654,6 @@ class Broker:
 
     def __repr__(self) -> str:
         return f"<Broker on {str(self.store.path)!r}{' closed' if self._closed else ''}>"
-
-
-@dataclass(frozen=True, slots=True)
-class _OrderlyLocks:
-    """Locks as `Retries` asks for them: a sign of an orderly group. Unordered members hold locks, too, to hand queues
-    over exactly; theirs tell nothing. A group without members may be one whose members are remote."""
-
-    locks: QueueLocks
-    members: Members
-
-    def is_lock_all_expired(self, group: str) -> bool:
-        mode = self.members.mode(group)
-        return (mode is not None and not mode.ordered) or self.locks.is_lock_all_expired(group)
 
 
 def _ms(duration: Duration, name: str) -> int:

@@ -147,12 +147,6 @@ class QueueLocks:
             self._tell(group)
         return given
 
-    def is_lock_all_expired(self, group: str) -> bool:
-        """Whether no lock of `group` holds: none was ever taken, all were given back, or all have expired."""
-        with self._mutex:
-            now_ms = self._clock.monotonic_ms()
-            return all(lease.expired(now_ms) for lease in self._leases.get(group, {}).values())
-
     def owner(self, group: str, queue: QueueRef) -> str | None:
         """The client that holds `queue`; None when it is free or its lock has expired. Renews nothing."""
         with self._mutex:

@@ -227,8 +227,10 @@ class TopicTable:
             raise InvalidMessageError(f"topic must be a str, not {type(name).__name__}", "topic")
         if is_system_topic(name):
             raise NotPermittedError(f"topic {name!r} belongs to the engine; nobody else sends to it")
-        if is_retry_topic(name):  # limits and locks of the group count there (delivery#retry-put)
-            raise NotPermittedError(f"topic {name!r} holds what a group has again; put to it with Broker.put_retry")
+        if is_retry_topic(name):
+            raise NotPermittedError(
+                f"topic {name!r} holds what a group has again; Broker.send_back puts a message of another topic there"
+            )
         sendable = self._sendable  # before looking, as in _find
         config = self.get(name) or self._create_to_send(name)
         if not config.writable:
