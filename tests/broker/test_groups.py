@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from mqstore.errors import (
     StoreFullError,
 )
 from mqstore.files.filesystem import FileSystem
+from tests.broker.support import in_threads
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
 
@@ -252,11 +252,7 @@ def test_threads_that_need_a_group_at_once_get_one(groups: _Groups) -> None:
     found: list[GroupConfig] = []
     told: list[str] = []
     groups.table.on_change.append(told.append)
-    threads = [threading.Thread(target=lambda: found.append(groups.table.need("g"))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[lambda: found.append(groups.table.need("g"))] * 8)
     assert len({id(config) for config in found}) == 1
     assert told == ["g"]
     assert groups.stored()["dataVersion"]["counter"] == 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mqstore.broker.locks import LEASE_MS, QueueLock, QueueLocks
 from mqstore.clock import SimulatedClock
 from mqstore.log.commitlog import QueueRef
+from tests.broker.support import in_threads
 
 Q = [QueueRef("orders", i) for i in range(4)]
 
@@ -215,26 +216,6 @@ def test_every_answer_is_that_of_a_model(steps: list[tuple[str, str, set[QueueRe
 
 
 # --- races ---------------------------------------------------------------------------------------------------------
-
-
-def in_threads(*calls: Any) -> None:
-    """Run all `calls` at once and let what any of them raises fail the test."""
-    gate = threading.Barrier(len(calls))
-    failures: list[BaseException] = []
-
-    def run(call: Any) -> None:
-        try:
-            gate.wait()
-            call()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
 
 
 def test_of_clients_that_race_for_an_expired_lock_one_gets_it(locks: QueueLocks, clock: SimulatedClock) -> None:

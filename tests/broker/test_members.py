@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
+from functools import partial
 
 import pytest
 
 from mqstore.broker.members import Members, Mode
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
+from tests.broker.support import in_threads
 
 ALL = {"orders": ("TAG", "*")}
 QUEUE = Mode("queue")
@@ -173,22 +174,16 @@ def test_a_failing_listener_is_logged_and_keeps_nobody_from_hearing(
 
 def test_of_two_modes_that_race_one_gets_the_group(members: Members) -> None:
     for turn in range(50):
-        gate = threading.Barrier(4)
         accepted: list[Mode] = []
 
-        def join(number: int, gate: threading.Barrier, accepted: list[Mode], group: str) -> None:
+        def join(number: int, accepted: list[Mode], group: str) -> None:
             mode = Mode("queue" if number % 2 else "pop")
-            gate.wait()
             try:
                 members.register(f"c{number}", group, ALL, mode)
             except GroupInUseError:
                 return
             accepted.append(mode)
 
-        threads = [threading.Thread(target=join, args=(i, gate, accepted, f"g{turn}")) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(partial(join, i, accepted, f"g{turn}") for i in range(4)))
         assert len(accepted) == 2
         assert set(accepted) == {members.mode(f"g{turn}")}

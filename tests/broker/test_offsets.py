@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from mqstore.errors import (
     StoreIOError,
 )
 from mqstore.files.filesystem import FileSystem
+from tests.broker.support import in_threads
 from tests.conftest import GoldenStore
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import kill, open_store
@@ -667,11 +668,7 @@ def test_commits_from_many_threads_all_arrive(offsets: _Offsets) -> None:
             if offset % 10 == 0:
                 offsets.table.save()
 
-    threads = [threading.Thread(target=work, args=(queue_id,)) for queue_id in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(work, queue_id) for queue_id in range(4)))
     assert not offsets.table.dirty
     assert offsets.again().of_group("g") == {("t", queue_id): 50 for queue_id in range(4)}
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mqstore.broker.selection import RoundRobin, group_queue, java_selector_queue, jump_hash, siphash24
 from mqstore.layout.javahash import java_hash
+from tests.broker.support import in_threads
 
 # Broker-semantics 12, measured against Guava 32.1.3: group, javaHash, jump for 4, 8, 16, sipHash24, its mod 4, 8, 16.
 GUAVA = [
@@ -151,16 +152,10 @@ def test_round_robin_starts_anywhere() -> None:
 def test_threads_share_one_counter_and_skip_no_queue() -> None:
     robin = RoundRobin()
     taken: list[list[int]] = [[] for _ in range(4)]
-    gate = threading.Barrier(4)
 
     def put(mine: list[int]) -> None:
-        gate.wait()
         mine.extend(robin.next("a", 2**62) for _ in range(2_000))
 
-    threads = [threading.Thread(target=put, args=(mine,)) for mine in taken]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(put, mine) for mine in taken))
     numbers = sorted(number for mine in taken for number in mine)
     assert numbers == list(range(numbers[0], numbers[0] + 8_000))

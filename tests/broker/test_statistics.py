@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from mqstore.broker.admin.statistics import (
 )
 from mqstore.clock import SimulatedClock
 from tests.broker.scraping import scraped
+from tests.broker.support import in_threads
 
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 
@@ -107,20 +107,13 @@ def test_a_snapshot_does_not_change(statistics: Statistics, clock: SimulatedCloc
 
 
 def test_threads_lose_no_count(statistics: Statistics) -> None:
-    gate = threading.Barrier(4)
-
     def count() -> None:
-        gate.wait()
         for _ in range(2_000):
             statistics.add(TOPIC_PUT_NUMS, "t")
             statistics.add_many([(TOPIC_PUT_NUMS, "t", 1, 1), (TOPIC_PUT_SIZE, "t", 3, 1)])
             statistics.lost("g", "t", 0, 1)
 
-    threads = [threading.Thread(target=count) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[count] * 4)
     snapshot = statistics.snapshot()
     assert snapshot.total(TOPIC_PUT_NUMS, "t") == 16_000
     assert snapshot.total(TOPIC_PUT_SIZE, "t") == 24_000

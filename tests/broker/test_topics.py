@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from mqstore.errors import (
 )
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
+from tests.broker.support import in_threads
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import open_store
@@ -183,11 +183,7 @@ def test_threads_that_send_first_at_once_make_one_topic(topics: _Topics) -> None
     found: list[TopicConfig] = []
     told: list[str] = []
     topics.table.on_change.append(told.append)
-    threads = [threading.Thread(target=lambda: found.append(topics.table.for_send("a"))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[lambda: found.append(topics.table.for_send("a"))] * 8)
     assert len({id(config) for config in found}) == 1
     assert told == ["a"]
     assert topics.stored()["dataVersion"]["counter"] == 1
