@@ -12,11 +12,11 @@ import pytest
 
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP
 from mqstore.broker.parts import Parts
+from mqstore.broker.transactionops import OP_EVERY_MS
 from mqstore.broker.transactions import (
     CHECK_AFTER_MS,
     CHECK_EVERY_MS,
     NOT_ASKED,
-    OP_EVERY_MS,
     TransactionHandle,
     Transactions,
 )
@@ -304,7 +304,7 @@ def test_ops_that_cannot_be_written_are_kept_and_the_end_stands(bench: Bench, mo
 
     handles = [bench.begin() for _ in range(1200)]
     with monkeypatch.context() as patch:
-        patch.setattr(bench.transactions, "_op_outlet", Full())
+        patch.setattr(bench.transactions._ops, "_outlet", Full())
         for handle in handles:
             bench.transactions.end(handle, "rollback")
         with pytest.raises(StoreFullError):
