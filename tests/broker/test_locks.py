@@ -71,18 +71,6 @@ def test_a_batch_gets_what_is_free(locks: QueueLocks) -> None:
     assert locks.try_lock_batch("g", [], "c1") == set()
 
 
-def test_unlocking_by_another_client_is_ignored(locks: QueueLocks) -> None:
-    locks.try_lock("g", Q[0], "c1")
-    assert locks.unlock_batch("g", Q, "c2") == set()
-    assert locks.owner("g", Q[0]) == "c1"
-
-
-def test_an_unlocked_queue_is_free_at_once(locks: QueueLocks) -> None:
-    locks.try_lock_batch("g", Q[:2], "c1")
-    assert locks.unlock_batch("g", [Q[0], Q[3]], "c1") == {Q[0]}
-    assert locks.try_lock_batch("g", Q[:2], "c2") == {Q[0]}
-
-
 def test_an_expired_lock_can_still_be_given_back(locks: QueueLocks, clock: SimulatedClock) -> None:
     locks.try_lock("g", Q[0], "c1")
     clock.advance(LEASE_MS + 1)

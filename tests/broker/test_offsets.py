@@ -70,22 +70,6 @@ def offsets(tmp_path: Path) -> Any:
 # -- committed ---------------------------------------------------------------------------------------------------------
 
 
-def test_never_committed_is_not_zero(offsets: _Offsets) -> None:
-    table = offsets.table
-    assert table.committed("g", "t", 0) is None
-    table.commit("g", "t", 0, 0)
-    assert table.committed("g", "t", 0) == 0
-    assert table.committed("g", "t", 1) is None
-    assert table.committed("g", "u", 0) is None
-    assert table.committed("h", "t", 0) is None
-
-
-def test_the_last_commit_wins_also_backwards(offsets: _Offsets) -> None:
-    for offset in (5, 9, 2):
-        offsets.table.commit("g", "t", 0, offset)
-    assert offsets.table.committed("g", "t", 0) == 2
-
-
 @pytest.mark.parametrize(("queue_id", "offset"), [(0, -1), (-1, 0), (0, 2**63), (2**31, 0)])
 def test_a_number_that_cannot_be_is_refused(offsets: _Offsets, queue_id: int, offset: int) -> None:
     with pytest.raises(ConfigError):
@@ -116,21 +100,6 @@ def test_a_name_that_the_file_could_not_give_back_is_refused(offsets: _Offsets, 
     assert not offsets.file.exists()
 
 
-# -- the last read -----------------------------------------------------------------------------------------------------
-
-
-def test_the_last_read_is_known_apart_from_what_is_committed_and_is_not_stored(offsets: _Offsets) -> None:
-    offsets.fill("t", 0, 9)
-    table = offsets.table
-    assert table.query_pull("g", "t", 0) is None
-    table.commit("g", "t", 0, 4)
-    assert table.query_pull("g", "t", 0) == 4
-    table.note_pull("g", "t", 0, 7)
-    assert (table.query_pull("g", "t", 0), table.committed("g", "t", 0)) == (7, 4)
-    table.save()
-    assert offsets.again().query_pull("g", "t", 0) == 4
-
-
 # -- resets ------------------------------------------------------------------------------------------------------------
 
 
@@ -152,18 +121,6 @@ def test_late_commits_are_dropped_until_the_reset_is_taken(offsets: _Offsets) ->
     assert table.committed("g", "t", 0) == 5
 
 
-def test_a_reset_concerns_one_queue_of_one_group(offsets: _Offsets) -> None:
-    for topic, queue_id in (("t", 0), ("t", 1), ("u", 0)):
-        offsets.fill(topic, queue_id, 3)
-    table = offsets.table
-    table.reset("t", "g", 0, 1)
-    for group, topic, queue_id in (("h", "t", 0), ("g", "t", 1), ("g", "u", 0)):
-        table.commit(group, topic, queue_id, 2)
-        assert table.committed(group, topic, queue_id) == 2
-        assert table.take_reset(topic, group, queue_id) is None
-    assert table.take_reset("t", "g", 0) == 1
-
-
 def test_a_reset_outlives_a_crash_as_the_offset_it_set(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 9)
     offsets.table.commit("g", "t", 0, 8)
@@ -181,43 +138,6 @@ def test_a_reset_may_go_to_either_end(offsets: _Offsets, offset: int) -> None:
 
 
 # -- whole groups and topics -------------------------------------------------------------------------------------------
-
-
-def _populate(offsets: _Offsets) -> OffsetTable:
-    table = offsets.table
-    for topic in ("t", "u"):
-        for queue_id in (0, 1):
-            offsets.fill(topic, queue_id, 9)
-            for i, group in enumerate(("g", "h")):
-                table.note_pull(group, topic, queue_id, 8)
-                table.commit(group, topic, queue_id, 2 + i + queue_id)
-    table.reset("t", "g", 0, 1)
-    table.reset("u", "h", 0, 1)
-    return table
-
-
-def test_a_removed_group_leaves_nothing_and_others_alone(offsets: _Offsets) -> None:
-    table = _populate(offsets)
-    table.remove_group("g")
-    assert table.of_group("g") == {}
-    assert table.query_pull("g", "u", 0) is None
-    assert not table.has_reset("t", "g", 0)
-    assert table.of_group("h") == {("t", 0): 3, ("t", 1): 4, ("u", 0): 1, ("u", 1): 4}
-    assert (table.query_pull("h", "t", 0), table.has_reset("u", "h", 0)) == (8, True)
-    table.save()
-    assert offsets.again().of_group("g") == {}
-
-
-def test_a_deleted_topic_leaves_nothing_but_its_start(offsets: _Offsets) -> None:
-    table = _populate(offsets)
-    table.bury({"t": {1: 6}}, deleted=True)
-    assert table.groups_of("t") == set()
-    assert table.query_pull("h", "t", 1) is None
-    assert not table.has_reset("t", "g", 0)
-    assert table.bounds("t", 1) == (6, 9)
-    assert table.groups_of("u") == {"g", "h"}
-    assert table.has_reset("u", "h", 0)
-    assert (offsets.again().groups_of("t"), offsets.again().start_of("t", 1)) == (set(), 6)
 
 
 def test_the_engines_bookkeeping_cannot_be_removed(offsets: _Offsets) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.broker.published import Published, PublishedFiles, publish
+from mqstore.broker.published import PublishedFiles, publish
 from tests.faults import Crash, FaultyFileSystem
 
 PROGRESS = {("t", 0): 5, ("t", 10): 7, ("u", 0): 0}
@@ -31,17 +31,6 @@ def names(root: Path) -> list[str]:
 
 def owner(root: Path, fs: FaultyFileSystem | None = None) -> PublishedFiles:
     return PublishedFiles(root, fs or FaultyFileSystem())
-
-
-def test_what_is_published_is_taken_once(root: Path) -> None:
-    publish(root, "sp", PROGRESS)
-    files = owner(root)
-    assert [*files.look()] == [Published("sp", PROGRESS)] == [*files.look()]
-    assert [*files.take()] == [Published("sp", PROGRESS)]
-    files.settle()
-    assert names(root) == []
-    assert [*files.take()] == [*files.look()] == []
-    assert files.problems == []
 
 
 def test_the_file_is_as_documented(root: Path) -> None:
@@ -141,18 +130,6 @@ def test_a_damaged_file_is_told_once_and_set_aside(root: Path, content: bytes) -
     assert "damaged, and is not counted" in problem
 
 
-@pytest.mark.parametrize("group", ["a@b", "x" * 201, "a\n"])
-def test_a_group_that_nobody_can_publish_is_damage(root: Path, group: str) -> None:
-    """As a file from elsewhere may have it: the owner could not keep offsets under that name."""
-    publish(root, "fine", {("t", 0): 1})
-    (folder(root) / f"{group}.json").write_text(json.dumps({**GOOD, "group": group}))
-    files = owner(root)
-    assert [*files.take()] == [("fine", {("t", 0): 1})]
-    files.settle()
-    assert names(root) == [f"{group}.json.corrupt"]
-    assert "damaged, and is not counted" in files.problems[0]
-
-
 def test_a_folder_that_cannot_be_read_or_written_is_told_and_never_fatal(root: Path) -> None:
     publish(root, "sp", {("t", 0): 4})
     fs = FaultyFileSystem()
@@ -229,17 +206,3 @@ def test_a_full_disk_leaves_the_old_and_no_rubbish(root: Path) -> None:
         publish(root, "sp", {("t", 0): 2}, fs)
     assert names(root) == ["sp.json"]
     assert [*owner(root).look()] == [("sp", {("t", 0): 1})]
-
-
-def test_an_owner_that_dies_at_any_step_counts_the_newest_at_last(root: Path) -> None:
-    for step in range(1, 10):
-        publish(root, "sp", {("t", 0): step})
-        fs = FaultyFileSystem()
-        fs.crash(nth=step)
-        files = owner(root, fs)
-        try:
-            counted = [found.offsets["t", 0] for found in files.take()]
-            files.settle()
-        except Crash:
-            counted = [found.offsets["t", 0] for found in owner(root).take()] or counted
-        assert counted == [step]

@@ -104,13 +104,14 @@ def test_a_reset_holds_until_the_stream_tells_again_where_it_is(owner: Owner) ->
     assert owner.table.has_reset("t", "sp", 1)  # of which nothing was published
 
 
-def test_a_file_under_a_name_that_no_group_has_does_not_keep_the_store_shut(owner: Owner) -> None:
+@pytest.mark.parametrize("group", ["a@b", "x" * 201, "a\n"])
+def test_a_file_under_a_name_that_no_group_has_does_not_keep_the_store_shut(owner: Owner, group: str) -> None:
     owner.publish(4)
-    content = {"version": 1, "group": "a@b", "offsets": {"t": {"0": 5}}}
-    (owner.path / "config/spark/groups/a@b.json").write_text(json.dumps(content))
+    content = {"version": 1, "group": group, "offsets": {"t": {"0": 5}}}
+    (owner.path / f"config/spark/groups/{group}.json").write_text(json.dumps(content))
     table = OffsetTable(owner.store)
     assert table.groups() == {"sp"}
-    assert owner.waiting() == ["a@b.json.corrupt"]
+    assert owner.waiting() == [f"{group}.json.corrupt"]
 
 
 def test_what_was_folded_in_is_not_folded_in_again(owner: Owner) -> None:

@@ -93,11 +93,6 @@ def test_a_copy_waits_in_its_level_or_is_a_dead_letter(
         assert "dlq_reason" not in properties
 
 
-@pytest.mark.parametrize("times", range(16))
-def test_with_the_standard_table_retries_are_levels_from_3_on(parts: Parts, times: int) -> None:
-    assert back(parts, put(parts, reconsume=times)).stored_properties()["DELAY"] == str(min(3 + times, 18))
-
-
 # (table in force, reconsume times of what failed, level it waits in; None: the timer): delivery#backoff
 TABLES: list[tuple[str, int, int | None]] = [
     ("1h 5h", 0, None),

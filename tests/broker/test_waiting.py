@@ -138,23 +138,6 @@ def test_a_put_wakes_whom_it_concerns(
     assert hall.is_empty() is woken
 
 
-def test_an_offset_to_come_is_waited_for(hall: Hall) -> None:
-    hall.park("third", offset=2)
-    hall.put(count=2)
-    assert hall.woken() == []
-    hall.put()
-    assert hall.woken() == ["third"]
-
-
-def test_only_units_behind_the_offset_are_matched(hall: Hall) -> None:
-    hall.put(tag="paid")
-    hall.park("behind", offset=1, filter=PAID)
-    hall.put(tag="open")
-    assert hall.woken() == []
-    hall.put(tag="paid")
-    assert hall.woken() == ["behind"]
-
-
 def test_what_any_queue_held_before_is_not_news(hall: Hall) -> None:
     """The first growth of a queue that stood full when the first waiter came is the new unit, not all of them."""
     for queue_id in range(3):
@@ -403,26 +386,6 @@ def test_five_seconds_after_a_unit_was_passed_over_the_reader_is_sent_on(hall: H
     hall.pass_ms(60_000)
     assert hall.told == [("w", True)]
     assert hall.is_empty()
-
-
-def test_units_passed_over_before_parking_count_too(hall: Hall) -> None:
-    hall.put(tag="open", count=3)
-    hall.park("w", offset=1, filter=PAID)
-    hall.park("at the end", offset=3, filter=PAID)
-    hall.pass_ms(4_999)
-    assert hall.told == []
-    hall.pass_ms(1)
-    assert hall.told == [("w", True)]
-
-
-def test_a_deadline_before_the_five_seconds_is_a_deadline(hall: Hall) -> None:
-    hall.park("before", offset=0, filter=PAID, in_ms=4_999)
-    hall.park("same", offset=0, filter=PAID, in_ms=5_000)
-    hall.put(tag="open")
-    hall.pass_ms(4_999)
-    assert hall.told == [("before", False)]
-    hall.pass_ms(1)
-    assert hall.told == [("before", False), ("same", False)]
 
 
 def test_of_a_group_one_is_sent_to_step_over(hall: Hall) -> None:
