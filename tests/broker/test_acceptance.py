@@ -11,7 +11,9 @@ import pytest
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.members import Mode
 from mqstore.errors import ConfigError, NotPermittedError, StoreClosedError
+from mqstore.log.commitlog import QueueRef
 from tests.broker.support import Bench
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
@@ -130,6 +132,17 @@ CALLS: dict[str, Callable[[Broker], object]] = {
     "delete a group": lambda broker: broker.delete_group("g"),
     "delete settings": lambda broker: broker.groups.delete("g"),
     "a new group": lambda broker: broker.groups.need("late"),
+    "try_lock": lambda broker: broker.locks.try_lock("g", QueueRef("t", 0), "c"),
+    "register": lambda broker: broker.members.register("d", "g", {"t": ("TAG", "*")}, Mode("queue")),
+    "on_check": lambda broker: broker.transactions.on_check("q", lambda half: True),
+    "min_offset": lambda broker: broker.min_offset("t", 0),
+    "max_offset": lambda broker: broker.max_offset("t", 0),
+    "offset_for_time": lambda broker: broker.offset_for_time("t", 0, 0),
+    "committed": lambda broker: broker.committed("g", "t", 0),
+    "start_of": lambda broker: broker.start_of("g", "t", 0),
+    "attempts": lambda broker: broker.attempts("g", "t", 0),
+    "pending": lambda broker: broker.pending("g"),
+    "dead_letters": lambda broker: broker.dead_letters("g"),
     "stats": lambda broker: broker.stats(),
     "prometheus": lambda broker: broker.prometheus(),
 }
@@ -140,7 +153,8 @@ CALLS: dict[str, Callable[[Broker], object]] = {
 def test_a_closed_broker_refuses_and_leaves_the_files_to_who_has_the_lock_now(
     bench: Bench, name: str, forked: bool
 ) -> None:
-    """A group that was created on a broker closed long ago used to be written over the groups of its successor."""
+    """A group that was created on a broker closed long ago used to be written over the groups of its successor. Others
+    granted locks that another process may hold, made members, or told how far a group had come until the closing."""
     late = bench.broker
     late.topics.create("t", queues=1)
     late.groups.create("g")
