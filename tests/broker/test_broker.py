@@ -701,3 +701,19 @@ def test_every_table_has_the_permissions_of_its_store(tmp_path: Path) -> None:
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "store" / "config").glob("*.json")}
     assert {"consumerOffset.json", "delayOffset.json", "subscriptionGroup.json", "topics.json"} <= modes.keys()
     assert set(modes.values()) == {0o640}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_delay": math.inf},
+        {"dlq_retention": math.inf},
+        {"commit_interval": math.inf},
+        {"retention": Retention(age=math.inf)},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_a_configuration_with_a_time_that_never_ends_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    """OverflowError, from deep inside; and it did not say which."""
+    with pytest.raises(ConfigError, match=f"{next(iter(config))}.*ends"):
+        Bench(tmp_path / "store", **config)

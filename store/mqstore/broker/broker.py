@@ -60,7 +60,7 @@ from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
-from mqstore.options import Durability, Duration, seconds
+from mqstore.options import Durability, Duration, milliseconds, seconds
 
 __all__ = ["Broker"]
 
@@ -305,7 +305,7 @@ class Broker:
     def _deadline(self, timeout: Duration | None) -> int | None:
         if timeout is None or timeout == math.inf:
             return None
-        return self._clock.monotonic_ms() + _ms(timeout, "timeout")
+        return self._clock.monotonic_ms() + milliseconds(timeout, "timeout")
 
     # -- progress ---------------------------------------------------------------------------------------------------
 
@@ -440,7 +440,7 @@ class Broker:
         `poll` seconds for a first message."""
         del client_id  # any member may settle what any other received
         chosen = None if filter is None else as_filter(filter)
-        invisible_ms = _ms(invisible, "invisible")
+        invisible_ms = milliseconds(invisible, "invisible")
         poll_s = 0.0
         if poll:
             self._check_open()
@@ -473,13 +473,13 @@ class Broker:
         self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None
     ) -> str:
         """Make a delivery visible again in `invisible` seconds from now; the receipt that replaces the given one."""
-        return self._pop.change_invisible(group, topic, receipt, _ms(invisible, "invisible"), durability)
+        return self._pop.change_invisible(group, topic, receipt, milliseconds(invisible, "invisible"), durability)
 
     def renew(
         self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None
     ) -> str:
         """As `change_invisible`, for a delivery still being worked on: the receipt stays good, and is returned."""
-        return self._pop.renew(group, topic, receipt, _ms(invisible, "invisible"), durability)
+        return self._pop.renew(group, topic, receipt, milliseconds(invisible, "invisible"), durability)
 
     def nack(
         self,
@@ -493,7 +493,7 @@ class Broker:
     ) -> str | None:
         """Give a delivery back as failed: it comes again after `delay`, None: by the group's retry policy. `error` is
         shown by `suspended`, for a queue that is popped in order."""
-        delay_ms = None if delay is None else _ms(delay, "delay")
+        delay_ms = None if delay is None else milliseconds(delay, "delay")
         return self._pop.nack(group, topic, receipt, delay_ms, durability, error=error)
 
     def release(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
@@ -549,7 +549,7 @@ class Broker:
             group,
             physical_offset,
             delay_level=delay_level,
-            delay_ms=None if delay is None else _ms(delay, "delay"),
+            delay_ms=None if delay is None else milliseconds(delay, "delay"),
             max_reconsume=max_reconsume,
             attempts=attempts,
             reason=reason,
@@ -654,12 +654,3 @@ class Broker:
 
     def __repr__(self) -> str:
         return f"<Broker on {str(self.store.path)!r}{' closed' if self._closed else ''}>"
-
-
-def _ms(duration: Duration, name: str) -> int:
-    if type(duration) is int and duration >= 0:
-        return duration * 1000
-    wanted = seconds(duration, name)
-    if wanted == math.inf:
-        raise ConfigError(f"{name} must be a number of seconds that ends, not {duration!r}")
-    return int(wanted * 1000)

@@ -62,7 +62,7 @@ from mqstore.layout.properties import (
     WAIT,
 )
 from mqstore.log.message import Message
-from mqstore.options import seconds
+from mqstore.options import milliseconds
 
 __all__ = ["DeadLetterExpiry", "DeadLetters", "Replay"]
 
@@ -368,7 +368,7 @@ class DeadLetterExpiry:
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
         age = parts.config.dlq_retention
-        self._age_ms = None if age is None else int(seconds(age, "dlq_retention") * 1000)
+        self._age_ms = None if age is None else milliseconds(age, "dlq_retention")
         self._parts = parts
 
     def run_once(self, now_ms: int) -> int | None:

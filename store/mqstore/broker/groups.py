@@ -18,7 +18,6 @@ exponential  initial * multiplier ** r         initial * multiplier ** (attempt-
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -29,7 +28,7 @@ from mqstore.broker.configfile import ConfigFile, DataVersion, entries, member, 
 from mqstore.broker.names import check_group, is_system_group
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
 from mqstore.log.store import MessageStore
-from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, delay_table_ms, seconds
+from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, delay_table_ms, milliseconds
 
 __all__ = [
     "ORDERED_RETRY",
@@ -92,7 +91,7 @@ class RetryPolicy:
         given: object = delays
         if isinstance(given, str) or not isinstance(given, Iterable):
             raise ConfigError(f"delays are several, as in [10, 60, 600], not {delays!r:.100}")
-        table = tuple(_ms(delay, "delays") for delay in delays)
+        table = tuple(milliseconds(delay, "delays") for delay in delays)
         if not table:
             raise ConfigError("delays is empty; leave it out for the standard ones, or give [0] to retry at once")
         self._set(_checked_attempts(max_attempts), "custom", table)
@@ -104,7 +103,7 @@ class RetryPolicy:
         """Wait `initial` (seconds or timedelta), then `multiplier` times as long each time, at most `maximum`."""
         if type(multiplier) is not int or multiplier < 1:
             raise ConfigError(f"multiplier must be an integer from 1, not {multiplier!r}")
-        low, high = _ms(initial, "initial"), _ms(maximum, "maximum")
+        low, high = milliseconds(initial, "initial"), milliseconds(maximum, "maximum")
         return cls._of(
             _checked_attempts(max_attempts), "exponential", initial_ms=low, multiplier=multiplier, max_ms=high
         )
@@ -206,13 +205,6 @@ def exponential(
 ) -> RetryPolicy:
     """Wait for `initial`, then `factor` times as long each time, at most for `maximum`: `RetryPolicy.exponential`."""
     return RetryPolicy.exponential(initial, factor, maximum, max_attempts=max_attempts)
-
-
-def _ms(duration: Duration, name: str) -> int:
-    wanted = seconds(duration, name)
-    if wanted == math.inf:
-        raise ConfigError(f"{name} must be a number of seconds that ends, not {duration!r}")
-    return round(wanted * 1000)
 
 
 def _checked_attempts(max_attempts: int | None) -> int | None:

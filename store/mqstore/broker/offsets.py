@@ -54,7 +54,7 @@ from mqstore.errors import ConfigError
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.queueends import load_ends
 from mqstore.log.store import MessageStore
-from mqstore.options import Durability, seconds
+from mqstore.options import Durability, milliseconds
 
 __all__ = ["OffsetTable", "after_sent", "check_offsets"]
 
@@ -78,7 +78,7 @@ class OffsetTable:
         """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
         self._store = store
         self._clock = store.clock
-        self._interval_ms = max(1, round(seconds(store.config.commit_interval, "commit_interval") * 1000))
+        self._interval_ms = max(1, milliseconds(store.config.commit_interval, "commit_interval"))
         self._due_ms: int | None = None
         self._noted = load_ends(store.path, store.fs)
         """Where queues ended when a recovery shortened them, and nobody had looked at these offsets since; None once

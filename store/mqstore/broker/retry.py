@@ -62,7 +62,7 @@ from mqstore.layout.properties import (
 )
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
-from mqstore.options import Durability, seconds
+from mqstore.options import Durability, milliseconds
 
 __all__ = ["DLQ_REASON_BYTES", "TIMER_MARKS", "Retries", "origin_topic"]
 
@@ -104,7 +104,7 @@ class Retries:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._levels_ms = parts.store.delay_table_ms
-        self._max_delay_ms = int(seconds(parts.config.max_delay, "max_delay") * 1000)
+        self._max_delay_ms = milliseconds(parts.config.max_delay, "max_delay")
 
     def send_back(
         self,

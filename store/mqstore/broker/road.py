@@ -55,7 +55,7 @@ from mqstore.log.outgoing import (
 from mqstore.log.store import MessageStore
 from mqstore.log.writer import MAX_QUEUE_ID, PutOptions
 from mqstore.native import kernel
-from mqstore.options import Durability, Duration, seconds
+from mqstore.options import Durability, Duration, milliseconds
 
 __all__ = ["DelayedReceipt", "Road", "SendOptions"]
 
@@ -106,7 +106,7 @@ class Road:
         self._offsets = offsets
         self._clock = store.clock
         self._levels = len(store.delay_table_ms)
-        self._max_delay_ms = int(seconds(store.config.max_delay, "max_delay") * 1000)
+        self._max_delay_ms = milliseconds(store.config.max_delay, "max_delay")
         self._group_hash = store.manifest.group_hash
         self._turns = RoundRobin()
         self._put = store.put

@@ -75,7 +75,7 @@ from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_MASK
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, user_properties
-from mqstore.options import Durability, Duration, Retention, seconds
+from mqstore.options import Durability, Duration, Retention, milliseconds, seconds
 
 __all__ = ["NOT_ASKED", "NotAsked", "Outcome", "TransactionHandle", "Transactions"]
 
@@ -164,7 +164,7 @@ class Transactions:
         self._wake = wake
         self._turns = RoundRobin()
         age = (parts.config.retention or Retention()).age
-        self._age_ms = None if age is None else int(seconds(age, "retention.age") * 1000)
+        self._age_ms = None if age is None else milliseconds(age, "retention.age")
         self._callbacks: dict[str | None, CheckCallback] = {}
         self._lock = threading.Lock()
         self._open: dict[int, _Half] = {}
