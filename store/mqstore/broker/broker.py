@@ -429,7 +429,6 @@ class Broker:
         order: bool = False,
         start: Start | None = None,
         attempt_id: str | None = None,
-        client_id: str = "",
         local: bool = True,
         durability: Durability | None = None,
         skip_acked: bool = False,
@@ -438,7 +437,6 @@ class Broker:
         unless it is acknowledged by then. `order`: nothing behind an unsettled message of its queue is delivered; that
         comes again with all behind it of its batch, with `skip_acked` without those that were acknowledged. Waits up to
         `poll` seconds for a first message."""
-        del client_id  # any member may settle what any other received
         chosen = None if filter is None else as_filter(filter)
         invisible_ms = milliseconds(invisible, "invisible")
         poll_s = 0.0

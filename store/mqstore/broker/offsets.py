@@ -110,7 +110,7 @@ class OffsetTable:
         self._version = DataVersion()
         self._versioned = 0
         self._load()
-        self._published = PublishedFiles(store.path, store.fs)
+        self._published = PublishedFiles(store.path, store.fs, self._file.report)
         self._fold()
         # At once: once the queue has grown past a number that was lowered here, the file's would pass for a good one,
         # and a crash before the next save would have the group skip what came between. Who reads lowers it for
@@ -534,9 +534,6 @@ class OffsetTable:
                 self.take_reset(topic, group, queue_id)
                 if self.committed(group, topic, queue_id) != offset:
                     self.commit(group, topic, queue_id, offset)
-        for problem in self._published.problems:
-            self._file.report(problem)
-        self._published.problems.clear()
 
     def _lowered(self, where: str, topic: str, queue_id: int, offset: int, group: str = "") -> int:
         of_log = group == DELETED_GROUP

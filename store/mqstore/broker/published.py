@@ -23,7 +23,7 @@ A folder of its own: what else lives in `config/spark/` has names that a group m
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -81,14 +81,14 @@ def _is_name(group: str) -> bool:
 class PublishedFiles:
     """The published files of a store, for its owner, and for others that only look. Not thread-safe."""
 
-    def __init__(self, root: Path, fs: FileSystem) -> None:
+    def __init__(self, root: Path, fs: FileSystem, report: Callable[[str], object]) -> None:
+        """`report` is called with a sentence for each thing amiss, once."""
         self._folder = root.joinpath(*_FOLDER)
         self._fs = fs
         self._first = True
         self._taken: list[str] = []
         self._reported: set[str] = set()
-        self.problems: list[str] = []
-        """What was amiss, a sentence each; who calls reports and clears it."""
+        self._tell = report
 
     def look(self) -> Iterator[Published]:
         """What waits to be taken, older first. Changes nothing."""
@@ -162,7 +162,7 @@ class PublishedFiles:
     def _report(self, problem: str) -> None:
         if problem not in self._reported:
             self._reported.add(problem)
-            self.problems.append(problem)
+            self._tell(problem)
 
 
 def _decode(data: bytes, name: str) -> Published:

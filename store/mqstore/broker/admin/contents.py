@@ -281,11 +281,9 @@ def _consumer_offsets(root: Path, fs: FileSystem, problems: list[str]) -> dict[s
             offsets.setdefault(group, {})[topic] = dict(
                 sorted(queues.items(), key=lambda item: (len(item[0]), item[0]))
             )
-    published = PublishedFiles(root, fs)
-    for group, progress in published.look():
+    for group, progress in PublishedFiles(root, fs, problems.append).look():
         for (topic, queue_id), offset in progress.items():
             offsets.setdefault(group, {}).setdefault(topic, {})[str(queue_id)] = offset
-    problems += published.problems
     return offsets
 
 
