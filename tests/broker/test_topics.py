@@ -306,6 +306,10 @@ def test_queues_are_taken_from_writers_then_drained_then_taken_from_readers(topi
     with pytest.raises(ConfigError, match=r"queues 3 hold"):
         topics.table.alter("a", read_queues=2)
     topics.offsets.commit("h", "a", 3, 2)
+    topics.offsets.commit("k", "a", 0, 0)  # was never in queue 3, so it has all of it before it
+    with pytest.raises(ConfigError, match=r"queues 3 hold"):
+        topics.table.alter("a", read_queues=2)
+    topics.offsets.commit("k", "a", 3, 2)
     assert topics.table.alter("a", read_queues=2).read_queues == 2
 
 
