@@ -489,8 +489,8 @@ def test_transactions_given_up_can_be_read(tmp_path: Path) -> None:
     [
         ("topics.json", {"broker"}),
         ("consumerOffset.json", {"broker"}),
-        ("delayOffset.json", {"delay_levels"}),
-        ("consumerOrderInfo.json", {"in_flight"}),
+        ("delayOffset.json", {"delay_levels", "oldest_pin"}),
+        ("consumerOrderInfo.json", {"in_flight", "order_info"}),
     ],
 )
 def test_a_damaged_table_hides_what_hangs_on_it_and_nothing_else(tmp_path: Path, file: str, sections: set[str]) -> None:

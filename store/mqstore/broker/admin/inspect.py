@@ -491,23 +491,16 @@ def inspect_broker(
     found: dict[str, Any] = {}
     not_shown: dict[str, str] = {}
     with MessageStore(path, "r", config=config, fs=fs) as store:
-        now_ms = store.clock.now_ms()
-
-        def tell(section: str, look: Callable[[], Any], otherwise: Any) -> Any:
+        sections: dict[str, Callable[[], Any]] = {}
+        try:
+            sections = _sections(open_parts(store), store.clock.now_ms())
+        except (MQStoreError, OSError) as error:
+            not_shown["broker"] = str(error)
+        for section, look in sections.items():
             try:
                 found[section] = look()
             except (MQStoreError, OSError, LookupError, ValueError) as error:
-                found[section] = otherwise
                 not_shown[section] = str(error)
-            return found[section]
-
-        parts: Parts | None = None
-        try:
-            parts = open_parts(store)
-        except (MQStoreError, OSError) as error:
-            not_shown["broker"] = str(error)
-        if parts is not None:
-            _sections(parts, now_ms, tell)
     return {**_EMPTY, **found, "not_shown": not_shown}
 
 
@@ -522,33 +515,21 @@ _EMPTY: dict[str, Any] = {
 }
 
 
-def _sections(parts: Parts, now_ms: int, tell: Callable[[str, Callable[[], Any], Any], Any]) -> None:
-    levels: list[LevelView] = []
-    timer = TimerView()
-    pops = PopView()
-
-    def look_at_levels() -> list[dict[str, Any]]:
-        levels.extend(delay_levels(parts))
-        return [view._asdict() for view in levels]
-
-    def look_at_timer() -> dict[str, Any]:
-        nonlocal timer
-        timer = timer_view(parts)
-        return {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms}
-
-    def look_at_pops() -> list[dict[str, Any]]:
-        nonlocal pops
-        pops = pop_view(parts, now_ms)
-        return [view._asdict() for view in pops.in_flight]
-
-    tell("delay_levels", look_at_levels, [])
-    tell("timer", look_at_timer, _EMPTY["timer"])
-    tell("in_flight", look_at_pops, [])
-    tell("order_info", lambda: pops.orders, [])
-    transactions = cache(lambda: Transactions(parts, _nothing))  # once: it tells what it could not read
-    tell("transactions", lambda: _transactions(parts, transactions()), _EMPTY["transactions"])
-    tell("dead_letters", lambda: _dead_letters(parts), {})
-    tell("oldest_pin", lambda: _pin_row(parts.store, oldest_pin(parts, transactions(), levels, timer)), None)
+def _sections(parts: Parts, now_ms: int) -> dict[str, Callable[[], Any]]:
+    """Look at each section. What several of them need is looked at once; if that fails, so do they."""
+    levels = cache(lambda: delay_levels(parts))
+    timer = cache(lambda: timer_view(parts))
+    pops = cache(lambda: pop_view(parts, now_ms))
+    transactions = cache(lambda: Transactions(parts, _nothing))
+    return {
+        "delay_levels": lambda: [view._asdict() for view in levels()],
+        "timer": lambda: {"waiting": timer().waiting, "next_due_ms": timer().next_due_ms},
+        "in_flight": lambda: [view._asdict() for view in pops().in_flight],
+        "order_info": lambda: pops().orders,
+        "transactions": lambda: _transactions(parts, transactions()),
+        "dead_letters": lambda: _dead_letters(parts),
+        "oldest_pin": lambda: _pin_row(parts.store, oldest_pin(parts, transactions(), levels(), timer())),
+    }
 
 
 def _transactions(parts: Parts, transactions: Transactions) -> dict[str, Any]:
