@@ -6,6 +6,7 @@ its manifest; opening with another value is a `ConfigError`. The rest may differ
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ __all__ = [
     "Retention",
     "StoreConfig",
     "delay_table_ms",
+    "milliseconds",
     "seconds",
     "waits_for_disk",
 ]
@@ -72,6 +74,20 @@ def seconds(duration: Duration, name: str) -> float:
     if not value >= 0:  # NaN is neither
         raise ConfigError(f"{name} must be zero or more seconds, not {duration!r}")
     return value
+
+
+def milliseconds(duration: Duration, name: str) -> int:
+    """`duration` in whole milliseconds. Raises ConfigError as `seconds` does, and for a duration that never ends.
+
+    >>> milliseconds(timedelta(minutes=1), "age")
+    60000
+    """
+    if type(duration) is int and duration >= 0:
+        return duration * 1000
+    wanted = seconds(duration, name)
+    if wanted == math.inf:
+        raise ConfigError(f"{name} must be a number of seconds that ends, not {duration!r}")
+    return round(wanted * 1000)
 
 
 def _check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -219,7 +235,8 @@ class StoreConfig:
             raise ConfigError(f"group_hash must be 'jump' or 'siphash24', not {self.group_hash!r}")
         if self.delay_levels is not None:
             delay_table_ms(self.delay_levels)
-        for name in ("flush_interval", "flush_thorough", "flush_timeout", "max_delay", "commit_interval"):
-            seconds(getattr(self, name), name)
+        seconds(self.flush_timeout, "flush_timeout")
+        for name in ("flush_interval", "flush_thorough", "max_delay", "commit_interval"):
+            milliseconds(getattr(self, name), name)
         if self.dlq_retention is not None:
-            seconds(self.dlq_retention, "dlq_retention")
+            milliseconds(self.dlq_retention, "dlq_retention")

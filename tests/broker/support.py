@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,17 @@ from mqstore.log.message import Message
 from mqstore.options import Durability, Profile
 from tests.log.support import kill, open_store
 
-__all__ = ["START_MS", "Bench", "advance", "advance_broker", "clock_of", "new_parts", "settle", "settle_broker"]
+__all__ = [
+    "START_MS",
+    "Bench",
+    "advance",
+    "advance_broker",
+    "clock_of",
+    "in_threads",
+    "new_parts",
+    "settle",
+    "settle_broker",
+]
 
 START_MS = 1_700_000_000_000
 """Where a `SimulatedClock` starts."""
@@ -83,6 +95,19 @@ def advance_broker(broker: Broker, clock: SimulatedClock, duration_ms: int) -> N
         clock.advance(max(1, due_ms - clock.now_ms()))
     clock.advance(max(0, until_ms - clock.now_ms()))
     settle_broker(broker, clock)
+
+
+def in_threads(*calls: Callable[[], object]) -> None:
+    """Run all `calls` at once. What any of them raises fails the test."""
+    gate = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], object]) -> None:
+        gate.wait()
+        call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        for future in [pool.submit(run, call) for call in calls]:
+            future.result()
 
 
 class Bench:

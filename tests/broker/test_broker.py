@@ -116,29 +116,6 @@ def test_a_commit_by_who_does_not_hold_the_lock_is_refused(bench: Bench) -> None
     broker.commit("g", "t", 0, 0, owner="a")
 
 
-@pytest.mark.parametrize(
-    ("mode", "held", "topic"),
-    [
-        (None, True, "%DLQ%g"),  # of a member elsewhere
-        (None, False, "%RETRY%g"),
-        (Mode("queue", ordered=True), True, "%DLQ%g"),
-        (Mode("queue", ordered=True), False, "%RETRY%g"),
-        (Mode("queue"), True, "%RETRY%g"),
-    ],
-)
-def test_only_an_orderly_member_s_lock_makes_a_failed_message_a_dead_letter(
-    bench: Bench, mode: Mode | None, held: bool, topic: str
-) -> None:
-    """Unordered members hold locks as well, so that queues change hands without repeats."""
-    bench.broker.groups.create("g")
-    if mode is not None:
-        bench.broker.members.register("c1", "g", {"t": ("TAG", "*")}, mode)
-    if held:
-        bench.broker.locks.try_lock("g", QueueRef("t", 0), "c1")
-
-    assert bench.broker.put_retry("%RETRY%g", b"x", reconsume_times=1).queue.topic == topic
-
-
 @pytest.mark.parametrize("options", [{"delay": 0.05}, {"delay_level": 1}], ids=["any delay", "level"])
 def test_a_message_that_is_sent_back_keeps_the_key_it_is_known_by(bench: Bench, options: dict[str, Any]) -> None:
     """It was given another one while it waited for a delay of no level, so that nobody could tell it came twice."""
@@ -397,45 +374,14 @@ def test_no_member_broadcasts_in_a_group_that_may_not(bench: Bench) -> None:
     assert members.register("c", "g", subscriptions, Mode("queue", broadcasting=True))
 
 
-def test_a_broker_that_was_closed_answers_nothing(tmp_path: Path) -> None:
-    """Ten calls went on: one granted locks, of queues that another process may have by then; one made members; others
-    told how far a group had come until the store was closed."""
-    broker = Broker(open_store(tmp_path / "store", clock=SimulatedClock(), segment_bytes=1 << 16))
-    broker.topics.create("t", queues=1)
-    broker.put("t", b"x")
-    [delivery] = broker.pop("g", "t")
-    broker.dead_letter("g", "t", delivery.receipt, "x")
-    queue, locks, members = QueueRef("t", 0), broker.locks, broker.members
-    locks.try_lock_batch("g", [queue], "c")
-    members.register("c", "g", {"t": ("TAG", "*")}, Mode("queue"))
+def test_who_leaves_a_closed_broker_late_may(bench: Bench) -> None:
+    broker, queue = bench.broker, QueueRef("t", 0)
+    broker.locks.try_lock("g", queue, "c")
+    broker.members.register("c", "g", {"t": ("TAG", "*")}, Mode("queue"))
     broker.transactions.on_check("p", lambda half: True)
     broker.close()
-
-    calls: dict[str, Callable[[], object]] = {
-        "try_lock": lambda: locks.try_lock("g", queue, "c"),
-        "try_lock_batch": lambda: broker.locks.try_lock_batch("g", [queue], "c"),
-        "register": lambda: members.register("d", "g", {"t": ("TAG", "*")}, Mode("queue")),
-        "on_check": lambda: broker.transactions.on_check("q", lambda half: True),
-        "min_offset": lambda: broker.min_offset("t", 0),
-        "max_offset": lambda: broker.max_offset("t", 0),
-        "offset_for_time": lambda: broker.offset_for_time("t", 0, 0),
-        "committed": lambda: broker.committed("g", "t", 0),
-        "start_of": lambda: broker.start_of("g", "t", 0),
-        "attempts": lambda: broker.attempts("g", "t", 0),
-        "pending": lambda: broker.pending("g"),
-        "dead_letters": lambda: broker.dead_letters("g"),
-    }
-    answered = []
-    for name, call in calls.items():
-        try:
-            call()
-        except StoreClosedError:
-            continue
-        answered.append(name)
-    assert answered == []
-    # Who leaves late may.
-    assert locks.unlock_batch("g", [queue], "c") == {queue}
-    assert members.unregister("c", "g")
+    assert broker.locks.unlock_batch("g", [queue], "c") == {queue}
+    assert broker.members.unregister("c", "g")
     broker.transactions.on_check("p", None)
 
 
@@ -742,3 +688,32 @@ def test_callback_of_an_async_put_may_close_the_broker(tmp_path: Path) -> None:
     closed.result(30)
     with Bench(tmp_path).broker as broker:
         assert broker.committed("g", "t", 0) == 1
+
+
+def test_every_table_has_the_permissions_of_its_store(tmp_path: Path) -> None:
+    """Progress of delay levels was for its owner alone, whatever `file_mode` said."""
+    bench = Bench(tmp_path / "store", file_mode=0o640)
+    bench.broker.put("t", b"x", delay_level=1)
+    bench.broker.groups.create("g")
+    bench.broker.commit("g", "t", 0, 0)
+    bench.advance(20_000)
+    bench.broker.close()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "store" / "config").glob("*.json")}
+    assert {"consumerOffset.json", "delayOffset.json", "subscriptionGroup.json", "topics.json"} <= modes.keys()
+    assert set(modes.values()) == {0o640}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_delay": math.inf},
+        {"dlq_retention": math.inf},
+        {"commit_interval": math.inf},
+        {"retention": Retention(age=math.inf)},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_a_configuration_with_a_time_that_never_ends_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    """OverflowError, from deep inside; and it did not say which."""
+    with pytest.raises(ConfigError, match=f"{next(iter(config))}.*ends"):
+        Bench(tmp_path / "store", **config)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +14,8 @@ from mqstore.broker.configfile import ConfigFile, DataVersion, member
 from mqstore.clock import SimulatedClock
 from mqstore.errors import CorruptStoreError, ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files.filesystem import FileSystem
+from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig
 from tests.faults import FaultyFileSystem
 
 
@@ -21,10 +24,11 @@ def _shape(value: dict[str, Any]) -> None:
         raise ValueError("n must be an integer")
 
 
-def _file(root: Path, *, fs: FileSystem | None = None, writer: bool = True) -> ConfigFile:
-    return ConfigFile(
-        root / "config" / "x.json", fs=fs or FileSystem(), clock=SimulatedClock(), check=_shape, writer=writer
+def _file(root: Path, *, fs: FileSystem | None = None, mode: str = "rw") -> ConfigFile:
+    store = SimpleNamespace(
+        path=root, fs=fs or FileSystem(), clock=SimulatedClock(), config=StoreConfig(), mode=mode, closed=False
     )
+    return ConfigFile(cast(MessageStore, store), "x.json", _shape)
 
 
 def test_a_file_never_written_loads_as_none_and_makes_no_folder(tmp_path: Path) -> None:
@@ -105,7 +109,7 @@ def test_a_reader_moves_nothing_and_saves_nothing(tmp_path: Path) -> None:
     writer.save({"n": 2})
     (tmp_path / "config" / "x.json").write_text("{")
     before = sorted(path.name for path in (tmp_path / "config").iterdir())
-    reader = _file(tmp_path, writer=False)
+    reader = _file(tmp_path, mode="r")
     assert reader.load() == {"n": 1}
     with pytest.raises(ReadOnlyStoreError):
         reader.save({"n": 3})

@@ -137,7 +137,7 @@ def test_broadcasting_client_skips_no_message_put_after_a_cut(tmp_path: Path) ->
     sixth = ten_old(bench)
 
     def offsets(client: str) -> LocalOffsets:
-        return LocalOffsets(path / LOCAL_OFFSETS, client, "prices")
+        return LocalOffsets(bench.broker.store, client, "prices")
 
     for client, offset in (("a-1", 10), ("b-1", 3)):
         file = offsets(client)

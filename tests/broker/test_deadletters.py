@@ -16,7 +16,7 @@ from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import SCHEDULE_GROUP, START_GROUP
 from mqstore.broker.offsets import check_offsets
 from mqstore.broker.parts import Parts
-from mqstore.broker.retention import oldest_pin
+from mqstore.broker.retention import all_pins, oldest_of
 from mqstore.broker.retry import Retries
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
 from mqstore.log.message import Message
@@ -401,11 +401,11 @@ def test_letters_hold_the_log_until_they_are_let_go_of(parts: Parts) -> None:
     parts.offsets.commit("g", "orders", 0, 2)
     [_, second] = DeadLetters(parts, "g")
     DeadLetters(parts, "g").purge(before_offset=1)
-    pin = oldest_pin(parts, [])
+    pin = oldest_of(all_pins(parts, []))
     assert pin is not None
     assert (pin.physical_offset, pin.topic) == (second.physical_offset, "%DLQ%g")
     DeadLetters(parts, "g").purge()
-    assert oldest_pin(parts, []) is None
+    assert oldest_of(all_pins(parts, [])) is None
 
 
 # -- expiry ----------------------------------------------------------------------------------------------------------

@@ -4,86 +4,60 @@ from __future__ import annotations
 
 import errno
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from mqstore.broker.localoffsets import LocalOffsets, lower_all
-from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import ConfigError, CorruptStoreError, StoreFullError
-from mqstore.files.filesystem import FILE_MODE, REAL
 from mqstore.log.commitlog import QueueRef
+from mqstore.log.store import MessageStore
 from tests.faults import FaultyFileSystem
+from tests.log.support import open_store
 
 Q0, Q1, OTHER = QueueRef("orders", 0), QueueRef("orders", 1), QueueRef("bills", 0)
 
 
-def opened(folder: Path, **options: object) -> LocalOffsets:
-    return LocalOffsets(folder / "local_offsets", "cache-1", "prices", **options)  # type: ignore[arg-type]
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[MessageStore]:
+    with open_store(tmp_path / "s") as store:
+        yield store
+
+
+def opened(store: MessageStore) -> LocalOffsets:
+    """The offsets as a new process would read them."""
+    return LocalOffsets(store, "cache-1", "prices")
 
 
 @pytest.fixture
-def offsets(tmp_path: Path) -> LocalOffsets:
-    return opened(tmp_path)
+def offsets(store: MessageStore) -> LocalOffsets:
+    return opened(store)
 
 
 def test_an_update_sets_forwards_and_backwards(offsets: LocalOffsets) -> None:
+    assert offsets.get(Q0) is None
     offsets.update(Q0, 1024)
     offsets.update(Q0, 1023)
 
     assert offsets.get(Q0) == 1023
 
 
-def test_an_update_that_may_only_increase_does_not_decrease(offsets: LocalOffsets) -> None:
-    offsets.update(Q0, 1023)
-    offsets.update(Q0, 1022, increase_only=True)
-    assert offsets.get(Q0) == 1023
-    offsets.update(Q0, 1024, increase_only=True)
-    assert offsets.get(Q0) == 1024
-    offsets.update(Q1, 0, increase_only=True)
-    assert offsets.get(Q1) == 0
-
-
-def test_a_frozen_offset_stays_until_it_is_removed(offsets: LocalOffsets) -> None:
-    offsets.update(Q0, 5)
-    offsets.update_and_freeze(Q0, 3)
-    offsets.update(Q0, 9)
-    offsets.update(Q0, 9, increase_only=True)
-    offsets.update_and_freeze(Q0, 9)
-    offsets.update(Q1, 1)
-    assert (offsets.get(Q0), offsets.get(Q1)) == (3, 1)
-    offsets.remove(Q0)
-    offsets.update(Q0, 9)
-    assert offsets.get(Q0) == 9
-
-
-def test_what_is_removed_is_unknown_again(offsets: LocalOffsets) -> None:
-    assert offsets.get(Q0) is None
-    offsets.update(Q0, 1)
-    offsets.remove(Q0)
-    offsets.remove(Q1)
-
-    assert offsets.get(Q0) is None
-
-
-def test_the_file_is_standard_json(tmp_path: Path, offsets: LocalOffsets) -> None:
+def test_the_file_is_standard_json(offsets: LocalOffsets) -> None:
     offsets.update(Q0, 12)
     offsets.update(Q1, 250)
     offsets.update(OTHER, 0)
     offsets.persist()
 
-    file = tmp_path / "local_offsets" / "cache-1" / "prices.json"
-    assert json.loads(file.read_text()) == {"offsets": {"orders": {"0": 12, "1": 250}, "bills": {"0": 0}}}
-    assert file.stat().st_mode & 0o777 == 0o600
+    assert json.loads(offsets.path.read_text()) == {"offsets": {"orders": {"0": 12, "1": 250}, "bills": {"0": 0}}}
+    assert offsets.path.stat().st_mode & 0o777 == 0o600
 
 
 def test_nothing_is_written_before_it_is_persisted_nor_when_nothing_changed(
-    tmp_path: Path, offsets: LocalOffsets
+    store: MessageStore, offsets: LocalOffsets
 ) -> None:
-    flushed: list[bool] = []
-    offsets = opened(tmp_path, flush=lambda: flushed.append(offsets.path.exists()))
     offsets.persist()
-    assert not (tmp_path / "local_offsets").exists()
+    assert not (store.path / "local_offsets").exists()
     offsets.update(Q0, 1)
     assert not offsets.path.exists()
     offsets.persist()
@@ -92,60 +66,68 @@ def test_nothing_is_written_before_it_is_persisted_nor_when_nothing_changed(
     offsets.persist()
 
     assert offsets.path.stat().st_ino == before
-    assert flushed == [False]  # once, and before the file was there
 
 
-def test_a_new_object_goes_on_where_the_file_says(tmp_path: Path, offsets: LocalOffsets) -> None:
+def test_messages_are_on_disk_before_an_offset_that_rests_on_them(tmp_path: Path) -> None:
+    """Else the client would pass over what comes after a power cut."""
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs) as store:
+        store.put("orders", b"x", 0)
+        offsets = opened(store)
+        offsets.update(Q0, 1)
+        before = len(fs.changes())
+        offsets.persist()
+        changes = [(call.operation, call.path) for call in fs.changes()[before:]]
+    flushed = next(i for i, (op, path) in enumerate(changes) if "commitlog" in path and "sync" in op)
+    written = next(i for i, (_, path) in enumerate(changes) if path.endswith("prices.json.tmp"))
+    assert flushed < written
+
+
+def test_its_folders_are_made_durable_before_anything_lies_in_them(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs) as store:
+        offsets = opened(store)
+        offsets.update(Q0, 1)
+        before = len(fs.changes())
+        offsets.persist()
+        changes = [(call.operation, Path(call.path).name) for call in fs.changes()[before:]]
+    made = [change for change in changes if change[0] in ("mkdir", "sync_directory", "create")]
+    assert made[:5] == [
+        ("mkdir", "local_offsets"),
+        ("sync_directory", "s"),
+        ("mkdir", "cache-1"),
+        ("sync_directory", "local_offsets"),
+        ("create", "prices.json.tmp"),
+    ]
+
+
+def test_a_new_object_goes_on_where_the_file_says(store: MessageStore, offsets: LocalOffsets) -> None:
     offsets.update(Q0, 12)
     offsets.persist()
     offsets.update(Q0, 13)
 
-    assert opened(tmp_path).get(Q0) == 12
-    again = opened(tmp_path)
+    assert opened(store).get(Q0) == 12
+    again = opened(store)
     again.update(Q1, 1)
     again.persist()
-    assert (opened(tmp_path).get(Q0), opened(tmp_path).get(Q1)) == (12, 1)
+    assert (opened(store).get(Q0), opened(store).get(Q1)) == (12, 1)
 
 
-def test_who_takes_over_reads_the_file_anew(tmp_path: Path, offsets: LocalOffsets) -> None:
-    before = opened(tmp_path)
+def test_who_takes_over_reads_the_file_anew(store: MessageStore, offsets: LocalOffsets) -> None:
+    before = opened(store)
     offsets.update(Q0, 5)
     offsets.persist()
     before.update(Q0, 1)
     before.reload()
     assert before.get(Q0) == 5
     before.persist()
-    assert opened(tmp_path).get(Q0) == 5
+    assert opened(store).get(Q0) == 5
 
 
-def test_removing_leaves_the_file_as_it_is(tmp_path: Path, offsets: LocalOffsets) -> None:
-    offsets.update(Q0, 12)
-    offsets.persist()
-    offsets.update(Q0, 20)
-    offsets.remove(Q0)
-    offsets.persist()
-
-    assert offsets.get(Q0) == opened(tmp_path).get(Q0) == 12
-
-
-def test_persisting_some_queues_leaves_the_entries_of_the_others(tmp_path: Path, offsets: LocalOffsets) -> None:
-    offsets.update(Q0, 1)
-    offsets.update(Q1, 1)
-    offsets.persist()
-    offsets.update(Q0, 2)
-    offsets.update(Q1, 2)
-    offsets.persist([Q1])
-
-    assert (opened(tmp_path).get(Q0), opened(tmp_path).get(Q1)) == (1, 2)
-    assert (offsets.get(Q0), offsets.get(Q1)) == (2, 2)
-    offsets.persist()
-    assert opened(tmp_path).get(Q0) == 2
-
-
-def test_members_that_nobody_here_knows_survive(tmp_path: Path, offsets: LocalOffsets) -> None:
+def test_members_that_nobody_here_knows_survive(store: MessageStore, offsets: LocalOffsets) -> None:
     offsets.path.parent.mkdir(parents=True)
     offsets.path.write_text('{"offsets": {"orders": {"0": 3}}, "written by": "a newer one"}')
-    again = opened(tmp_path)
+    again = opened(store)
     again.update(Q1, 4)
     again.persist()
 
@@ -155,17 +137,17 @@ def test_members_that_nobody_here_knows_survive(tmp_path: Path, offsets: LocalOf
     }
 
 
-def test_a_damaged_file_falls_back_to_its_backup(tmp_path: Path, offsets: LocalOffsets) -> None:
+def test_a_damaged_file_falls_back_to_its_backup(store: MessageStore, offsets: LocalOffsets) -> None:
     for offset in (1, 2):
         offsets.update(Q0, offset)
         offsets.persist()
     offsets.path.write_bytes(b"\0" * 40)
 
-    assert opened(tmp_path).get(Q0) == 1
+    assert opened(store).get(Q0) == 1
     assert len(list(offsets.path.parent.glob("prices.json.corrupt-*"))) == 1
 
 
-def test_progress_of_which_only_the_backup_is_left_is_lowered_too(tmp_path: Path, offsets: LocalOffsets) -> None:
+def test_progress_of_which_only_the_backup_is_left_is_lowered_too(store: MessageStore, offsets: LocalOffsets) -> None:
     """Its file was looked for, and not found; the client went on by the backup, behind where the queue was cut, and
     passed over what was put there since."""
     for offset in (9, 10):
@@ -173,27 +155,27 @@ def test_progress_of_which_only_the_backup_is_left_is_lowered_too(tmp_path: Path
         offsets.persist()
     offsets.path.unlink()
 
-    lower_all(tmp_path, lambda topic, queue_id: 5, fs=REAL, clock=SYSTEM_CLOCK, file_mode=FILE_MODE)
+    lower_all(store, lambda topic, queue_id: 5)
 
-    assert opened(tmp_path).get(Q0) == 5
+    assert opened(store).get(Q0) == 5
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"offsets": 7}', b'{"offsets": {"orders": {"0": "12"}}}'])
-def test_offsets_are_never_reset_silently(tmp_path: Path, offsets: LocalOffsets, content: bytes) -> None:
+def test_offsets_are_never_reset_silently(store: MessageStore, offsets: LocalOffsets, content: bytes) -> None:
     offsets.path.parent.mkdir(parents=True)
     offsets.path.write_bytes(content)
 
     with pytest.raises(CorruptStoreError, match="begins anew") as raised:
-        opened(tmp_path)
+        opened(store)
     assert raised.value.repair == f"rm {offsets.path} {offsets.path}.bak"
 
 
 def test_an_entry_that_cannot_be_is_left_out_and_reported(
-    tmp_path: Path, offsets: LocalOffsets, caplog: pytest.LogCaptureFixture
+    store: MessageStore, offsets: LocalOffsets, caplog: pytest.LogCaptureFixture
 ) -> None:
     offsets.path.parent.mkdir(parents=True)
     offsets.path.write_text('{"offsets": {"orders": {"0": -1, "x": 3, "1": 4}}}')
-    again = opened(tmp_path)
+    again = opened(store)
 
     assert (again.get(Q0), again.get(Q1)) == (None, 4)
     assert len(caplog.records) == 2
@@ -201,23 +183,24 @@ def test_an_entry_that_cannot_be_is_left_out_and_reported(
 
 def test_after_a_failed_write_the_file_is_as_it_was_and_the_next_call_writes(tmp_path: Path) -> None:
     fs = FaultyFileSystem()
-    offsets = opened(tmp_path, fs=fs)
-    offsets.update(Q0, 1)
-    offsets.persist()
-    offsets.update(Q0, 2)
-    fs.fail("pwrite", errno.ENOSPC)
-    with pytest.raises(StoreFullError):
+    with open_store(tmp_path / "s", fs=fs) as store:
+        offsets = opened(store)
+        offsets.update(Q0, 1)
         offsets.persist()
-    assert opened(tmp_path).get(Q0) == 1
-    assert offsets.get(Q0) == 2
-    offsets.persist()
-    assert opened(tmp_path).get(Q0) == 2
+        offsets.update(Q0, 2)
+        fs.fail("pwrite", errno.ENOSPC, path_part="prices.json")
+        with pytest.raises(StoreFullError):
+            offsets.persist()
+        assert opened(store).get(Q0) == 1
+        assert offsets.get(Q0) == 2
+        offsets.persist()
+        assert opened(store).get(Q0) == 2
 
 
 @pytest.mark.parametrize(("client_id", "group"), [("..", "g"), ("a/b", "g"), ("", "g"), ("c", "../g"), ("c", "")])
-def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, client_id: str, group: str) -> None:
+def test_names_that_lead_elsewhere_are_refused(store: MessageStore, client_id: str, group: str) -> None:
     with pytest.raises(ConfigError):
-        LocalOffsets(tmp_path, client_id, group)
+        LocalOffsets(store, client_id, group)
 
 
 def test_numbers_below_zero_are_refused(offsets: LocalOffsets) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mqstore.broker.locks import LEASE_MS, QueueLock, QueueLocks
 from mqstore.clock import SimulatedClock
 from mqstore.log.commitlog import QueueRef
+from tests.broker.support import in_threads
 
 Q = [QueueRef("orders", i) for i in range(4)]
 
@@ -27,8 +28,6 @@ def locks(clock: SimulatedClock) -> QueueLocks:
 
 
 def test_an_unknown_group_has_no_locks(locks: QueueLocks) -> None:
-    assert not locks.is_locked("g", Q[0], "c1")
-    assert locks.is_lock_all_expired("g")
     assert locks.owner("g", Q[0]) is None
     assert locks.unlock_batch("g", Q, "c1") == set()
     assert locks.snapshot() == []
@@ -42,16 +41,15 @@ def test_another_client_is_refused_at_60_000_and_takes_over_at_60_001(locks: Que
     clock.advance(1)
     assert locks.owner("g", Q[0]) is None
     assert locks.try_lock("g", Q[0], "c2")
-    assert not locks.is_locked("g", Q[0], "c1")
     assert not locks.try_lock("g", Q[0], "c1")
     assert locks.owner("g", Q[0]) == "c2"
 
 
-@pytest.mark.parametrize("renewal", ["try_lock", "is_locked"])
-def test_the_same_client_renews(locks: QueueLocks, clock: SimulatedClock, renewal: str) -> None:
+@pytest.mark.parametrize("renewal", [QueueLocks.try_lock_batch, QueueLocks.renew_batch])
+def test_the_same_client_renews(locks: QueueLocks, clock: SimulatedClock, renewal: Any) -> None:
     locks.try_lock("g", Q[0], "c1")
     clock.advance(LEASE_MS)
-    assert getattr(locks, renewal)("g", Q[0], "c1")
+    assert renewal(locks, "g", [Q[0]], "c1")
     clock.advance(LEASE_MS)
     assert not locks.try_lock("g", Q[0], "c2")
 
@@ -59,39 +57,18 @@ def test_the_same_client_renews(locks: QueueLocks, clock: SimulatedClock, renewa
 def test_asking_for_another_clients_lock_or_its_owner_renews_nothing(locks: QueueLocks, clock: SimulatedClock) -> None:
     locks.try_lock("g", Q[0], "c1")
     clock.advance(LEASE_MS)
-    assert not locks.is_locked("g", Q[0], "c2")
+    assert not locks.renew_batch("g", [Q[0]], "c2")
     assert not locks.try_lock("g", Q[0], "c2")
     locks.owner("g", Q[0])
     locks.snapshot()
-    locks.is_lock_all_expired("g")
     clock.advance(1)
     assert locks.try_lock("g", Q[0], "c2")
-
-
-def test_an_expired_lock_is_not_renewed_by_looking_but_by_locking(locks: QueueLocks, clock: SimulatedClock) -> None:
-    locks.try_lock("g", Q[0], "c1")
-    clock.advance(LEASE_MS + 1)
-    assert not locks.is_locked("g", Q[0], "c1")
-    assert locks.try_lock("g", Q[0], "c1")
-    assert locks.is_locked("g", Q[0], "c1")
 
 
 def test_a_batch_gets_what_is_free(locks: QueueLocks) -> None:
     locks.try_lock("g", Q[1], "c2")
     assert locks.try_lock_batch("g", iter(Q), "c1") == {Q[0], Q[2], Q[3]}
     assert locks.try_lock_batch("g", [], "c1") == set()
-
-
-def test_unlocking_by_another_client_is_ignored(locks: QueueLocks) -> None:
-    locks.try_lock("g", Q[0], "c1")
-    assert locks.unlock_batch("g", Q, "c2") == set()
-    assert locks.owner("g", Q[0]) == "c1"
-
-
-def test_an_unlocked_queue_is_free_at_once(locks: QueueLocks) -> None:
-    locks.try_lock_batch("g", Q[:2], "c1")
-    assert locks.unlock_batch("g", [Q[0], Q[3]], "c1") == {Q[0]}
-    assert locks.try_lock_batch("g", Q[:2], "c2") == {Q[0]}
 
 
 def test_an_expired_lock_can_still_be_given_back(locks: QueueLocks, clock: SimulatedClock) -> None:
@@ -104,17 +81,6 @@ def test_an_expired_lock_can_still_be_given_back(locks: QueueLocks, clock: Simul
 def test_groups_do_not_share_locks(locks: QueueLocks) -> None:
     assert locks.try_lock("g", Q[0], "c1")
     assert locks.try_lock("h", Q[0], "c2")
-    assert locks.is_lock_all_expired("i")
-
-
-def test_all_expired_means_that_no_lock_holds(locks: QueueLocks, clock: SimulatedClock) -> None:
-    locks.try_lock("g", Q[0], "c1")
-    clock.advance(1)
-    locks.try_lock("g", Q[1], "c1")
-    clock.advance(LEASE_MS)
-    assert not locks.is_lock_all_expired("g")  # the second has its last millisecond
-    clock.advance(1)
-    assert locks.is_lock_all_expired("g")
 
 
 def test_leases_do_not_follow_the_wall_clock(locks: QueueLocks, clock: SimulatedClock) -> None:
@@ -163,7 +129,6 @@ def test_a_lock_at_work_is_nobody_else_s_however_old(locks: QueueLocks, clock: S
     assert not locks.try_lock("g", Q[0], "c1")
     assert locks.unlock_batch("g", Q, "c1") == set()
     assert locks.owner("g", Q[0]) == "c1"
-    assert not locks.is_lock_all_expired("g")
     assert [lock.expired for lock in locks.snapshot()] == [False]
 
     locks.end_work("g", Q[0])
@@ -210,9 +175,7 @@ def test_a_listener_that_fails_does_not_keep_the_others_from_hearing(
 
 clients = st.sampled_from(["c1", "c2", "c3"])
 operations = st.lists(
-    st.tuples(
-        st.sampled_from(["lock", "look", "unlock", "wait"]), clients, st.sets(st.sampled_from(Q)), st.integers(0, 3)
-    ),
+    st.tuples(st.sampled_from(["lock", "unlock", "wait"]), clients, st.sets(st.sampled_from(Q)), st.integers(0, 3)),
     max_size=40,
 )
 
@@ -232,42 +195,15 @@ def test_every_answer_is_that_of_a_model(steps: list[tuple[str, str, set[QueueRe
             got = {queue for queue in queues if live.get(queue, client) == client}
             assert locks.try_lock_batch("g", queues, client) == got
             until.update(dict.fromkeys(got, (client, now + LEASE_MS)))
-        elif what == "look":
-            for queue in queues:
-                held = live.get(queue) == client
-                assert locks.is_locked("g", queue, client) is held
-                if held:
-                    until[queue] = (client, now + LEASE_MS)
         else:
             locks.unlock_batch("g", queues, client)
             until = {queue: entry for queue, entry in until.items() if queue not in queues or entry[0] != client}
         now = clock.monotonic_ms()
         live = {queue: owner for queue, (owner, end) in until.items() if now <= end}
         assert {queue: owner for queue in Q if (owner := locks.owner("g", queue))} == live
-        assert locks.is_lock_all_expired("g") is (not live)
 
 
 # --- races ---------------------------------------------------------------------------------------------------------
-
-
-def in_threads(*calls: Any) -> None:
-    """Run all `calls` at once and let what any of them raises fail the test."""
-    gate = threading.Barrier(len(calls))
-    failures: list[BaseException] = []
-
-    def run(call: Any) -> None:
-        try:
-            gate.wait()
-            call()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
 
 
 def test_of_clients_that_race_for_an_expired_lock_one_gets_it(locks: QueueLocks, clock: SimulatedClock) -> None:
@@ -296,7 +232,6 @@ def test_two_clients_never_both_hold_a_lease(locks: QueueLocks) -> None:
         while turns[number] < 200:
             for queue in locks.try_lock_batch("g", Q[:2], me):
                 assert on_queue.setdefault(queue, me) == me
-                assert locks.is_locked("g", queue, me)
                 assert locks.owner("g", queue) == me
                 assert on_queue.pop(queue) == me
                 locks.unlock_batch("g", [queue], me)
@@ -337,7 +272,7 @@ def test_a_renewal_that_read_the_clock_holds_off_a_take_over() -> None:
 
     thread = threading.Thread(target=lambda: taken.append(locks.try_lock("g", Q[0], "c2")))
     clock.meanwhile = take_over
-    assert locks.is_locked("g", Q[0], "c1")
+    assert locks.renew_batch("g", [Q[0]], "c1") == {Q[0]}
     thread.join()
     assert taken == [False]
     assert locks.owner("g", Q[0]) == "c1"

@@ -299,12 +299,6 @@ def test_lag_counts_what_was_sent_back(bench: Bench, broker: Broker) -> None:
     assert broker.lag("g") == {QueueRef("t", 0): 0, QueueRef("%RETRY%g", 0): 1}
 
 
-def test_lag_counts_what_a_client_put_into_the_retry_topic(broker: Broker) -> None:
-    broker.groups.create("g")
-    broker._retries.put_retry("%RETRY%g", b"x", {}, locks=broker.locks)
-    assert broker.lag("g") == {QueueRef("%RETRY%g", 0): 1}
-
-
 def test_progress_begins_where_a_queue_does_and_is_kept(broker: Broker) -> None:
     offsets = broker.offsets
     broker.put_many("t", [b"x"] * 5)

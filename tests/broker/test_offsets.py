@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +18,20 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mqstore.broker.names import POP_LOG_GROUP, START_GROUP
 from mqstore.broker.offsets import OffsetTable
-from mqstore.clock import SimulatedClock
 from mqstore.errors import (
     ConfigError,
     CorruptStoreError,
-    OffsetOutOfRangeError,
     ReadOnlyStoreError,
     StoreFullError,
     StoreIOError,
 )
 from mqstore.files.filesystem import FileSystem
-from mqstore.log.store import MessageStore
+from tests.broker.support import in_threads
 from tests.conftest import GoldenStore
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import kill, open_store
 
 START_MS = 1_700_000_000_000
-
-
-def _table(store: MessageStore) -> OffsetTable:
-    return OffsetTable(store, store.config, store.config.clock or SimulatedClock(), store.fs)
 
 
 class _Offsets:
@@ -46,7 +40,7 @@ class _Offsets:
     def __init__(self, path: Path, fs: FileSystem | None = None, **config: Any) -> None:
         self.file = path / "config" / "consumerOffset.json"
         self.store = open_store(path, fs=fs, **config)
-        self.table = _table(self.store)
+        self.table = OffsetTable(self.store)
 
     def fill(self, topic: str, queue_id: int, count: int) -> None:
         for _ in range(count):
@@ -54,7 +48,7 @@ class _Offsets:
 
     def again(self) -> OffsetTable:
         """The table as a new process would read it."""
-        return _table(self.store)
+        return OffsetTable(self.store)
 
     def stored(self) -> dict[str, Any]:
         return json.loads(self.file.read_text())  # type: ignore[no-any-return]
@@ -74,22 +68,6 @@ def offsets(tmp_path: Path) -> Any:
 
 
 # -- committed ---------------------------------------------------------------------------------------------------------
-
-
-def test_never_committed_is_not_zero(offsets: _Offsets) -> None:
-    table = offsets.table
-    assert table.committed("g", "t", 0) is None
-    table.commit("g", "t", 0, 0)
-    assert table.committed("g", "t", 0) == 0
-    assert table.committed("g", "t", 1) is None
-    assert table.committed("g", "u", 0) is None
-    assert table.committed("h", "t", 0) is None
-
-
-def test_the_last_commit_wins_also_backwards(offsets: _Offsets) -> None:
-    for offset in (5, 9, 2):
-        offsets.table.commit("g", "t", 0, offset)
-    assert offsets.table.committed("g", "t", 0) == 2
 
 
 @pytest.mark.parametrize(("queue_id", "offset"), [(0, -1), (-1, 0), (0, 2**63), (2**31, 0)])
@@ -122,21 +100,6 @@ def test_a_name_that_the_file_could_not_give_back_is_refused(offsets: _Offsets, 
     assert not offsets.file.exists()
 
 
-# -- the last read -----------------------------------------------------------------------------------------------------
-
-
-def test_the_last_read_is_known_apart_from_what_is_committed_and_is_not_stored(offsets: _Offsets) -> None:
-    offsets.fill("t", 0, 9)
-    table = offsets.table
-    assert table.query_pull("g", "t", 0) is None
-    table.commit("g", "t", 0, 4)
-    assert table.query_pull("g", "t", 0) == 4
-    table.note_pull("g", "t", 0, 7)
-    assert (table.query_pull("g", "t", 0), table.committed("g", "t", 0)) == (7, 4)
-    table.save()
-    assert offsets.again().query_pull("g", "t", 0) == 4
-
-
 # -- resets ------------------------------------------------------------------------------------------------------------
 
 
@@ -158,18 +121,6 @@ def test_late_commits_are_dropped_until_the_reset_is_taken(offsets: _Offsets) ->
     assert table.committed("g", "t", 0) == 5
 
 
-def test_a_reset_concerns_one_queue_of_one_group(offsets: _Offsets) -> None:
-    for topic, queue_id in (("t", 0), ("t", 1), ("u", 0)):
-        offsets.fill(topic, queue_id, 3)
-    table = offsets.table
-    table.reset("t", "g", 0, 1)
-    for group, topic, queue_id in (("h", "t", 0), ("g", "t", 1), ("g", "u", 0)):
-        table.commit(group, topic, queue_id, 2)
-        assert table.committed(group, topic, queue_id) == 2
-        assert table.take_reset(topic, group, queue_id) is None
-    assert table.take_reset("t", "g", 0) == 1
-
-
 def test_a_reset_outlives_a_crash_as_the_offset_it_set(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 9)
     offsets.table.commit("g", "t", 0, 8)
@@ -186,58 +137,7 @@ def test_a_reset_may_go_to_either_end(offsets: _Offsets, offset: int) -> None:
     assert offsets.table.take_reset("t", "g", 0) == offset
 
 
-@pytest.mark.parametrize(("queue_id", "offset"), [(0, 5), (0, -1), (0, 1), (1, 1)])
-def test_a_reset_beyond_a_queues_ends_changes_nothing(offsets: _Offsets, queue_id: int, offset: int) -> None:
-    offsets.fill("t", 0, 4)
-    offsets.table.move_start("t", 0, 2)
-    before = offsets.table.committed("g", "t", queue_id)
-    with pytest.raises(OffsetOutOfRangeError) as caught:
-        offsets.table.reset("t", "g", queue_id, offset)
-    assert (caught.value.min_offset, caught.value.max_offset) == ((2, 4) if queue_id == 0 else (0, 0))
-    assert offsets.table.committed("g", "t", queue_id) == before
-    assert not offsets.table.has_reset("t", "g", queue_id)
-
-
 # -- whole groups and topics -------------------------------------------------------------------------------------------
-
-
-def _populate(offsets: _Offsets) -> OffsetTable:
-    table = offsets.table
-    for topic in ("t", "u"):
-        for queue_id in (0, 1):
-            offsets.fill(topic, queue_id, 9)
-            for i, group in enumerate(("g", "h")):
-                table.note_pull(group, topic, queue_id, 8)
-                table.commit(group, topic, queue_id, 2 + i + queue_id)
-    table.reset("t", "g", 0, 1)
-    table.reset("u", "h", 0, 1)
-    return table
-
-
-def test_a_removed_group_leaves_nothing_and_others_alone(offsets: _Offsets) -> None:
-    table = _populate(offsets)
-    table.remove_group("g")
-    assert table.of_group("g") == {}
-    assert table.query_pull("g", "u", 0) is None
-    assert not table.has_reset("t", "g", 0)
-    assert table.of_group("h") == {("t", 0): 3, ("t", 1): 4, ("u", 0): 1, ("u", 1): 4}
-    assert (table.query_pull("h", "t", 0), table.has_reset("u", "h", 0)) == (8, True)
-    table.save()
-    assert offsets.again().of_group("g") == {}
-
-
-def test_a_removed_topic_leaves_nothing_but_its_start(offsets: _Offsets) -> None:
-    table = _populate(offsets)
-    table.move_start("t", 1, 6)
-    table.remove_topic("t")
-    assert table.groups_of("t") == set()
-    assert table.query_pull("h", "t", 1) is None
-    assert not table.has_reset("t", "g", 0)
-    assert table.start_of("t", 1) == 6
-    assert table.groups_of("u") == {"g", "h"}
-    assert table.has_reset("u", "h", 0)
-    table.save()
-    assert (offsets.again().groups_of("t"), offsets.again().start_of("t", 1)) == (set(), 6)
 
 
 def test_the_engines_bookkeeping_cannot_be_removed(offsets: _Offsets) -> None:
@@ -247,43 +147,13 @@ def test_the_engines_bookkeeping_cannot_be_removed(offsets: _Offsets) -> None:
     assert offsets.table.start_of("t", 0) == 3
 
 
-def test_a_clone_replaces_progress_on_one_topic_and_then_goes_its_own_way(offsets: _Offsets) -> None:
+def test_the_engine_is_no_group(offsets: _Offsets) -> None:
     table = offsets.table
-    table.commit("g", "t", 0, 4)
-    table.commit("g", "u", 0, 4)
-    table.commit("h", "t", 7, 1)
-    table.clone("g", "h", "t")
-    assert table.of_group("h") == {("t", 0): 4}
-    table.commit("h", "t", 0, 5)
-    assert table.committed("g", "t", 0) == 4
-    table.clone("nobody", "h", "t")
-    assert table.of_group("h") == {("t", 0): 5}
-    with pytest.raises(ConfigError):
-        table.clone("g", "x@y", "t")
-    assert table.groups_of("t") == {"g", "h"}
-
-
-def test_the_slowest_group_counts_and_the_engine_is_no_group(offsets: _Offsets) -> None:
-    table = offsets.table
-    assert table.min_committed("t", 0) is None
     table.commit(POP_LOG_GROUP, "t", 0, 0)
     table.move_start("t", 0, 1)
-    assert table.min_committed("t", 0) is None
     assert table.groups_of("t") == set()
     table.commit("g", "t", 0, 7)
-    table.commit("h", "t", 0, 5)
-    assert table.min_committed("t", 0) == 5
-    assert table.groups_of("t") == {"g", "h"}
-
-
-def test_a_group_that_never_came_to_a_queue_has_all_of_it_before_it(offsets: _Offsets) -> None:
-    table = offsets.table
-    table.commit("g", "t", 0, 7)
-    table.commit("h", "t", 1, 5)
-    assert table.min_committed("t", 0) == 0
-    table.move_start("t", 0, 3)  # but nothing before the logical start is for anybody
-    assert table.min_committed("t", 0) == 3
-    assert table.min_committed("u", 0) is None
+    assert table.groups_of("t") == {"g"}
 
 
 def test_a_start_only_moves_forward(offsets: _Offsets) -> None:
@@ -659,7 +529,7 @@ def test_a_quick_save_that_is_ahead_of_the_log_gives_way_to_the_synced_one(tmp_p
 def test_who_reads_takes_a_quick_save_as_it_is(tmp_path: Path) -> None:
     waking = _quickly_saved(tmp_path / "s", 7)
     with open_store(tmp_path / "s", "r") as reader:
-        assert _table(reader).committed("g", "t", 0) == 7
+        assert OffsetTable(reader).committed("g", "t", 0) == 7
     waking.store.close()
 
 
@@ -718,11 +588,7 @@ def test_commits_from_many_threads_all_arrive(offsets: _Offsets) -> None:
             if offset % 10 == 0:
                 offsets.table.save()
 
-    threads = [threading.Thread(target=work, args=(queue_id,)) for queue_id in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(work, queue_id) for queue_id in range(4)))
     assert not offsets.table.dirty
     assert offsets.again().of_group("g") == {("t", queue_id): 50 for queue_id in range(4)}
 
@@ -786,10 +652,9 @@ def test_a_value_below_the_queues_first_message_stays_so_that_the_group_is_told(
         json.dumps({"offsetTable": {f"{topic}@low": {queue_id: 0}, f"{topic}@high": {queue_id: 10**9}}})
     )
     with open_store(trimmed.path) as store:
-        table = _table(store)
+        table = OffsetTable(store)
         assert table.committed("low", topic, queue_id) == 0
         assert table.committed("high", topic, queue_id) == queue["max_offset"]
-        assert table.min_committed(topic, queue_id) == 0
 
 
 def test_a_reader_that_may_lag_behind_the_writer_lowers_nothing(tmp_path: Path) -> None:
@@ -797,7 +662,7 @@ def test_a_reader_that_may_lag_behind_the_writer_lowers_nothing(tmp_path: Path) 
     offsets.fill("t", 0, 5)
     offsets.table.commit("g", "t", 0, 9, durability="flush")
     with open_store(tmp_path / "s", "r") as store:
-        table = _table(store)
+        table = OffsetTable(store)
         assert (table.committed("g", "t", 0), table.problems, table.dirty) == (9, [], False)
         table.commit("g", "t", 0, 1)
         with pytest.raises(ReadOnlyStoreError):
@@ -916,9 +781,10 @@ class OffsetModel(RuleBasedStateMachine):
         self._drop(lambda key: key[0] == group)
 
     @rule(topic=topic)
-    def remove_topic(self, topic: str) -> None:
-        self.offsets.table.remove_topic(topic)
+    def delete_topic(self, topic: str) -> None:
+        self.offsets.table.bury({topic: {}}, deleted=True)
         self._drop(lambda key: key[1] == topic)
+        self._note_saved()
 
     @rule()
     def save(self) -> None:
@@ -951,8 +817,6 @@ class OffsetModel(RuleBasedStateMachine):
             for queue_id in QUEUES:
                 start = self.starts.get((topic, queue_id), 0)
                 assert table.start_of(topic, queue_id) == start
-                each = [max(start, self.committed.get((group, topic, queue_id), start)) for group in groups]
-                assert table.min_committed(topic, queue_id) == (min(each) if each else None)
 
     def teardown(self) -> None:
         self.offsets.store.close()
@@ -987,7 +851,7 @@ def test_a_group_goes_on_at_the_beginning_of_a_queue_that_was_lost_with_all_its_
         for n in range(60):
             store.put("T" if n < 10 else "U", bytes(100))
         store.dispatch()
-        OffsetTable(store, store.config, store.clock, store.fs).commit("G", "T", 0, 10, durability="flush")
+        OffsetTable(store).commit("G", "T", 0, 10, durability="flush")
         store.drop_before(4096)
         assert store.offsets("T") == (10, 10)
     shutil.rmtree(path / "consumequeue" / "T")
@@ -996,7 +860,7 @@ def test_a_group_goes_on_at_the_beginning_of_a_queue_that_was_lost_with_all_its_
         for _ in range(20):
             store.put("T", b"new")
     with open_store(path) as store:
-        assert OffsetTable(store, store.config, store.clock, store.fs).committed("G", "T", 0) == 0
+        assert OffsetTable(store).committed("G", "T", 0) == 0
 
 
 def test_an_offset_lowered_at_load_is_lowered_on_disk_before_anything_is_put(tmp_path: Path) -> None:
@@ -1006,13 +870,13 @@ def test_an_offset_lowered_at_load_is_lowered_on_disk_before_anything_is_put(tmp
     for _ in range(3):
         store.put("T", b"x")
     store.dispatch()
-    OffsetTable(store, store.config, store.clock, store.fs).commit("G", "T", 0, 3, durability="flush")
+    OffsetTable(store).commit("G", "T", 0, 3, durability="flush")
     store.close()
     path = tmp_path / "s" / "config" / "consumerOffset.json"
     path.write_text(path.read_text().replace('"0": 3', '"0": 9'))
 
     store = open_store(tmp_path / "s")
-    OffsetTable(store, store.config, store.clock, store.fs)
+    OffsetTable(store)
 
     assert json.loads(path.read_text())["offsetTable"] == {"T@G": {"0": 3}}
     store.close()

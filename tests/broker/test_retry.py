@@ -12,21 +12,11 @@ from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.parts import Parts
 from mqstore.broker.retry import DLQ_REASON_BYTES, Retries
-from mqstore.errors import ConfigError, GroupNotFoundError, InvalidMessageError, NotPermittedError
+from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
 from mqstore.layout.properties import MAX_PROPERTIES_BYTES
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from tests.broker.support import START_MS, new_parts
-
-
-class Locks:
-    """What delivery#retry-put asks of the queue locks."""
-
-    def __init__(self, *held: str) -> None:
-        self.held = held
-
-    def is_lock_all_expired(self, group: str) -> bool:
-        return group not in self.held
 
 
 @pytest.fixture
@@ -101,11 +91,6 @@ def test_a_copy_waits_in_its_level_or_is_a_dead_letter(
         assert (copy.topic, copy.queue_id, properties["DELAY"]) == (SCHEDULE_TOPIC, level - 1, str(level))
         assert (properties["REAL_TOPIC"], properties["REAL_QID"]) == ("%RETRY%g", "0")
         assert "dlq_reason" not in properties
-
-
-@pytest.mark.parametrize("times", range(16))
-def test_with_the_standard_table_retries_are_levels_from_3_on(parts: Parts, times: int) -> None:
-    assert back(parts, put(parts, reconsume=times)).stored_properties()["DELAY"] == str(min(3 + times, 18))
 
 
 # (table in force, reconsume times of what failed, level it waits in; None: the timer): delivery#backoff
@@ -397,54 +382,3 @@ def test_what_went_where_is_counted(parts: Parts) -> None:
     total = parts.statistics.snapshot().total
     counted = {name: total(name, "orders@g") for name in ("SNDBCK_PUT_NUMS", "SNDBCK2DLQ_TIMES", "DLQ_PUT_NUMS")}
     assert counted == {"SNDBCK_PUT_NUMS": 2, "SNDBCK2DLQ_TIMES": 1, "DLQ_PUT_NUMS": 2}
-
-
-# -- plain puts into a retry topic (delivery#retry-put) ----------------------------------------------------------------
-
-# (reconsume times, limit given, group holds a queue, ends as a dead letter)
-PLAIN: list[tuple[int, int | None, bool, bool]] = [
-    (0, None, False, False),
-    (16, None, False, False),  # strictly more, unlike a send-back
-    (17, None, False, True),
-    (1, 0, False, True),
-    (0, 0, False, False),
-    (0, None, True, True),
-]
-
-
-@pytest.mark.parametrize(("times", "limit", "locked", "dead"), PLAIN)
-def test_a_plain_put_is_a_dead_letter_beyond_the_limit_or_for_an_orderly_group(
-    parts: Parts, times: int, limit: int | None, locked: bool, dead: bool
-) -> None:
-    parts.groups.create("g")
-    properties = {"RETRY_TOPIC": "orders", "ORIGIN_MESSAGE_ID": "ID", "DELAY": "4", "UNIQ_KEY": "u"}
-    options: list[dict[str, Any]] = [{"reconsume_times": times, "max_reconsume": limit}]
-    if limit is not None:  # the same, as a client's properties say it
-        properties |= {"RECONSUME_TIME": str(times), "MAX_RECONSUME_TIMES": str(limit)}
-        options.append({})
-    for given_options in options:
-        locks = Locks("g") if locked else Locks("other")
-        copy = at(parts, Retries(parts).put_retry("%RETRY%g", b"b", properties, locks=locks, **given_options))
-        stored = copy.stored_properties()
-        assert copy.reconsume_times == times
-        assert not {"RECONSUME_TIME", "MAX_RECONSUME_TIMES"} & stored.keys()
-        if dead:
-            assert (copy.topic, copy.queue_id, stored["DELAY"]) == ("%DLQ%g", 0, "-1")
-            assert (stored["DLQ_ORIGIN_TOPIC"], stored["DLQ_ORIGIN_MESSAGE_ID"]) == ("orders", "ID")
-            assert stored["dlq_reason"]
-        else:
-            assert (copy.topic, stored["DELAY"], stored["REAL_TOPIC"]) == (SCHEDULE_TOPIC, "4", "%RETRY%g")
-
-
-def test_a_plain_put_of_an_unknown_group_makes_none(parts: Parts) -> None:
-    end = parts.store.max_offset
-    for topic in ("%RETRY%nobody", "%RETRY%g+orders"):
-        with pytest.raises(GroupNotFoundError):
-            Retries(parts).put_retry(topic, b"b", {}, locks=Locks())
-    with pytest.raises(InvalidMessageError):
-        Retries(parts).put_retry("orders", b"b", {}, locks=Locks())
-    parts.groups.create("g")
-    with pytest.raises(InvalidMessageError):
-        Retries(parts).put_retry("%RETRY%g", b"b", {"RECONSUME_TIME": "many"}, locks=Locks())
-    assert parts.store.max_offset == end
-    assert parts.groups.get("nobody") is None

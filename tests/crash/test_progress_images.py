@@ -12,12 +12,16 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from mqstore.broker.configfile import ConfigFile
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
+from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig
 from tests.crash.campaign import Campaign
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.log.support import Unsynced
@@ -25,7 +29,8 @@ from tests.log.support import Unsynced
 
 def open_file(root: Path, fs: FileSystem) -> tuple[ConfigFile, int]:
     """The file, and the number that it holds."""
-    file = ConfigFile(root / "config" / "x.json", fs=fs, clock=SimulatedClock(), log_end=1_000)
+    store = SimpleNamespace(path=root, fs=fs, clock=SimulatedClock(), config=StoreConfig(), mode="rw", closed=False)
+    file = ConfigFile(cast(MessageStore, store), "x.json", log_end=1_000)
     return file, int((file.load() or {"n": 0})["n"])
 
 

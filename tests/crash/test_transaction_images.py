@@ -25,7 +25,7 @@ import pytest
 
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC
 from mqstore.broker.parts import Parts
-from mqstore.broker.retention import oldest_pin
+from mqstore.broker.retention import all_pins, oldest_of
 from mqstore.broker.transactions import CHECK_EVERY_MS, TransactionHandle, Transactions
 from mqstore.log.message import Message
 from mqstore.options import Durability
@@ -89,7 +89,7 @@ def run_script(seed: int, folder: Path) -> Script:
             high = (parts.store.offsets_or_none("orders", 0) or (0, 0))[1]
             parts.offsets.commit("consumers", "orders", 0, high)
             parts.offsets.save()
-            pin = oldest_pin(parts, [transactions])
+            pin = oldest_of(all_pins(parts, [transactions]))
             bound = parts.store.max_offset if pin is None else pin.physical_offset
             fs.mark(("dropping", bound))
             parts.store.drop_before(bound)

@@ -24,7 +24,7 @@ import mqstore
 from mqstore import RetryPolicy
 from mqstore.admin import Broker
 from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
-from mqstore.broker.broker import as_filter
+from mqstore.broker.filters import as_filter
 from mqstore.broker.groups import GroupConfig, default_retry
 from mqstore.broker.names import check_group, check_user_topic, pop_retry_topic, retry_topic
 from mqstore.broker.parts import Parts

@@ -207,7 +207,7 @@ def alter(
             write_queues=write_queues,
             perm=None if perm is None else _PERMS[perm],
             order=order,
-            attributes=None if type_ is None else {"+message.type": type_.upper()},
+            message_type=None if type_ is None else type_.upper(),
             force=force,
         )
 

@@ -50,4 +50,3 @@ class DeadLetters(Twin[deadletters.DeadLetters]):
     select = paged(deadletters.DeadLetters.select)
     replay = called(deadletters.DeadLetters.replay)
     purge = called(deadletters.DeadLetters.purge)
-    expire = called(deadletters.DeadLetters.expire)

@@ -330,7 +330,6 @@ class _News:
                     self._called,
                     filter=follower.tags,
                     timeout=_NEW_QUEUES_S,
-                    at_once=True,
                 )
             )
 

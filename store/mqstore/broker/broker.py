@@ -30,7 +30,7 @@ from mqstore.broker.begun import Begun
 from mqstore.broker.deadletters import DeadLetterExpiry, DeadLetters
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.filters import Filter, parse_filter
+from mqstore.broker.filters import Filter, as_filter, parse_filter
 from mqstore.broker.groups import GroupTable
 from mqstore.broker.housekeeper import Housekeeper
 from mqstore.broker.locks import QueueLocks
@@ -42,14 +42,13 @@ from mqstore.broker.pop.orderinfo import Suspended
 from mqstore.broker.pop.service import Delivery, PopService
 from mqstore.broker.reading import Loss, ReadResult, Reads
 from mqstore.broker.retention import RetentionService
-from mqstore.broker.retry import Retries, RetryFields
+from mqstore.broker.retry import Retries
 from mqstore.broker.road import SendOptions
 from mqstore.broker.topics import QUEUES_MAX, TopicTable
 from mqstore.broker.transactions import Transactions
 from mqstore.broker.waiting import Callback, Waiter, Waiters
 from mqstore.errors import (
     ConfigError,
-    FilterError,
     GroupInUseError,
     GroupNotFoundError,
     NotPermittedError,
@@ -61,8 +60,7 @@ from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
-from mqstore.log.tagfilter import refuse_single_bar
-from mqstore.options import Durability, Duration, seconds
+from mqstore.options import Durability, Duration, milliseconds, seconds
 
 __all__ = ["Broker"]
 
@@ -125,7 +123,7 @@ class Broker:
         self.offsets: OffsetTable = parts.offsets
         self._clock = parts.clock
         self._locks = QueueLocks(parts.clock, self._check_open)
-        self._members = Members(parts.clock, self._may_join, parts.groups)
+        self._members = Members(self._may_join, parts.groups)
         self._retries = Retries(parts)
         self._reads = Reads(parts)
         self._async_puts = AsyncPuts(store)
@@ -215,15 +213,6 @@ class Broker:
             options["durability"] = "append"
         return self._async_puts.put(lambda: self.put(topic, body, queue_id=queue_id, **options), synced=synced)
 
-    def put_retry(
-        self, topic: str, body: Body, properties: Mapping[str, str] | None = None, **fields: Unpack[RetryFields]
-    ) -> SendReceipt:
-        """A message into the retry topic `%RETRY%group` of a group, as remote clients send it when a send-back fails
-        (delivery#retry-put). Beyond the group's limit, or while an orderly member holds a queue's lock, it becomes a
-        dead letter. GroupNotFoundError; else as `put`."""
-        locks = _OrderlyLocks(self._locks, self._members)
-        return self._retries.put_retry(topic, bytes(body), properties or {}, locks=locks, **fields)
-
     def recall(self, recall_handle: str) -> bool:
         """Cancel a message delayed to a moment; whether it was still waiting. InvalidReceiptError for no handle."""
         return self._timer.recall(recall_handle)
@@ -284,13 +273,10 @@ class Broker:
         *,
         filter: Filter | str | None = None,
         timeout: Duration | None = None,
-        at_once: bool = False,
     ) -> Waiter:
-        """As `wait`, without a thread: `callback(worth_a_read)` is called once, by the housekeeper; False: the time is
-        over. `at_once`: it wakes another thread and does no more, so that whoever dispatches may call it."""
-        return self._waiters.add_waiter(
-            topic, queue_id, offset, as_filter(filter), callback, self._deadline(timeout), at_once=at_once
-        )
+        """As `wait`, without a thread: `callback(worth_a_read)` is called once, by whoever dispatches; False: the time
+        is over. It wakes another thread and does no more: it must neither block nor put or read anything."""
+        return self._waiters.add_waiter(topic, queue_id, offset, as_filter(filter), callback, self._deadline(timeout))
 
     def add_pop_waiter(
         self,
@@ -302,14 +288,11 @@ class Broker:
         filter: Filter | str | None = None,
         order: bool = False,
         timeout: Duration | None = None,
-        at_once: bool = False,
     ) -> Waiter:
-        """Have `callback(worth_a_pop)` called once, by the housekeeper, when a pop may find something. Of several that
-        wait one is called for each message. `at_once`: as of `add_waiter`."""
+        """Have `callback(worth_a_pop)` called once, as that of `add_waiter`, when a pop may find something. Of several
+        that wait one is called for each message."""
         deadline_ms = self._deadline(timeout)
-        return self._pop.add_waiter(
-            group, topic, queue_id, as_filter(filter), callback, deadline_ms, order=order, at_once=at_once
-        )
+        return self._pop.add_waiter(group, topic, queue_id, as_filter(filter), callback, deadline_ms, order=order)
 
     def remove_waiter(self, waiter: Waiter) -> bool:
         """Let a waiter go; False: its callback has been called, or is about to be."""
@@ -322,7 +305,7 @@ class Broker:
     def _deadline(self, timeout: Duration | None) -> int | None:
         if timeout is None or timeout == math.inf:
             return None
-        return self._clock.monotonic_ms() + _ms(timeout, "timeout")
+        return self._clock.monotonic_ms() + milliseconds(timeout, "timeout")
 
     # -- progress ---------------------------------------------------------------------------------------------------
 
@@ -446,7 +429,6 @@ class Broker:
         order: bool = False,
         start: Start | None = None,
         attempt_id: str | None = None,
-        client_id: str = "",
         local: bool = True,
         durability: Durability | None = None,
         skip_acked: bool = False,
@@ -455,9 +437,8 @@ class Broker:
         unless it is acknowledged by then. `order`: nothing behind an unsettled message of its queue is delivered; that
         comes again with all behind it of its batch, with `skip_acked` without those that were acknowledged. Waits up to
         `poll` seconds for a first message."""
-        del client_id  # any member may settle what any other received
         chosen = None if filter is None else as_filter(filter)
-        invisible_ms = _ms(invisible, "invisible")
+        invisible_ms = milliseconds(invisible, "invisible")
         poll_s = 0.0
         if poll:
             self._check_open()
@@ -490,13 +471,13 @@ class Broker:
         self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None
     ) -> str:
         """Make a delivery visible again in `invisible` seconds from now; the receipt that replaces the given one."""
-        return self._pop.change_invisible(group, topic, receipt, _ms(invisible, "invisible"), durability)
+        return self._pop.change_invisible(group, topic, receipt, milliseconds(invisible, "invisible"), durability)
 
     def renew(
         self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None
     ) -> str:
         """As `change_invisible`, for a delivery still being worked on: the receipt stays good, and is returned."""
-        return self._pop.renew(group, topic, receipt, _ms(invisible, "invisible"), durability)
+        return self._pop.renew(group, topic, receipt, milliseconds(invisible, "invisible"), durability)
 
     def nack(
         self,
@@ -510,7 +491,7 @@ class Broker:
     ) -> str | None:
         """Give a delivery back as failed: it comes again after `delay`, None: by the group's retry policy. `error` is
         shown by `suspended`, for a queue that is popped in order."""
-        delay_ms = None if delay is None else _ms(delay, "delay")
+        delay_ms = None if delay is None else milliseconds(delay, "delay")
         return self._pop.nack(group, topic, receipt, delay_ms, durability, error=error)
 
     def release(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
@@ -566,7 +547,7 @@ class Broker:
             group,
             physical_offset,
             delay_level=delay_level,
-            delay_ms=None if delay is None else _ms(delay, "delay"),
+            delay_ms=None if delay is None else milliseconds(delay, "delay"),
             max_reconsume=max_reconsume,
             attempts=attempts,
             reason=reason,
@@ -624,9 +605,6 @@ class Broker:
         if mode.broadcasting and known is not None:
             known.check_broadcast()
 
-    def _keepers(self) -> list[Mechanism]:
-        return [each for each in self._mechanisms.values() if each is not self._retention]
-
     # -- keeping house ----------------------------------------------------------------------------------------------
 
     def run_once(self, now_ms: int | None = None) -> int | None:
@@ -674,40 +652,3 @@ class Broker:
 
     def __repr__(self) -> str:
         return f"<Broker on {str(self.store.path)!r}{' closed' if self._closed else ''}>"
-
-
-@dataclass(frozen=True, slots=True)
-class _OrderlyLocks:
-    """Locks as `Retries` asks for them: a sign of an orderly group. Unordered members hold locks, too, to hand queues
-    over exactly; theirs tell nothing. A group without members may be one whose members are remote."""
-
-    locks: QueueLocks
-    members: Members
-
-    def is_lock_all_expired(self, group: str) -> bool:
-        mode = self.members.mode(group)
-        return (mode is not None and not mode.ordered) or self.locks.is_lock_all_expired(group)
-
-
-def as_filter(given: Filter | str | None) -> Filter | None:
-    """A filter as callers name it: an expression over tags, a parsed filter, or None for everything.
-
-    FilterError for text that looks like SQL, or has a single bar. A tag that a Java client has given such a name SQL92
-    finds.
-    """
-    if not isinstance(given, str):
-        return given
-    refuse_single_bar(given)
-    at = next((i for i, c in enumerate(given) if c in "<>='\"()"), None)
-    if at is not None:
-        raise FilterError(f"{given!r} is no choice of tags; for SQL92: Broker.filter(expression, 'SQL92')", at)
-    return parse_filter(given)
-
-
-def _ms(duration: Duration, name: str) -> int:
-    if type(duration) is int and duration >= 0:
-        return duration * 1000
-    wanted = seconds(duration, name)
-    if wanted == math.inf:
-        raise ConfigError(f"{name} must be a number of seconds that ends, not {duration!r}")
-    return int(wanted * 1000)

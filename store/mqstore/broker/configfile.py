@@ -18,19 +18,18 @@ was sent back, say. Such a file is not taken, and its backup, the last synced sa
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from mqstore.clock import Clock
 from mqstore.errors import ReadOnlyStoreError, StoreClosedError
-from mqstore.files.filesystem import FILE_MODE, FileSystem
 from mqstore.files.jsonfile import load_json, save_json, sync_json
 from mqstore.log.recovery.queueends import LOG_END
 
-__all__ = ["QUICK_MS", "ConfigFile", "DataVersion", "member", "object_member"]
+if TYPE_CHECKING:
+    from mqstore.log.store import MessageStore
+
+__all__ = ["QUICK_MS", "ConfigFile", "DataVersion", "entries", "member", "object_member"]
 
 _log = logging.getLogger("mqstore")
 
@@ -56,6 +55,15 @@ def object_member(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     """`value[name]`, an object; {} where it is absent or null. ValueError for another type."""
     found: dict[str, Any] = member(value, name, dict, None) or {}
     return found
+
+
+def entries(value: Mapping[str, Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of the table `value[name]` by name. Null entries are left out. ValueError for another type."""
+    for key, entry in object_member(value, name).items():
+        if entry is not None:
+            if type(entry) is not dict:
+                raise ValueError(f"{name}: {key[:300]!r} must be an object")
+            yield key, entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,32 +93,25 @@ class DataVersion:
 
 
 class ConfigFile:
-    """One JSON file of a store's `config/`. Not thread-safe: its table calls it under the table's own lock."""
+    """One JSON file of a store. Not thread-safe: its table calls it under the table's own lock."""
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
-        *,
-        fs: FileSystem,
-        clock: Clock,
+        store: MessageStore,
+        name: str,
         check: Callable[[dict[str, Any]], object] | None = None,
-        writer: bool = True,
-        file_mode: int = FILE_MODE,
-        closed: Callable[[], bool] | None = None,
+        *,
+        folder: str = "config",
         log_end: int | None = None,
     ) -> None:
-        """`check(value)` raises ValueError for an object of the wrong shape, which then counts as damaged. Without
-        `writer` nothing is ever changed on disk, nor once `closed()` says that the store was. `log_end` is the end of
-        the log that was found at opening: a quick save that rests on more counts as damaged. None: none does."""
-        self.path = Path(path)
+        """Of the file `name` in a folder of a store. `check(value)` raises ValueError for an object of the wrong shape,
+        which then counts as damaged. `log_end` is the end of the log that was found at opening: a quick save that rests
+        on more counts as damaged. None: none does."""
+        self.path = store.path / folder / name
         self.problems: list[str] = []
         """What was amiss at `load`, a sentence each; logged once."""
-        self._fs = fs
-        self._clock = clock
+        self._store = store
         self._check = check
-        self._writer = writer
-        self._file_mode = file_mode
-        self._closed = closed
         self._members: dict[str, Any] = {}
         self._log_end = log_end
         self.has_saved = False
@@ -124,8 +125,9 @@ class ConfigFile:
         Raises CorruptStoreError when there was a value and no good copy of it is left: the command that gives it up is
         in the message, for it is never given up unasked (reliability#p10). StoreIOError when a file cannot be read.
         """
+        store = self._store
         value, problems = load_json(
-            self.path, writer=self._writer, fs=self._fs, clock=self._clock, check=self._fits, root=self.path.parents[1]
+            self.path, writer=store.mode == "rw", fs=store.fs, clock=store.clock, check=self._fits, root=store.path
         )
         for problem in problems:
             self.report(problem)
@@ -154,23 +156,25 @@ class ConfigFile:
         Raises StoreFullError, StoreIOError, ReadOnlyStoreError, StoreClosedError: what the file said before then still
         stands.
         """
-        if not self._writer:
+        store, fs = self._store, self._store.fs
+        if store.mode != "rw":
             raise ReadOnlyStoreError(f"{self.path} is of a store that was opened for reading; open it with mode='rw'")
-        if self._closed is not None and self._closed():  # who holds the lock by now may have written another value
-            raise StoreClosedError(f"{self.path.parents[1]} was closed; open it again")
+        if store.closed:  # who holds the lock by now may have written another value
+            raise StoreClosedError(f"{store.path} was closed; open it again")
         if not self.has_saved:  # the process before may have been killed before it made folder and file durable
-            folder = self.path.parent
-            self._fs.mkdir(folder, exist_ok=True)
-            self._fs.sync_directory(folder.parent)
-            sync_json(self.path, self._fs)
+            for name in reversed(self.path.relative_to(store.path).parents[:-1]):
+                folder = store.path / name
+                fs.mkdir(folder, exist_ok=True)
+                fs.sync_directory(folder.parent)
+            sync_json(self.path, fs)
         merged = {**self._members, **value}
         quick = quick_log_end is not None
         save_json(
             self.path,
             {LOG_END: quick_log_end, **merged} if quick else merged,
-            self._fs,
+            fs,
             check=self._fits,
-            file_mode=self._file_mode,
+            file_mode=store.config.file_mode,
             synced=not quick,
             back_up=not self._is_quick,
         )

@@ -42,7 +42,7 @@ from mqstore.broker.names import (
     retry_topic,
 )
 from mqstore.broker.offsets import after_sent
-from mqstore.broker.parts import Parts, Pin, Wake
+from mqstore.broker.parts import Parts, Pin, Wake, messages_of
 from mqstore.broker.retry import TIMER_MARKS
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig
@@ -62,7 +62,7 @@ from mqstore.layout.properties import (
     WAIT,
 )
 from mqstore.log.message import Message
-from mqstore.options import seconds
+from mqstore.options import milliseconds
 
 __all__ = ["DeadLetterExpiry", "DeadLetters", "Replay"]
 
@@ -136,8 +136,7 @@ class DeadLetters:
     @property
     def bounds(self) -> tuple[int, int]:
         """(offset of the first letter, offset of the next one to come); equal when there is none."""
-        low, high = self._parts.store.offsets_or_none(self.topic, _QUEUE) or (0, 0)
-        return min(high, max(low, self._parts.offsets.start_of(self.topic, _QUEUE))), high
+        return self._parts.offsets.bounds(self.topic, _QUEUE)
 
     @property
     def _sent(self) -> Sequence[tuple[int, int]]:
@@ -180,7 +179,8 @@ class DeadLetters:
         stop_ms: int | None,
         where: Callable[[Message], bool] | None,
     ) -> Iterator[Message]:
-        letters = self._pages(start, end) if chosen is None else self._chosen(start, end, chosen)
+        store = self._parts.store
+        letters = messages_of(store, self.topic, start, end) if chosen is None else self._chosen(start, end, chosen)
         sent = self._sent
         for message in letters:
             if after_sent(message.offset, sent) != message.offset:
@@ -192,14 +192,6 @@ class DeadLetters:
                 continue
             if where is None or where(message):
                 yield message
-
-    def _pages(self, offset: int, end: int) -> Iterator[Message]:
-        while offset < end:
-            result = self._parts.store.get(self.topic, _QUEUE, offset, min(_PAGE, end - offset))
-            yield from result.messages
-            if result.next_offset <= offset:
-                return
-            offset = result.next_offset  # behind what is damaged, or was just freed
 
     def _chosen(self, start: int, end: int, chosen: list[int]) -> Iterator[Message]:
         for offset in chosen:
@@ -343,7 +335,7 @@ class DeadLetters:
         start, end = self.bounds
         stop = end if before_offset is None else min(end, _checked_offset(before_offset))
         if before_ms is not None and start < stop:
-            stop = min(stop, self._filed_at(before_ms))
+            stop = min(stop, self._parts.store.offset_at(self.topic, _QUEUE, before_ms, "lower"))
         if stop <= start:
             return 0
         count = self._count(start, stop)
@@ -351,19 +343,6 @@ class DeadLetters:
             self._parts.offsets.move_start(self.topic, _QUEUE, stop)
             self._parts.offsets.save()
         return count
-
-    def expire(self, before_ms: int) -> int:
-        """Let go of the letters filed before `before_ms`, in memory at first; how many."""
-        start, end = self.bounds
-        stop = self._filed_at(before_ms) if start < end else start
-        if stop <= start:
-            return 0
-        count = self._count(start, stop)
-        self._parts.offsets.move_start(self.topic, _QUEUE, stop)
-        return count
-
-    def _filed_at(self, when_ms: int) -> int:
-        return self._parts.store.offset_at(self.topic, _QUEUE, when_ms, "lower")
 
 
 def origin_of(letter: Message) -> str:
@@ -389,7 +368,7 @@ class DeadLetterExpiry:
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
         age = parts.config.dlq_retention
-        self._age_ms = None if age is None else int(seconds(age, "dlq_retention") * 1000)
+        self._age_ms = None if age is None else milliseconds(age, "dlq_retention")
         self._parts = parts
 
     def run_once(self, now_ms: int) -> int | None:
@@ -407,7 +386,7 @@ class DeadLetterExpiry:
         """Expire what is due in one group; when the next one is."""
         assert self._age_ms is not None
         letters = DeadLetters(self._parts, group)
-        count = letters.expire(now_ms - self._age_ms + 1)
+        count = letters.purge(before_ms=now_ms - self._age_ms + 1)
         if count:
             self._parts.statistics.add("DLQ_EXPIRED_NUMS", f"{letters.topic}@{group}", count)
             _log.warning(

@@ -1,8 +1,7 @@
 """What a subscription lets through: tags by hash and by name, or an SQL92 expression (delivery#filters).
 
-A filter is asked up to three times: `may_match` for the one unit that may wake a parked reader, `units` for a stretch
-of a queue's units, `accepts` for the message itself, whose word is final. Units know only the tag's hash: tag filters
-guess from it, SQL filters let every unit pass.
+A filter is asked twice: `units` for many units of a queue, then `accepts` for each message, whose word is final. Units
+know only the tag's hash: tag filters guess from it, SQL filters let every unit pass.
 
     expression                      kind TAG (delivery#tags)                     kind SQL92 (delivery#sql92)
     None, empty                     everything                                   error
@@ -27,23 +26,20 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.broker import sql92
+from mqstore.broker.javanumbers import JAVA_BLANKS
 from mqstore.errors import FilterError
-from mqstore.layout.consumequeue import LAST_ADDRESS
-from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import TAGS
-from mqstore.log.tagfilter import TagFilter, UnitFilter
+from mqstore.log.tagfilter import TagFilter, UnitFilter, refuse_single_bar
 
 if TYPE_CHECKING:
     from mqstore.log.message import Message
 
-__all__ = ["CACHED", "Filter", "FilterKind", "SqlSubscription", "TagSubscription", "parse_filter"]
+__all__ = ["CACHED", "Filter", "FilterKind", "SqlSubscription", "TagSubscription", "as_filter", "parse_filter"]
 
 FilterKind = Literal["TAG", "SQL92"]
 
 CACHED = 100
 """Expressions whose filter, or error, is remembered."""
-
-_JAVA_BLANKS = "".join(map(chr, range(0x21)))  # what String.trim removes, no more: a no-break space belongs to the tag
 
 
 class Filter(UnitFilter, Protocol):
@@ -66,19 +62,15 @@ class Filter(UnitFilter, Protocol):
     def matches(self, properties: Mapping[str, str]) -> bool:
         """Whether a message with all these stored properties passes."""
 
-    def may_match(self, tags_code: int | None) -> bool:
-        """Whether the message of a unit with this tags code may pass; None if the unit is not known."""
-
 
 class TagSubscription(TagFilter):
     """Passes messages whose tag is one of `tags`; none at all if there are none."""
 
-    __slots__ = ("_codes", "expression")
+    __slots__ = ("expression",)
 
     def __init__(self, expression: str, tags: frozenset[str]) -> None:
         super().__init__(tags)
         self.expression = expression
-        self._codes = frozenset(java_hash(tag) for tag in tags)
 
     @property
     def kind(self) -> FilterKind:
@@ -87,12 +79,6 @@ class TagSubscription(TagFilter):
     def matches(self, properties: Mapping[str, str]) -> bool:
         """Whether the tag in `properties` is one of `tags`."""
         return properties.get(TAGS) in self.tags
-
-    def may_match(self, tags_code: int | None) -> bool:
-        """Whether the low 32 bits of the tags code are the hash of one of `tags`; an address may stand for any."""
-        if tags_code is None or tags_code <= LAST_ADDRESS:
-            return True
-        return ((tags_code + 0x8000_0000) & 0xFFFF_FFFF) - 0x8000_0000 in self._codes
 
     def __repr__(self) -> str:
         return f"TagSubscription({self.expression!r})"
@@ -122,9 +108,6 @@ class SqlSubscription:
     def matches(self, properties: Mapping[str, str]) -> bool:
         """Whether the expression is True on `properties`."""
         return self._expression.matches(properties)
-
-    def may_match(self, tags_code: int | None) -> bool:
-        return True
 
     def __repr__(self) -> str:
         return f"SqlSubscription({self.expression!r})"
@@ -169,10 +152,25 @@ def _parse_tags(expression: str) -> TagSubscription | None:
     pieces = expression.split("||")
     if not any(pieces):
         raise FilterError(f"tags {expression!r}: bars with no tag beside them; write 'A || B', or '*' for every tag", 0)
-    return TagSubscription(expression, frozenset(piece.strip(_JAVA_BLANKS) for piece in pieces) - {""})
+    return TagSubscription(expression, frozenset(piece.strip(JAVA_BLANKS) for piece in pieces) - {""})
 
 
 def _parse_sql(expression: str) -> SqlSubscription:
     if not expression:
         raise FilterError("an SQL92 filter needs an expression; to receive everything use tags '*'", 0)
     return SqlSubscription(sql92.compile(expression))
+
+
+def as_filter(given: Filter | str | None) -> Filter | None:
+    """A filter as callers name it: an expression over tags, a parsed filter, or None for everything.
+
+    FilterError for text that looks like SQL, or has a single bar. A tag that a Java client has given such a name SQL92
+    finds.
+    """
+    if not isinstance(given, str):
+        return given
+    refuse_single_bar(given)
+    at = next((i for i, c in enumerate(given) if c in "<>='\"()"), None)
+    if at is not None:
+        raise FilterError(f"{given!r} is no choice of tags; for SQL92: Broker.filter(expression, 'SQL92')", at)
+    return parse_filter(given)

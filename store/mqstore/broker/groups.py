@@ -18,23 +18,19 @@ exponential  initial * multiplier ** r         initial * multiplier ** (attempt-
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from mqstore.broker.configfile import ConfigFile, DataVersion, member, object_member
+from mqstore.broker.configfile import ConfigFile, DataVersion, entries, member, object_member
 from mqstore.broker.names import check_group, is_system_group
-from mqstore.clock import Clock
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
-from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
-from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, StoreConfig, delay_table_ms, seconds
+from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, delay_table_ms, milliseconds
 
 __all__ = [
-    "FORBIDDEN_READ",
     "ORDERED_RETRY",
     "GroupConfig",
     "GroupTable",
@@ -45,8 +41,8 @@ __all__ = [
     "exponential",
 ]
 
-FORBIDDEN_READ = 2
-"""Index of the forbidden bit that stops a group from reading a topic."""
+_FORBIDDEN_READ = 1 << 2
+"""Bit of a forbidden mask that stops a group from reading a topic. RocketMQ's other bits have no effect here."""
 
 _log = logging.getLogger("mqstore")
 
@@ -95,7 +91,7 @@ class RetryPolicy:
         given: object = delays
         if isinstance(given, str) or not isinstance(given, Iterable):
             raise ConfigError(f"delays are several, as in [10, 60, 600], not {delays!r:.100}")
-        table = tuple(_ms(delay, "delays") for delay in delays)
+        table = tuple(milliseconds(delay, "delays") for delay in delays)
         if not table:
             raise ConfigError("delays is empty; leave it out for the standard ones, or give [0] to retry at once")
         self._set(_checked_attempts(max_attempts), "custom", table)
@@ -107,7 +103,7 @@ class RetryPolicy:
         """Wait `initial` (seconds or timedelta), then `multiplier` times as long each time, at most `maximum`."""
         if type(multiplier) is not int or multiplier < 1:
             raise ConfigError(f"multiplier must be an integer from 1, not {multiplier!r}")
-        low, high = _ms(initial, "initial"), _ms(maximum, "maximum")
+        low, high = milliseconds(initial, "initial"), milliseconds(maximum, "maximum")
         return cls._of(
             _checked_attempts(max_attempts), "exponential", initial_ms=low, multiplier=multiplier, max_ms=high
         )
@@ -211,13 +207,6 @@ def exponential(
     return RetryPolicy.exponential(initial, factor, maximum, max_attempts=max_attempts)
 
 
-def _ms(duration: Duration, name: str) -> int:
-    wanted = seconds(duration, name)
-    if wanted == math.inf:
-        raise ConfigError(f"{name} must be a number of seconds that ends, not {duration!r}")
-    return round(wanted * 1000)
-
-
 def _checked_attempts(max_attempts: int | None) -> int | None:
     if max_attempts is not None and (type(max_attempts) is not int or not 1 <= max_attempts <= _FOR_EVER):
         raise ConfigError(f"max_attempts must be an integer from 1, or None for ever, not {max_attempts!r}")
@@ -236,16 +225,9 @@ def default_retry(orderly: bool) -> RetryPolicy:
 # member of the file -> field, type, and what RocketMQ takes where it is absent; the policy and `start` come apart
 _MEMBERS: dict[str, tuple[str, type, Any]] = {
     "consumeEnable": ("consume_enable", bool, True),
-    "consumeFromMinEnable": ("consume_from_min_enable", bool, True),
     "consumeBroadcastEnable": ("consume_broadcast_enable", bool, True),
     "consumeMessageOrderly": ("orderly", bool, False),
     "retryQueueNums": ("retry_queues", int, 1),
-    "brokerId": ("broker_id", int, 0),
-    "whichBrokerWhenConsumeSlowly": ("which_broker_when_consume_slowly", int, 1),
-    "notifyConsumerIdsChangedEnable": ("notify_members", bool, True),
-    "groupSysFlag": ("sys_flag", int, 0),
-    "consumeTimeoutMinute": ("consume_timeout_minutes", int, 15),
-    "attributes": ("attributes", dict, _NOTHING),
 }
 _OWN_MEMBERS = frozenset({*_MEMBERS, "groupName", "retryMaxTimes", "groupRetryPolicy", _START})
 
@@ -264,7 +246,6 @@ class GroupConfig:
     name: str
     consume_enable: bool = True
     """Off: whatever asks for messages is NotPermittedError."""
-    consume_from_min_enable: bool = True
     consume_broadcast_enable: bool = True
     """Off: a member that wants every message for itself is NotPermittedError."""
     orderly: bool = False
@@ -274,14 +255,8 @@ class GroupConfig:
     retry_policy: RetryPolicy = RetryPolicy()
     start: Literal["earliest", "latest"] | int = "earliest"
     """Where the group starts in a queue in which it never committed; a number: ms since the epoch."""
-    broker_id: int = 0
-    which_broker_when_consume_slowly: int = 1
-    notify_members: bool = True
-    sys_flag: int = 0
-    consume_timeout_minutes: int = 15
-    attributes: Mapping[str, str] = field(default_factory=_nothing, hash=False)
     unknown: Mapping[str, Any] = field(default_factory=_nothing, hash=False, repr=False)
-    """Members of the file's entry that nobody here knows; they are written back."""
+    """Members of the file's entry that have no effect here. They are written back."""
 
     @property
     def max_attempts(self) -> int | None:
@@ -308,7 +283,6 @@ class GroupConfig:
         entry = {**self.unknown, "groupName": self.name}
         for key, (name, _, _) in _MEMBERS.items():
             entry[key] = getattr(self, name)
-        entry["attributes"] = dict(self.attributes)
         entry["retryMaxTimes"] = self.retry_max_times
         entry["groupRetryPolicy"] = self.retry_policy.as_json()
         if self.start != "earliest":
@@ -339,25 +313,11 @@ def _is_start(value: object) -> bool:
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **{
         name: (lambda value: type(value) is bool, "True or False")
-        for name in (
-            "consume_enable",
-            "consume_from_min_enable",
-            "consume_broadcast_enable",
-            "orderly",
-            "notify_members",
-        )
+        for name in ("consume_enable", "consume_broadcast_enable", "orderly")
     },
     "retry_queues": (lambda value: type(value) is int and 1 <= value <= 16_384, "1 to 16384"),
     "retry_policy": (lambda value: isinstance(value, RetryPolicy), "a RetryPolicy"),
     "start": (_is_start, "'earliest', 'latest' or milliseconds since the epoch"),
-    "broker_id": (lambda value: type(value) is int, "an integer"),
-    "which_broker_when_consume_slowly": (lambda value: type(value) is int, "an integer"),
-    "sys_flag": (lambda value: type(value) is int, "an integer"),
-    "consume_timeout_minutes": (lambda value: type(value) is int and value > 0, "minutes above 0"),
-    "attributes": (
-        lambda value: isinstance(value, Mapping) and all(type(t) is str for pair in value.items() for t in pair),
-        "texts by name",
-    ),
 }
 assert set(_CHECKS) == {f.name for f in fields(GroupConfig)} - {"name", "unknown"}
 
@@ -369,27 +329,17 @@ class GroupTable:
     with the name of a group after it came, changed or went, in the thread that did it, without a lock.
     """
 
-    def __init__(self, store: MessageStore, config: StoreConfig, clock: Clock, fs: FileSystem) -> None:
+    def __init__(self, store: MessageStore) -> None:
         """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
         self.on_change: list[Callable[[str], None]] = []
-        self._clock = clock
-        self._auto_create = config.auto_create_groups
+        self._clock = store.clock
+        self._auto_create = store.config.auto_create_groups
         self._lock = threading.Lock()
-        self._file = ConfigFile(
-            store.path / "config" / "subscriptionGroup.json",
-            fs=fs,
-            clock=clock,
-            check=check_groups,
-            writer=store.mode == "rw",
-            file_mode=config.file_mode,
-            closed=lambda: store.closed,
-        )
+        self._file = ConfigFile(store, "subscriptionGroup.json", check_groups)
         value = self._file.load() or {}
         self._version = DataVersion.from_json(value.get("dataVersion"))
         self._groups = {
-            name: GroupConfig.from_json(name, entry)
-            for name, entry in object_member(value, "subscriptionGroupTable").items()
-            if entry is not None
+            name: GroupConfig.from_json(name, entry) for name, entry in entries(value, "subscriptionGroupTable")
         }
         self._forbidden = _forbidden_of(value)
 
@@ -410,16 +360,6 @@ class GroupTable:
     def names(self, system: bool = False) -> list[str]:
         """Names of the groups, sorted. The engine's own, which another broker may have entered, only with `system`."""
         return sorted(name for name in self._groups if system or not is_system_group(name))
-
-    def configs(self) -> list[GroupConfig]:
-        """Every group, by name."""
-        groups = self._groups
-        return [groups[name] for name in sorted(groups)]
-
-    @property
-    def problems(self) -> list[str]:
-        """What was amiss in the file when it was loaded, and what was done about it."""
-        return list(self._file.problems)
 
     def _create_to_consume(self, name: str) -> GroupConfig:
         try:
@@ -472,24 +412,21 @@ class GroupTable:
 
     # -- what is forbidden ------------------------------------------------------------------------------------------
 
-    def forbidden(self, group: str, topic: str) -> int:
-        """The bits of what the group may not do with the topic; 0: all is allowed."""
-        return self._forbidden.get(group, {}).get(topic, 0)
-
     def may_read(self, group: str, topic: str) -> bool:
-        return not self.forbidden(group, topic) >> FORBIDDEN_READ & 1
+        """Return True unless `forbid` says otherwise."""
+        return not self._forbidden.get(group, {}).get(topic, 0) & _FORBIDDEN_READ
 
-    def forbid(self, group: str, topic: str, bit: int = FORBIDDEN_READ, on: bool = True) -> None:
-        """Set or clear a forbidden bit. Unlike RocketMQ's, clearing the last one of a topic is saved and leaves the
-        group's other topics alone. GroupNotFoundError without such a group, ConfigError for a bit outside 0..31."""
-        if not 0 <= bit <= 31:
-            raise ConfigError(f"a forbidden bit has an index in 0..31, not {bit}")
+    def forbid(self, group: str, topic: str, on: bool = True) -> None:
+        """Stop a group from reading a topic, or (`on` False) let it again. GroupNotFoundError without such a group.
+
+        Unlike RocketMQ's, clearing the last bit of a topic is saved and leaves the group's other topics alone.
+        """
         with self._lock:
             if group not in self._groups:
                 raise GroupNotFoundError(f"there is no group {group!r}")
             topics = dict(self._forbidden.get(group, {}))
             old = topics.pop(topic, 0)
-            mask = old | 1 << bit if on else old & ~(1 << bit)
+            mask = old | _FORBIDDEN_READ if on else old & ~_FORBIDDEN_READ
             if mask == old:
                 return
             if mask:
@@ -548,8 +485,6 @@ def _with(config: GroupConfig, settings: Mapping[str, Any]) -> GroupConfig:
         fits, values = _CHECKS[name]
         if not fits(value):
             raise ConfigError(f"group {config.name!r}: {name} must be {values}, not {value!r}")
-    if "attributes" in given:
-        given["attributes"] = MappingProxyType(dict(given["attributes"]))
     if times is not None:
         if type(times) is not int or not 0 <= times <= _FOR_EVER:
             raise ConfigError(f"group {config.name!r}: retry_max_times must lie in 0..{_FOR_EVER}, not {times!r}")
@@ -569,22 +504,15 @@ def _with(config: GroupConfig, settings: Mapping[str, Any]) -> GroupConfig:
 
 
 def _forbidden_of(value: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    table: dict[str, dict[str, int]] = {}
-    for group, topics in object_member(value, "forbiddenTable").items():
-        if topics is None:
-            continue
-        if type(topics) is not dict:
-            raise ValueError(f"forbiddenTable: {group[:150]!r} must be an object")
-        table[group] = {topic: member(topics, topic, int, 0) for topic in topics}
-    return table
+    return {
+        group: {topic: member(topics, topic, int, 0) for topic in topics}
+        for group, topics in entries(value, "forbiddenTable")
+    }
 
 
 def check_groups(value: dict[str, Any]) -> None:
     """ValueError unless every entry is an object with members of the right types."""
     DataVersion.from_json(object_member(value, "dataVersion"))
     _forbidden_of(value)
-    for name, entry in object_member(value, "subscriptionGroupTable").items():
-        if entry is not None:
-            if type(entry) is not dict:
-                raise ValueError(f"subscriptionGroupTable: {name[:150]!r} must be an object")
-            GroupConfig.from_json(name, entry)
+    for name, entry in entries(value, "subscriptionGroupTable"):
+        GroupConfig.from_json(name, entry)

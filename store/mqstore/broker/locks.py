@@ -7,7 +7,7 @@ nor who is a member: a client id is just a name.
 
 ::
 
-    free ──────── try_lock ────────► held by c  ──── try_lock or is_locked by c ────► renewed
+    free ──────── try_lock ────────► held by c  ──── try_lock by c ─────────────────► renewed
       ▲                                │   │
       ├──────── unlock by c ───────────┘   └─── age > LEASE_MS, then try_lock by another ────► held by that one
       └── unlock by another: ignored
@@ -101,16 +101,6 @@ class QueueLocks:
             now_ms = self._clock.monotonic_ms()
             return {queue for queue in wanted if self._take(group, queue, client_id, now_ms)}
 
-    def is_locked(self, group: str, queue: QueueRef, client_id: str) -> bool:
-        """Whether `client_id` holds `queue`; if so, its lock is renewed."""
-        with self._mutex:
-            now_ms = self._clock.monotonic_ms()
-            lease = self._leases.get(group, {}).get(queue)
-            if lease is None or lease.client_id != client_id or lease.expired(now_ms):
-                return False
-            lease.renewed_ms = now_ms
-            return True
-
     def renew_batch(self, group: str, queues: Iterable[QueueRef], client_id: str) -> set[QueueRef]:
         """Renew the locks of `client_id` on `queues`; those it has not lost. One that ran out and that nobody has taken
         since counts as held without a break, one that another had meanwhile does not, be it free again or not."""
@@ -156,12 +146,6 @@ class QueueLocks:
         if given:
             self._tell(group)
         return given
-
-    def is_lock_all_expired(self, group: str) -> bool:
-        """Whether no lock of `group` holds: none was ever taken, all were given back, or all have expired."""
-        with self._mutex:
-            now_ms = self._clock.monotonic_ms()
-            return all(lease.expired(now_ms) for lease in self._leases.get(group, {}).values())
 
     def owner(self, group: str, queue: QueueRef) -> str | None:
         """The client that holds `queue`; None when it is free or its lock has expired. Renews nothing."""

@@ -29,7 +29,6 @@ from typing import Literal, NamedTuple
 
 from mqstore.broker.groups import GroupTable, RetryPolicy
 from mqstore.broker.names import is_retry_topic
-from mqstore.clock import Clock
 from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
 
 __all__ = ["Expression", "Member", "Members", "Mode", "Subscriptions"]
@@ -64,10 +63,6 @@ class Member:
     client_id: str
     mode: Mode
     subscriptions: Subscriptions
-    registered_ms: int
-    """Wall clock of its first registration."""
-    version: int
-    """Grows with each registration in the store that changed something: tells a stale one."""
     owner: object = field(default=None, compare=False, repr=False)
     """Consumer of this process that registered, or None."""
 
@@ -75,8 +70,7 @@ class Member:
 class Members:
     """The members of all groups of a store. Safe to call from many threads.
 
-    >>> from mqstore.clock import SimulatedClock
-    >>> members = Members(SimulatedClock())
+    >>> members = Members()
     >>> members.register("c2", "billing", {"orders": ("TAG", "*")}, Mode("queue"))
     True
     >>> members.register("c1", "billing", {"orders": ("TAG", "*")}, Mode("queue"))
@@ -87,18 +81,15 @@ class Members:
 
     def __init__(
         self,
-        clock: Clock,
         may_join: Callable[[str, Mode], object] = lambda group, mode: None,
         settings: GroupTable | None = None,
     ) -> None:
         """`may_join` raises for who may not consume in a group in that mode, whoever its other members are. `settings`
         has the groups' retry policies; without it nobody may ask for one."""
-        self._clock = clock
         self._may_join = may_join
         self._settings = settings
         self._lock = threading.Lock()
         self._groups: dict[str, dict[str, Member]] = {}
-        self._version = 0
         self.on_change: list[Callable[[str], None]] = []
         """Called with the name of a group whose members, or their subscriptions, have changed."""
 
@@ -125,9 +116,7 @@ class Members:
             known = self._check(client_id, group, wanted, mode, owner, retry)
             if known is not None and known.mode == mode and known.subscriptions == wanted:
                 return False
-            self._version += 1
-            since = self._clock.now_ms() if known is None else known.registered_ms
-            member = Member(client_id, mode, MappingProxyType(wanted), since, self._version, owner)
+            member = Member(client_id, mode, MappingProxyType(wanted), owner)
             self._groups.setdefault(group, {})[client_id] = member
         if known is None and retry is not None:
             try:
@@ -230,12 +219,6 @@ class Members:
         """The client ids of `group`, sorted as rebalancing wants them."""
         with self._lock:
             return sorted(self._groups.get(group, {}))
-
-    def details(self, group: str) -> list[Member]:
-        """The members of `group`, by client id."""
-        with self._lock:
-            members = self._groups.get(group, {})
-            return [members[name] for name in sorted(members)]
 
     def subscriptions(self, group: str) -> Subscriptions:
         """What every member of `group` subscribes to; empty without members."""

@@ -47,16 +47,14 @@ from operator import index
 from time import thread_time
 from typing import Any
 
-from mqstore.broker.configfile import QUICK_MS, ConfigFile, DataVersion, object_member
+from mqstore.broker.configfile import QUICK_MS, ConfigFile, DataVersion, entries, object_member
 from mqstore.broker.names import DELETED_GROUP, START_GROUP, is_system_group
 from mqstore.broker.published import PublishedFiles
-from mqstore.clock import Clock
-from mqstore.errors import ConfigError, OffsetOutOfRangeError
-from mqstore.files.filesystem import FileSystem
+from mqstore.errors import ConfigError
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.queueends import load_ends
 from mqstore.log.store import MessageStore
-from mqstore.options import Durability, StoreConfig, seconds
+from mqstore.options import Durability, milliseconds
 
 __all__ = ["OffsetTable", "after_sent", "check_offsets"]
 
@@ -76,24 +74,17 @@ class OffsetTable:
     before a `commit` returns that asks for "flush". The kernel has a `commit` about 100 ms later (`run_once`).
     """
 
-    def __init__(self, store: MessageStore, config: StoreConfig, clock: Clock, fs: FileSystem) -> None:
+    def __init__(self, store: MessageStore) -> None:
         """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
         self._store = store
-        self._clock = clock
-        self._interval_ms = max(1, round(seconds(config.commit_interval, "commit_interval") * 1000))
+        self._clock = store.clock
+        self._interval_ms = max(1, milliseconds(store.config.commit_interval, "commit_interval"))
         self._due_ms: int | None = None
-        self._noted = load_ends(store.path, fs)
+        self._noted = load_ends(store.path, store.fs)
         """Where queues ended when a recovery shortened them, and nobody had looked at these offsets since; None once
         these are loaded."""
-        self._file = ConfigFile(
-            store.path / "config" / "consumerOffset.json",
-            fs=fs,
-            clock=clock,
-            check=check_offsets,
-            writer=store.mode == "rw",
-            file_mode=config.file_mode,
-            log_end=self._log_end() if store.mode == "rw" else None,
-        )
+        log_end = self._log_end() if store.mode == "rw" else None
+        self._file = ConfigFile(store, "consumerOffset.json", check_offsets, log_end=log_end)
         self.wake: Callable[[], None] = lambda: None
         """Called when `run_once` is to come before the time it named."""
         self._quick_due_ms: int | None = None
@@ -119,7 +110,7 @@ class OffsetTable:
         self._version = DataVersion()
         self._versioned = 0
         self._load()
-        self._published = PublishedFiles(store.path, fs)
+        self._published = PublishedFiles(store.path, store.fs, self._file.report)
         self._fold()
         # At once: once the queue has grown past a number that was lowered here, the file's would pass for a good one,
         # and a crash before the next save would have the group skip what came between. Who reads lowers it for
@@ -179,8 +170,7 @@ class OffsetTable:
         """Let a group that has no progress in a queue have it at the queue's first message: what waits there for it is
         then part of its lag, and kept. For retry topics (delivery#pop-queues). ConfigError as `commit`."""
         if self.committed(group, topic, queue_id) is None:
-            first, _ = self._store.offsets_or_none(topic, queue_id) or (0, 0)
-            first = max(first, self.start_of(topic, queue_id))
+            first, _ = self.bounds(topic, queue_id)
             with self._lock:
                 self._queues_of(group, topic).setdefault(queue_id, first)
                 self._changes += 1
@@ -234,20 +224,8 @@ class OffsetTable:
     def reset(self, topic: str, group: str, queue_id: int, offset: int) -> None:
         """Let `group` go on at `offset` in this queue, whatever consumers that are at work commit meanwhile.
 
-        OffsetOutOfRangeError when `offset` is not between the queue's first message and its end, ConfigError as
-        `commit`. On disk with the next save.
+        The caller has checked that the queue has this offset. ConfigError as `commit`. On disk with the next save.
         """
-        offset, queue_id = index(offset), index(queue_id)
-        if not 0 <= queue_id <= _QUEUE_ID_MAX:
-            raise ConfigError(f"a queue id lies in 0..{_QUEUE_ID_MAX}, not {queue_id}")
-        first, end = self._store.offsets_or_none(topic, queue_id) or (0, 0)
-        first = max(first, self.start_of(topic, queue_id))
-        if not first <= offset <= end:
-            raise OffsetOutOfRangeError(
-                f"queue {queue_id} of {topic!r} has no offset {offset} to start at; it goes from {first} to {end}",
-                first,
-                end,
-            )
         with self._lock:
             self._queues_of(group, topic)[queue_id] = offset
             self._changes += 1
@@ -266,16 +244,6 @@ class OffsetTable:
 
     # -- whole groups and topics ------------------------------------------------------------------------------------
 
-    def clone(self, source: str, target: str, topic: str) -> None:
-        """Give the group `target` the progress of `source` on `topic`, in place of its own."""
-        with self._lock:
-            queues = self._committed.get(topic, {}).get(source)
-            if queues is not None and source != target:
-                copy = dict(queues)
-                self._queues_of(target, topic)
-                self._committed[topic][target] = copy
-                self._changes += 1
-
     def remove_group(self, group: str) -> None:
         """Forget all that is known of a group. ConfigError for one of the engine's own."""
         if is_system_group(group):
@@ -290,12 +258,8 @@ class OffsetTable:
         if self._store.mode == "rw":
             self._published.forget(group)
 
-    def remove_topic(self, topic: str) -> None:
-        """Forget every group's progress on a topic. Its logical starts stay: numbering goes on."""
-        with self._lock:
-            self._remove_topic(topic)
-
     def _remove_topic(self, topic: str) -> None:
+        """Forget every group's progress on a topic. Its logical starts stay: numbering goes on."""
         groups = self._committed.pop(topic, {})
         if kept := {group: groups[group] for group in (START_GROUP, DELETED_GROUP) if group in groups}:
             self._committed[topic] = kept
@@ -371,28 +335,16 @@ class OffsetTable:
         with self._lock:
             return {group for group, queues in self._committed.get(topic, {}).items() if queues and _is_user(group)}
 
-    def min_committed(self, topic: str, queue_id: int) -> int | None:
-        """Where the group goes on that is farthest behind in this queue; None when no group has progress on `topic`.
-
-        For retention, so in doubt too low: a group that has progress on the topic but none on this queue has all
-        of the queue before it. May lie below the queue's first message.
-        """
-        with self._lock:
-            start = self.start_of(topic, queue_id)
-            return min(
-                (
-                    max(queues.get(queue_id, start), start)
-                    for group, queues in self._committed.get(topic, {}).items()
-                    if queues and _is_user(group)
-                ),
-                default=None,
-            )
-
     # -- logical starts ---------------------------------------------------------------------------------------------
 
     def start_of(self, topic: str, queue_id: int) -> int:
         """The offset before which nothing of a queue counts any more; 0 for most."""
         return self.committed(START_GROUP, topic, queue_id) or 0
+
+    def bounds(self, topic: str, queue_id: int) -> tuple[int, int]:
+        """Return (offset of the first message that counts, offset of the next one to come); equal without messages."""
+        low, high = self._store.offsets_or_none(topic, queue_id) or (0, 0)
+        return min(high, max(low, self.start_of(topic, queue_id))), high
 
     def deleted_at(self, topic: str) -> int:
         """Physical offset before which nothing that waits belongs to the topic of that name; 0 for most."""
@@ -582,9 +534,6 @@ class OffsetTable:
                 self.take_reset(topic, group, queue_id)
                 if self.committed(group, topic, queue_id) != offset:
                     self.commit(group, topic, queue_id, offset)
-        for problem in self._published.problems:
-            self._file.report(problem)
-        self._published.problems.clear()
 
     def _lowered(self, where: str, topic: str, queue_id: int, offset: int, group: str = "") -> int:
         of_log = group == DELETED_GROUP
@@ -630,11 +579,7 @@ def check_offsets(value: dict[str, Any]) -> None:
                 raise ValueError(f"sentLetters: {topic[:150]!r} must be a list of [start, stop], ascending and apart")
             end = each[1]
     DataVersion.from_json(object_member(value, "dataVersion"))
-    for key, queues in object_member(value, "offsetTable").items():
-        if queues is None:
-            continue
-        if type(queues) is not dict:
-            raise ValueError(f"offsetTable: {key[:150]!r} must be an object")
+    for key, queues in entries(value, "offsetTable"):
         for queue_id, offset in queues.items():
             if offset is not None and type(offset) is not int:
                 raise ValueError(f"offsetTable: {key[:150]!r}, queue {queue_id[:20]!r}: {offset!r:.80} is no offset")

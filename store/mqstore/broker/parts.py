@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -29,13 +29,26 @@ from mqstore.broker.topics import TopicTable
 from mqstore.clock import Clock
 from mqstore.errors import GroupNotFoundError
 from mqstore.files.filesystem import FileSystem
+from mqstore.log.message import Message
 from mqstore.log.recovery.queueends import forget_ends, load_ends
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
-__all__ = ["Mechanism", "Parts", "Pin", "Roller", "Wake", "delete_group", "open_parts"]
+__all__ = ["Mechanism", "Parts", "Pin", "Roller", "Wake", "delete_group", "messages_of", "open_parts"]
 
 Wake = Callable[[], None]
+
+_PAGE = 256
+
+
+def messages_of(store: MessageStore, topic: str, offset: int, end: int) -> Iterator[Message]:
+    """Yield the messages of queue 0 of `topic` in [offset, end) that can be read, a page at a time."""
+    while offset < end:
+        result = store.get(topic, 0, offset, min(_PAGE, end - offset))
+        yield from result.messages
+        if result.next_offset <= offset:
+            return
+        offset = result.next_offset  # behind what is damaged, or was just freed
 
 
 class Pin(NamedTuple):
@@ -93,43 +106,42 @@ class Parts:
 
 def open_parts(store: MessageStore) -> Parts:
     """The tables of a store that is open for writing, read from its `config` folder."""
-    config, clock, fs = store.config, store.clock, store.fs
-    _cut_with_queues(store, config, clock, fs)
-    offsets = OffsetTable(store, config, clock, fs)
     if store.mode == "rw":
-        forget_ends(store.path, fs)
-    topics = TopicTable(store, config, clock, fs, offsets)
-    groups = GroupTable(store, config, clock, fs)
+        _cut_with_queues(store)
+    offsets = OffsetTable(store)
+    if store.mode == "rw":
+        forget_ends(store.path, store.fs)
+    topics = TopicTable(store, offsets)
+    groups = GroupTable(store)
     topics.group_names = lambda: {*groups.names(), *offsets.groups()}
     topics.in_order.append(lambda _, group: (known := groups.get(group)) is not None and known.orderly)
     return Parts(
         store=store,
-        config=config,
-        clock=clock,
-        fs=fs,
+        config=store.config,
+        clock=store.clock,
+        fs=store.fs,
         topics=topics,
         groups=groups,
         offsets=offsets,
-        road=Road(store, topics, offsets, config, clock),
-        statistics=Statistics(clock),
+        road=Road(store, topics, offsets),
+        statistics=Statistics(store.clock),
     )
 
 
-def _cut_with_queues(store: MessageStore, config: StoreConfig, clock: Clock, fs: FileSystem) -> None:
+def _cut_with_queues(store: MessageStore) -> None:
     """Where queues were shortened so are their order info and the progress of clients that broadcast, and that of delay
     levels is not taken if it was saved quickly before; before anybody saves that of groups, and voids the note by it.
     """
-    noted = load_ends(store.path, fs) if store.mode == "rw" else None
+    noted = load_ends(store.path, store.fs)
     if noted is None:
         return
-    path = store.path / "config" / "consumerOrderInfo.json"
-    file = ConfigFile(path, fs=fs, clock=clock, check=check_order_info, file_mode=config.file_mode)
+    file = ConfigFile(store, "consumerOrderInfo.json", check_order_info)
     orders = OrderInfoTable()
     orders.load(file.load() or {})
     if orders.cut(noted.of):
         file.save(orders.as_json())
-    lower_all(store.path, noted.of, fs=fs, clock=clock, file_mode=config.file_mode)
-    ConfigFile(store.path / "config" / "delayOffset.json", fs=fs, clock=clock, log_end=noted.log_end).load()
+    lower_all(store, noted.of)
+    ConfigFile(store, "delayOffset.json", log_end=noted.log_end).load()
 
 
 def delete_group(parts: Parts, group: str) -> None:

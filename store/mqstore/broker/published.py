@@ -23,7 +23,7 @@ A folder of its own: what else lives in `config/spark/` has names that a group m
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +31,7 @@ from typing import NamedTuple
 from mqstore.errors import FormatError
 from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.jsonfile import decode_json, encode_json, read_json
+from mqstore.files.jsonfile import decode_json, read_json, save_json
 from mqstore.log.names import is_path_safe
 
 __all__ = ["Published", "PublishedFiles", "publish"]
@@ -69,20 +69,8 @@ def publish(
             fs.sync_directory(outer)
         mode = os.stat(folder).st_mode & 0o777
     path = os.path.join(folder, f"{group}.json")
-    fs.unlink(path + ".tmp", missing_ok=True)  # of a publisher that was killed
-    fd = fs.open(path + ".tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode & 0o666)
-    try:
-        try:
-            fs.pwrite(fd, encode_json({"version": 1, "group": group, "offsets": table}), 0)
-            fs.fdatasync(fd)
-        finally:
-            fs.close(fd)
-        fs.replace(path + ".tmp", path)
-    except OSError:
-        with suppress(OSError):
-            fs.unlink(path + ".tmp", missing_ok=True)
-        raise
-    fs.sync_directory(folder)
+    value = {"version": 1, "group": group, "offsets": table}
+    save_json(path, value, fs, file_mode=mode & 0o666, back_up=False)
 
 
 def _is_name(group: str) -> bool:
@@ -93,14 +81,14 @@ def _is_name(group: str) -> bool:
 class PublishedFiles:
     """The published files of a store, for its owner, and for others that only look. Not thread-safe."""
 
-    def __init__(self, root: Path, fs: FileSystem) -> None:
+    def __init__(self, root: Path, fs: FileSystem, report: Callable[[str], object]) -> None:
+        """`report` is called with a sentence for each thing amiss, once."""
         self._folder = root.joinpath(*_FOLDER)
         self._fs = fs
         self._first = True
         self._taken: list[str] = []
         self._reported: set[str] = set()
-        self.problems: list[str] = []
-        """What was amiss, a sentence each; who calls reports and clears it."""
+        self._tell = report
 
     def look(self) -> Iterator[Published]:
         """What waits to be taken, older first. Changes nothing."""
@@ -174,7 +162,7 @@ class PublishedFiles:
     def _report(self, problem: str) -> None:
         if problem not in self._reported:
             self._reported.add(problem)
-            self.problems.append(problem)
+            self._tell(problem)
 
 
 def _decode(data: bytes, name: str) -> Published:

@@ -155,7 +155,7 @@ class Reads:
             return self._read(topic, queue_id, offset, max_messages, max_bytes, filter)
         target = self._offsets.take_reset(topic, group, queue_id)
         if target is not None:
-            result = ReadResult("OFFSET_RESET", [], target, *self._bounds(topic, queue_id), 0)
+            result = ReadResult("OFFSET_RESET", [], target, *self._offsets.bounds(topic, queue_id), 0)
         else:
             begin_ns = time.perf_counter_ns()
             unfiltered = filter is not None and filter.kind == "SQL92" and topic == retry_topic(group)
@@ -214,7 +214,7 @@ class Reads:
     ) -> ReadResult:
         start = self._offsets.start_of(topic, queue_id)
         if offset < start:
-            low, high = self._bounds(topic, queue_id)
+            low, high = self._offsets.bounds(topic, queue_id)
             if offset < low:
                 return ReadResult("OFFSET_TOO_SMALL", [], low, low, high, low - max(offset, 0))
         try:
@@ -283,27 +283,23 @@ class Reads:
     def min_offset(self, topic: str, queue_id: int) -> int:
         """Offset of the first message that still counts; `max_offset` of an empty queue. TopicNotFoundError."""
         self._topics.need(topic)
-        return self._bounds(topic, queue_id)[0]
+        return self._offsets.bounds(topic, queue_id)[0]
 
     def max_offset(self, topic: str, queue_id: int) -> int:
         """Offset of the next message to come; 0 for a queue that never had one. TopicNotFoundError."""
         self._topics.need(topic)
-        return self._bounds(topic, queue_id)[1]
+        return self._offsets.bounds(topic, queue_id)[1]
 
     def offset_for_time(self, topic: str, queue_id: int, when: datetime | int, bound: Bound = "lower") -> int:
         """The offset that belongs to a time (an aware datetime, or ms since the epoch). "lower": the
         first message stored at or after it, the end if there is none; "upper": the last one stored at or before it, the
         first if there is none. TopicNotFoundError."""
         self._topics.need(topic)
-        low, _ = self._bounds(topic, queue_id)
+        low, _ = self._offsets.bounds(topic, queue_id)
         try:
             return max(low, self._store.offset_at(topic, queue_id, when, bound))
         except TopicNotFoundError:
             return low
-
-    def _bounds(self, topic: str, queue_id: int) -> tuple[int, int]:
-        low, high = self._store.offsets_or_none(topic, queue_id) or (0, 0)
-        return min(high, max(low, self._offsets.start_of(topic, queue_id))), high
 
     # -- where a group begins ---------------------------------------------------------------------------------------
 
@@ -340,7 +336,7 @@ class Reads:
         return begins[queue_id]
 
     def _place(self, topic: str, queue_id: int, start: Start) -> int:
-        low, high = self._bounds(topic, queue_id)
+        low, high = self._offsets.bounds(topic, queue_id)
         if start == "earliest":
             return low
         if start == "latest":
@@ -372,7 +368,7 @@ class Reads:
             self._check_queue(topic, queue_id)
         targets: dict[QueueRef, int] = {}
         for each in range(config.read_queues) if queue_id is None else (queue_id,):
-            low, high = self._bounds(topic, each)
+            low, high = self._offsets.bounds(topic, each)
             target = to if type(to) is int else self._place(topic, each, to)
             if not low <= target <= high:
                 raise OffsetOutOfRangeError(

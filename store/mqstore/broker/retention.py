@@ -36,7 +36,7 @@ from mqstore.layout.dispatch import LIGHT_PREFIX
 from mqstore.log.store import MessageStore
 from mqstore.options import Retention
 
-__all__ = ["RetentionService", "all_pins", "oldest_pin"]
+__all__ = ["RetentionService", "all_pins", "oldest_of", "physical_of"]
 
 _log = logging.getLogger("mqstore")
 _INTERVAL_MS = 10_000
@@ -71,8 +71,7 @@ def _unconsumed(parts: Parts) -> Iterator[Pin]:
         if topic.startswith(LIGHT_PREFIX) and not groups:
             continue  # who reads such queues keeps his own progress, and what is in them is kept for its own topic
         for ref in store.queues(topic):
-            first, end = store.offsets(topic, ref.queue_id)
-            start = max(first, offsets.start_of(topic, ref.queue_id))
+            start, end = offsets.bounds(topic, ref.queue_id)
             if is_dlq_topic(topic):
                 needed, group, why = start, START_GROUP, "dead letters, not replayed, purged or expired"
             elif not groups:
@@ -89,12 +88,7 @@ def _unconsumed(parts: Parts) -> Iterator[Pin]:
                     yield Pin(physical, topic, ref.queue_id, group, why)
 
 
-def oldest_pin(parts: Parts, mechanisms: Iterable[Mechanism]) -> Pin | None:
-    """What keeps the front of the log, None when nothing does."""
-    return _oldest(all_pins(parts, mechanisms))
-
-
-def _oldest(pins: Iterable[Pin]) -> Pin | None:
+def oldest_of(pins: Iterable[Pin]) -> Pin | None:
     return min(pins, default=None, key=lambda pin: pin.physical_offset)
 
 
@@ -144,7 +138,7 @@ class RetentionService:
 
     def oldest_pin(self) -> Pin | None:
         """What keeps the front of the log by the policy that is in force."""
-        return _oldest(self._pins(self._parts.config.retention or Retention()))
+        return oldest_of(self._pins(self._parts.config.retention or Retention()))
 
     def _pins(self, policy: Retention) -> Iterator[Pin]:
         if policy.unconsumed == "keep":
@@ -158,7 +152,7 @@ class RetentionService:
         """The smallest physical offset that is still needed, by what is on disk: a commit in memory may rest on a copy
         (a retry, a dead letter) that a power cut would take, and then what it was copied from is all there is."""
         end = self._parts.store.max_offset
-        pin = _oldest(self._pins(policy))
+        pin = oldest_of(self._pins(policy))
         # After the pins were read: whatever moved them by now is on disk before anything is deleted for it.
         self._parts.store.flush()
         self._parts.offsets.save()

@@ -25,11 +25,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, MutableMapping
-from typing import Final, Protocol, TypedDict, Unpack
+from typing import Final
 
 from mqstore.broker.admin.statistics import DLQ_PUT_NUMS, SNDBCK2DLQ_TIMES, SNDBCK_PUT_NUMS
 from mqstore.broker.names import (
-    RETRY_PREFIX,
     dlq_topic,
     is_retry_topic,
     is_system_topic,
@@ -37,7 +36,7 @@ from mqstore.broker.names import (
     retry_topic,
 )
 from mqstore.broker.parts import Parts
-from mqstore.errors import ConfigError, GroupNotFoundError, InvalidMessageError, NotPermittedError
+from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
 from mqstore.layout.properties import (
     CRC_TAIL_BYTES,
     DELAY,
@@ -46,11 +45,9 @@ from mqstore.layout.properties import (
     DLQ_REASON,
     FIRST_POP_TIME,
     MAX_PROPERTIES_BYTES,
-    MAX_RECONSUME_TIMES,
     ORIGIN_MESSAGE_ID,
     POP_CK,
     REAL_TOPIC,
-    RECONSUME_TIME,
     RETRY_TOPIC,
     TIMER_DEL_UNIQKEY,
     TIMER_DELAY_LEVEL,
@@ -65,9 +62,9 @@ from mqstore.layout.properties import (
 )
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
-from mqstore.options import Durability, seconds
+from mqstore.options import Durability, milliseconds
 
-__all__ = ["DLQ_REASON_BYTES", "TIMER_MARKS", "Retries", "RetryFields", "origin_topic"]
+__all__ = ["DLQ_REASON_BYTES", "TIMER_MARKS", "Retries", "origin_topic"]
 
 DLQ_REASON_BYTES: Final = 1024
 """Longest `dlq_reason`, in UTF-8 (delivery#backoff)."""
@@ -101,34 +98,13 @@ _CONTROLS: Final = dict.fromkeys((*range(32), *range(127, 160)), " ")
 _MAX_TIMES: Final = 0x7FFF_FFFF
 
 
-class GroupLocks(Protocol):
-    """What of the queue locks matters here (delivery#locks)."""
-
-    def is_lock_all_expired(self, group: str) -> bool:
-        """Whether no member of `group` holds a queue."""
-
-
-class RetryFields(TypedDict, total=False):
-    """What a client says of a message that it puts into a retry topic by itself (delivery#retry-put)."""
-
-    reconsume_times: int | None
-    """Attempts that have failed; None: as RECONSUME_TIME says, else 0."""
-    max_reconsume: int | None
-    """Of these so many are allowed; None: as MAX_RECONSUME_TIMES says, else as many as the group allows."""
-    flag: int
-    sys_flag: int
-    born_timestamp_ms: int | None
-    born_host: str | None
-    durability: Durability | None
-
-
 class Retries:
     """Makes the copies. Keeps nothing: safe from any thread, needs no closing."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._levels_ms = parts.store.delay_table_ms
-        self._max_delay_ms = int(seconds(parts.config.max_delay, "max_delay") * 1000)
+        self._max_delay_ms = milliseconds(parts.config.max_delay, "max_delay")
 
     def send_back(
         self,
@@ -248,63 +224,6 @@ class Retries:
             durability=durability,
         )
 
-    def put_retry(
-        self,
-        topic: str,
-        body: bytes,
-        properties: Mapping[str, str],
-        *,
-        locks: GroupLocks,
-        **fields: Unpack[RetryFields],
-    ) -> SendReceipt:
-        """A plain put into `%RETRY%group`, as remote clients make it when a send-back fails (delivery#retry-put).
-
-        Beyond the limit, strictly, or while any member of the group holds a queue (then it is an orderly group, and
-        gives up on this message) it becomes a dead letter. Counts not given are taken from RECONSUME_TIME and
-        MAX_RECONSUME_TIMES, which are not stored. Raises GroupNotFoundError: nothing is created for a name that a
-        client made up; InvalidMessageError for counts that are no numbers.
-        """
-        if not is_retry_topic(topic):
-            raise InvalidMessageError(f"{topic!r} is no retry topic (those begin with {RETRY_PREFIX})", "topic")
-        group = topic[len(RETRY_PREFIX) :]
-        config = self._parts.groups.get(group)
-        if config is None:
-            raise GroupNotFoundError(f"topic {topic!r}: there is no group {group!r}")
-        stored = {**properties}
-        times = _number(stored.pop(RECONSUME_TIME, None), fields.get("reconsume_times"), 0)
-        limit = _number(stored.pop(MAX_RECONSUME_TIMES, None), fields.get("max_reconsume"), config.retry_max_times)
-        if times > limit or config.retry_queues <= 0:
-            why = f"{times} attempts failed, {limit} are allowed"
-        elif not locks.is_lock_all_expired(group):
-            why = "an orderly consumer gave it up"
-        else:
-            why = ""
-        if why:
-            stored.setdefault(RETRY_TOPIC, topic)
-            _label(stored, why, None)
-            for name in TIMER_MARKS:
-                stored.pop(name, None)
-            stored[DELAY] = "-1"
-            _shed(stored)
-            topic = dlq_topic(group)
-        queue_id = self._queue_of(topic, 1 if why else config.retry_queues)
-        if not why:
-            self._parts.offsets.begin(group, topic, queue_id)
-        receipt = self._parts.road.append(
-            topic,
-            queue_id,
-            body,
-            stored,
-            flag=fields.get("flag", 0),
-            sys_flag=fields.get("sys_flag", 0),
-            born_timestamp_ms=fields.get("born_timestamp_ms"),
-            born_host=fields.get("born_host"),
-            reconsume_times=times,
-            durability=fields.get("durability"),
-        )
-        self._parts.statistics.add(DLQ_PUT_NUMS if why else SNDBCK_PUT_NUMS, f"{stored.get(RETRY_TOPIC)}@{group}")
-        return receipt
-
     # -- parts of the above -----------------------------------------------------------------------------------------
 
     def _check_arguments(
@@ -375,17 +294,6 @@ def _why(delay_level: int, attempts: int, limit: int) -> str:
     if delay_level < 0:
         return "given up by its consumer"
     return f"attempt {attempts} failed" + (f", {limit + 1} are allowed" if attempts > limit else " and nothing retries")
-
-
-def _number(text: str | None, given: int | None, default: int) -> int:
-    if given is not None:
-        return given
-    if text is None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise InvalidMessageError(f"{text[:40]!r} is no count of attempts", "properties") from None
 
 
 def _label(properties: MutableMapping[str, str], reason: str, origin_topic: str | None) -> None:

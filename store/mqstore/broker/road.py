@@ -25,7 +25,6 @@ from mqstore.broker.pop.receipts import recall_handle
 from mqstore.broker.routing import routed_properties
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig, TopicTable
-from mqstore.clock import Clock
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
     NAME_END,
@@ -55,7 +54,7 @@ from mqstore.log.outgoing import (
 from mqstore.log.store import MessageStore
 from mqstore.log.writer import MAX_QUEUE_ID, PutOptions
 from mqstore.native import kernel
-from mqstore.options import Durability, Duration, StoreConfig, seconds
+from mqstore.options import Durability, Duration, milliseconds
 
 __all__ = ["DelayedReceipt", "Road", "SendOptions"]
 
@@ -99,15 +98,13 @@ _COMPRESSED = {None: 0, "zlib": COMPRESSED | COMPRESSION_ZLIB}
 class Road:
     """Puts, with the rewriting that delay asks for."""
 
-    def __init__(
-        self, store: MessageStore, topics: TopicTable, offsets: OffsetTable, config: StoreConfig, clock: Clock
-    ) -> None:
+    def __init__(self, store: MessageStore, topics: TopicTable, offsets: OffsetTable) -> None:
         self._store = store
         self._topics = topics
         self._offsets = offsets
-        self._clock = clock
+        self._clock = store.clock
         self._levels = len(store.delay_table_ms)
-        self._max_delay_ms = int(seconds(config.max_delay, "max_delay") * 1000)
+        self._max_delay_ms = milliseconds(store.config.max_delay, "max_delay")
         self._group_hash = store.manifest.group_hash
         self._turns = RoundRobin()
         self._put = store.put

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Final, Literal
 
@@ -82,13 +82,13 @@ def jump_hash_many(states: npt.NDArray[np.integer[Any]], buckets: npt.NDArray[np
     return result
 
 
-def siphash24(data: bytes, key: bytes = bytes(range(16))) -> int:
-    """SipHash-2-4 of `data` as Java's signed long; the default key is Guava's, bytes 00 to 0f.
+def siphash24(data: bytes) -> int:
+    """SipHash-2-4 of `data` as Java's signed long. The key is Guava's, bytes 00 to 0f.
 
     >>> siphash24(b"order-1")
     -4360020059536918905
     """
-    k0, k1 = int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")
+    k0, k1 = int.from_bytes(bytes(range(8)), "little"), int.from_bytes(bytes(range(8, 16)), "little")
     # The constants spell "somepseudorandomlygeneratedbytes".
     state = (k0 ^ 0x736F6D6570736575, k1 ^ 0x646F72616E646F6D, k0 ^ 0x6C7967656E657261, k1 ^ 0x7465646279746573)
     whole = len(data) & ~7
@@ -161,10 +161,9 @@ class RoundRobin:
     Random, so that many short-lived processes that put one message each do not all fill queue 0.
     """
 
-    __slots__ = ("_counters", "_lock", "_start")
+    __slots__ = ("_counters", "_lock")
 
-    def __init__(self, start: Callable[[], int] | None = None) -> None:
-        self._start = start or (lambda: random.getrandbits(31))
+    def __init__(self) -> None:
         self._counters: dict[str, Iterator[int]] = {}
         self._lock = threading.Lock()
 
@@ -173,10 +172,6 @@ class RoundRobin:
         counter = self._counters.get(topic)
         if counter is None:
             with self._lock:
-                counter = self._counters.setdefault(topic, itertools.count(self._start()))
+                counter = self._counters.setdefault(topic, itertools.count(random.getrandbits(31)))
         # No lock: stepping a count is one atomic operation, and every put comes this way.
         return next(counter) % queues
-
-    def forget(self, topic: str) -> None:
-        """Drop the counter of a deleted topic."""
-        self._counters.pop(topic, None)

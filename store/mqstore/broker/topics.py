@@ -33,15 +33,12 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from mqstore.broker.configfile import ConfigFile, DataVersion, member, object_member
+from mqstore.broker.configfile import ConfigFile, DataVersion, entries, member, object_member
 from mqstore.broker.names import RETRY_PREFIX, check_user_topic, is_retry_topic, is_system_topic, retry_topic
 from mqstore.broker.offsets import OffsetTable
-from mqstore.clock import Clock
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
-from mqstore.files.filesystem import FileSystem
 from mqstore.log.names import is_path_safe
 from mqstore.log.store import MessageStore
-from mqstore.options import StoreConfig
 
 __all__ = ["MESSAGE_TYPES", "PERM_READ", "PERM_WRITE", "QUEUES_MAX", "TopicConfig", "TopicTable", "check_topics"]
 
@@ -53,14 +50,6 @@ QUEUES_MAX = 16_384
 MESSAGE_TYPES = ("UNSPECIFIED", "NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED")
 
 _TYPE = "message.type"
-# What may be asked for, and whether it may change later. RocketMQ's other values (BatchCQ, COMPACTION) name queues and
-# a retention that this engine does not have: they survive in a file that is read, but are not promised to anybody.
-_ATTRIBUTES: dict[str, tuple[Callable[[str], bool], bool, str]] = {
-    _TYPE: (MESSAGE_TYPES.__contains__, True, "one of " + ", ".join(MESSAGE_TYPES)),
-    "queue.type": (lambda value: value == "SimpleCQ", False, "SimpleCQ"),
-    "cleanup.policy": (lambda value: value == "DELETE", False, "DELETE"),
-    "reserve.time": (lambda value: value == "-1" or (value.isascii() and value.isdigit()), True, "-1 or milliseconds"),
-}
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 # member of the file -> field, type, and what RocketMQ takes where it is absent
@@ -69,8 +58,6 @@ _MEMBERS: dict[str, tuple[str, type, Any]] = {
     "writeQueueNums": ("write_queues", int, 16),
     "perm": ("perm", int, 6),
     "order": ("order", bool, False),
-    "topicFilterType": ("filter_type", str, "SINGLE_TAG"),
-    "topicSysFlag": ("sys_flag", int, 0),
     "attributes": ("attributes", dict, _NOTHING),
 }
 
@@ -99,11 +86,9 @@ class TopicConfig:
     """4 readable, 2 writable, 1 a template for others (RocketMQ's)."""
     order: bool = False
     """Advice to clients."""
-    filter_type: str = "SINGLE_TAG"
-    sys_flag: int = 0
     attributes: Mapping[str, str] = field(default_factory=_nothing, hash=False)
     unknown: Mapping[str, Any] = field(default_factory=_nothing, hash=False, repr=False)
-    """Members of the file's entry that nobody here knows; they are written back."""
+    """Members of the file's entry that have no effect here. They are written back."""
 
     @property
     def readable(self) -> bool:
@@ -146,9 +131,7 @@ class TopicTable:
     with the name of a topic after it came, changed or went, in the thread that did it, without a lock.
     """
 
-    def __init__(
-        self, store: MessageStore, config: StoreConfig, clock: Clock, fs: FileSystem, offsets: OffsetTable
-    ) -> None:
+    def __init__(self, store: MessageStore, offsets: OffsetTable) -> None:
         """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
         self.on_change: list[Callable[[str], None]] = []
         self.group_names: Callable[[], Collection[str]] = tuple
@@ -157,20 +140,12 @@ class TopicTable:
         """Asked (topic, group) by `alter`: whether that group, which has progress on that topic, relies on its order.
         One that says so is enough; every group of a FIFO topic does."""
         self._store = store
-        self._clock = clock
+        self._clock = store.clock
         self._offsets = offsets
-        self._auto_create = config.auto_create_topics
-        self._default_queues = config.default_queues
+        self._auto_create = store.config.auto_create_topics
+        self._default_queues = store.config.default_queues
         self._lock = threading.Lock()
-        self._file = ConfigFile(
-            store.path / "config" / "topics.json",
-            fs=fs,
-            clock=clock,
-            check=check_topics,
-            writer=store.mode == "rw",
-            file_mode=config.file_mode,
-            closed=lambda: store.closed,
-        )
+        self._file = ConfigFile(store, "topics.json", check_topics)
         self._version = DataVersion()
         self._foreign: dict[str, Any] = {}
         self._entered: dict[str, TopicConfig] = {}
@@ -252,8 +227,10 @@ class TopicTable:
             raise InvalidMessageError(f"topic must be a str, not {type(name).__name__}", "topic")
         if is_system_topic(name):
             raise NotPermittedError(f"topic {name!r} belongs to the engine; nobody else sends to it")
-        if is_retry_topic(name):  # limits and locks of the group count there (delivery#retry-put)
-            raise NotPermittedError(f"topic {name!r} holds what a group has again; put to it with Broker.put_retry")
+        if is_retry_topic(name):
+            raise NotPermittedError(
+                f"topic {name!r} holds what a group has again; Broker.send_back puts a message of another topic there"
+            )
         sendable = self._sendable  # before looking, as in _find
         config = self.get(name) or self._create_to_send(name)
         if not config.writable:
@@ -273,7 +250,7 @@ class TopicTable:
 
     # -- changing ---------------------------------------------------------------------------------------------------
 
-    def ensure(self, name: str, queues: int = 1, perm: int = PERM_READ | PERM_WRITE) -> TopicConfig:
+    def ensure(self, name: str, queues: int = 1) -> TopicConfig:
         """The topic `name` of the engine itself, entered with so many queues if it is not there.
 
         InvalidMessageError for a name that cannot be a path, and as `create`.
@@ -285,7 +262,7 @@ class TopicTable:
             raise InvalidMessageError(
                 f"topic {name[:300]!r}: a topic is 1 to 255 bytes without '@', '/', controls", "topic"
             )
-        return self._enter_if_absent(TopicConfig(name, queues, queues, perm), grow=True)
+        return self._enter_if_absent(TopicConfig(name, queues, queues), grow=True)
 
     def create(
         self,
@@ -296,28 +273,24 @@ class TopicTable:
         write_queues: int | None = None,
         perm: int = PERM_READ | PERM_WRITE,
         message_type: str | None = None,
-        attributes: Mapping[str, str] | None = None,
         exist_ok: bool = True,
     ) -> TopicConfig:
         """Enter a topic. `queues` (default: `default_queues`) counts for reading and writing where `read_queues` or
-        `write_queues` is not given; `attributes` come with a sign, as in {"+message.type": "FIFO"}.
+        `write_queues` is not given; `message_type` is one of `MESSAGE_TYPES`.
 
         With `exist_ok` a topic that is there is returned as it is; else it is a ConfigError, as is a count outside
-        1..16,384, an odd `perm`, or an attribute that is unknown, lacks its "+" or has no such value.
+        1..16,384, an odd `perm`, or a message type that there is not.
         InvalidMessageError for a bad name, NotPermittedError for a system topic, StoreFullError and StoreIOError when
         it cannot be saved.
         """
         check_user_topic(name)
         count = self._default_queues if queues is None else queues
-        signed = dict(attributes or {})
-        if message_type is not None and signed.setdefault("+" + _TYPE, message_type) != message_type:
-            raise ConfigError(f"message_type {message_type!r} contradicts the attribute {signed['+' + _TYPE]!r}")
         config = TopicConfig(
             name,
             count if read_queues is None else read_queues,
             count if write_queues is None else write_queues,
             perm,
-            attributes=_changed_attributes(None, signed),
+            attributes=_attributes(_NOTHING, message_type),
         )
         _check_wish(config)
         return self._enter_if_absent(config, exist_ok=exist_ok)
@@ -331,11 +304,10 @@ class TopicTable:
         write_queues: int | None = None,
         perm: int | None = None,
         order: bool | None = None,
-        attributes: Mapping[str, str] | None = None,
+        message_type: str | None = None,
         force: bool = False,
     ) -> TopicConfig:
-        """Change what is given; `queues` counts for reading and writing as in `create`. A "+" before an attribute's
-        name sets it, a "-" removes it.
+        """Change what is given; `queues` counts for reading and writing as in `create`.
 
         Queues are taken away from writers first, drained, and only then taken away from readers: what would hide
         messages in queues that nobody sees is a ConfigError without `force`. So is another number of write queues
@@ -352,7 +324,7 @@ class TopicTable:
         changes = {key: value for key, value in given.items() if value is not None}
         while True:
             old = self.need(name)
-            new = replace(old, **changes, attributes=_changed_attributes(old.attributes, attributes or {}))
+            new = replace(old, **changes, attributes=_attributes(old.attributes, message_type))
             _check_wish(new, old)
             if not force and (new.read_queues, new.write_queues) != (old.read_queues, old.write_queues):
                 self._refuse_hiding(old, new)
@@ -455,11 +427,13 @@ class TopicTable:
             )
 
     def _undrained(self, name: str, queue_id: int) -> bool:
-        first, end = self._store.offsets_or_none(name, queue_id) or (0, 0)
-        if max(first, self._offsets.start_of(name, queue_id)) >= end:
+        """Whether a queue has messages that not every group has consumed. A group that was never in this queue of the
+        topic has all of it before it."""
+        first, end = self._offsets.bounds(name, queue_id)
+        if first >= end:
             return False
-        behind = self._offsets.min_committed(name, queue_id)
-        return behind is None or behind < end
+        groups = self._offsets.groups_of(name)
+        return not groups or any((self._offsets.committed(group, name, queue_id) or 0) < end for group in groups)
 
     # -- the file ---------------------------------------------------------------------------------------------------
 
@@ -523,38 +497,16 @@ def _check_wish(new: TopicConfig, old: TopicConfig | None = None) -> None:
         raise ConfigError(f"topic {new.name!r}: perm is 4 (read) + 2 (write) + 1 (inherit), not {new.perm!r}")
 
 
-def _changed_attributes(old: Mapping[str, str] | None, signed: Mapping[str, str]) -> Mapping[str, str]:
-    """`old` with the changes that `signed` names; None for `old`: of a topic that is being created."""
-    new = dict(old or {})
-    seen: set[str] = set()
-    for key, value in signed.items():
-        sign, name = key[:1], key[1:]
-        if sign not in ("+", "-") or (old is None and sign == "-"):
-            raise ConfigError(
-                f"attribute {key!r}: write +name to set it" + ("" if old is None else ", -name to remove it")
-            )
-        if name not in _ATTRIBUTES:
-            raise ConfigError(f"attribute {name!r} is unknown; there are {', '.join(_ATTRIBUTES)}")
-        if name in seen:
-            raise ConfigError(f"attribute {name!r} is both set and removed")
-        seen.add(name)
-        fits, changeable, values = _ATTRIBUTES[name]
-        if old is not None and not changeable:
-            raise ConfigError(f"attribute {name!r} is fixed when a topic is created")
-        if sign == "-":
-            new.pop(name, None)
-        elif type(value) is str and fits(value):
-            new[name] = value
-        else:
-            raise ConfigError(f"attribute {name!r} must be {values}, not {value!r}")
-    return MappingProxyType(new)
+def _attributes(old: Mapping[str, str], message_type: str | None) -> Mapping[str, str]:
+    if message_type is None:
+        return old
+    if message_type not in MESSAGE_TYPES:
+        raise ConfigError(f"message_type must be one of {', '.join(MESSAGE_TYPES)}, not {message_type!r}")
+    return MappingProxyType({**old, _TYPE: message_type})
 
 
 def check_topics(value: dict[str, Any]) -> None:
     """ValueError unless every entry is an object with members of the right types."""
     DataVersion.from_json(object_member(value, "dataVersion"))
-    for name, entry in object_member(value, "topicConfigTable").items():
-        if entry is not None:
-            if type(entry) is not dict:
-                raise ValueError(f"topicConfigTable: {name[:300]!r} must be an object")
-            TopicConfig.from_json(name, entry)
+    for name, entry in entries(value, "topicConfigTable"):
+        TopicConfig.from_json(name, entry)

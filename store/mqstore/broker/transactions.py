@@ -4,8 +4,7 @@
                                                                           __transactionId__ = UNIQ_KEY
     commit     copy -> the real topic and queue, type COMMIT, prepared_transaction_offset = the half's; then an op
     rollback   an op
-    op         RMQ_SYS_TRANS_OP_HALF_TOPIC, queue 0, tag d, body "12,15," = queue offsets of halves that are done;
-               gathered for 3 s or 4096 bytes
+    op         says that a half is done (`transactionops`)
 
     open --commit, rollback--> ended          again the same: the same answer; the other way: TransactionStateError
       |  ^
@@ -27,7 +26,7 @@ and counts that RocketMQ left (TRANSACTION_CHECK_TIMES, TRAN_PREPARED_QUEUE_OFFS
 
 Half messages do not pass the road: what delays a message (a timer; a level is refused) takes effect at its commit.
 Times are the store's own, since producers' clocks differ. Callbacks run on the thread of `run_once`, outside all locks;
-who needs long answers None and calls `end` later. Lock order: one half's lock, then the op lock, then the table's.
+who needs long answers None and calls `end` later. Lock order: one half's lock, then the table's or those of the ops.
 """
 
 from __future__ import annotations
@@ -35,16 +34,17 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from heapq import heapify, heappop, heappush
+from heapq import nsmallest
 from typing import Final, Literal, NamedTuple, cast
 
 from mqstore.broker.admin.statistics import COMMIT_NUMS, ROLLBACK_NUMS
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP
-from mqstore.broker.parts import Parts, Pin, Wake
+from mqstore.broker.parts import Parts, Pin, Wake, messages_of
 from mqstore.broker.selection import RoundRobin
+from mqstore.broker.transactionops import OP_EVERY_MS, OpLog
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import (
     ConfigError,
@@ -62,7 +62,6 @@ from mqstore.layout.properties import (
     PGROUP,
     REAL_QID,
     REAL_TOPIC,
-    TAGS,
     TIMER_OUT_MS,
     TRAN_MSG,
     TRAN_PREPARED_QUEUE_OFFSET,
@@ -76,8 +75,7 @@ from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_MASK
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, user_properties
-from mqstore.log.writer import Outlet
-from mqstore.options import Durability, Duration, Retention, seconds
+from mqstore.options import Durability, Duration, Retention, milliseconds, seconds
 
 __all__ = ["NOT_ASKED", "NotAsked", "Outcome", "TransactionHandle", "Transactions"]
 
@@ -89,14 +87,10 @@ _IMMUNITY_MAX_S: Final = 366 * 86_400
 _RETURN_MS: Final = 600_000
 """How long after an opening producers may take to be there for a check."""
 CHECKS_MAX: Final = 15
-OP_EVERY_MS: Final = 3_000
-OP_BYTES: Final = 4_096
 _ENDED_KEPT: Final = 20_000
 """Transactions whose outcome is remembered, so that a repeated answer is told from a contradiction."""
 _CHECKS_A_RUN: Final = 32
 """Callbacks before other mechanisms get their turn."""
-_DUE_MIN: Final = 1_024
-_PAGE: Final = 1_000
 _QUEUE: Final = 0
 
 Outcome = Literal["commit", "rollback", "unknown"]
@@ -169,9 +163,8 @@ class Transactions:
         self._clock = parts.clock
         self._wake = wake
         self._turns = RoundRobin()
-        self._op_bytes = min(OP_BYTES, parts.store.manifest.commitlog_segment_bytes // 2)
         age = (parts.config.retention or Retention()).age
-        self._age_ms = None if age is None else int(seconds(age, "retention.age") * 1000)
+        self._age_ms = None if age is None else milliseconds(age, "retention.age")
         self._callbacks: dict[str | None, CheckCallback] = {}
         self._lock = threading.Lock()
         self._open: dict[int, _Half] = {}
@@ -180,19 +173,10 @@ class Transactions:
         self._beginning: dict[str, int] = {}
         """Id -> an offset that its half, being put just now, will not lie below."""
         self._ended: OrderedDict[str, _Half] = OrderedDict()
-        self._due: list[tuple[int, int]] = []
-        """Heap of (when to check, offset of the half); an entry that differs from its half's `next_ms` is void."""
         self._promised_ms: int | None = None
         """What the last `run_once` said."""
         self._last_ms = self._opened_ms = parts.clock.now_ms()
-        # Ops: gathered, and written but still needed, as (op's queue offset, largest half offset in it).
-        self._op_lock = threading.Lock()
-        self._op_outlet: Outlet | None = None
-        self._gathered: list[int] = []
-        self._gathered_bytes = 0
-        self._gathered_ms = 0
-        self._ops: deque[tuple[int, int]] = deque()
-        self._op_end = 0
+        self._ops = OpLog(parts)
         self._half_done = 0
         self._rebuild()
 
@@ -201,15 +185,10 @@ class Transactions:
     def _rebuild(self) -> None:
         """Fill the table from the two topics."""
         self._half_done, half_end = self._span(HALF_TOPIC)
-        done: set[int] = set()
-        first, self._op_end = self._span(OP_TOPIC)
-        for message in self._messages(OP_TOPIC, first, self._op_end):
-            halves = _halves_of(message)
-            done.update(halves)
-            self._ops.append((message.offset, max(halves, default=-1)))
+        done = self._ops.load(*self._span(OP_TOPIC))
         nowhere = [
             message.offset
-            for message in self._messages(HALF_TOPIC, self._half_done, half_end)
+            for message in messages_of(self._store, HALF_TOPIC, self._half_done, half_end)
             if message.offset not in done and not self._recover(message, done)
         ]
         if nowhere:
@@ -219,20 +198,11 @@ class Transactions:
                 len(nowhere),
                 nowhere[0],
             )
-        heapify(self._due)
 
     def _span(self, topic: str) -> tuple[int, int]:
         """(committed offset, end) of one of the two queues, the former within the queue."""
         low, high = self._store.offsets_or_none(topic, _QUEUE) or (0, 0)
         return max(low, min(high, self._parts.offsets.committed(TRANS_GROUP, topic, _QUEUE) or 0)), high
-
-    def _messages(self, topic: str, offset: int, end: int) -> Iterator[Message]:
-        while offset < end:
-            result = self._store.get(topic, _QUEUE, offset, min(_PAGE, end - offset))
-            yield from result.messages
-            if result.next_offset <= offset:
-                return
-            offset = result.next_offset
 
     def _recover(self, message: Message, done: set[int]) -> bool:
         """False when nobody can tell where it goes."""
@@ -252,7 +222,6 @@ class Transactions:
             half.next_ms = self._last_ms
         self._open[message.offset] = half
         self._by_id[handle.transaction_id] = half
-        self._due.append((half.next_ms, message.offset))
         return True
 
     # -- beginning --------------------------------------------------------------------------------------------------
@@ -298,11 +267,9 @@ class Transactions:
         queue_id: int | None = None,
         flag: int = 0,
         sys_flag: int = 0,
-        born_timestamp_ms: int | None = None,
-        born_host: str | None = None,
         durability: Durability | None = None,
     ) -> TransactionHandle:
-        """As `begin`, from stored properties, reserved ones included: for a server.
+        """As `begin`, from stored properties, reserved ones included.
 
         Raises InvalidMessageError for a DELAY level, a timer that could not start at commit, an id that is open
         already, a queue that the topic does not have, a producer group without a name. When it raises FlushTimeoutError
@@ -345,8 +312,6 @@ class Transactions:
                     properties=stored,
                     flag=flag,
                     sys_flag=sys_flag & ~TRANSACTION_MASK,
-                    born_timestamp_ms=born_timestamp_ms,
-                    born_host=born_host,
                     durability=durability,
                 )
             except FlushTimeoutError as error:
@@ -378,11 +343,6 @@ class Transactions:
             if half is not None:
                 self._ended.pop(identity, None)
                 self._by_id[identity] = self._open[half.handle.offset] = half
-                if len(self._due) > _DUE_MIN + 2 * len(self._open):  # most have ended, long before their time
-                    self._due = [(each.next_ms, offset) for offset, each in self._open.items()]
-                    heapify(self._due)
-                else:
-                    heappush(self._due, (half.next_ms, half.handle.offset))
 
     # -- ending -----------------------------------------------------------------------------------------------------
 
@@ -426,7 +386,7 @@ class Transactions:
             raise late
         if durability == "flush":
             if outcome == "rollback":  # nothing else says so; a commit is known by its copy
-                self._write_ops()
+                self._ops.write()
             self._store.flush()
         return half.receipt
 
@@ -501,41 +461,15 @@ class Transactions:
             self._ended[half.handle.transaction_id] = half
             while len(self._ended) > _ENDED_KEPT:
                 self._ended.popitem(last=False)
-            if not self._gathered:
-                self._gathered_ms = self._clock.now_ms()
-            self._gathered.append(offset)
-            self._gathered_bytes += len(str(offset)) + 1
-            due_ms = self._gathered_ms + OP_EVERY_MS
-            full = self._gathered_bytes > self._op_bytes
         self._parts.statistics.add(_COUNTERS[outcome], half.handle.topic)
-        if full:
+        if self._ops.add(offset):
             try:
-                self._write_ops()
+                self._ops.write()
             except MQStoreError as error:  # it is ended all the same; `run_once` writes them when it can
                 _log.warning("%s: ops of transactions are not written yet: %s", self._store.path, error)
-                due_ms = self._clock.now_ms()
-        self._due_at(due_ms)
-
-    def _write_ops(self) -> None:
-        """Put what was gathered into the op topic."""
-        with self._op_lock:
-            while self._gathered:
-                with self._lock:
-                    count, size = 0, 0
-                    while count < len(self._gathered) and size <= self._op_bytes:
-                        size += len(str(self._gathered[count])) + 1
-                        count += 1
-                    halves = self._gathered[:count]
-                if self._op_outlet is None:
-                    self._parts.topics.ensure(OP_TOPIC, 1)
-                    self._op_outlet = self._store.outlet(OP_TOPIC, _QUEUE, {TAGS: "d"})
-                body = "".join(f"{offset}," for offset in halves).encode()
-                receipt = self._op_outlet.put(body, "append")
-                with self._lock:
-                    del self._gathered[:count]
-                    self._gathered_bytes -= size
-                    self._ops.append((receipt.offset, max(halves)))
-                    self._op_end = receipt.offset + 1
+        due_ms = self._ops.due_ms
+        if due_ms is not None:
+            self._due_at(due_ms)
 
     # -- asking -----------------------------------------------------------------------------------------------------
 
@@ -557,29 +491,13 @@ class Transactions:
             for half in self._open.values():
                 waits = producer_group is None or half.handle.producer_group == producer_group
                 if waits and not half.checks and half.next_ms > half.first_ms:
-                    self._reschedule(half, half.first_ms)
+                    half.next_ms = half.first_ms
         self._wake()
-
-    def _reschedule(self, half: _Half, when_ms: int) -> None:
-        half.next_ms = when_ms
-        if half.ended is None:
-            heappush(self._due, (when_ms, half.handle.offset))
 
     def _due_at(self, when_ms: int) -> None:
         """Have `run_once` come by then."""
         if self._promised_ms is None or when_ms < self._promised_ms:
             self._wake()
-
-    def _take_due(self, now_ms: int) -> _Half | None:
-        """The half whose check is due first, not due again before its next time."""
-        with self._lock:
-            while self._due and self._due[0][0] <= now_ms:
-                when_ms, offset = heappop(self._due)
-                half = self._open.get(offset)
-                if half is not None and half.next_ms == when_ms:
-                    self._reschedule(half, now_ms + CHECK_EVERY_MS)
-                    return half
-        return None
 
     def _check(self, half: _Half, now_ms: int) -> None:
         """Ask what became of a half, or give it up."""
@@ -658,19 +576,21 @@ class Transactions:
     def run_once(self, now_ms: int) -> int | None:
         """Write gathered ops, ask about what is due, let go of what is done; when to come again."""
         self._notice_clock(now_ms)
-        if self._gathered and not self._gathered_ms <= now_ms < self._gathered_ms + OP_EVERY_MS:
-            self._write_ops()
-        for _ in range(_CHECKS_A_RUN):
-            half = self._take_due(now_ms)
-            if half is None:
-                break
-            self._check(half, now_ms)
-        self._note_progress()
+        due_ms = self._ops.due_ms
+        if due_ms is not None and not due_ms - OP_EVERY_MS <= now_ms < due_ms:
+            self._ops.write()
         with self._lock:
-            times = [self._due[0][0]] if self._due else []
-            if self._gathered:
-                times.append(self._gathered_ms + OP_EVERY_MS)
-            self._promised_ms = min(times, default=None)
+            late = (half for half in self._open.values() if half.next_ms <= now_ms)
+            due = nsmallest(_CHECKS_A_RUN, late, key=lambda half: (half.next_ms, half.handle.offset))
+        for half in due:
+            if half.ended is None:  # else the check of another one has ended it
+                half.next_ms = now_ms + CHECK_EVERY_MS
+                self._check(half, now_ms)
+        self._note_progress()
+        due_ms = self._ops.due_ms
+        with self._lock:
+            times = [half.next_ms for half in self._open.values()]
+            self._promised_ms = min(times if due_ms is None else [*times, due_ms], default=None)
         return self._promised_ms
 
     def _notice_clock(self, now_ms: int) -> None:
@@ -679,9 +599,9 @@ class Transactions:
             with self._lock:
                 for half in self._open.values():
                     if half.next_ms > now_ms + CHECK_EVERY_MS and now_ms < half.stored_ms:
-                        self._reschedule(half, now_ms)
+                        half.next_ms = now_ms
                     elif half.next_ms > now_ms + CHECK_EVERY_MS + (half.immunity_ms or 0):
-                        self._reschedule(half, now_ms + CHECK_EVERY_MS)
+                        half.next_ms = now_ms + CHECK_EVERY_MS
         self._last_ms = now_ms
 
     def _note_progress(self) -> None:
@@ -694,11 +614,9 @@ class Transactions:
             # What began after `bounds` was asked for lies behind it; what is being put lies behind its mark.
             first = min(bounds[1], min(self._open, default=bounds[1]), min(self._beginning.values(), default=bounds[1]))
             half_done = max(first, self._half_done)
-            while self._ops and self._ops[0][1] < half_done:
-                self._ops.popleft()
-            op_done = self._ops[0][0] if self._ops else self._op_end
             moved = half_done != self._half_done
             self._half_done = half_done
+        op_done = self._ops.needed_from(half_done)
         offsets = self._parts.offsets
         if moved or offsets.committed(TRANS_GROUP, HALF_TOPIC, _QUEUE) is None:
             offsets.commit(TRANS_GROUP, HALF_TOPIC, _QUEUE, half_done)
@@ -707,7 +625,7 @@ class Transactions:
 
     def close(self) -> None:
         """Write the ops that are gathered, and note progress."""
-        self._write_ops()
+        self._ops.write()
         self._note_progress()
 
     def pins(self) -> Iterator[Pin]:
@@ -760,10 +678,3 @@ def _immunity_ms(text: str | None) -> int | None:
     """Immunity that a message asks for, 6 s at least; None for one that asks for none, or for nonsense."""
     wanted = _number(text)
     return None if wanted is None or wanted < 0 else max(wanted * 1000, CHECK_AFTER_MS)
-
-
-def _halves_of(op: Message) -> list[int]:
-    """Half offsets that an op names; what else its body holds is passed over."""
-    return [
-        int(piece) for piece in op.body.decode("ascii", "replace").split(",") if piece.isascii() and piece.isdigit()
-    ]

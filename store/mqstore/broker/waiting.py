@@ -15,10 +15,10 @@ waiter in its bucket. Fired exactly once. Two sorts share a bucket's form:
     group None      readers with an offset of their own (or none): each one is woken that a unit concerns
     group "G"       receivers that compete (pop): as many are woken as there are units, the longest parked first
 
-A thread parks on a bare lock that the dispatching thread releases. A callback is run by the housekeeper (`run_once`),
-never under a lock and never by the thread that dispatched, which may be a reader in the middle of anything. One that
-only wakes another thread says so (`at_once`), and is called right there: that saves a change of threads at each
-wake-up. A parked waiter costs a few hundred bytes: no thread, no turn of any loop. Deadlines lie in a heap, whose
+A thread parks on a bare lock that the dispatching thread releases. A callback is run by whoever dispatches, perhaps by
+a reader in the middle of anything, though never under our lock. So it only wakes another thread: that saves a change
+of threads at each wake-up. A signal handler may raise in the main thread: what that would run, the housekeeper runs
+(`run_once`). A parked waiter costs a few hundred bytes: no thread, no turn of any loop. Deadlines lie in a heap, whose
 entries count only while their waiter is still due at that very time.
 
 Knows units and filters; nothing of messages, nor of what a group has consumed.
@@ -67,16 +67,13 @@ _SWEEP = 1_024
 class Waiter:
     """Somebody parked, or no longer. Opaque: `add_waiter` gives it, `remove_waiter` takes it."""
 
-    __slots__ = ("at_once", "bell", "callback", "deadline_ms", "due_ms", "next", "outcome", "places")
+    __slots__ = ("bell", "callback", "deadline_ms", "due_ms", "next", "outcome", "places")
 
-    def __init__(
-        self, offset: int | None, deadline_ms: int | None, callback: Callback | None, at_once: bool = False
-    ) -> None:
+    def __init__(self, offset: int | None, deadline_ms: int | None, callback: Callback | None) -> None:
         self.next = offset
         """First queue offset that has not been matched yet; None: whatever comes from now on."""
         self.deadline_ms = deadline_ms
         self.callback = callback
-        self.at_once = at_once
         self.bell: Bell | None = None
         self.places: tuple[_Bucket, ...] = ()
         """The buckets it is in; none: it is not parked."""
@@ -127,7 +124,6 @@ class Waiters:
         """When the housekeeper knows that it has to come."""
         self._ready: deque[Waiter] = deque()
         """Fired, with callbacks to run."""
-        self._ready_at_once: deque[Waiter] = deque()
         self._ring = False
         self._closed = False
         self._store.on_growth.append(self._grown)
@@ -196,9 +192,11 @@ class Waiters:
         group: str | None = None,
         also: Sequence[str] = (),
         seen: int | None = None,
-        at_once: bool = False,
     ) -> Waiter:
-        """Have `callback(worth_reading)` called once, by the housekeeper, when a thread in `wait` would be woken.
+        """Have `callback(worth_reading)` called once, when a thread in `wait` would be woken.
+
+        It is called by whoever dispatches, in the middle of that. So it wakes other threads and does no more: it must
+        neither block nor put or read anything.
 
         queue_id     a queue, which need not exist yet, or `ANY_QUEUE`
         offset       of the first message wanted, in one queue; None: whatever comes. Then what comes before this call
@@ -207,14 +205,12 @@ class Waiters:
         group        receivers of a group compete: a new unit wakes one of them. Who is woken and then does not receive
                      has to pass it on with `wake_one`. They have no offset
         also         further topics of which any queue counts, such as those of the group's retries
-        at_once      the callback wakes other threads and does no more: it is called by whoever dispatches, in the
-                     middle of that, and must neither block nor put or read anything
 
         An error of the callback is logged. Raises StoreBusyError with 100 000 parked, StoreClosedError, ConfigError for
         arguments that do not go together.
         """
         self._check(queue_id, offset, group)
-        waiter = Waiter(offset, deadline_ms, callback, at_once)
+        waiter = Waiter(offset, deadline_ms, callback)
         self._park(waiter, topic, queue_id, filter, group, also, due_ms=deadline_ms)
         self._look_again(waiter, topic, queue_id, offset, filter, also, seen)
         return waiter
@@ -281,7 +277,6 @@ class Waiters:
             self._armed_ms = heap[0][0] if heap else None
             next_ms = None if self._armed_ms is None else now_ms + self._armed_ms - now
         self._hand_over()
-        self._deliver()
         return next_ms
 
     def close(self) -> None:
@@ -298,34 +293,23 @@ class Waiters:
             self._stale = 0
         self._store.on_growth.remove(self._grown)
         self._hand_over()
-        while self._ready:
-            self._deliver()
 
     def pins(self) -> Iterable[Pin]:
         """Nothing: who waits holds no record."""
         return ()
 
-    def _deliver(self) -> None:
-        # No more than there are now: a callback may park again and be fired at once.
-        for _ in range(len(self._ready)):
+    def _hand_over(self) -> None:
+        """Without our lock: run the callbacks of those who were fired."""
+        while self._ready:
             try:
                 waiter = self._ready.popleft()
-            except IndexError:  # `close` delivers as well, while the housekeeper may still be at it
-                return
-            _call(waiter)
-
-    def _hand_over(self) -> None:
-        """Without our lock: run the callbacks that want no other thread for it."""
-        while self._ready_at_once:
-            try:
-                waiter = self._ready_at_once.popleft()
-            except IndexError:
+            except IndexError:  # another thread hands over, too
                 return
             _call(waiter)
 
     def _tell(self) -> None:
         """Without our lock: rouse the housekeeper if there is something for it."""
-        if self._ready_at_once:
+        if self._ready:
             if self._threads_time_themselves and threading.current_thread() is threading.main_thread():
                 self._ring = True  # a signal handler may raise in here: for the housekeeper, which it cannot hit
             else:
@@ -496,11 +480,8 @@ class Waiters:
         waiter.outcome = outcome
         if waiter.bell is not None:
             waiter.bell.ring()
-        elif waiter.at_once:
-            self._ready_at_once.append(waiter)
         else:
             self._ready.append(waiter)
-            self._ring = True
         self._take_out(waiter)
 
     def _take_out(self, waiter: Waiter) -> None:

@@ -487,7 +487,6 @@ class Assignment:
                     lambda worth: self._submit_pull(queue),
                     filter=self._filters.get(ref.topic),
                     timeout=HOLD_S,
-                    at_once=True,
                 )
             except StoreClosedError:
                 return

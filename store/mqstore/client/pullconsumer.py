@@ -141,7 +141,7 @@ class Ready:
         self, topic: str, queue_id: int, offset: int, filter: Filter | None = None, timeout_s: float | None = None
     ) -> None:
         waiter = self._broker.add_waiter(
-            topic, queue_id, offset, lambda worth: self.fire(), filter=filter, timeout=timeout_s, at_once=True
+            topic, queue_id, offset, lambda worth: self.fire(), filter=filter, timeout=timeout_s
         )
         with self._lock:
             if not self._over:

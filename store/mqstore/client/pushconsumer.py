@@ -35,7 +35,7 @@ from mqstore.broker.admin.statistics import CounterKey, Rate, StatisticsSnapshot
 from mqstore.broker.begun import Notes
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
-from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
+from mqstore.broker.localoffsets import LocalOffsets
 from mqstore.broker.members import Mode
 from mqstore.broker.names import check_group, retry_topic
 from mqstore.broker.pop.orderinfo import OrderInfoTable, Suspended
@@ -420,15 +420,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         store, start = self._broker.store, self._start
         if not self._mode.broadcasting:
             return GroupProgress(self._broker, self.group, self.client_id, start)
-        offsets = LocalOffsets(
-            store.path / LOCAL_OFFSETS,
-            self.client_id,
-            self.group,
-            fs=store.fs,
-            clock=store.clock,
-            file_mode=store.config.file_mode,
-            flush=store.flush,
-        )
+        offsets = LocalOffsets(store, self.client_id, self.group)
         return LocalProgress(self._broker, offsets, self.group, start)
 
     def _check_group(self) -> None:

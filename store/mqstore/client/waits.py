@@ -162,4 +162,4 @@ class Waits:
     def add_waiter(self, topic: str, filter: Filter | None, callback: Callable[[bool], object]) -> Waiter | None:  # noqa: A002
         if self.broker.topics.get(topic) is None:
             return None
-        return self.broker.add_pop_waiter(self._group, topic, callback, filter=filter, order=self._order, at_once=True)
+        return self.broker.add_pop_waiter(self._group, topic, callback, filter=filter, order=self._order)

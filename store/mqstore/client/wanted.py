@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mqstore.broker.broker import Broker, as_filter
-from mqstore.broker.filters import Filter
+from mqstore.broker.broker import Broker
+from mqstore.broker.filters import Filter, as_filter
 from mqstore.broker.members import Expression
 from mqstore.broker.names import check_user_topic, is_dlq_topic, is_system_topic
 from mqstore.errors import ConfigError, FilterError

@@ -28,12 +28,14 @@ magic numbers and offsets of the log are followed, checksums are not computed: t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mqstore.broker.configchecks import CONFIG_CHECKS
+from mqstore.broker.configfile import object_member
 from mqstore.broker.published import PublishedFiles
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
@@ -54,7 +56,6 @@ __all__ = ["inspect_store"]
 
 _MAX_PROBLEMS = 1000
 """Sentences kept; a store can be damaged in more places than anyone reads about."""
-_MAX_INTEGER = (1 << 63) - 1
 
 
 def inspect_store(
@@ -157,10 +158,9 @@ def inspect_store(
         problems += [
             f"inbox/refused/{name}: a bundle that could not be spliced: see its reason.txt" for name in inbox.refused
         ]
-    files = _ConfigFiles(path, fs, problems)
-    found["consumer_offsets"] = files.consumer_offsets()
-    found["delay_offsets"] = files.delay_offsets()
-    found["order_info"] = files.order_info()
+    found["consumer_offsets"] = _consumer_offsets(path, fs, problems)
+    found["delay_offsets"] = _table(path, fs, "delayOffset.json", "offsetTable", problems)
+    found["order_info"] = _table(path, fs, "consumerOrderInfo.json", "table", problems)
     if len(problems) > _MAX_PROBLEMS:
         problems[_MAX_PROBLEMS:] = [f"and {len(problems) - _MAX_PROBLEMS} more: see `mqstore verify`"]
     found["problems"] = problems
@@ -272,56 +272,28 @@ def _without_queue(store: MessageStore, good: Good, dispatched: int) -> int:
 # -- config/*.json -----------------------------------------------------------------------------------------------------
 
 
-class _ConfigFiles:
-    """Progress that a broker has written down (format#json-files), in either dialect of JSON. What cannot be used is
-    left out and told in `problems`; nothing here can fail."""
+def _consumer_offsets(root: Path, fs: FileSystem, problems: list[str]) -> dict[str, dict[str, dict[str, int]]]:
+    """Group -> topic -> queue id -> offset, with what was published and waits for the owner of the store."""
+    offsets: dict[str, dict[str, dict[str, int]]] = {}
+    for key, queues in _table(root, fs, "consumerOffset.json", "offsetTable", problems).items():
+        topic, at, group = key.partition("@")
+        if at and "@" not in group and queues:
+            offsets.setdefault(group, {})[topic] = dict(
+                sorted(queues.items(), key=lambda item: (len(item[0]), item[0]))
+            )
+    for group, progress in PublishedFiles(root, fs, problems.append).look():
+        for (topic, queue_id), offset in progress.items():
+            offsets.setdefault(group, {}).setdefault(topic, {})[str(queue_id)] = offset
+    return offsets
 
-    def __init__(self, root: Path, fs: FileSystem, problems: list[str]) -> None:
-        self._root = root
-        self._fs = fs
-        self._problems = problems
 
-    def consumer_offsets(self) -> dict[str, dict[str, dict[str, int]]]:
-        offsets: dict[str, dict[str, dict[str, int]]] = {}
-        for key, queues in self._entries("consumerOffset.json", "offsetTable"):
-            topic, at, group = key.partition("@")
-            if not (at and topic and group) or "@" in group or not isinstance(queues, dict):
-                self._problems.append(f"config/consumerOffset.json: entry {key!r} is not topic@group with offsets")
-                continue
-            offsets.setdefault(group, {})[topic] = self._numbers("consumerOffset.json", key, queues)
-        published = PublishedFiles(self._root, self._fs)
-        for group, progress in published.look():  # what the owner will fold in
-            for (topic, queue_id), offset in progress.items():
-                offsets.setdefault(group, {}).setdefault(topic, {})[str(queue_id)] = offset
-        self._problems += published.problems
-        return offsets
-
-    def delay_offsets(self) -> dict[str, int]:
-        return self._numbers("delayOffset.json", "offsetTable", dict(self._entries("delayOffset.json", "offsetTable")))
-
-    def order_info(self) -> dict[str, Any]:
-        return dict(self._entries("consumerOrderInfo.json", "table"))
-
-    def _entries(self, name: str, field: str) -> Iterator[tuple[str, Any]]:
-        try:
-            value, problems = load_json(self._root / "config" / name, writer=False, fs=self._fs, root=self._root)
-        except (MQStoreError, OSError) as error:
-            self._problems.append(f"config/{name}: {error}")
-            return
-        self._problems += problems
-        table = (value or {}).get(field, {})
-        if not isinstance(table, dict):
-            self._problems.append(f"config/{name}: {field} is not an object")
-            return
-        for key in list(table):
-            yield key, table.pop(key)  # so that a large file is not in memory twice
-
-    def _numbers(self, name: str, where: str, table: dict[str, Any]) -> dict[str, int]:
-        good = {
-            key: value
-            for key, value in table.items()
-            if key.isascii() and key.isdigit() and type(value) is int and 0 <= value <= _MAX_INTEGER
-        }
-        for key in table.keys() - good.keys():
-            self._problems.append(f"config/{name}: {where}: {key!r} has no offset: {str(table[key])[:80]!r}")
-        return dict(sorted(good.items(), key=lambda item: int(item[0])))
+def _table(root: Path, fs: FileSystem, name: str, field: str, problems: list[str]) -> dict[str, Any]:
+    """A table of `config/` in either dialect of JSON. What the broker would not load is a problem, and empty here."""
+    try:
+        check = CONFIG_CHECKS[f"config/{name}"]
+        value, found = load_json(root / "config" / name, writer=False, fs=fs, check=check, root=root)
+    except (MQStoreError, OSError) as error:
+        problems.append(f"config/{name}: {error}")
+        return {}
+    problems += found
+    return object_member(value or {}, field)

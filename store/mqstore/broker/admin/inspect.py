@@ -61,7 +61,7 @@ from mqstore.broker.names import (
     TRANS_CHECK_TOPIC,
     is_dlq_topic,
 )
-from mqstore.broker.parts import Parts, Pin, open_parts
+from mqstore.broker.parts import Parts, Pin, messages_of, open_parts
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.orderinfo import OrderInfo, Suspended, check_order_info
 from mqstore.broker.pop.receipts import parse_recall_handle
@@ -69,7 +69,7 @@ from mqstore.broker.pop.replay import Replay
 from mqstore.broker.pop.state import QueueKey, Standing
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.reading import Reads
-from mqstore.broker.retention import all_pins, physical_of
+from mqstore.broker.retention import all_pins, oldest_of, physical_of
 from mqstore.broker.transactions import Transactions
 from mqstore.broker.waiting import Waiters
 from mqstore.errors import GroupNotFoundError, MQStoreError
@@ -90,7 +90,6 @@ from mqstore.options import StoreConfig
 __all__ = [
     "InFlight",
     "LevelView",
-    "OrderView",
     "PopView",
     "QueueLag",
     "TimerView",
@@ -106,7 +105,6 @@ __all__ = [
 
 _log = logging.getLogger("mqstore")
 
-_PAGE = 1_000
 _LOOKS = 3
 """Looks at files that a writer may take away while we look."""
 _GIVEN_UP_SHOWN = 100
@@ -134,7 +132,7 @@ def delay_levels(parts: Parts) -> list[LevelView]:
     store = parts.store
     if SCHEDULE_TOPIC not in store.topics():
         return []
-    value = _config_file(parts, "delayOffset.json").load() or {}
+    value = ConfigFile(store, "delayOffset.json").load() or {}
     stored = object_member(value, "offsetTable")
     views = []
     for ref in store.queues(SCHEDULE_TOPIC):
@@ -198,7 +196,7 @@ def timer_view(parts: Parts) -> TimerView:
     done_ms, done_until = _done(found)
     begin = found.queue_offset if placed is not None and found is not None else 0
     view = placed or TimerView()
-    for message in _messages(store, TIMER_TOPIC, max(begin, bounds[0]), bounds[1]):
+    for message in messages_of(store, TIMER_TOPIC, max(begin, bounds[0]), bounds[1]):
         slot_ms = _slot_of(message)
         if slot_ms is not None and not (message.offset < done_until and slot_ms < done_ms):
             view.add(1, slot_ms, message.physical_offset)
@@ -291,30 +289,14 @@ class InFlight(NamedTuple):
     """When the first of them comes again."""
 
 
-class OrderView(NamedTuple):
-    """The last batch of a FIFO queue, or the failed attempts of one that is consumed in order without popping."""
-
-    group: str
-    topic: str
-    queue_id: int
-    pop_time_ms: int
-    """0: attempts."""
-    offsets: tuple[int, ...]
-    unacked: tuple[int, ...]
-    redeliveries: dict[int, int]
-    """Queue offset -> how often it was delivered before."""
-    next_visible_ms: int | None
-    """Until when the queue is blocked, at least; None: it is not."""
-    attempts: dict[int, int]
-    """Queue offset -> failed attempts, where the group does not pop."""
-
-
 @dataclass(frozen=True, slots=True)
 class PopView:
     """Messages in flight, as the order info file and the pop log have them (delivery#pop-log)."""
 
     in_flight: list[InFlight] = field(default_factory=list)
-    orders: list[OrderView] = field(default_factory=list)
+    orders: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of `order_info`: the last batch of each FIFO queue; of one that is consumed in order without popping the
+    failed attempts, with a pop time of 0. `next_visible_ms` is until when the queue is blocked, at least."""
     standings: dict[QueueKey, Standing] = field(default_factory=dict)
     """Of the queues that these know of."""
     suspended: dict[QueueKey, Suspended] = field(default_factory=dict)
@@ -330,7 +312,7 @@ def pop_view(parts: Parts, now_ms: int) -> PopView:
     process hold still counts, and what a Java broker had handed out does not until ours has taken it over.
     CorruptStoreError when `consumerOrderInfo.json` and its backup are damaged."""
     tables = PopTables(parts, _nothing, Waiters(parts, _nothing), Reads(parts), _no_letter)
-    tables.orders.load(_config_file(parts, "consumerOrderInfo.json", check_order_info).load() or {})
+    tables.orders.load(ConfigFile(parts.store, "consumerOrderInfo.json", check_order_info).load() or {})
     fifo = FifoQueues(tables)
     Replay(tables, fifo).look()
     view = PopView()
@@ -370,21 +352,22 @@ def pop_view(parts: Parts, now_ms: int) -> PopView:
 
 def _note_order(view: PopView, key: QueueKey, record: OrderInfo, committed: int, now_ms: int, *, local: bool) -> None:
     topic, group, queue_id = key
+    row: dict[str, Any] = {"group": group, "topic": topic, "queue_id": queue_id, "pop_time_ms": 0, "offsets": []}
+    row |= {"unacked": [], "redeliveries": {}, "next_visible_ms": None, "attempts": {}}
+    counts = (record.counts or {}).items()
     if record.counts_attempts:
-        attempts = {offset: n for offset, n in (record.counts or {}).items() if offset >= committed}
-        if attempts:
-            view.orders.append(OrderView(group, topic, queue_id, 0, (), (), {}, None, attempts))
+        row["attempts"] = {str(offset): n for offset, n in counts if offset >= committed}
+        if row["attempts"]:
+            view.orders.append(row)
         return
-    unacked = tuple(offset for offset in record.unacked() if offset >= committed)
+    unacked = [offset for offset in record.unacked() if offset >= committed]
     invisible = {offset: record.visible_at(offset) for offset in unacked if not record.is_visible(offset, now_ms)}
     if record.pop_time_ms == 0:  # of a RocketMQ that kept no pop times: nobody can say
         invisible = {}
     next_ms = min(invisible.values(), default=None)
-    view.orders.append(
-        OrderView(
-            group, topic, queue_id, record.pop_time_ms, record.offsets, unacked, dict(record.counts or {}), next_ms, {}
-        )
-    )
+    row |= {"pop_time_ms": record.pop_time_ms, "offsets": list(record.offsets), "unacked": unacked}
+    row |= {"redeliveries": {str(offset): n for offset, n in counts}, "next_visible_ms": next_ms}
+    view.orders.append(row)
     if next_ms is not None:
         count = len(invisible)
         view.in_flight.append(
@@ -453,8 +436,7 @@ def _lag(parts: Parts, group: str, topic: str, queue_id: int, pops: PopView) -> 
     popped = pops.standings.get(QueueKey(topic, group, queue_id))
     # The table of a broker at work is seconds old, the pop log is not.
     committed = offsets.committed(group, topic, queue_id) if popped is None else popped.first
-    low, high = store.offsets_or_none(topic, queue_id) or (0, 0)
-    low = min(high, max(low, offsets.start_of(topic, queue_id)))
+    low, high = offsets.bounds(topic, queue_id)
     lag = None if committed is None else measure(store, offsets, group, topic, queue_id, committed, popped)
     if lag is None or committed is None:
         return QueueLag(group, topic, queue_id, low, committed, high, 0, 0, 0, None)
@@ -474,7 +456,7 @@ def _lag(parts: Parts, group: str, topic: str, queue_id: int, pops: PopView) -> 
 
 def oldest_pin(parts: Parts, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Pin | None:
     """What keeps the front of the log, by what is on disk; None when nothing does."""
-    return min(_pins(parts, transactions, levels, timer), default=None, key=lambda pin: pin.physical_offset)
+    return oldest_of(_pins(parts, transactions, levels, timer))
 
 
 def _pins(parts: Parts, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Iterator[Pin]:
@@ -509,23 +491,16 @@ def inspect_broker(
     found: dict[str, Any] = {}
     not_shown: dict[str, str] = {}
     with MessageStore(path, "r", config=config, fs=fs) as store:
-        now_ms = store.clock.now_ms()
-
-        def tell(section: str, look: Callable[[], Any], otherwise: Any) -> Any:
+        sections: dict[str, Callable[[], Any]] = {}
+        try:
+            sections = _sections(open_parts(store), store.clock.now_ms())
+        except (MQStoreError, OSError) as error:
+            not_shown["broker"] = str(error)
+        for section, look in sections.items():
             try:
                 found[section] = look()
             except (MQStoreError, OSError, LookupError, ValueError) as error:
-                found[section] = otherwise
                 not_shown[section] = str(error)
-            return found[section]
-
-        parts: Parts | None = None
-        try:
-            parts = open_parts(store)
-        except (MQStoreError, OSError) as error:
-            not_shown["broker"] = str(error)
-        if parts is not None:
-            _sections(parts, now_ms, tell)
     return {**_EMPTY, **found, "not_shown": not_shown}
 
 
@@ -540,42 +515,20 @@ _EMPTY: dict[str, Any] = {
 }
 
 
-def _sections(parts: Parts, now_ms: int, tell: Callable[[str, Callable[[], Any], Any], Any]) -> None:
-    levels: list[LevelView] = []
-    timer = TimerView()
-    pops = PopView()
-
-    def look_at_levels() -> list[dict[str, Any]]:
-        levels.extend(delay_levels(parts))
-        return [view._asdict() for view in levels]
-
-    def look_at_timer() -> dict[str, Any]:
-        nonlocal timer
-        timer = timer_view(parts)
-        return {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms}
-
-    def look_at_pops() -> list[dict[str, Any]]:
-        nonlocal pops
-        pops = pop_view(parts, now_ms)
-        return [view._asdict() for view in pops.in_flight]
-
-    tell("delay_levels", look_at_levels, [])
-    tell("timer", look_at_timer, _EMPTY["timer"])
-    tell("in_flight", look_at_pops, [])
-    tell("order_info", lambda: [_order_row(view) for view in pops.orders], [])
-    transactions = cache(lambda: Transactions(parts, _nothing))  # once: it tells what it could not read
-    tell("transactions", lambda: _transactions(parts, transactions()), _EMPTY["transactions"])
-    tell("dead_letters", lambda: _dead_letters(parts), {})
-    tell("oldest_pin", lambda: _pin_row(parts.store, oldest_pin(parts, transactions(), levels, timer)), None)
-
-
-def _order_row(view: OrderView) -> dict[str, Any]:
+def _sections(parts: Parts, now_ms: int) -> dict[str, Callable[[], Any]]:
+    """Look at each section. What several of them need is looked at once; if that fails, so do they."""
+    levels = cache(lambda: delay_levels(parts))
+    timer = cache(lambda: timer_view(parts))
+    pops = cache(lambda: pop_view(parts, now_ms))
+    transactions = cache(lambda: Transactions(parts, _nothing))
     return {
-        **view._asdict(),
-        "offsets": list(view.offsets),
-        "unacked": list(view.unacked),
-        "redeliveries": {str(offset): n for offset, n in view.redeliveries.items()},
-        "attempts": {str(offset): n for offset, n in view.attempts.items()},
+        "delay_levels": lambda: [view._asdict() for view in levels()],
+        "timer": lambda: {"waiting": timer().waiting, "next_due_ms": timer().next_due_ms},
+        "in_flight": lambda: [view._asdict() for view in pops().in_flight],
+        "order_info": lambda: pops().orders,
+        "transactions": lambda: _transactions(parts, transactions()),
+        "dead_letters": lambda: _dead_letters(parts),
+        "oldest_pin": lambda: _pin_row(parts.store, oldest_pin(parts, transactions(), levels(), timer())),
     }
 
 
@@ -583,7 +536,7 @@ def _transactions(parts: Parts, transactions: Transactions) -> dict[str, Any]:
     store = parts.store
     low, high = store.offsets_or_none(TRANS_CHECK_TOPIC, 0) or (0, 0)
     newest = []
-    for message in _messages(store, TRANS_CHECK_TOPIC, max(low, high - _GIVEN_UP_SHOWN), high):
+    for message in messages_of(store, TRANS_CHECK_TOPIC, max(low, high - _GIVEN_UP_SHOWN), high):
         properties = message.stored_properties()
         newest.append(
             {
@@ -612,18 +565,3 @@ def _pin_row(store: MessageStore, pin: Pin | None) -> dict[str, Any] | None:
     except LookupError:  # damaged; it is kept all the same
         queue_offset = None
     return {**pin._asdict(), "queue_offset": queue_offset}
-
-
-def _messages(store: MessageStore, topic: str, offset: int, end: int) -> Iterator[Message]:
-    """The messages of queue 0 in [offset, end) that can be read."""
-    while offset < end:
-        result = store.get(topic, 0, offset, min(_PAGE, end - offset))
-        yield from result.messages
-        if result.next_offset <= offset:
-            return
-        offset = result.next_offset
-
-
-def _config_file(parts: Parts, name: str, check: Callable[[dict[str, Any]], object] | None = None) -> ConfigFile:
-    path = parts.store.path / "config" / name
-    return ConfigFile(path, fs=parts.fs, clock=parts.clock, check=check, writer=False)

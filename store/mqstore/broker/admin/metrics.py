@@ -239,13 +239,13 @@ class Metrics:
             if not (is_retry_topic(topic) or is_dlq_topic(topic) or is_system_topic(topic)):
                 yield names.DLQ_PUT_NUMS, f"{topic}@{group}"
 
-    def _gauges(self, stats: StoreStats) -> dict[str, float | Samples]:
+    def _gauges(self, stats: StoreStats) -> dict[str, int | Samples]:
         """Series -> its samples, as of now. Costs a look at every queue that a group has progress in, two more where
         something waits."""
         now_ms = self._clock.now_ms()
         overdue, overdue_ms, batches = self._pop.backlog(now_ms)
         waiting: Samples = [({"kind": "level"}, self._delay.waiting()), ({"kind": "moment"}, self._timer.waiting())]
-        gauges: dict[str, float | Samples] = {
+        gauges: dict[str, int | Samples] = {
             "rocketmq_storage_size": stats.commitlog_bytes,
             "rocketmq_storage_flush_behind_bytes": stats.flush_lag_bytes,
             "rocketmq_storage_dispatch_behind_bytes": stats.dispatch_lag_bytes,
@@ -263,7 +263,7 @@ class Metrics:
                 of_groups[series].append((labels, value))
         return {**gauges, **of_groups}
 
-    def _of_group(self, group: str, topic: str, queues: dict[int, int], now_ms: int) -> dict[str, float]:
+    def _of_group(self, group: str, topic: str, queues: dict[int, int], now_ms: int) -> dict[str, int]:
         """Series -> value, over the queues of a topic."""
         sums: Counter[str] = Counter()
         unsettled: list[int] = []

@@ -30,13 +30,10 @@ hundred thousand queues of which a few are busy do not fill the memory with thir
 
 from __future__ import annotations
 
-import math
-import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -70,7 +67,6 @@ __all__ = [
     "TOPIC_PUT_LATENCY",
     "TOPIC_PUT_NUMS",
     "TOPIC_PUT_SIZE",
-    "Gauges",
     "Rate",
     "Samples",
     "Statistics",
@@ -280,9 +276,6 @@ class Statistics:
                     window.sample(totals, monotonic_ms)
             return now_ms + min(window.due_ms for window in windows) - monotonic_ms
 
-    def close(self) -> None:
-        """Nothing to persist: counters run from opening."""
-
     def snapshot(self) -> StatisticsSnapshot:
         """Everything as of now; the windows as of their last samples."""
         with self._window_lock:
@@ -303,37 +296,28 @@ class Statistics:
         )
 
     def prometheus_text(
-        self,
-        gauges: Gauges | None = None,
-        *,
-        expected: Iterable[CounterKey] | None = None,
-        type_of: Callable[[str], str] | None = None,
+        self, gauges: Mapping[str, int | Samples], *, expected: Iterable[CounterKey], type_of: Callable[[str], str]
     ) -> str:
         """All series in Prometheus' text format 0.0.4, counters from here, `gauges` from the broker.
 
         `gauges` maps the name of a series to its samples (labels, value), or to one number for a series without labels.
-        A value that is not a finite number is left out; of samples with equal labels the last counts. ValueError for a
-        name or a label that Prometheus would refuse. `expected`: counters that are told as 0 before their first event
-        (without one, their series are), or a scraper would never see them grow from 0 to 1. `type_of`: a topic's
-        `message_type`.
+        `expected`: counters that are told as 0 before their first event (without one, their series are), or a scraper
+        would never see them grow from 0 to 1. `type_of`: a topic's `message_type`.
         """
         series = _counted(self.snapshot(), expected, type_of)
-        for name, samples in (gauges or {}).items():
-            pairs = samples if isinstance(samples, Iterable) else [({}, samples)]
-            series.setdefault(name, {}).update({_labels(name, labels): value for labels, value in pairs})
-        return "".join(_exposed(name, series[name], _HELP.get(name)) for name in sorted(series))
+        for name, samples in gauges.items():
+            pairs: Samples = samples if isinstance(samples, list) else [({}, samples)]
+            series[name] = {_labels(labels): value for labels, value in pairs}
+        return "".join(_exposed(name, series[name]) for name in sorted(series))
 
 
 # --- Prometheus ------------------------------------------------------------------------------------------------------
 
-Gauges = Mapping[str, "float | Iterable[tuple[Mapping[str, str], float]]"]
-"""Series name -> its samples as (labels, value), or one number."""
-Samples = list[tuple[dict[str, str], float]]
-_Series = dict[str, float]
+Samples = list[tuple[dict[str, str], int]]
+"""Labels and value of each sample of a series."""
+_Series = dict[str, int]
 """Labels as they are written, braces included, or a suffix and labels -> value."""
 
-_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 _HELP: Final[dict[str, tuple[str, str]]] = {
@@ -379,17 +363,17 @@ _FROM_THE_START: Final = (DLQ_PUT_NUMS, COMMIT_NUMS, ROLLBACK_NUMS)
 
 
 def _counted(
-    snapshot: StatisticsSnapshot, expected: Iterable[CounterKey] | None, type_of: Callable[[str], str] | None
+    snapshot: StatisticsSnapshot, expected: Iterable[CounterKey], type_of: Callable[[str], str]
 ) -> dict[str, _Series]:
     series: dict[str, _Series] = {}
-    totals = {**dict.fromkeys(expected or (), _NOTHING), **snapshot.totals}
+    totals = {**dict.fromkeys(expected, _NOTHING), **snapshot.totals}
     for (name, key), total in totals.items():
         if name not in _COUNTED and name != DELAY_LATENCY:
             continue
         of_key = labels_of(*key.split("@", 1))
-        if type_of is not None and name in (TOPIC_PUT_NUMS, TOPIC_PUT_SIZE):
+        if name in (TOPIC_PUT_NUMS, TOPIC_PUT_SIZE):
             of_key["message_type"] = type_of(key)
-        labels = _labels("", of_key)
+        labels = _labels(of_key)
         if name in _COUNTED:
             series.setdefault(_COUNTED[name], {})[labels] = total.value
         if name == TOPIC_PUT_SIZE:
@@ -397,14 +381,12 @@ def _counted(
             series.setdefault("rocketmq_message_size", {}).update(_summary(labels, total.value, messages))
         if name == DELAY_LATENCY:
             series.setdefault("rocketmq_delay_message_latency", {}).update(_summary(labels, *total))
-    if expected is not None:  # of a store that knows no topic and no group yet
-        for name in _FROM_THE_START:
-            series.setdefault(_COUNTED[name], {"": 0})
-        series.setdefault("rocketmq_delay_message_latency", dict(_summary("", 0, 0)))
+    for name in _FROM_THE_START:  # of a store that knows no topic and no group yet
+        series.setdefault(_COUNTED[name], {"": 0})
+    series.setdefault("rocketmq_delay_message_latency", dict(_summary("", 0, 0)))
     for (group, topic, queue_id), lost in snapshot.lost.items():
-        name = "mqstore_lost_messages_total"
-        labels = _labels(name, {"topic": topic, "consumer_group": group, "queue_id": str(queue_id)})
-        series.setdefault(name, {})[labels] = lost
+        labels = _labels({"topic": topic, "consumer_group": group, "queue_id": str(queue_id)})
+        series.setdefault("mqstore_lost_messages_total", {})[labels] = lost
     return series
 
 
@@ -424,27 +406,14 @@ def labels_of(topic: str, group: str | None = None) -> dict[str, str]:
     return {**named, "is_retry": str(retry).lower(), "is_system": str(system).lower()}
 
 
-def _labels(series: str, labels: Mapping[str, str]) -> str:
-    for name in labels:
-        if not _LABEL.fullmatch(name):
-            raise ValueError(f"series {series!r}: {name!r} is no label name")
+def _labels(labels: Mapping[str, str]) -> str:
     # A lone surrogate, from a name that was not UTF-8, cannot be sent: a question mark stands for it.
-    values = ((name, str(labels[name]).encode("utf-8", "replace").decode()) for name in sorted(labels))
+    values = ((name, labels[name].encode("utf-8", "replace").decode()) for name in sorted(labels))
     inside = ",".join(f'{name}="{value.translate(_ESCAPES)}"' for name, value in values)
     return f"{{{inside}}}" if inside else ""
 
 
-def _exposed(name: str, samples: _Series, told: tuple[str, str] | None) -> str:
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a series")
-    kind, text = told or ("counter" if name.endswith("_total") else "gauge", f"{name}, as the broker gives it.")
-    numbers = ((labels, _number(samples[labels])) for labels in sorted(samples))
-    lines = [f"{name}{labels} {number}\n" for labels, number in numbers if number is not None]
+def _exposed(name: str, samples: _Series) -> str:
+    kind, text = _HELP[name]
+    lines = [f"{name}{labels} {samples[labels]}\n" for labels in sorted(samples)]
     return "".join((f"# HELP {name} {text}\n", f"# TYPE {name} {kind}\n", *lines)) if lines else ""
-
-
-def _number(value: object) -> str | None:
-    """`value` as Prometheus reads it; None for what is no finite number. Numpy's numbers are numbers."""
-    if isinstance(value, Integral):
-        return str(int(value))
-    return repr(float(value)) if isinstance(value, Real) and math.isfinite(value) else None

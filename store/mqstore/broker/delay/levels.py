@@ -218,13 +218,7 @@ class DelayService:
         self.problems: list[str] = []
         self.orphans: dict[int, int] = {}
         self._table_ms = self._store.delay_table_ms
-        self._file = ConfigFile(
-            self._store.path / "config" / "delayOffset.json",
-            fs=parts.fs,
-            clock=parts.clock,
-            check=check_delay_offsets,
-            log_end=self._store.max_offset,
-        )
+        self._file = ConfigFile(self._store, "delayOffset.json", check_delay_offsets, log_end=self._store.max_offset)
         value = self._file.load() or {}
         self._version = DataVersion.from_json(value.get("dataVersion"))
         self._table = object_member(value, "offsetTable")

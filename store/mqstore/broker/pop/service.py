@@ -113,13 +113,7 @@ class PopService:
         self._latest_ms: float = math.inf
         """The wall clock's latest time since it was set back; at first nobody knows what became of it while closed."""
         self._routes: dict[tuple[str, str], _Route] = {}
-        file = ConfigFile(
-            parts.store.path / "config" / "consumerOrderInfo.json",
-            fs=parts.fs,
-            clock=parts.clock,
-            check=check_order_info,
-            file_mode=parts.config.file_mode,
-        )
+        file = ConfigFile(parts.store, "consumerOrderInfo.json", check_order_info)
         self._tables = PopTables(parts, wake, waiters, reads, dead_letter)
         self._orders = self._tables.orders
         self._orders.load(file.load() or {})
@@ -326,17 +320,14 @@ class PopService:
         deadline_ms: int | None = None,
         *,
         order: bool = False,
-        at_once: bool = False,
     ) -> Waiter:
-        """Have `callback(worth_a_pop)` called once, by the housekeeper, when a pop by `group` may find something, or at
-        `deadline_ms` (monotonic). Of several that wait one is called for each message; who then does not pop has to
+        """Have `callback(worth_a_pop)` called once, by whoever dispatches, when a pop by `group` may find something, or
+        at `deadline_ms` (monotonic). Of several that wait one is called for each message; who then does not pop has to
         pass it on with `Waiters.wake_one`. Errors as of `Waiters.add_waiter` and `pop`."""
         if (group, topic) not in self._routes:  # a group that this makes is news, and nobody is to be woken by that
             self._route(group, topic)
         also = self._also(group, topic)
-        waiter = self._waiters.add_waiter(
-            topic, queue_id, None, filter, callback, deadline_ms, group=group, also=also, at_once=at_once
-        )
+        waiter = self._waiters.add_waiter(topic, queue_id, None, filter, callback, deadline_ms, group=group, also=also)
         try:
             worth_a_look = self._may_find(group, topic, queue_id, order)
         except BaseException:  # the topic has gone, say: nobody would ever hear of this waiter

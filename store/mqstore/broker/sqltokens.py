@@ -1,0 +1,110 @@
+"""Tokens of SQL92 filters, and errors that point at a place of the text (delivery#sql92)."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import NamedTuple
+
+from mqstore.errors import FilterError
+
+__all__ = ["HINTS", "Lexer", "Token", "error_at"]
+
+
+class Token(NamedTuple):
+    """`kind`: a keyword in capitals, an operator as it stands, or one of name, float, integer, string, end."""
+
+    kind: str
+    text: str
+    at: int
+
+
+_KEYWORDS = frozenset(
+    {"NOT", "AND", "OR", "BETWEEN", "IN", "TRUE", "FALSE", "NULL", "IS", "CONTAINS", "STARTSWITH", "ENDSWITH"}
+)
+_BLANKS = re.compile(r"[ \t\n\r\f]*")
+_LINE_COMMENT = re.compile(r"--[^\n\r]*(?:\r\n|\n|\r)")
+# The longest match wins, so floats stand before the integers that they start with.
+_TOKEN = re.compile(
+    r"""(?P<name>    [A-Za-z_$][A-Za-z0-9_$]* )
+      | (?P<float>   [0-9]+\.[0-9]*(?:[eE][+-]?[0-9]+)? | \.[0-9]+(?:[eE][+-]?[0-9]+)? | [0-9]+[eE][+-]?[0-9]+ )
+      | (?P<integer> 0 | [1-9][0-9]*[lL]? )
+      | (?P<string>  '[^']*(?:''[^']*)*' )
+      | (?P<sign>    <> | >= | <= | [=<>+\-(),] )""",
+    re.VERBOSE,
+)
+_NO_ARITHMETIC = "there is no arithmetic, and a property name has letters, digits, _ and $ only"
+HINTS = {
+    "=": "equal is written =",
+    "(": "there are no functions",
+    "!": "not equal is written <>",
+    '"': "strings stand in single quotes",
+    ".": "a property name has letters, digits, _ and $ only",
+    "LIKE": "there is no LIKE; use CONTAINS, STARTSWITH or ENDSWITH",
+    "&": "use AND",
+    "|": "use OR",
+    ";": "leave it out",
+    **dict.fromkeys("+-*/%", _NO_ARITHMETIC),
+}
+
+
+def _columns(text: str) -> int:
+    """Columns of a screen that `text` takes."""
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text if not unicodedata.combining(c))
+
+
+def error_at(text: str, at: int, problem: str, hint: str | None = None) -> FilterError:
+    """`problem`, with the line of `text` that it lies in and a caret below the place."""
+    before = re.split(r"\r\n|\n|\r", text[:at])
+    first, line = at - len(before[-1]), len(before)
+    last = re.compile(r"[\r\n]|\Z").search(text, at).start()  # type: ignore[union-attr]  # \Z is found at least
+    low, high = max(first, at - 60), min(last, at + 40)
+    left, right = ("".join(c if c.isprintable() else " " for c in piece) for piece in (text[low:at], text[at:high]))
+    left, right = ("..." if low > first else "") + left, right + ("..." if high < last else "")
+    where = f"column {at - first + 1}" if line == 1 and last == len(text) else f"line {line}, column {at - first + 1}"
+    message = f"SQL92 filter, {where}: {problem}{f' ({hint})' if hint else ''}"
+    return FilterError(f"{message}\n    {left}{right}\n    {' ' * _columns(left)}^", at)
+
+
+class Lexer:
+    """Tokens on demand: RocketMQ never looks at what lies behind the token after a complete expression."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._at = 0
+        # A `--` without a line end behind it is two minus signs. Known beforehand, so that none looks for it in vain.
+        self._last_line_end = max(text.rfind("\n"), text.rfind("\r"))
+
+    def _skip(self) -> None:
+        text = self.text
+        while True:
+            at = _BLANKS.match(text, self._at).end()  # type: ignore[union-attr]  # matches nothing at least
+            self._at = at
+            if text.startswith("/*", at):
+                end = text.find("*/", at + 2)
+                if end < 0:
+                    raise error_at(text, at, "this comment is not closed")
+                self._at = end + 2
+            elif at < self._last_line_end and (comment := _LINE_COMMENT.match(text, at)):
+                self._at = comment.end()
+            else:
+                return
+
+    def next(self) -> Token:
+        self._skip()
+        text, at = self.text, self._at
+        if at == len(text):
+            return Token("end", "", at)
+        match = _TOKEN.match(text, at)
+        if match is None:
+            if text[at] == "'":
+                raise error_at(text, at, "this string is not closed")
+            hint = HINTS["."] if text[at].isalpha() else HINTS.get(text[at])
+            raise error_at(text, at, f"unexpected character {text[at]!r}", hint)
+        self._at = match.end()
+        kind, word = str(match.lastgroup), match[0]
+        if kind == "sign":
+            kind = word
+        elif kind == "name" and word.upper() in _KEYWORDS:
+            kind = word.upper()
+        return Token(kind, word, at)
