@@ -484,7 +484,7 @@ def test_ticks_go_on_whatever_a_hook_meets_and_end_when_there_is_nothing_to_do(b
     bench.settle()
     assert lapses == [0, 1]
     bench.advance(60)
-    assert not service._ticking  # type: ignore[attr-defined]
+    assert not service._overdue._ticking  # type: ignore[attr-defined]
 
 
 def test_while_all_workers_are_held_up_invitations_do_not_pile_up(bench: PushBench) -> None:

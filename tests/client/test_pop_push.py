@@ -228,7 +228,7 @@ def test_a_handler_that_hangs_is_given_up(bench: Bench, caplog: pytest.LogCaptur
     bench.put(b"0")
     push = Push(bench, act, workers=1, consume_timeout=20, interceptors=[recorder], retry=RetryPolicy(5, [3]))
     push.go()
-    assert was_cancelled == [False] * 20 + [True] * 10
+    assert was_cancelled == [False] * 21 + [True] * 9
     push.advance(100)
     assert push.seen == [(b"0", 1), (b"0", 2)]
     assert recorder.timed_out == [b"0"]
@@ -244,7 +244,6 @@ def test_an_ordered_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Ben
     def act(message: Message) -> None:
         if message.body == b"0":
             for _ in range(30):
-                assert not cancelled()
                 bench.advance(10)
                 push.consumer._workers._fire()
                 assert bench.broker.pop("g", "t", order=True) == []

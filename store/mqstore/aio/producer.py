@@ -26,7 +26,6 @@ from mqstore.broker.road import SendOptions
 from mqstore.client import producer, transaction
 from mqstore.client.producer import Selector
 from mqstore.errors import (
-    ConfigError,
     FlushTimeoutError,
     SendError,
     StoreClosedError,
@@ -35,7 +34,7 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.outgoing import Body
-from mqstore.options import Duration, seconds
+from mqstore.options import Duration, check_whole, seconds
 from mqstore.store import Store
 
 __all__ = ["Producer", "Transaction"]
@@ -70,8 +69,7 @@ class Producer(Closable[producer.Producer]):
     ) -> None:
         """On the store's thread. Options as `ProducerOptions`."""
         for name, value in (("max_inflight", max_inflight), ("max_inflight_bytes", max_inflight_bytes)):
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} is a whole number from 1, not {value!r}")
+            check_whole(name, value, 1)
         # The bound is kept here, so the synchronous producer has none.
         super().__init__(bridge, store.producer(group, max_inflight=1 << 40, max_inflight_bytes=1 << 60, **options))
         self.group = group

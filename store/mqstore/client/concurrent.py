@@ -25,6 +25,7 @@ from mqstore.broker.names import is_dlq_topic, is_retry_topic
 from mqstore.client.assignment import Assignment
 from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
+from mqstore.client.overdue import Overdue
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.shown import as_sent, shown
 from mqstore.client.workers import Flow, Worker, Workers
@@ -37,9 +38,6 @@ __all__ = ["ConcurrentService"]
 SEND_BACK_AGAIN_MS = 5_000
 NOBODY_AGAIN_MS = 1_000
 """When to look again whether anybody handles what nobody did: by then its queue is gone, as a rule."""
-TICK_MS = 50
-IDLE_TICKS = 20
-"""Ticks without work after which there are none: an idle consumer wakes nobody."""
 _SETTLE_S = 0.01
 _HAND_OVER_S = 0.4
 _WORTH_MS = 1.0
@@ -89,18 +87,20 @@ class ConcurrentService:
         self._batch_size = batch_size
         self._timeout_ms = consume_timeout_ms
         self._broadcasting = broadcasting
-        self._clock = broker.store.clock
         self._others = len(workers.all) - 1
         self._pace_ms = _WORTH_MS
         """How long a handler takes of late. The first call may take long."""
-        self._at: dict[Worker, _Chunk | None] = dict.fromkeys(workers.all)
-        """What each worker is at."""
-        self._calls_seen: dict[Worker, tuple[int, int]] = {}
-        """The call that a worker was in at the last tick, and when that was first seen."""
         self._lock = threading.Lock()
-        """Of invitations, and of whether there are ticks."""
-        self._ticking = False
-        self._idle_ticks = 0
+        """Of invitations."""
+        self._overdue: Overdue[_Chunk] = Overdue(
+            workers,
+            handling,
+            broker.store.clock,
+            consume_timeout_ms,
+            "; it is sent back",
+            held_up=self._held_up,
+            overdue=self._time_is_up,
+        )
 
     def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:
         if queue.attempts:
@@ -159,10 +159,7 @@ class ConcurrentService:
         if not chunk.messages or not self.assignment.enter(queue, chunk.first.offset):
             self._handling.leave(chunk)
             return
-        self._at[worker] = chunk
-        worker.is_cancelled = lambda: queue.closing
-        if not self._ticking:
-            self._begin_ticks()
+        self._overdue.begin(worker, chunk, lambda: queue.closing)
         try:
             yield from self._handle(chunk, worker)
         except Exception as error:  # no handler's: memory has run out, say. What was in hand would lie here for ever
@@ -171,8 +168,7 @@ class ConcurrentService:
             )
             self._workers.later(NOBODY_AGAIN_MS, partial(self.assignment.begin_again, queue))
         finally:
-            worker.is_cancelled = None
-            self._at[worker] = None
+            self._overdue.end(worker)
             try:
                 self._settle(chunk)
             finally:
@@ -298,56 +294,15 @@ class ConcurrentService:
 
     # -- what takes long --------------------------------------------------------------------------------------------
 
-    def _begin_ticks(self) -> None:
-        with self._lock:
-            if self._ticking:
-                return
-            self._ticking = True
-        self._workers.later(TICK_MS, self._tick)
+    def _held_up(self, worker: Worker, chunk: _Chunk) -> None:
+        """Let others have the rest of a chunk."""
+        if chunk.messages or chunk.done:
+            self._settle(chunk)
+            self._invite(chunk, len(chunk.messages))
 
-    def _tick(self) -> None:
-        """Timer thread, while there is work."""
-        try:
-            self._idle_ticks = 0 if self._look() else self._idle_ticks + 1
-        finally:  # whatever a hook has met, the next one comes
-            with self._lock:
-                self._ticking = False  # before we look who is at work: who begins from here on does not rely on us
-                self._ticking = goes_on = self._idle_ticks < IDLE_TICKS or any(self._at.values())
-            if goes_on:
-                self._workers.later(TICK_MS, self._tick)
-
-    def _look(self) -> bool:
-        """Look after workers that are held up; whether any is at work."""
-        now_ms = self._clock.monotonic_ms()
-        seen, self._calls_seen = self._calls_seen, {}
-        busy = False
-        for worker, chunk in self._at.items():
-            if chunk is None:
-                continue
-            busy = True
-            if not worker.messages:
-                continue
-            call, since_ms = seen.get(worker, (-1, now_ms))
-            if call != worker.calls:
-                since_ms = now_ms
-            elif call != worker.lapsed and now_ms - since_ms >= self._timeout_ms:
-                self._lapse(worker, chunk, call)
-            elif chunk.messages or chunk.done:  # held up for a tick
-                self._settle(chunk)
-                self._invite(chunk, len(chunk.messages))
-            self._calls_seen[worker] = (worker.calls, since_ms)
-        return busy
-
-    def _lapse(self, worker: Worker, chunk: _Chunk, call: int) -> None:
-        """A handler has had its messages for too long: they go back, whatever comes of it (clients#overdue)."""
-        messages = worker.lapse(call)
-        if not messages:  # it has just ended
-            return
-        stack = worker.stack()
-        what = f"has been in its handler for {self._timeout_ms / 1000:g} s; it is sent back"
-        self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
+    def _time_is_up(self, chunk: _Chunk, messages: Sequence[Message]) -> None:
+        """A handler has had these for too long: they go back, whatever comes of it."""
         for message in messages:
-            self._handling.timed_out(message, stack, self._timeout_ms)
             if self._broadcasting:
                 self._end(chunk.queue, message, "dlq", self._timeout_ms)
             else:

@@ -25,6 +25,7 @@ from mqstore.client.handlers import check_has_run
 from mqstore.client.interceptors import Consumed, Interceptors, Settled
 from mqstore.client.limitedlog import text_of
 from mqstore.client.outcome import BatchFailure, Reject, Retry, retry_delay
+from mqstore.client.wanted import Wanted
 from mqstore.client.workers import Awaited, Flow, Worker
 from mqstore.clock import Clock
 from mqstore.log.commitlog import QueueRef
@@ -60,10 +61,8 @@ Ended = tuple["Failure | None", float]
 class Subscription:
     """What a consumer wants of a topic, and who gets it."""
 
-    topic: str
     handler: Callable[..., object]
-    kind: Literal["TAG", "SQL92"] = "TAG"
-    expression: str = "*"
+    wanted: Wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import partial
 from itertools import takewhile
 from operator import attrgetter
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
@@ -38,13 +37,15 @@ from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.handling import Ended, Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
 from mqstore.client.outcome import shortened
+from mqstore.client.overdue import Overdue
 from mqstore.client.popsource import PopSource
 from mqstore.client.processqueue import Limits, QueueInfo
 from mqstore.client.renewal import Renewer
-from mqstore.client.wanted import Wanted, wanted
+from mqstore.client.wanted import Wanted
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import ConfigError, InvalidReceiptError, MQStoreError, ReceiptExpiredError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
 
 __all__ = ["PopEngine"]
 
@@ -53,8 +54,6 @@ HOLD_MS = 20_000
 """No more is fetched than is likely to be begun within this time, so that next to nothing is ever renewed unbegun."""
 FETCH_AGAIN_MS = 1_000
 SETTLE_AGAIN_MS, SETTLE_AGAIN_MAX_MS = 100, 1_000
-TICK_MS = 50
-IDLE_TICKS = 20
 SUSPEND_MIN_S, SUSPEND_MAX_S = 0.01, 60.0
 DELAY_MAX_S = 12 * 3600.0
 _SETTLE_S = 0.01
@@ -67,7 +66,7 @@ _T = TypeVar("_T")
 class _Item:
     """A delivery that is here."""
 
-    __slots__ = ("call", "delivery", "message", "size", "state", "topic", "worker")
+    __slots__ = ("delivery", "is_begun", "message", "size", "topic")
 
     def __init__(self, delivery: pop.Delivery) -> None:
         self.delivery = delivery
@@ -75,10 +74,7 @@ class _Item:
         self.topic = delivery.topic if message is delivery.message else message.topic
         """Whose handler gets it; `delivery.topic` settles it."""
         self.size = self.message.size
-        self.state: Literal["cached", "handling", "ended"] = "cached"
-        self.worker: Worker | None = None
-        self.call = -1
-        """The call of that worker's."""
+        self.is_begun = False
 
     def __str__(self) -> str:
         return f"{self.delivery.topic}/{self.delivery.queue_id}, offset {self.message.offset}"
@@ -138,6 +134,15 @@ class PopEngine:
         self._batch_size = batch_size
         self._limits = limits
         self._timeout_ms = consume_timeout_ms
+        self._overdue: Overdue[_Unit] = Overdue(
+            workers,
+            handling,
+            broker.store.clock,
+            consume_timeout_ms,
+            ", and its queue waits" if ordered else ", and comes again",
+            held_up=self._held_up,
+            overdue=self._time_is_up,
+        )
         self._clock = broker.store.clock
         self._source = PopSource(
             broker,
@@ -167,16 +172,9 @@ class PopEngine:
         self._is_closed = False
         self._settlings: dict[_Settling, None] = {}
         """Those that wait to be tried again."""
-        self._renewer: Renewer[_Item] = Renewer(
-            broker, group, LOAN_MS, on_end=self._time_is_up, on_lost=lambda item: None, log=handling.log
-        )
+        self._renewer: Renewer[_Item] = Renewer(broker, group, LOAN_MS, handling.log)
         self._renew_ms: int | None = None
         """When the renewer's timer is due."""
-        self._at: dict[Worker, _Unit | None] = dict.fromkeys(workers.all)
-        """What each worker is at."""
-        self._calls_seen: dict[Worker, int] = {}
-        self._is_ticking = False
-        self._idle_ticks = 0
 
     # -- the engine of a push consumer ------------------------------------------------------------------------------
 
@@ -194,12 +192,7 @@ class PopEngine:
         self._rouse()
 
     def _wanted(self, subscriptions: Mapping[str, Subscription]) -> dict[str, Wanted]:
-        return {
-            topic: wanted(self._broker, topic, sql=each.expression)
-            if each.kind == "SQL92"
-            else wanted(self._broker, topic, each.expression)
-            for topic, each in subscriptions.items()
-        }
+        return {topic: each.wanted for topic, each in subscriptions.items()}
 
     def halt(self) -> None:
         """Begin nothing any more."""
@@ -214,7 +207,7 @@ class PopEngine:
             settlings, self._settlings = list(self._settlings), {}
         for settling in settlings:
             self._go_through(settling, last=True)
-        self._release([item for item in list(self._items) if item.state == "cached"])
+        self._release([item for item in list(self._items) if not item.is_begun])
         for item in list(self._items):  # handlers that hang: nobody renews them, so they come again
             self._renewer.remove(item)
         self._source.leave()
@@ -242,7 +235,7 @@ class PopEngine:
                 "a consumer in mode 'pop' has no queues of its own: pause or resume all, without arguments"
             )
 
-    def seek(self, ref: QueueRef, to: int | str | datetime) -> None:
+    def seek(self, ref: QueueRef, to: int | Start) -> None:
         """ConfigError: no queue is assigned."""
         raise ConfigError(
             f"{ref}: a consumer in mode 'pop' has no positions; broker.reset(group, ...) sets the group's"
@@ -344,7 +337,7 @@ class PopEngine:
     def _capacity(self) -> int:
         """How many messages to hold: as many as the workers are likely to begin before long."""
         each = max(2, int(HOLD_MS / max(self._pace_ms, 0.01)))
-        return min(self._limits.messages, each * len(self._at) * self._batch_size)
+        return min(self._limits.messages, each * len(self._workers.all) * self._batch_size)
 
     def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[_Unit]:
         items = [_Item(delivery) for delivery in found]
@@ -387,42 +380,26 @@ class PopEngine:
     # -- a worker at a unit -----------------------------------------------------------------------------------------
 
     def _run(self, unit: _Unit, worker: Worker) -> Flow[None]:
-        self._at[worker] = unit
-        worker.is_cancelled = lambda: self._is_halted
-        if not self._is_ticking:
-            self._is_ticking = True
-            self._workers.later(TICK_MS, self._tick)
-        try:
-            if self._ordered:
-                yield from self._run_line(unit, worker)
-            else:
-                yield from self._run_chunk(unit, worker)
-        finally:
-            worker.is_cancelled = None
-            self._at[worker] = None
-            self._handling.leave(unit)
-
-    def _run_chunk(self, chunk: _Unit, worker: Worker) -> Flow[None]:
-        batches = -(-len(chunk.items) // self._batch_size)
-        self._invite(chunk, min(batches - 1, int(batches * self._pace_ms / _WORTH_MS)))
-        return self._work_on(chunk, worker)
+        if not self._ordered:
+            batches = -(-len(unit.items) // self._batch_size)
+            self._invite(unit, min(batches - 1, int(batches * self._pace_ms / _WORTH_MS)))
+        return self._join_in(unit, worker)
 
     def _invite(self, chunk: _Unit, number: int) -> None:
         for _ in range(min(number, self._others)):
             self._workers.submit(partial(self._join_in, chunk))
 
-    def _join_in(self, chunk: _Unit, worker: Worker) -> Flow[None]:
-        if not chunk.items:
+    def _join_in(self, unit: _Unit, worker: Worker) -> Flow[None]:
+        if not unit.items:
             return
-        self._at[worker] = chunk
-        worker.is_cancelled = lambda: self._is_halted
+        self._overdue.begin(worker, unit, lambda: self._is_halted)
         try:
-            yield from self._work_on(chunk, worker)
+            yield from (self._run_line if self._ordered else self._run_chunk)(unit, worker)
         finally:
-            worker.is_cancelled = None
-            self._at[worker] = None
+            self._overdue.end(worker)
+            self._handling.leave(unit)
 
-    def _work_on(self, chunk: _Unit, worker: Worker) -> Flow[None]:
+    def _run_chunk(self, chunk: _Unit, worker: Worker) -> Flow[None]:
         handling, settled_at = self._handling, time.perf_counter()
         watches, alone = handling.watches(), False
         try:
@@ -437,16 +414,12 @@ class PopEngine:
                 failure, took_ms = yield from self._handle(subscription, batch, worker)
                 if alone:
                     handling.has_handled(chunk, [batch[0].message])
-                live = self._end(batch)
-                each_ms = took_ms / len(batch)
-                failed = _failed_of(live, failure)
-                for item in live:
-                    if item not in failed:
-                        chunk.done.append((item, each_ms))
-                if failed and failure is not None:
-                    settling = _Settling()
-                    self._add_failures(settling, failed, failure, each_ms)
-                    self._go_through(settling)
+                if self._counts(batch, worker):
+                    each_ms = took_ms / len(batch)
+                    failed = _failed_of(batch, failure)
+                    chunk.done.extend((item, each_ms) for item in batch if item not in failed)
+                    if failed and failure is not None:
+                        self._give_back(failed, failure, each_ms)
                 now = time.perf_counter()
                 if took_ms > _SETTLE_S * 1000 or now - settled_at > _SETTLE_S:
                     self._settle_done(chunk)
@@ -469,7 +442,7 @@ class PopEngine:
             failure, took_ms = yield from self._handle(subscription, batch, worker)
             if alone:
                 handling.has_handled(line, [batch[0].message])
-            if not self._end(batch):
+            if not self._counts(batch, worker):
                 return
             failed = _failed_of(batch, failure)
             if failed != batch[len(batch) - len(failed) :]:
@@ -480,7 +453,7 @@ class PopEngine:
             if good:
                 settling.steps.append((partial(self._ack, good), good, each_ms * len(good)))
             if failed and failure is not None:
-                self._add_failures(settling, failed, failure, each_ms, line)
+                self._add_failures(settling, failed, failure, each_ms)
             if not self._go_through(settling):
                 return  # `_again` goes on when that is settled
 
@@ -506,34 +479,25 @@ class PopEngine:
 
     def _handle(self, subscription: Subscription, batch: list[_Item], worker: Worker) -> Flow[Ended]:
         """What the handler made of it, and in how many milliseconds."""
-        until_ms = self._clock.monotonic_ms() + self._timeout_ms
-        with self._lock:
-            for item in batch:
-                item.state, item.worker, item.call = "handling", worker, worker.calls + 1
         for item in batch:
-            self._renewer.limit(item, until_ms)
-        self._renew_at(until_ms)
+            item.is_begun = True
         try:
             ended = self._handling.call(worker, subscription, [item.message for item in batch])
             failure, took_ms = ended if isinstance(ended, tuple) else (yield from ended)
         except BaseException:  # Ctrl-C: nothing is settled, `close` gives it back
-            with self._lock:
-                for item in batch:
-                    item.state = "cached"
+            for item in batch:
+                item.is_begun = False
             raise
         self._pace_ms += (took_ms - self._pace_ms) / 16
         return failure, took_ms
 
-    def _end(self, batch: list[_Item]) -> list[_Item]:
-        """Those of the batch whose result counts: they were not given up meanwhile."""
-        with self._lock:
-            live = [] if self._is_closed else [item for item in batch if item.state != "ended"]
-            for item in live:
-                item.state = "ended"
-        if len(live) < len(batch):
-            what = "a handler ended after consume_timeout or stop; its result does not count"
-            self._handling.log.say(logging.WARNING, what, at=[item.message for item in batch])
-        return live
+    def _counts(self, batch: list[_Item], worker: Worker) -> bool:
+        """Whether the result of a call counts: its messages were not given up meanwhile."""
+        if not self._is_closed and (self._ordered or worker.lapsed != worker.calls):
+            return True
+        what = "a handler ended after consume_timeout or stop; its result does not count"
+        self._handling.log.say(logging.WARNING, what, at=[item.message for item in batch])
+        return False
 
     # -- settling ---------------------------------------------------------------------------------------------------
 
@@ -545,12 +509,15 @@ class PopEngine:
             settling.steps.append((partial(self._ack, items), items, sum(took_ms for _, took_ms in done)))
             self._go_through(settling)
 
-    def _add_failures(
-        self, settling: _Settling, failed: list[_Item], failure: Failure, each_ms: float, line: _Unit | None = None
-    ) -> None:
+    def _give_back(self, failed: Sequence[_Item], failure: Failure, each_ms: float) -> None:
+        settling = _Settling()
+        self._add_failures(settling, failed, failure, each_ms)
+        self._go_through(settling)
+
+    def _add_failures(self, settling: _Settling, failed: Sequence[_Item], failure: Failure, each_ms: float) -> None:
         """Steps that give `failed` back. Of a line: then all behind it, unless the failed ones are given up."""
         for item in failed:
-            settling.steps.append((partial(self._fail, item, failure, line), [item], each_ms))
+            settling.steps.append((partial(self._fail, item, failure, settling.line), [item], each_ms))
 
     def _ack(self, items: Sequence[_Item]) -> Settled:
         self._broker.ack(self._group, items[0].delivery.topic, [item.delivery.receipt for item in items])
@@ -607,9 +574,6 @@ class PopEngine:
     def _try_again(self, settling: _Settling) -> None:
         with self._lock:
             self._settlings[settling] = None
-        for _, items, _ in settling.steps:
-            for item in items:
-                self._renewer.limit(item, None)  # its handler has ended
         delay_ms, settling.delay_ms = settling.delay_ms, min(2 * settling.delay_ms, SETTLE_AGAIN_MAX_MS)
         self._workers.later(delay_ms, partial(self._workers.submit, partial(self._again, settling)))
 
@@ -670,62 +634,21 @@ class PopEngine:
         if next_ms is not None:
             self._renew_at(next_ms)
 
-    def _time_is_up(self, item: _Item) -> None:
-        """Its handler has had it for `consume_timeout`."""
-        worker = item.worker
-        with self._lock:
-            if item.state != "handling" or worker is None:
-                return
-            has_ended = worker.calls != item.call or not worker.messages  # and a thread is about to say what is done
-            if not (self._ordered or has_ended):
-                item.state = "ended"
-        if has_ended:
-            self._renew_on(item)
-            return
-        if not self._ordered:
-            worker.lapsed = item.call
-        stack = worker.stack()
-        then = "and its queue waits" if self._ordered else "and comes again"
-        what = f"has been in its handler for {self._timeout_ms / 1000:g} s, {then}"
-        self._handling.log.say(logging.ERROR, what, at=item.message, like=stack, stack=stack)
-        self._handling.timed_out(item.message, stack, self._timeout_ms)
+    def _time_is_up(self, unit: _Unit, messages: Sequence[Message]) -> None:
+        """Handlers have had these for `consume_timeout`. Of ordered ones it is only told."""
         if self._ordered:
-            self._renew_on(item)
             return
-        settling = _Settling()
-        self._add_failures(settling, [item], Failure("retry", "its handler hung"), self._timeout_ms)
-        self._go_through(settling)
-
-    def _renew_on(self, item: _Item) -> None:
-        """Without a limit, until it is settled."""
-        delivery = item.delivery
-        self._renewer.add(item, delivery.topic, delivery.receipt, self._clock.monotonic_ms())
+        ids = {id(message) for message in messages}
         with self._lock:
-            is_settled = item not in self._items
-        if is_settled:  # meanwhile
-            self._renewer.remove(item)
+            items = [item for item in self._items if id(item.message) in ids]
+        self._give_back(items, Failure("retry", "its handler hung"), self._timeout_ms)
 
-    def _tick(self) -> None:
-        """Timer thread, while there is work: look after workers that are held up."""
-        busy = False
-        for worker, unit in self._at.items():
-            if unit is None:
-                continue
-            busy = True
-            call = worker.calls
-            if worker.messages and self._calls_seen.get(worker) == call:  # in one handler for a tick
-                if not self._ordered:
-                    self._settle_done(unit)
-                    self._invite(unit, len(unit.items))
-                self._hand_over(worker)
-            self._calls_seen[worker] = call
-        self._idle_ticks = 0 if busy else self._idle_ticks + 1
-        if self._idle_ticks >= IDLE_TICKS:
-            self._is_ticking = False
-            if not any(self._at.values()):  # else who came in between saw a tick that was to come
-                return
-            self._is_ticking = True
-        self._workers.later(TICK_MS, self._tick)
+    def _held_up(self, worker: Worker, unit: _Unit) -> None:
+        """Let others have the rest of a chunk, and another one fetch."""
+        if not self._ordered:
+            self._settle_done(unit)
+            self._invite(unit, len(unit.items))
+        self._hand_over(worker)
 
     def _hand_over(self, worker: Worker) -> None:
         """Let another fetch in place of `worker`, if that is the one who does."""

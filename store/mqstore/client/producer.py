@@ -64,7 +64,7 @@ from mqstore.log.outgoing import (
     OutgoingMessage,
     flat_body,
 )
-from mqstore.options import Durability, Duration, seconds
+from mqstore.options import Durability, Duration, check_whole, seconds
 from mqstore.signalsafe import Future, Gate
 
 __all__ = ["Producer", "ProducerOptions", "Selector"]
@@ -174,18 +174,17 @@ class Producer:
         checker: Checker | None = None,
     ) -> None:
         self.group = check_group(group)
-        self._retries = _count(retries, "retries", 0)
+        self._retries = check_whole("retries", retries, 0)
         self._timeout_ms = int(min(seconds(timeout, "timeout"), threading.TIMEOUT_MAX) * 1000)
         one_of(durability, "durability", (None, "append", "flush"))
         one_of(compression, "compression", (None, "zlib"))
         self._durability = durability
-        _count(compress_over, "compress_over", 0)
+        check_whole("compress_over", compress_over, 0)
         self._compress_over = compress_over if compression else None
         linger_s = seconds(linger, "linger")
         if linger_s > _MAX_LINGER_S:
             raise ConfigError(f"linger is at most {_MAX_LINGER_S} s, not {linger!r}")
-        if _count(linger_bytes, "linger_bytes", 1) > _MAX_LINGER_BYTES:
-            raise ConfigError(f"linger_bytes is at most {_MAX_LINGER_BYTES}, not {linger_bytes}")
+        check_whole("linger_bytes", linger_bytes, 1, _MAX_LINGER_BYTES)
         self._broker = broker
         self._clock = broker.store.clock
         self._put = broker.put
@@ -210,8 +209,8 @@ class Producer:
             name=f"producer {group!r} of {broker.store.path}",
             threaded=threaded,
             alive=self._check_open,
-            max_loads=_count(max_inflight, "max_inflight", 1),
-            max_bytes=_count(max_inflight_bytes, "max_inflight_bytes", 1),
+            max_loads=check_whole("max_inflight", max_inflight, 1),
+            max_bytes=check_whole("max_inflight_bytes", max_inflight_bytes, 1),
             linger_ms=int(linger_s * 1000),
             linger_bytes=linger_bytes,
         )
@@ -788,9 +787,3 @@ def _own_error(error: Exception, receipt: SendReceipt) -> Exception:
 
 def _no_pause(duration_s: float) -> None:
     """Where a test owns time nobody sleeps."""
-
-
-def _count(value: object, name: str, low: int) -> int:
-    if type(value) is not int or value < low:
-        raise ConfigError(f"{name} is a whole number from {low}, not {value!r}")
-    return value

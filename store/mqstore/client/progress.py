@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.localoffsets import LocalOffsets
-from mqstore.errors import ConfigError
+from mqstore.errors import ConfigError, OffsetOutOfRangeError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reader import to_ms
 
@@ -119,8 +119,13 @@ def check_start(start: object) -> None:
 
 
 def place(broker: Broker, queue: QueueRef, to: int | Start) -> int:
-    """The offset that a word or a time names in a queue. ConfigError for anything else."""
+    """The offset that a number, a word or a time names in a queue. OffsetOutOfRangeError for a number that it does not
+    have, ConfigError for what is none of these."""
     if type(to) is int:
+        low, high = broker.min_offset(*queue), broker.max_offset(*queue)
+        if not low <= to <= high:
+            where = f"queue {queue.queue_id} of {queue.topic!r}"
+            raise OffsetOutOfRangeError(f"{where} has offsets {low}..{high}, not {to}", low, high)
         return to
     if to == "earliest":
         return broker.min_offset(*queue)

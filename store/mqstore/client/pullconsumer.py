@@ -23,9 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -40,8 +38,9 @@ from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.groupsettings import enter_group
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
-from mqstore.client.membership import Membership, check_client_id
+from mqstore.client.membership import Membership, client_id_of
 from mqstore.client.progress import Start, check_start, place
+from mqstore.client.sendrules import one_of
 from mqstore.client.wanted import Wanted, wanted
 from mqstore.errors import (
     ConfigError,
@@ -55,7 +54,7 @@ from mqstore.errors import (
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.log.tip import as_queue
-from mqstore.options import Durability, Duration, seconds
+from mqstore.options import Durability, Duration, check_whole, seconds
 from mqstore.signalsafe import Bell
 
 __all__ = ["PullConsumer", "PullConsumerOptions", "Ready"]
@@ -201,10 +200,8 @@ class PullConsumer:
         """The group is created if it is not there, with `start` if that is given. ConfigError for an option that cannot
         be."""
         check_start(start)
-        if type(fetch_max) is not int or not 1 <= fetch_max <= _FETCH_MAX:
-            raise ConfigError(f"fetch_max is {fetch_max!r}; give a number from 1 to {_FETCH_MAX}")
         self.group = group
-        self.client_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}" if client_id is None else check_client_id(client_id)
+        self.client_id = client_id_of(client_id)
         """By which the group knows this consumer."""
         self._broker = broker
         self._clock = broker.store.clock
@@ -212,7 +209,7 @@ class PullConsumer:
         self._auto_commit = auto_commit
         self._interval_ms = seconds(auto_commit_interval, "auto_commit_interval") * 1000
         self._start = start
-        self.fetch_max = fetch_max
+        self.fetch_max = check_whole("fetch_max", fetch_max, 1, _FETCH_MAX)
         """Messages of one poll at most."""
         self._log = LimitedLog(f"group {group}", broker.store.clock)
         self._hooks = Interceptors(interceptors, self._log)
@@ -364,9 +361,7 @@ class PullConsumer:
         GroupInUseError when the group is consumed otherwise, or has a member of this name; what `on_assign` and
         `on_revoke` raise; StoreClosedError; and what a read raises: it is tried again by the next poll.
         """
-        count = self.fetch_max if max_messages is None else max_messages
-        if type(count) is not int or count < 1:
-            raise ConfigError(f"max_messages is {max_messages!r}; give a number from 1")
+        count = self.fetch_max if max_messages is None else check_whole("max_messages", max_messages, 1)
         with self._lock:
             self._check_open()
         return self.take(math.inf if timeout is None else seconds(timeout, "timeout"), count, count)
@@ -689,8 +684,7 @@ class PullConsumer:
         ConfigError for a queue that it does not have, OffsetOutOfRangeError: nothing was committed then.
         NotPermittedError when queues were lost to another member: the others are committed.
         """
-        if durability not in (None, "append", "flush"):
-            raise ConfigError(f"durability is 'append' or 'flush', not {durability!r}")
+        one_of(durability, "durability", (None, "append", "flush"))
         with self._lock:
             self._check_open()
             if self._joined:
@@ -757,9 +751,6 @@ class PullConsumer:
             self._check_open()
             position = self._own(queue)
             target = place(self._broker, position.queue, to)
-            low, high = self._broker.min_offset(*position.queue), self._broker.max_offset(*position.queue)
-            if not low <= target <= high:
-                raise OffsetOutOfRangeError(f"{position.queue} goes from {low} to {high}, not to {target}", low, high)
             self._read_again(position)
             self._move(position, target)
         self._ring()
