@@ -478,7 +478,7 @@ def test_handlers_that_are_worth_it_have_other_workers_called(bench: Bench, orde
     whatever the pace: lines do not wait for each other."""
     waiting: list[int] = []
     push = Push(bench, lambda _: waiting.append(push.consumer._workers._turns.qsize()), ordered=ordered, start=False)
-    push.engine._pace_ms = pace_ms
+    push.engine._helpers.pace_ms = pace_ms
     for queue_id in (0, 1):
         bench.put(b"0", b"1", queue_id=queue_id)
     push.consumer.start()
@@ -523,11 +523,11 @@ def test_what_is_found_after_the_end_is_given_back(
 @BOTH
 def test_slow_handlers_have_little_fetched_for_them(bench: Bench, ordered: bool) -> None:
     push = Push(bench, ordered=ordered, workers=2, start=False)
-    push.engine._pace_ms = 60_000
+    push.engine._helpers.pace_ms = 60_000
     assert push.engine._room() == 4
-    push.engine._pace_ms = 1_000
+    push.engine._helpers.pace_ms = 1_000
     assert push.engine._room() == 40
-    push.engine._pace_ms = 0.0
+    push.engine._helpers.pace_ms = 0.0
     assert push.engine._room() == 1000
 
 
@@ -698,7 +698,7 @@ def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, later_s: int, mon
 
     bench.put(*[b"%d" % i for i in range(5)], queue_id=0)
     push = Push(bench, act, ordered=ordered, workers=1, start=False)
-    push.engine._pace_ms = 0.0
+    push.engine._helpers.pace_ms = 0.0
     monotonic = iter(range(10_000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: next(monotonic) * 1.0)  # settled one by one
@@ -746,7 +746,7 @@ def test_a_handler_that_blocks_keeps_none_from_the_others(store: Store) -> None:
         seen.append(message.body)
 
     consumer = store.push_consumer("g", mode="pop", workers=2)
-    consumer._engine._pace_ms = 0.0  # type: ignore[attr-defined]
+    consumer._engine._helpers.pace_ms = 0.0  # type: ignore[attr-defined]
     consumer.subscribe("t", handle)
     store.put_many("t", [b"%d" % i for i in range(100)], queue_id=0)
     with consumer:

@@ -5,15 +5,12 @@
                                  failed    sent back, and settled; if that fails, again here after 5 s
                                  hung      after `consume_timeout` sent back and settled; its end counts for nothing
 
-A chunk is what one pull brought. Several workers may be at it, each takes the next batch from its front. How many are
-invited depends on how long handlers took of late: waking a thread for what is done in less is a loss. A guess that was
-wrong is mended within 50 ms: then the rest of a chunk whose worker is held up is offered to the others.
+A chunk is what one pull brought (chunks.py).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +20,7 @@ from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_dlq_topic, is_retry_topic
 from mqstore.client.assignment import Assignment
+from mqstore.client.chunks import SETTLE_S, Chunk, Helpers, next_of
 from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
 from mqstore.client.overdue import Overdue
@@ -38,25 +36,18 @@ __all__ = ["ConcurrentService"]
 SEND_BACK_AGAIN_MS = 5_000
 NOBODY_AGAIN_MS = 1_000
 """When to look again whether anybody handles what nobody did: by then its queue is gone, as a rule."""
-_SETTLE_S = 0.01
 _HAND_OVER_S = 0.4
-_WORTH_MS = 1.0
-"""Handling that takes so long is worth another thread."""
 
 
-class _Chunk:
-    """Messages of one queue that were pulled together, in the order in which they are to be begun."""
+class _Chunk(Chunk[Message, Message]):
+    """Messages of one queue that were pulled together."""
 
-    __slots__ = ("alone", "done", "first", "invited", "messages", "queue", "until")
+    __slots__ = ("alone", "first", "queue", "until")
 
     def __init__(self, queue: ProcessQueue, messages: Sequence[Message]) -> None:
+        super().__init__(messages)
         self.queue = queue
         self.first = messages[0]
-        self.messages = deque(messages)
-        self.done: deque[Message] = deque()
-        """Handled, and not settled yet."""
-        self.invited = 0
-        """Workers that were asked to it and have not come yet."""
         self.until: float | None = None
         """When to leave it undone, once its queue is to go."""
         self.alone = False
@@ -87,11 +78,7 @@ class ConcurrentService:
         self._batch_size = batch_size
         self._timeout_ms = consume_timeout_ms
         self._broadcasting = broadcasting
-        self._others = len(workers.all) - 1
-        self._pace_ms = _WORTH_MS
-        """How long a handler takes of late. The first call may take long."""
-        self._lock = threading.Lock()
-        """Of invitations."""
+        self._helpers = Helpers(workers, batch_size)
         self._overdue: Overdue[_Chunk] = Overdue(
             workers,
             handling,
@@ -108,8 +95,7 @@ class ConcurrentService:
             if not messages:
                 return _no_work()
         chunk = _Chunk(queue, messages)
-        batches = -(-len(messages) // self._batch_size)
-        self._invite(chunk, min(batches - 1, int(batches * self._pace_ms / _WORTH_MS)))
+        self._helpers.begin(chunk, self._run)
         return self._run(chunk, worker)
 
     def _with_attempts(self, queue: ProcessQueue, messages: Sequence[Message]) -> Sequence[Message]:
@@ -128,19 +114,6 @@ class ConcurrentService:
                 live.append(shown(message, message.topic, times))
         return live
 
-    def _invite(self, chunk: _Chunk, number: int) -> None:
-        """Have up to `number` workers on their way to a chunk; those that are asked already count."""
-        with self._lock:
-            number = min(number, self._others) - chunk.invited
-            chunk.invited += max(0, number)
-        for _ in range(number):
-            self._workers.submit(partial(self._come, chunk))
-
-    def _come(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
-        with self._lock:
-            chunk.invited -= 1
-        return self._run(chunk, worker)
-
     def _later(self, chunk: _Chunk, delay_ms: int) -> None:
         self._workers.later(delay_ms, partial(self._workers.submit, partial(self._run, chunk)))
 
@@ -156,7 +129,7 @@ class ConcurrentService:
         if chunk.alone and not self._handling.is_in_turn(chunk):
             self._begin_alone(chunk)
             return
-        if not chunk.messages or not self.assignment.enter(queue, chunk.first.offset):
+        if not chunk.items or not self.assignment.enter(queue, chunk.first.offset):
             self._handling.leave(chunk)
             return
         self._overdue.begin(worker, chunk, lambda: queue.closing)
@@ -184,12 +157,12 @@ class ConcurrentService:
         subscription: Subscription | None = None
         handled, took_ms = 0, 0.0
         settled_at = time.perf_counter()
-        while (not queue.closing or _may_end(chunk)) and (batch := _next(chunk.messages, size)):
+        while (not queue.closing or _may_end(chunk)) and (batch := next_of(chunk.items, size)):
             if retried:
-                batch = _of_one_topic(self._group, chunk.messages, batch)
+                batch = _of_one_topic(self._group, chunk.items, batch)
             if watched:
                 number = handling.together(batch)
-                chunk.messages.extendleft(reversed(batch[number:]))
+                chunk.items.extendleft(reversed(batch[number:]))
                 batch = batch[:number]
                 if not chunk.alone and handling.is_suspect(batch[0]):
                     self._begin_alone(_Chunk(queue, batch))
@@ -200,7 +173,7 @@ class ConcurrentService:
                 self._failed(queue, batch, Failure("retry", "nobody subscribes to its topic any more"), 0.0)
                 continue
             if subscription is None:  # the queue is about to go, and its messages stay what they are
-                chunk.messages.extendleft(reversed(batch))
+                chunk.items.extendleft(reversed(batch))
                 self._later(chunk, NOBODY_AGAIN_MS)
                 break
             ended = handling.call(worker, subscription, batch)
@@ -223,15 +196,15 @@ class ConcurrentService:
                     handled += len(batch)
                     took_ms += call_ms
             now = time.perf_counter()
-            if call_ms > _SETTLE_S * 1000 or now - settled_at > _SETTLE_S:
+            if call_ms > SETTLE_S * 1000 or now - settled_at > SETTLE_S:
                 self._settle(chunk)
                 settled_at, subscription = now, None  # there may be another handler
-            self._pace_ms += (call_ms - self._pace_ms) / 16
+            self._helpers.pace_ms += (call_ms - self._helpers.pace_ms) / 16
         if handled:
             handling.counted(queue.queue.topic, handled, took_ms)
 
     def _settle(self, chunk: _Chunk) -> None:
-        done = _next(chunk.done, len(chunk.done))
+        done = next_of(chunk.done, len(chunk.done))
         if done:
             self.assignment.settle(chunk.queue, done)
 
@@ -296,9 +269,9 @@ class ConcurrentService:
 
     def _held_up(self, worker: Worker, chunk: _Chunk) -> None:
         """Let others have the rest of a chunk."""
-        if chunk.messages or chunk.done:
+        if chunk.items or chunk.done:
             self._settle(chunk)
-            self._invite(chunk, len(chunk.messages))
+            self._helpers.ask(chunk, len(chunk.items), self._run)
 
     def _time_is_up(self, chunk: _Chunk, messages: Sequence[Message]) -> None:
         """A handler has had these for too long: they go back, whatever comes of it."""
@@ -335,17 +308,6 @@ class ConcurrentService:
 
 def _no_work() -> Flow[None]:
     yield from ()
-
-
-def _next(messages: deque[Message], number: int) -> list[Message]:
-    """Up to `number` from the front; others may be taking from it, too."""
-    taken: list[Message] = []
-    try:
-        while len(taken) < number:
-            taken.append(messages.popleft())
-    except IndexError:
-        pass
-    return taken
 
 
 def _may_end(chunk: _Chunk) -> bool:

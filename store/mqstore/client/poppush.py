@@ -33,6 +33,7 @@ from typing import TypeVar
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.pop import service as pop
+from mqstore.client.chunks import SETTLE_S, WORTH_MS, Chunk, Helpers, next_of
 from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.handling import Ended, Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
@@ -56,9 +57,6 @@ FETCH_AGAIN_MS = 1_000
 SETTLE_AGAIN_MS, SETTLE_AGAIN_MAX_MS = 100, 1_000
 SUSPEND_MIN_S, SUSPEND_MAX_S = 0.01, 60.0
 DELAY_MAX_S = 12 * 3600.0
-_SETTLE_S = 0.01
-_WORTH_MS = 1.0
-"""Handling that takes so long is worth another thread."""
 
 _T = TypeVar("_T")
 
@@ -83,16 +81,11 @@ class _Item:
 _topic = attrgetter("topic")
 
 
-class _Unit:
-    """Items of one topic, a line's of one queue, in the order in which they are begun. All are settled in one topic. A
-    line of the group's retry topic has messages that were sent to several."""
+class _Unit(Chunk[_Item, tuple[_Item, float]]):
+    """Items of one topic, a line's of one queue. All are settled in one topic. A line of the group's retry topic has
+    messages that were sent to several. `done` has the milliseconds that each took."""
 
-    __slots__ = ("done", "items")
-
-    def __init__(self, items: Iterable[_Item]) -> None:
-        self.items = deque(items)
-        self.done: deque[tuple[_Item, float]] = deque()
-        """Handled well, with the milliseconds that took, and not settled yet."""
+    __slots__ = ()
 
 
 class _Settling:
@@ -154,9 +147,7 @@ class PopEngine:
             on_loss=handling.hooks.loss_teller(),
         )
         self._subscriptions: Mapping[str, Subscription] = {}
-        self._others = len(workers.all) - 1
-        self._pace_ms = _WORTH_MS
-        """How long a handler takes of late. The first call may take long."""
+        self._helpers = Helpers(workers, batch_size)
         self._lock = threading.Lock()
         """Of all below."""
         self._items: dict[_Item, None] = {}
@@ -302,7 +293,7 @@ class PopEngine:
                 return
             for unit in units[1:]:
                 self._workers.submit(partial(self._run, unit))
-            if units and self._others and self._pace_ms > _WORTH_MS:
+            if units and self._helpers.others and self._helpers.pace_ms > WORTH_MS:
                 self._hand_over(worker)
             try:
                 if units:
@@ -336,7 +327,7 @@ class PopEngine:
 
     def _capacity(self) -> int:
         """How many messages to hold: as many as the workers are likely to begin before long."""
-        each = max(2, int(HOLD_MS / max(self._pace_ms, 0.01)))
+        each = max(2, int(HOLD_MS / max(self._helpers.pace_ms, 0.01)))
         return min(self._limits.messages, each * len(self._workers.all) * self._batch_size)
 
     def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[_Unit]:
@@ -381,13 +372,8 @@ class PopEngine:
 
     def _run(self, unit: _Unit, worker: Worker) -> Flow[None]:
         if not self._ordered:
-            batches = -(-len(unit.items) // self._batch_size)
-            self._invite(unit, min(batches - 1, int(batches * self._pace_ms / _WORTH_MS)))
+            self._helpers.begin(unit, self._join_in)
         return self._join_in(unit, worker)
-
-    def _invite(self, chunk: _Unit, number: int) -> None:
-        for _ in range(min(number, self._others)):
-            self._workers.submit(partial(self._join_in, chunk))
 
     def _join_in(self, unit: _Unit, worker: Worker) -> Flow[None]:
         if not unit.items:
@@ -403,7 +389,7 @@ class PopEngine:
         handling, settled_at = self._handling, time.perf_counter()
         watches, alone = handling.watches(), False
         try:
-            while not self._is_halted and (batch := _next(chunk.items, self._batch_size)):
+            while not self._is_halted and (batch := next_of(chunk.items, self._batch_size)):
                 if len(batch) > 1:
                     batch = self._of_one_call(chunk, batch)
                 if (subscription := self._subscription(chunk, batch)) is None:
@@ -421,7 +407,7 @@ class PopEngine:
                     if failed and failure is not None:
                         self._give_back(failed, failure, each_ms)
                 now = time.perf_counter()
-                if took_ms > _SETTLE_S * 1000 or now - settled_at > _SETTLE_S:
+                if took_ms > SETTLE_S * 1000 or now - settled_at > SETTLE_S:
                     self._settle_done(chunk)
                     settled_at = now
         finally:
@@ -431,7 +417,7 @@ class PopEngine:
         handling = self._handling
         watches, alone = handling.watches(), False
         while line.items and not self._is_halted:
-            batch = _next(line.items, self._batch_size)
+            batch = next_of(line.items, self._batch_size)
             if len(batch) > 1:
                 batch = self._of_one_call(line, batch)
             if (subscription := self._subscription(line, batch)) is None:
@@ -474,7 +460,7 @@ class PopEngine:
         first = batch[0]
         subscription = self._subscriptions.get(first.topic) or self._subscriptions.get(first.delivery.topic)
         if subscription is None:
-            self._release([*batch, *_next(unit.items, len(unit.items))])
+            self._release([*batch, *next_of(unit.items, len(unit.items))])
         return subscription
 
     def _handle(self, subscription: Subscription, batch: list[_Item], worker: Worker) -> Flow[Ended]:
@@ -488,7 +474,7 @@ class PopEngine:
             for item in batch:
                 item.is_begun = False
             raise
-        self._pace_ms += (took_ms - self._pace_ms) / 16
+        self._helpers.pace_ms += (took_ms - self._helpers.pace_ms) / 16
         return failure, took_ms
 
     def _counts(self, batch: list[_Item], worker: Worker) -> bool:
@@ -502,7 +488,7 @@ class PopEngine:
     # -- settling ---------------------------------------------------------------------------------------------------
 
     def _settle_done(self, chunk: _Unit) -> None:
-        done = _next(chunk.done, len(chunk.done))
+        done = next_of(chunk.done, len(chunk.done))
         if done:
             items = [item for item, _ in done]
             settling = _Settling()
@@ -534,7 +520,7 @@ class PopEngine:
             delay_s = max(delay_s, SUSPEND_MIN_S)
         outcome = fail(self._broker, self._group, delivery, failure.reason, delay_s)
         if line is not None and outcome == "retry":
-            self._release(_next(line.items, len(line.items)))
+            self._release(next_of(line.items, len(line.items)))
         return outcome
 
     def _go_through(self, settling: _Settling, last: bool = False) -> bool:
@@ -552,7 +538,7 @@ class PopEngine:
                     logging.WARNING, "handled too late, it comes again", at=items[0].message, error=error
                 )
                 if settling.line is not None:  # to another, and what stands behind it after it
-                    self._release(_next(settling.line.items, len(settling.line.items)))
+                    self._release(next_of(settling.line.items, len(settling.line.items)))
             except StoreClosedError:
                 settling.steps.clear()
                 return False
@@ -647,7 +633,7 @@ class PopEngine:
         """Let others have the rest of a chunk, and another one fetch."""
         if not self._ordered:
             self._settle_done(unit)
-            self._invite(unit, len(unit.items))
+            self._helpers.ask(unit, len(unit.items), self._join_in)
         self._hand_over(worker)
 
     def _hand_over(self, worker: Worker) -> None:
@@ -667,14 +653,3 @@ def _failed_of(batch: list[_Item], failure: Failure | None) -> list[_Item]:
         return batch
     failed = {(message.queue, message.offset) for message in failure.failed}
     return [item for item in batch if (item.message.queue, item.message.offset) in failed]
-
-
-def _next(items: deque[_T], number: int) -> list[_T]:
-    """Up to `number` from the front; others may be taking from it, too."""
-    taken: list[_T] = []
-    try:
-        while len(taken) < number:
-            taken.append(items.popleft())
-    except IndexError:
-        pass
-    return taken
