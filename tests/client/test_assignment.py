@@ -378,7 +378,7 @@ def test_a_reset_finds_the_consumer_wherever_its_pull_is(bench: PushBench, where
         bench.settle()
         free()
         engine_of(consumer)._workers._heap[:] = [  # those that are tried again make room by themselves: not here
-            entry for entry in engine_of(consumer)._workers._heap if "_run" not in repr(entry[2].call)
+            entry for entry in engine_of(consumer)._workers._heap if "_run" not in repr(entry[2])
         ]
     else:
         consumer = bench.consumer(Seen(), interceptors=[hook])

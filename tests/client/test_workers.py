@@ -51,17 +51,15 @@ class Value:
 
 def test_timers_fire_in_the_order_in_which_they_are_due(workers: Workers, clock: SimulatedClock) -> None:
     fired: list[str] = []
-    for name, delay_ms in (("late", 30), ("first", 10), ("same", 10), ("never", 20)):
-        timer = workers.later(delay_ms, partial(fired.append, name))
-        if name == "never":
-            timer.cancel()
+    for name, delay_ms in (("late", 30), ("first", 10), ("same", 10)):
+        workers.later(delay_ms, partial(fired.append, name))
 
     assert workers.run_once() == 10
     clock.advance(9)
     workers.run_once()
     assert fired == []
     clock.advance(1)
-    assert workers.run_once() == 30  # not 20: that one was cancelled
+    assert workers.run_once() == 30
     clock.advance(20)
     assert workers.run_once() is None
     assert fired == ["first", "same", "late"]

@@ -655,12 +655,6 @@ class Assignment:
         with self._lock:
             return frozenset(self._queues)
 
-    def running(self) -> int:
-        """Workers that are in a queue now."""
-        with self._lock:
-            queues = [*self._queues.values(), *self._leaving.values()]
-        return sum(queue.running for queue in queues)
-
     def seek(self, ref: QueueRef, to: int | Start) -> None:
         """Drop what is cached of a queue and go on elsewhere. ConfigError for a queue that is not ours,
         OffsetOutOfRangeError for an offset that it does not have."""

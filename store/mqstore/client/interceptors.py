@@ -100,8 +100,8 @@ class Interceptors:
     """The hooks of several interceptors, by name. A name that nobody overrides is an empty tuple.
 
     >>> chain = Interceptors([Interceptor()])
-    >>> chain.on_settle, bool(chain)
-    ((), False)
+    >>> chain.on_settle
+    ()
     """
 
     before_send: tuple[Callable[[OutgoingMessage], OutgoingMessage], ...]
@@ -128,9 +128,6 @@ class Interceptors:
                 check_plain(f"an interceptor's {name}", hook)
             setattr(self, name, tuple(hooks))
         self.log = LimitedLog() if log is None else log
-
-    def __bool__(self) -> bool:
-        return any(getattr(self, name) for name in self.__annotations__)
 
     def tell(self, hooks: Sequence[Callable[..., object]], *arguments: Any) -> None:
         """Call each of `hooks`; an exception of one is logged."""

@@ -236,10 +236,6 @@ class PopEngine:
         """None."""
         return frozenset()
 
-    def running(self) -> int:
-        """Workers in a handler now."""
-        return len(self._workers.busy())
-
     def infos(self) -> list[tuple[QueueInfo, int | None]]:
         """None."""
         return []

@@ -11,7 +11,7 @@ to the moment, and a kill loses what the broker had not written yet, not that an
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Literal, Protocol
+from typing import Literal
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.localoffsets import LocalOffsets
@@ -22,25 +22,6 @@ from mqstore.log.reader import to_ms
 __all__ = ["GroupProgress", "LocalProgress", "Progress", "Start", "check_start", "place"]
 
 Start = Literal["earliest", "latest"] | datetime
-
-
-class Progress(Protocol):
-    """Positions of one consumer."""
-
-    def reload(self) -> None:
-        """Now it is this consumer that goes on: forget what was known before."""
-
-    def begin(self, queue: QueueRef) -> int:
-        """Where to go on in a queue, or to begin."""
-
-    def commit(self, queue: QueueRef, offset: int) -> None:
-        """Everything below `offset` is settled."""
-
-    def committed(self, queue: QueueRef) -> int | None:
-        """What was committed last."""
-
-    def save(self) -> None:
-        """Have it on disk when this returns."""
 
 
 class GroupProgress:
@@ -54,24 +35,28 @@ class GroupProgress:
         self._start = start
 
     def reload(self) -> None:
-        pass
+        """Now it is this consumer that goes on: forget what was known before."""
 
     def begin(self, queue: QueueRef) -> int:
+        """Where to go on in a queue, or to begin."""
         self._broker.end_pops(self._group, *queue)
         return self._broker.start_of(self._group, *queue, self._start)
 
     def commit(self, queue: QueueRef, offset: int) -> None:
+        """Everything below `offset` is settled."""
         self._broker.commit(self._group, *queue, offset, owner=self._client_id)
 
     def committed(self, queue: QueueRef) -> int | None:
+        """What was committed last."""
         return self._broker.committed(self._group, *queue)
 
     def save(self) -> None:
+        """Have it on disk when this returns."""
         self._broker.save()
 
 
 class LocalProgress:
-    """A broadcasting client's own. Retention knows nothing of it."""
+    """A broadcasting client's own, with the methods of `GroupProgress`. Retention knows nothing of it."""
 
     def __init__(self, broker: Broker, offsets: LocalOffsets, group: str, start: Start | None) -> None:
         """`start`: where the client begins in a topic in which it never was; None: as its group has it."""
@@ -110,6 +95,10 @@ class LocalProgress:
 
     def save(self) -> None:
         self._offsets.persist()
+
+
+Progress = GroupProgress | LocalProgress
+"""Positions of one consumer."""
 
 
 def check_start(start: object) -> None:

@@ -1,4 +1,3 @@
-# ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
 """A consumer that reads when it is asked to, and keeps track of how far it has come (clients#pull-consumer).
 
     subscribe ──► poll: join the group ──► rebalance ──► read ──► messages, or wait for some and begin again
@@ -33,7 +32,6 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
 from mqstore.broker.members import Mode
 from mqstore.broker.reading import ReadResult
-from mqstore.broker.waiting import Waiter
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.groupsettings import enter_group
 from mqstore.client.interceptors import Interceptor, Interceptors
@@ -41,6 +39,7 @@ from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import Membership, client_id_of
 from mqstore.client.progress import Start, check_start, place
 from mqstore.client.sendrules import one_of
+from mqstore.client.waits import Ready
 from mqstore.client.wanted import Wanted, wanted
 from mqstore.errors import (
     ConfigError,
@@ -57,7 +56,7 @@ from mqstore.log.tip import as_queue
 from mqstore.options import Durability, Duration, check_whole, seconds
 from mqstore.signalsafe import Bell
 
-__all__ = ["PullConsumer", "PullConsumerOptions", "Ready"]
+__all__ = ["PullConsumer", "PullConsumerOptions"]
 
 _log = logging.getLogger("mqstore")
 
@@ -93,60 +92,6 @@ class _Position:
 
     def move(self, offset: int) -> None:
         self.done = self.next = self.read = offset
-
-
-class Ready:
-    """Somebody who waits until a poll may find something to do; `PullConsumer.when_ready` gives it."""
-
-    __slots__ = ("_bell", "_broker", "_callback", "_lock", "_open", "_over", "_waiters")
-
-    def __init__(
-        self, broker: Broker, bell: threading.Lock, waiting: set[Ready], callback: Callable[[], object]
-    ) -> None:
-        """`waiting`: those of the consumer that are not over; `bell` guards it."""
-        self._broker = broker
-        self._bell = bell
-        self._open = waiting
-        self._callback = callback
-        self._lock = threading.Lock()
-        self._waiters: list[Waiter] = []
-        self._over = False
-
-    def cancel(self) -> None:
-        """Wait no longer: the callback will not be called, unless it was already. Again is harmless."""
-        self._end()
-
-    def fire(self) -> None:
-        if self._end():
-            try:
-                self._callback()
-            except Exception:  # not the trouble of who brings the news
-                _log.exception("the callback of a consumer that waited failed")
-
-    def _end(self) -> bool:
-        """Let it be over; False: it was."""
-        with self._lock:
-            if self._over:
-                return False
-            self._over = True
-            waiters, self._waiters = self._waiters, []
-        with self._bell:
-            self._open.discard(self)
-        for waiter in waiters:
-            self._broker.remove_waiter(waiter)
-        return True
-
-    def park(
-        self, topic: str, queue_id: int, offset: int, filter: Filter | None = None, timeout_s: float | None = None
-    ) -> None:
-        waiter = self._broker.add_waiter(
-            topic, queue_id, offset, lambda worth: self.fire(), filter=filter, timeout=timeout_s, at_once=True
-        )
-        with self._lock:
-            if not self._over:
-                self._waiters.append(waiter)
-                return
-        self._broker.remove_waiter(waiter)
 
 
 class PullConsumerOptions(TypedDict, total=False):
@@ -504,7 +449,7 @@ class PullConsumer:
 
     def _park(self, callback: Callable[[], object], timeout_ms: float | None) -> Ready:
         """Under the lock, so that nobody moves a position between the look and the parking."""
-        ready = Ready(self._broker, self._bell, self._waiting, callback)
+        ready = Ready(callback, self._bell, self._waiting)
         with self._bell:
             news = self._changed or self._closed or bool(self._ahead)
             if not news:
@@ -516,10 +461,10 @@ class PullConsumer:
             for position in self._turns:
                 # Of a topic that is gone units may be there all the same: it would be called again and again.
                 if not position.paused and not position.missing:
-                    ready.park(*position.queue, position.read, self._filter_of(position))
+                    ready.park(self._broker, *position.queue, position.read, self._filter_of(position))
             if timeout_ms is not None and timeout_ms != math.inf:
                 # A place of its own to wait for the time: no topic bears such a name.
-                ready.park(f"@{self.client_id}", 0, 0, timeout_s=timeout_ms / 1000)
+                ready.park(self._broker, f"@{self.client_id}", 0, 0, timeout_s=timeout_ms / 1000)
         except BaseException:
             ready.cancel()
             raise

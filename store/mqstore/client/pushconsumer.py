@@ -652,7 +652,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                 info.queue: QueueStats(info, committed, self._broker.max_offset(*info.queue))
                 for info, committed in infos
             },
-            running=self._engine.running(),
+            running=len(self._workers.busy()),
             suspended=self._suspended({info.queue: committed for info, committed in infos}),
         )
 
