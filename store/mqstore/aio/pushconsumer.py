@@ -32,6 +32,7 @@ from mqstore.aio.bridge import Bridge, uncancelled
 from mqstore.aio.forward import Closable, called
 from mqstore.client import pushconsumer, workers
 from mqstore.client.handlers import check_handler, check_has_run
+from mqstore.client.signals import at_signals
 from mqstore.options import Duration, seconds
 
 __all__ = ["Handler", "PushConsumer", "cancelled"]
@@ -320,7 +321,7 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
         says. A second signal does what it did before."""
         ended = False
         try:
-            with pushconsumer.at_signals(lambda: self._bridge.tell(self._wish_to_stop.set)):
+            with at_signals(lambda: self._bridge.tell(self._wish_to_stop.set)):
                 await self.start()
                 await self._wish_to_stop.wait()
         finally:

@@ -19,17 +19,14 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import Empty, SimpleQueue
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, TypedDict, TypeVar, overload
 
-from mqstore.broker.admin.statistics import CounterKey, Rate, StatisticsSnapshot, Total
 from mqstore.broker.begun import Notes
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
@@ -40,26 +37,19 @@ from mqstore.broker.pop.orderinfo import OrderInfoTable, Suspended
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
 from mqstore.client.concurrent import ConcurrentService
+from mqstore.client.consumerstats import ConsumerStats, QueueStats, topic_stats
 from mqstore.client.groupsettings import check_order, enter_group, order_of
 from mqstore.client.handlers import check_handler, check_plain
-from mqstore.client.handling import (
-    CONSUME_FAILED,
-    CONSUME_OK,
-    CONSUME_US,
-    PULL,
-    PULL_US,
-    Handling,
-    OnError,
-    Subscription,
-)
+from mqstore.client.handling import Handling, OnError, Subscription
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.client.membership import Membership, client_id_of
 from mqstore.client.orderly import OrderlyService
 from mqstore.client.poppush import PopEngine
-from mqstore.client.processqueue import Limits, QueueInfo
+from mqstore.client.processqueue import Limits
 from mqstore.client.progress import GroupProgress, LocalProgress, Progress, Start, check_start
 from mqstore.client.sendrules import one_of
+from mqstore.client.signals import at_signals
 from mqstore.client.wanted import wanted
 from mqstore.client.workers import Workers
 from mqstore.errors import ConfigError, StoreClosedError
@@ -68,7 +58,7 @@ from mqstore.log.message import Message
 from mqstore.options import Duration, check_whole, seconds
 from mqstore.signalsafe import Gate
 
-__all__ = ["ConsumerStats", "Handler", "PushConsumer", "PushConsumerOptions", "QueueStats", "TopicStats"]
+__all__ = ["Handler", "PushConsumer", "PushConsumerOptions"]
 
 _log = logging.getLogger("mqstore")
 
@@ -77,67 +67,6 @@ _SAMPLE_MS = 10_000
 # A batch is a tuple, so that a handler may say `tuple[Message, ...]` as well as `Sequence[Message]`.
 Handler = Callable[[Message], object] | Callable[[tuple[Message, ...]], object]
 H = TypeVar("H", bound=Handler)
-
-
-@dataclass(frozen=True, slots=True)
-class TopicStats:
-    """What a consumer has done with a topic since it was started (delivery#statistics)."""
-
-    ok: int
-    """Messages that were handled."""
-    failed: int
-    """Attempts that failed, timed out, or were rejected."""
-    ok_per_s: float | None
-    """Rates are of the last minute, 0.0 when nothing happened in it. In the first 10 s they are None, for they are not
-    known yet. Averages of a minute in which nothing happened are of the last hour, or else since the start."""
-    failed_per_s: float | None
-    handler_ms: float | None
-    """Spent on a message; None before one was handled."""
-    pulled: int
-    """Messages that came, handled or not."""
-    pulled_per_s: float | None
-    pull_ms: float | None
-    """Spent on looking into a queue, when something came of it: in mode "pop", into all that were looked into then."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStats:
-    """One queue that is assigned to a consumer."""
-
-    cached: QueueInfo
-    committed: int | None
-    max_offset: int
-
-    @property
-    def lag(self) -> int | None:
-        """Messages that are not settled, or not even pulled; None while nothing is committed, when it is not known."""
-        return None if self.committed is None else self.max_offset - self.committed
-
-
-@dataclass(frozen=True, slots=True)
-class ConsumerStats:
-    """A snapshot of one consumer.
-
-    >>> import mqstore, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
-    ...     store.create_topic("orders", queues=2)
-    ...     with store.push_consumer("billing", workers=1) as consumer:
-    ...         _ = consumer.subscribe("orders", lambda message: None)
-    ...         stats = consumer.stats()
-    ...     stats.group, {queue.queue_id: each.lag for queue, each in stats.queues.items()}
-    ('billing', {0: 0, 1: 0})
-    """
-
-    group: str
-    client_id: str
-    topics: Mapping[str, TopicStats]
-    queues: Mapping[QueueRef, QueueStats]
-    """Empty in mode "pop"."""
-    running: int
-    """Workers in a handler now."""
-    suspended: Mapping[QueueRef, Suspended]
-    """The queues that a failed message holds up, from its first failure until it is settled: of the whole ordered
-    group, in either mode; of a broadcasting consumer its own."""
 
 
 class PushConsumerOptions(TypedDict, total=False):
@@ -642,12 +571,11 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     def stats(self) -> ConsumerStats:
         """A snapshot."""
         counted = self._handling.statistics.snapshot()
-        names = sorted({topic for _, topic in counted.totals})
         infos = self._engine.infos()
         return ConsumerStats(
             group=self.group,
             client_id=self.client_id,
-            topics={name: _topic_stats(counted, name) for name in names},
+            topics=topic_stats(counted),
             queues={
                 info.queue: QueueStats(info, committed, self._broker.max_offset(*info.queue))
                 for info, committed in infos
@@ -664,58 +592,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
     def __repr__(self) -> str:
         return f"<PushConsumer {self.client_id} of group {self.group!r}, {self._state}>"
-
-
-@contextmanager
-def at_signals(stop: Callable[[], object]) -> Iterator[None]:
-    """On the main thread, call `stop` at SIGINT and SIGTERM. A second signal does what it did before."""
-    restore: list[Callable[[], object]] = []
-
-    def restore_all() -> None:
-        for each in restore:
-            each()
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        restore_all()
-        stop()
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before = signal.signal(number, handle)
-            restore.append(partial(signal.signal, number, before))
-    try:
-        yield
-    finally:
-        restore_all()
-
-
-def _topic_stats(counted: StatisticsSnapshot, topic: str) -> TopicStats:
-    none = Rate(0, 0, 1)
-
-    def per_s(name: str) -> float | None:
-        return counted.minute.get((name, topic), none).tps if counted.minute_ms else None
-
-    return TopicStats(
-        ok=counted.total(CONSUME_OK, topic),
-        failed=counted.total(CONSUME_FAILED, topic),
-        ok_per_s=per_s(CONSUME_OK),
-        failed_per_s=per_s(CONSUME_FAILED),
-        handler_ms=_average_ms(counted, CONSUME_US, topic),
-        pulled=counted.total(PULL, topic),
-        pulled_per_s=per_s(PULL),
-        pull_ms=_average_ms(counted, PULL_US, topic),
-    )
-
-
-def _average_ms(counted: StatisticsSnapshot, name: str, topic: str) -> float | None:
-    """Of the shortest window in which something was added: who looks at a consumer that has been idle for a while wants
-    to know how long its handlers take, not that they did nothing (delivery#statistics)."""
-    windows: Sequence[Mapping[CounterKey, Rate | Total]] = (counted.minute, counted.hour, counted.totals)
-    for window in windows:
-        found = window.get((name, topic))
-        if found is not None and found.times:
-            return found.value / found.times / 1000
-    return None
 
 
 def _milliseconds(name: str, value: Duration, least_s: float, most_s: float) -> int:
