@@ -187,15 +187,6 @@ def test_what_always_fails_is_handled_so_many_times_and_then_is_one_dead_letter(
     assert bench.dead() == [b"m"]
 
 
-def test_what_fails_holds_up_nothing_behind_it(bench: PushBench) -> None:
-    handler = Handler(bench, ValueError("first"))
-    bench.consumer(handler)
-    bench.put(b"0", b"1", b"2")
-    bench.settle()
-    assert [body for body, _ in handler.seen] == [b"0", b"1", b"2"]
-    assert bench.committed() == 3
-
-
 # --- what cannot be sent back --------------------------------------------------------------------------------------
 
 

@@ -133,13 +133,6 @@ def test_a_member_may_subscribe_to_other_topics_while_it_is_alone(seat: Callable
 # --- whose queues are whose ----------------------------------------------------------------------------------------
 
 
-def test_two_members_share_by_the_strategy(seat: Callable[..., Seat]) -> None:
-    first, second = seat("c1"), seat("c2")
-
-    assert first.share() == {"orders": {Q[0], Q[1]}}
-    assert second.share() == {"orders": {Q[2], Q[3]}}
-
-
 def test_a_broadcasting_member_has_all_queues_and_needs_no_locks(seat: Callable[..., Seat], broker: Broker) -> None:
     first, second = seat("c1", BROADCASTING), seat("c2", BROADCASTING)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -663,21 +663,6 @@ def test_in_order_what_stands_behind_what_was_lost_is_not_begun(bench: Bench) ->
     assert lag(bench) == 0
 
 
-def test_many_messages_in_order(bench: Bench) -> None:
-    push = Push(bench, fails(b"013", b"050"), ordered=True, retry=RetryPolicy(2, [1]), prefetch=40)
-    for i in range(100):
-        bench.put(b"%03d" % i, message_group=str(i % 5))
-    push.advance(30)
-    firsts = defaultdict(list)
-    where = {m.body: m.queue_id for q in (0, 1) for m in bench.store.read("t", q, 0, 100)}
-    for body, attempt in push.seen:
-        if attempt == 1:
-            firsts[where[body]].append(body)
-    assert {queue_id: sorted(bodies) for queue_id, bodies in firsts.items()} == firsts
-    assert sum(map(len, firsts.values())) == 100
-    assert sorted(letters(bench)) == [(b"013", "RuntimeError: mine"), (b"050", "RuntimeError: mine")]
-
-
 @BOTH
 @pytest.mark.parametrize("later_s", [0, 120], ids=["at once", "when the loans are over"])
 def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, later_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -754,28 +739,6 @@ def test_a_handler_that_blocks_keeps_none_from_the_others(store: Store) -> None:
         go.set()
         until(lambda: len(seen) == 100)
     assert seen[-1] == b"0"
-    assert sum(store.lag("g").values()) == 0
-
-
-def test_a_handler_that_hangs_blocks_nobody_for_ever(store: Store) -> None:
-    """Its message is handled by another worker, and it is told where it hung."""
-    recorder, go = Recorder(), threading.Event()
-
-    def hang_once(message: Message) -> None:
-        if message.attempt == 1:
-            go.wait(20)
-        go.set()
-
-    consumer = store.push_consumer(
-        "g", mode="pop", workers=2, consume_timeout=0.1, retry=RetryPolicy(5, [0]), interceptors=[recorder]
-    )
-    consumer.subscribe("t", hang_once)
-    with consumer:
-        store.put("t", b"0")
-        assert go.wait(20)
-        until(lambda: len(recorder.settled) == 2)
-    assert recorder.settled == [(b"0", "retry"), (b"0", "ack")]
-    assert "hang_once" in recorder.stacks[0]
     assert sum(store.lag("g").values()) == 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import time
 import weakref
@@ -215,12 +214,6 @@ def test_jobs_that_were_submitted_before_stop_are_done_and_no_thread_is_left(
     assert sorted(done) == list(range(100))
     assert not new_threads(before)
     assert workers.stop(10)  # again is harmless
-
-
-def test_stop_may_wait_for_ever(threaded: Callable[[int], Workers]) -> None:
-    workers = threaded(1)
-    workers.start()
-    assert workers.stop(math.inf)
 
 
 def test_a_thread_that_hangs_is_left_and_told_of(threaded: Callable[[int], Workers]) -> None:
@@ -466,20 +459,6 @@ def test_what_has_ended_elsewhere_ended_in_time_however_busy_the_threads_are(
     go.set()
     assert workers.stop(10)
     assert before <= ended[0] <= after
-
-
-def test_stop_leaves_no_more_turns_than_there_are_threads(threaded: Callable[[int], Workers]) -> None:
-    workers, most = threaded(40), 0
-    workers.start()
-
-    def job(worker: Worker) -> None:
-        nonlocal most
-        most = max(most, workers._turns.qsize())
-
-    for _ in range(2_000):
-        workers.submit(job)
-    assert workers.stop(30)
-    assert most <= 2_000 + 40
 
 
 @pytest.mark.parametrize("stops", [False, True])
