@@ -150,7 +150,7 @@ class ConcurrentService:
                     self._handling.leave(chunk)
 
     def _handle(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
-        queue, handling, size = chunk.queue, self._handling, self._batch_size
+        queue, handling, helpers, size = chunk.queue, self._handling, self._helpers, self._batch_size
         retried = is_retry_topic(queue.queue.topic)
         watched = handling.watches()
         each = bool(handling.hooks.on_settle) or retried
@@ -199,7 +199,7 @@ class ConcurrentService:
             if call_ms > SETTLE_S * 1000 or now - settled_at > SETTLE_S:
                 self._settle(chunk)
                 settled_at, subscription = now, None  # there may be another handler
-            self._helpers.pace_ms += (call_ms - self._helpers.pace_ms) / 16
+            helpers.pace_ms += (call_ms - helpers.pace_ms) / 16
         if handled:
             handling.counted(queue.queue.topic, handled, took_ms)
 
