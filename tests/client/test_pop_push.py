@@ -17,7 +17,7 @@ import mqstore
 from mqstore import BatchFailure, Interceptor, Message, Reject, Retry, RetryPolicy, Store
 from mqstore.broker.begun import UNREAD
 from mqstore.broker.members import Mode
-from mqstore.client import poppush
+from mqstore.client import popitems
 from mqstore.client.workers import cancelled
 from tests.client.popsupport import BOTH, Bench, Push, ended, in_thread, until
 
@@ -626,14 +626,14 @@ def test_a_failure_blocks_its_queue_and_no_other(bench: Bench) -> None:
 def test_what_fails_with_what_was_found_silences_nobody(
     bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, errors = poppush.as_delivered, [MemoryError()]
+    real, errors = popitems.as_delivered, [MemoryError()]
 
     def once(delivery: Any) -> Message:
         if errors:
             raise errors.pop()
         return real(delivery)
 
-    monkeypatch.setattr(poppush, "as_delivered", once)
+    monkeypatch.setattr(popitems, "as_delivered", once)
     push = Push(bench, ordered=ordered)
     bench.put(b"0", queue_id=0)
     push.advance(2)

@@ -23,22 +23,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from operator import attrgetter
-from typing import TypeVar
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.pop import service as pop
-from mqstore.client.chunks import SETTLE_S, WORTH_MS, Chunk, Helpers, next_of
-from mqstore.client.delivery import as_delivered, fail
+from mqstore.client.chunks import SETTLE_S, WORTH_MS, Helpers, next_of
+from mqstore.client.delivery import fail
 from mqstore.client.handling import Ended, Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
 from mqstore.client.outcome import shortened
 from mqstore.client.overdue import Overdue
+from mqstore.client.popitems import SETTLE_AGAIN_MAX_MS, Item, Settling, Unit, failed_of
 from mqstore.client.popsource import PopSource
 from mqstore.client.processqueue import Limits, QueueInfo
 from mqstore.client.renewal import Renewer
@@ -54,51 +53,10 @@ LOAN_MS = 60_000
 HOLD_MS = 20_000
 """No more is fetched than is likely to be begun within this time, so that next to nothing is ever renewed unbegun."""
 FETCH_AGAIN_MS = 1_000
-SETTLE_AGAIN_MS, SETTLE_AGAIN_MAX_MS = 100, 1_000
 SUSPEND_MIN_S, SUSPEND_MAX_S = 0.01, 60.0
 DELAY_MAX_S = 12 * 3600.0
 
-_T = TypeVar("_T")
-
-
-class _Item:
-    """A delivery that is here."""
-
-    __slots__ = ("delivery", "is_begun", "message", "size", "topic")
-
-    def __init__(self, delivery: pop.Delivery) -> None:
-        self.delivery = delivery
-        self.message = message = as_delivered(delivery)
-        self.topic = delivery.topic if message is delivery.message else message.topic
-        """Whose handler gets it; `delivery.topic` settles it."""
-        self.size = self.message.size
-        self.is_begun = False
-
-    def __str__(self) -> str:
-        return f"{self.delivery.topic}/{self.delivery.queue_id}, offset {self.message.offset}"
-
-
 _topic = attrgetter("topic")
-
-
-class _Unit(Chunk[_Item, tuple[_Item, float]]):
-    """Items of one topic, a line's of one queue. All are settled in one topic. A line of the group's retry topic has
-    messages that were sent to several. `done` has the milliseconds that each took."""
-
-    __slots__ = ()
-
-
-class _Settling:
-    """Steps that are gone through in order, each until it is through."""
-
-    __slots__ = ("delay_ms", "line", "steps")
-
-    def __init__(self, line: _Unit | None = None) -> None:
-        self.steps: deque[tuple[Callable[[], Settled], Sequence[_Item], float]] = deque()
-        """(what to do, for which, how long their handler took)"""
-        self.line = line
-        """What goes on then."""
-        self.delay_ms = SETTLE_AGAIN_MS
 
 
 class PopEngine:
@@ -127,7 +85,7 @@ class PopEngine:
         self._batch_size = batch_size
         self._limits = limits
         self._timeout_ms = consume_timeout_ms
-        self._overdue: Overdue[_Unit] = Overdue(
+        self._overdue: Overdue[Unit] = Overdue(
             workers,
             handling,
             broker.store.clock,
@@ -150,7 +108,7 @@ class PopEngine:
         self._helpers = Helpers(workers, batch_size)
         self._lock = threading.Lock()
         """Of all below."""
-        self._items: dict[_Item, None] = {}
+        self._items: dict[Item, None] = {}
         """What is here and not settled."""
         self._size = 0
         """Its bytes."""
@@ -161,9 +119,9 @@ class PopEngine:
         self._is_paused = False
         self._is_halted = False
         self._is_closed = False
-        self._settlings: dict[_Settling, None] = {}
+        self._settlings: dict[Settling, None] = {}
         """Those that wait to be tried again."""
-        self._renewer: Renewer[_Item] = Renewer(broker, group, LOAN_MS, handling.log)
+        self._renewer: Renewer[Item] = Renewer(broker, group, LOAN_MS, handling.log)
         self._renew_ms: int | None = None
         """When the renewer's timer is due."""
 
@@ -326,8 +284,8 @@ class PopEngine:
         each = max(2, int(HOLD_MS / max(self._helpers.pace_ms, 0.01)))
         return min(self._limits.messages, each * len(self._workers.all) * self._batch_size)
 
-    def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[_Unit]:
-        items = [_Item(delivery) for delivery in found]
+    def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[Unit]:
+        items = [Item(delivery) for delivery in found]
         expires_ms = self._clock.monotonic_ms() + LOAN_MS - int(took_ms)
         with self._lock:
             is_closed = self._is_closed
@@ -340,7 +298,7 @@ class PopEngine:
         for item in items:
             self._renewer.add(item, item.delivery.topic, item.delivery.receipt, expires_ms)
         self._renew_at(expires_ms - LOAN_MS // 3)
-        units: dict[tuple[str, str | int], list[_Item]] = {}
+        units: dict[tuple[str, str | int], list[Item]] = {}
         for item in items:
             part = item.delivery.queue_id if self._ordered else item.topic
             units.setdefault((item.delivery.topic, part), []).append(item)
@@ -348,9 +306,9 @@ class PopEngine:
             self._handling.pulled(topic, len(each), took_ms)
         if self._handling.hooks.on_receive:
             self._leave_out(units.values(), items)
-        return [_Unit(each) for each in units.values() if each]
+        return [Unit(each) for each in units.values() if each]
 
-    def _leave_out(self, units: Iterable[list[_Item]], items: list[_Item]) -> None:
+    def _leave_out(self, units: Iterable[list[Item]], items: list[Item]) -> None:
         """What the interceptors do not want is done."""
         left = {id(message) for message in self._handling.hooks.receiving([item.message for item in items])}
         for each in units:
@@ -366,12 +324,12 @@ class PopEngine:
 
     # -- a worker at a unit -----------------------------------------------------------------------------------------
 
-    def _run(self, unit: _Unit, worker: Worker) -> Flow[None]:
+    def _run(self, unit: Unit, worker: Worker) -> Flow[None]:
         if not self._ordered:
             self._helpers.begin(unit, self._join_in)
         return self._join_in(unit, worker)
 
-    def _join_in(self, unit: _Unit, worker: Worker) -> Flow[None]:
+    def _join_in(self, unit: Unit, worker: Worker) -> Flow[None]:
         if not unit.items:
             return
         self._overdue.begin(worker, unit, lambda: self._is_halted)
@@ -381,7 +339,7 @@ class PopEngine:
             self._overdue.end(worker)
             self._handling.leave(unit)
 
-    def _run_chunk(self, chunk: _Unit, worker: Worker) -> Flow[None]:
+    def _run_chunk(self, chunk: Unit, worker: Worker) -> Flow[None]:
         handling, settled_at = self._handling, time.perf_counter()
         watches, alone = handling.watches(), False
         try:
@@ -391,14 +349,14 @@ class PopEngine:
                 if (subscription := self._subscription(chunk, batch)) is None:
                     return
                 if watches and (alone := handling.is_suspect(batch[0].message)) and not handling.is_in_turn(chunk):
-                    self._begin_alone(_Unit(batch))
+                    self._begin_alone(Unit(batch))
                     continue
                 failure, took_ms = yield from self._handle(subscription, batch, worker)
                 if alone:
                     handling.has_handled(chunk, [batch[0].message])
                 if self._counts(batch, worker):
                     each_ms = took_ms / len(batch)
-                    failed = _failed_of(batch, failure)
+                    failed = failed_of(batch, failure)
                     chunk.done.extend((item, each_ms) for item in batch if item not in failed)
                     if failed and failure is not None:
                         self._give_back(failed, failure, each_ms)
@@ -409,7 +367,7 @@ class PopEngine:
         finally:
             self._settle_done(chunk)
 
-    def _run_line(self, line: _Unit, worker: Worker) -> Flow[None]:
+    def _run_line(self, line: Unit, worker: Worker) -> Flow[None]:
         handling = self._handling
         watches, alone = handling.watches(), False
         while line.items and not self._is_halted:
@@ -419,19 +377,19 @@ class PopEngine:
             if (subscription := self._subscription(line, batch)) is None:
                 return
             if watches and (alone := handling.is_suspect(batch[0].message)) and not handling.is_in_turn(line):
-                self._begin_alone(_Unit([*batch, *line.items]))
+                self._begin_alone(Unit([*batch, *line.items]))
                 return
             failure, took_ms = yield from self._handle(subscription, batch, worker)
             if alone:
                 handling.has_handled(line, [batch[0].message])
             if not self._counts(batch, worker):
                 return
-            failed = _failed_of(batch, failure)
+            failed = failed_of(batch, failure)
             if failed != batch[len(batch) - len(failed) :]:
                 failure, failed = handling.not_the_end(batch[0].message), batch
             good = batch[: len(batch) - len(failed)]
             each_ms = took_ms / len(batch)
-            settling = _Settling(line)
+            settling = Settling(line)
             if good:
                 settling.steps.append((partial(self._ack, good), good, each_ms * len(good)))
             if failed and failure is not None:
@@ -439,11 +397,11 @@ class PopEngine:
             if not self._go_through(settling):
                 return  # `_again` goes on when that is settled
 
-    def _begin_alone(self, unit: _Unit) -> None:
+    def _begin_alone(self, unit: Unit) -> None:
         """Submit a unit that begins with a suspected message once that message may be handled."""
         self._handling.in_turn(unit, partial(self._workers.submit, partial(self._run, unit)))
 
-    def _of_one_call(self, unit: _Unit, batch: list[_Item]) -> list[_Item]:
+    def _of_one_call(self, unit: Unit, batch: list[Item]) -> list[Item]:
         """What of these goes to one handler, and may be in one call. The others go back to the front of the unit."""
         number = len(list(takewhile(batch[0].topic.__eq__, map(_topic, batch))))
         if self._handling.watches():
@@ -451,7 +409,7 @@ class PopEngine:
         unit.items.extendleft(reversed(batch[number:]))
         return batch[:number]
 
-    def _subscription(self, unit: _Unit, batch: list[_Item]) -> Subscription | None:
+    def _subscription(self, unit: Unit, batch: list[Item]) -> Subscription | None:
         """Who handles the batch's topic. Nobody any more: all that is left of the unit is released."""
         first = batch[0]
         subscription = self._subscriptions.get(first.topic) or self._subscriptions.get(first.delivery.topic)
@@ -459,7 +417,7 @@ class PopEngine:
             self._release([*batch, *next_of(unit.items, len(unit.items))])
         return subscription
 
-    def _handle(self, subscription: Subscription, batch: list[_Item], worker: Worker) -> Flow[Ended]:
+    def _handle(self, subscription: Subscription, batch: list[Item], worker: Worker) -> Flow[Ended]:
         """What the handler made of it, and in how many milliseconds."""
         for item in batch:
             item.is_begun = True
@@ -473,7 +431,7 @@ class PopEngine:
         self._helpers.pace_ms += (took_ms - self._helpers.pace_ms) / 16
         return failure, took_ms
 
-    def _counts(self, batch: list[_Item], worker: Worker) -> bool:
+    def _counts(self, batch: list[Item], worker: Worker) -> bool:
         """Whether the result of a call counts: its messages were not given up meanwhile."""
         if not self._is_closed and (self._ordered or worker.lapsed != worker.calls):
             return True
@@ -483,29 +441,29 @@ class PopEngine:
 
     # -- settling ---------------------------------------------------------------------------------------------------
 
-    def _settle_done(self, chunk: _Unit) -> None:
+    def _settle_done(self, chunk: Unit) -> None:
         done = next_of(chunk.done, len(chunk.done))
         if done:
             items = [item for item, _ in done]
-            settling = _Settling()
+            settling = Settling()
             settling.steps.append((partial(self._ack, items), items, sum(took_ms for _, took_ms in done)))
             self._go_through(settling)
 
-    def _give_back(self, failed: Sequence[_Item], failure: Failure, each_ms: float) -> None:
-        settling = _Settling()
+    def _give_back(self, failed: Sequence[Item], failure: Failure, each_ms: float) -> None:
+        settling = Settling()
         self._add_failures(settling, failed, failure, each_ms)
         self._go_through(settling)
 
-    def _add_failures(self, settling: _Settling, failed: Sequence[_Item], failure: Failure, each_ms: float) -> None:
+    def _add_failures(self, settling: Settling, failed: Sequence[Item], failure: Failure, each_ms: float) -> None:
         """Steps that give `failed` back. Of a line: then all behind it, unless the failed ones are given up."""
         for item in failed:
             settling.steps.append((partial(self._fail, item, failure, settling.line), [item], each_ms))
 
-    def _ack(self, items: Sequence[_Item]) -> Settled:
+    def _ack(self, items: Sequence[Item]) -> Settled:
         self._broker.ack(self._group, items[0].delivery.topic, [item.delivery.receipt for item in items])
         return "ack"
 
-    def _fail(self, item: _Item, failure: Failure, line: _Unit | None) -> Settled:
+    def _fail(self, item: Item, failure: Failure, line: Unit | None) -> Settled:
         delivery = item.delivery
         if failure.kind == "reject":
             self._broker.dead_letter(self._group, delivery.topic, delivery.receipt, failure.reason)
@@ -519,11 +477,11 @@ class PopEngine:
             self._release(next_of(line.items, len(line.items)))
         return outcome
 
-    def _go_through(self, settling: _Settling, last: bool = False) -> bool:
+    def _go_through(self, settling: Settling, last: bool = False) -> bool:
         """Whether all steps are through. If not they are tried again by and by, and the line goes on then."""
         while settling.steps:
             act, items, took_ms = settling.steps[0]
-            told: Sequence[_Item] = items
+            told: Sequence[Item] = items
             try:
                 outcome = act()
             except (ReceiptExpiredError, InvalidReceiptError) as error:
@@ -553,13 +511,13 @@ class PopEngine:
                 self._handling.settled([item.message for item in told], outcome, took_ms)
         return True
 
-    def _try_again(self, settling: _Settling) -> None:
+    def _try_again(self, settling: Settling) -> None:
         with self._lock:
             self._settlings[settling] = None
         delay_ms, settling.delay_ms = settling.delay_ms, min(2 * settling.delay_ms, SETTLE_AGAIN_MAX_MS)
         self._workers.later(delay_ms, partial(self._workers.submit, partial(self._again, settling)))
 
-    def _again(self, settling: _Settling, worker: Worker) -> Flow[None]:
+    def _again(self, settling: Settling, worker: Worker) -> Flow[None]:
         with self._lock:
             if settling not in self._settlings:
                 return
@@ -567,9 +525,9 @@ class PopEngine:
         if self._go_through(settling) and settling.line is not None:
             yield from self._run(settling.line, worker)
 
-    def _release(self, items: Sequence[_Item]) -> None:
+    def _release(self, items: Sequence[Item]) -> None:
         """Give back unseen."""
-        topics: dict[str, list[_Item]] = {}
+        topics: dict[str, list[Item]] = {}
         for item in items:
             topics.setdefault(item.delivery.topic, []).append(item)
         for topic, each in topics.items():
@@ -581,7 +539,7 @@ class PopEngine:
                 )
         self._forget(items)
 
-    def _forget(self, items: Sequence[_Item]) -> None:
+    def _forget(self, items: Sequence[Item]) -> None:
         for item in items:
             self._renewer.remove(item)
         with self._lock:
@@ -616,7 +574,7 @@ class PopEngine:
         if next_ms is not None:
             self._renew_at(next_ms)
 
-    def _time_is_up(self, unit: _Unit, messages: Sequence[Message]) -> None:
+    def _time_is_up(self, unit: Unit, messages: Sequence[Message]) -> None:
         """Handlers have had these for `consume_timeout`. Of ordered ones it is only told."""
         if self._ordered:
             return
@@ -625,7 +583,7 @@ class PopEngine:
             items = [item for item in self._items if id(item.message) in ids]
         self._give_back(items, Failure("retry", "its handler hung"), self._timeout_ms)
 
-    def _held_up(self, worker: Worker, unit: _Unit) -> None:
+    def _held_up(self, worker: Worker, unit: Unit) -> None:
         """Let others have the rest of a chunk, and another one fetch."""
         if not self._ordered:
             self._settle_done(unit)
@@ -640,12 +598,3 @@ class PopEngine:
             self._fetcher = token = object()
             self._fetch_worker = None
         self._workers.submit(partial(self._fetch, token))
-
-
-def _failed_of(batch: list[_Item], failure: Failure | None) -> list[_Item]:
-    if failure is None:
-        return []
-    if failure.failed is None:
-        return batch
-    failed = {(message.queue, message.offset) for message in failure.failed}
-    return [item for item in batch if (item.message.queue, item.message.offset) in failed]
