@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.broker import Broker
@@ -28,7 +29,6 @@ from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.shown import as_sent, shown
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import ConfigError, StoreClosedError
-from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 
 __all__ = ["ConcurrentService"]
@@ -231,16 +231,7 @@ class ConcurrentService:
         if not queue.contains(message):  # its time was up, and it was sent back then
             return
         try:
-            if failure.kind == "reject":
-                receipt = self._broker.send_back(
-                    self._group,
-                    message.physical_offset,
-                    delay_level=-1,
-                    attempts=message.attempt,
-                    reason=failure.reason,
-                )
-            else:
-                receipt = self._retry(message, failure)
+            outcome = self._go_back(message, failure)
         except StoreClosedError:
             return
         except Exception as error:
@@ -248,18 +239,24 @@ class ConcurrentService:
             self._handling.report(error, "it failed and cannot be sent back, here again in 5 s", message)
             self._later(_Chunk(queue, [message]), SEND_BACK_AGAIN_MS)
             return
-        self._end(queue, message, "dlq" if is_dlq_topic(receipt.queue.topic) else "retry", took_ms)
+        self._end(queue, message, outcome, took_ms)
 
-    def _retry(self, message: Message, failure: Failure) -> SendReceipt:
-        offset, attempts, reason = message.physical_offset, message.attempt, failure.reason
+    def _go_back(self, message: Message, failure: Failure) -> Settled:
+        if failure.kind == "reject":
+            return self._file(message, failure.reason, delay_level=-1)
         if failure.delay_s is not None:
             try:
-                return self._broker.send_back(
-                    self._group, offset, delay=failure.delay_s, attempts=attempts, reason=reason
-                )
+                return self._file(message, failure.reason, delay=failure.delay_s)
             except ConfigError as error:  # longer than the store delays anything, say: that will not change
                 self._handling.report(error, "it comes again as the retry policy says", message)
-        return self._broker.send_back(self._group, offset, attempts=attempts, reason=reason)
+        return self._file(message, failure.reason)
+
+    def _file(self, message: Message, reason: str, **delay: Any) -> Settled:
+        """Have the broker put a message into the retry topic, or to the dead letters; which it was."""
+        receipt = self._broker.send_back(
+            self._group, message.physical_offset, attempts=message.attempt, reason=reason, **delay
+        )
+        return "dlq" if is_dlq_topic(receipt.queue.topic) else "retry"
 
     def _end(self, queue: ProcessQueue, message: Message, outcome: Settled, took_ms: float) -> None:
         self._handling.settled([message], outcome, took_ms)
@@ -289,13 +286,7 @@ class ConcurrentService:
         if queue.dropped or not queue.contains(message):
             return
         try:
-            receipt = self._broker.send_back(
-                self._group,
-                message.physical_offset,
-                delay_level=delay_level,
-                attempts=message.attempt,
-                reason=reason,
-            )
+            outcome = self._file(message, reason, delay_level=delay_level)
         except StoreClosedError:
             return
         except Exception as error:
@@ -303,7 +294,7 @@ class ConcurrentService:
             again = partial(self._give_up, queue, message, reason, took_ms, delay_level)
             self._workers.later(SEND_BACK_AGAIN_MS, again)
             return
-        self._end(queue, message, "dlq" if is_dlq_topic(receipt.queue.topic) else "retry", took_ms)
+        self._end(queue, message, outcome, took_ms)
 
 
 def _no_work() -> Flow[None]:

@@ -135,7 +135,8 @@ class Interceptors:
             try:
                 hook(*arguments)
             except Exception as error:
-                self._report(_name(hook), arguments[0], error)
+                first = arguments[0]
+                self._report(_name(hook), first.messages if isinstance(first, Consumed) else first, error)
 
     def _report(self, name: str, at: object, error: Exception) -> None:
         self.log.say(logging.ERROR, f"an interceptor's {name} failed", at=at, error=error, traceback=True)
