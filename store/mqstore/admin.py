@@ -15,7 +15,7 @@ from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.groups import GroupConfig
 from mqstore.broker.pop.orderinfo import Suspended
 from mqstore.broker.topics import TopicConfig
-from mqstore.client.pushconsumer import ConsumerStats
+from mqstore.client.consumerstats import ConsumerStats
 from mqstore.client.simpleconsumer import PendingInfo
 
 __all__ = [

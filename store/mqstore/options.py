@@ -22,6 +22,7 @@ __all__ = [
     "Profile",
     "Retention",
     "StoreConfig",
+    "check_whole",
     "delay_table_ms",
     "milliseconds",
     "seconds",
@@ -90,10 +91,10 @@ def milliseconds(duration: Duration, name: str) -> int:
     return round(wanted * 1000)
 
 
-def _check_whole(name: str, value: object, low: int, high: int | None = None) -> None:
-    """ConfigError unless `value` is a whole number from `low` to `high`, both included."""
+def check_whole(name: str, value: object, low: int, high: int | None = None) -> int:
+    """Return `value`. ConfigError unless it is a whole number from `low` to `high`, both included."""
     if type(value) is int and low <= value and (high is None or value <= high):
-        return
+        return value
     rule = f"from {low}" if high is None else f"in {low}..{high}"
     raise ConfigError(f"{name} is a whole number {rule}, not {value!r:.80}")
 
@@ -143,7 +144,7 @@ class Retention:
         if self.age is not None:
             seconds(self.age, "retention.age")
         if self.max_bytes is not None:
-            _check_whole("retention.max_bytes", self.max_bytes, 0)
+            check_whole("retention.max_bytes", self.max_bytes, 0)
         ratio: object = self.disk_ratio
         if ratio is not None and (not isinstance(ratio, int | float) or not 0 < ratio <= 1):
             raise ConfigError(f"retention.disk_ratio must lie in (0, 1], not {ratio!r:.80}")
@@ -226,8 +227,8 @@ class StoreConfig:
             ("max_mappings", 4, _INT_MAX),
         ):
             if getattr(self, name) is not None:
-                _check_whole(name, getattr(self, name), low, high)
-        _check_whole("default_queues", self.default_queues, 1, 16_384)
+                check_whole(name, getattr(self, name), low, high)
+        check_whole("default_queues", self.default_queues, 1, 16_384)
         for name, allowed in (("pop_retry_version", (1, 2)), ("orphan_level_policy", ("keep", "deliver_now"))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")

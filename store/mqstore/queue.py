@@ -32,7 +32,7 @@ from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import retry_topic
 from mqstore.broker.pop.service import MAX_BATCH, Delivery
 from mqstore.client.codecs import BYTES, Codec
-from mqstore.client.delivery import Lender, Loan, as_delivered, loan_seconds
+from mqstore.client.delivery import Lender, Loan, loan_seconds
 from mqstore.client.groupsettings import enter_group
 from mqstore.client.interceptors import Settled
 from mqstore.client.limitedlog import LimitedLog
@@ -48,8 +48,7 @@ from mqstore.errors import (
     StoreClosedError,
 )
 from mqstore.log.commitlog import SendReceipt
-from mqstore.log.message import Message
-from mqstore.options import Duration, seconds
+from mqstore.options import Duration, check_whole, seconds
 from mqstore.signalsafe import Condition
 
 __all__ = ["Queue", "QueueOptions", "Task"]
@@ -81,17 +80,17 @@ class Task(Loan):
     0
     """
 
-    __slots__ = ("_codec", "_message", "_value")
+    __slots__ = ("_codec", "_value")
 
     def __init__(self, lender: Lender, delivery: Delivery, expires_at: float, codec: Codec) -> None:
         # As `Loan.__init__`, a call less for each item.
         self._lender = lender
         self._delivery = delivery
+        self._message = None
         self._verb = None
         self.expires_at = expires_at
         self._codec = codec
         self._value: Any = _UNREAD
-        self._message: Message | None = None
 
     @property
     def value(self) -> Any:
@@ -99,15 +98,6 @@ class Task(Loan):
         if self._value is _UNREAD:
             self._value = self._codec.decode(self._delivery.message.body)
         return self._value
-
-    @property
-    def message(self) -> Message:
-        """The stored message, with its keys, times and addresses, under the topic it was put to and with its `attempt`.
-        Its `queue` is where it lies: of one that comes again that may be the retry topic."""
-        message = self._message
-        if message is None:
-            message = self._message = as_delivered(self._delivery)
-        return message
 
     def __enter__(self) -> Task:
         return self
@@ -172,8 +162,7 @@ class Queue:
             raise ConfigError(
                 f"the name of a queue has at most {_MAX_NAME} characters, not {len(name)}: {name[:40]!r}..."
             )
-        if type(maxsize) is not int or maxsize < 0:
-            raise ConfigError(f"maxsize is {maxsize!r}; give a number of items, 0 for no limit")
+        check_whole("maxsize", maxsize, 0)
         self.name = name
         self._retries = retry_topic(name)
         self._pid = os.getpid()
@@ -310,8 +299,7 @@ class Queue:
         """Up to `max_items` items at once; waits up to `timeout` seconds for a first (None: for ever), [] if none
         comes. Each is settled by itself. Of an ordered queue at most 32, and then no more until all of them are
         settled: what fails comes again before what follows them, and without those of them that are done."""
-        if type(max_items) is not int or max_items < 1:
-            raise ConfigError(f"max_items is {max_items!r}; give a number from 1")
+        check_whole("max_items", max_items, 1)
         tasks: list[Task] = []
         try:
             block, left = timeout is None or bool(timeout), timeout

@@ -481,7 +481,7 @@ class Store(AbstractContextManager["Store"]):
         consumers = tuple(self._consumers)
         pushing = [each for each in consumers if isinstance(each, PushConsumer)]
         # Those at nothing first: their progress is not to wait, unsaved, for a handler of another that hangs.
-        pushing.sort(key=lambda each: each._engine.running())
+        pushing.sort(key=lambda each: len(each._workers.busy()))
         self._end_all(partial(_in_time, each.stop, until) for each in pushing)
         for each in consumers:
             if isinstance(each, PullConsumer):

@@ -117,8 +117,7 @@ def pulls(consumer: PushConsumer) -> dict[QueueRef, list[str]]:
     engine, workers = engine_of(consumer), consumer._workers
     assert workers._turns.empty(), "it is not at rest"
     timers: Counter[tuple[str, int]] = Counter()
-    for _, _, timer in workers._heap:
-        call = timer.call
+    for _, _, call in workers._heap:
         if isinstance(call, partial) and call.func in (engine._submit_pull, engine._restart):
             timers["restart" if call.func == engine._restart else "timer", id(call.args[0])] += 1
     found: dict[QueueRef, list[str]] = {}

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from mqstore import SimulatedClock, StoreConfig, aio
 from mqstore.aio.bridge import Bridge
 from mqstore.broker import deadletters
 from mqstore.client import transaction
-from tests.client.aiosupport import environment, run, with_store
+from tests.client.aiosupport import environment, in_store, run, with_store
 
 # -- the same objects -------------------------------------------------------------------------------------------------
 
@@ -154,191 +154,163 @@ def test_a_store_does_what_its_sync_twin_does(tmp_path: Path) -> None:
         assert len(store.read("t", 0, 0)) == 3
 
 
-def test_errors_are_those_of_the_sync_twin(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        with pytest.raises(mqstore.errors.TopicNotFoundError):
-            await store.read("none", 0, 0)
-        with pytest.raises(mqstore.errors.InvalidMessageError):
-            await store.put("t", "text")  # type: ignore[arg-type]
-        with pytest.raises(mqstore.errors.ConfigError):
-            await store.queue("q", maxsize=-1)
-        await store.put("t", b"x", queue_id=0)
-        with pytest.raises(mqstore.errors.OffsetOutOfRangeError):
-            await store.read("t", 0, 7)
-        with pytest.raises(mqstore.errors.OffsetOutOfRangeError):
-            async for _ in store.iter("t", 0, start=9):
-                pass
-        with pytest.raises(mqstore.errors.StoreLockedError):
-            await aio.open(store.path)
-
-    with_store(test, tmp_path)
+@in_store
+async def test_errors_are_those_of_the_sync_twin(store: aio.Store) -> None:
+    with pytest.raises(mqstore.errors.TopicNotFoundError):
+        await store.read("none", 0, 0)
+    with pytest.raises(mqstore.errors.InvalidMessageError):
+        await store.put("t", "text")  # type: ignore[arg-type]
+    with pytest.raises(mqstore.errors.ConfigError):
+        await store.queue("q", maxsize=-1)
+    await store.put("t", b"x", queue_id=0)
+    with pytest.raises(mqstore.errors.OffsetOutOfRangeError):
+        await store.read("t", 0, 7)
+    with pytest.raises(mqstore.errors.OffsetOutOfRangeError):
+        async for _ in store.iter("t", 0, start=9):
+            pass
+    with pytest.raises(mqstore.errors.StoreLockedError):
+        await aio.open(store.path)
 
 
-def test_arguments_count_as_they_were_when_the_call_began(tmp_path: Path) -> None:
+@in_store
+async def test_arguments_count_as_they_were_when_the_call_began(store: aio.Store) -> None:
     """A caller that does not wait, or was cancelled, may use its lists and buffers for something else."""
 
-    async def test(store: aio.Store) -> None:
-        queue = (await store.put_many("t", [b"0", b"1"], queue_id=0))[0].queue
-        async with (
-            store.producer() as producer,
-            store.pull_consumer("g", auto_commit=False) as consumer,
-            store.queue("q") as jobs,
-        ):
-            await consumer.assign(queue)
-            for body in (b"dead 0", b"dead 1"):
-                await jobs.put(body)
-                await (await jobs.get()).reject()
-            go_on = threading.Event()
-            store._bridge.submit(lambda: go_on.wait(20))  # nothing below begins before it is changed
-            bodies, buffer, offsets, commits = [b"2", bytearray(b"3")], bytearray(b"6"), [0], {queue: 1}
-            letters = jobs.dead_letters.select(offsets=offsets)
-            calls = [
-                store.put_many("t", bodies, queue_id=0),
-                producer.send_many("t", (each for each in [b"4", b"5"]), queue_id=0),
-                producer.send_oneway("t", buffer, queue_id=0),
-                consumer.commit(commits),
-                jobs.dead_letters.replay(offsets, dry_run=True),
-            ]
-            tasks = [asyncio.create_task(each) for each in calls]
-            await asyncio.sleep(0)
-            bodies[1][:] = b"x"  # type: ignore[index]
-            bodies.append(b"late")
-            buffer[:] = b"x"
-            offsets.append(1)
-            commits[queue] = 2
-            go_on.set()
-            *_, replay = await asyncio.gather(*tasks)
-            assert [m.body async for m in store.iter("t", 0)] == [b"%d" % i for i in range(7)]
-            assert await store.committed("g", queue) == 1
-            assert replay.count == 1
-            assert [letter.body async for letter in letters] == [b"dead 0"]
-
-    with_store(test, tmp_path)
-
-
-def test_a_store_opened_for_reading_refuses_what_writes(tmp_path: Path) -> None:
-    with mqstore.open(tmp_path / "store") as store:
-        store.put("t", b"a", queue_id=0)
-
-    async def test(store: aio.Store) -> None:
-        assert [m.body async for m in store.iter("t")] == [b"a"]
-        with pytest.raises(mqstore.errors.ReadOnlyStoreError):
-            await store.put("t", b"b")
-        with pytest.raises(mqstore.errors.ReadOnlyStoreError):
-            await store.queue("q")
-
-    with_store(test, tmp_path, mode="r")
+    queue = (await store.put_many("t", [b"0", b"1"], queue_id=0))[0].queue
+    async with (
+        store.producer() as producer,
+        store.pull_consumer("g", auto_commit=False) as consumer,
+        store.queue("q") as jobs,
+    ):
+        await consumer.assign(queue)
+        for body in (b"dead 0", b"dead 1"):
+            await jobs.put(body)
+            await (await jobs.get()).reject()
+        go_on = threading.Event()
+        store._bridge.submit(lambda: go_on.wait(20))  # nothing below begins before it is changed
+        bodies, buffer, offsets, commits = [b"2", bytearray(b"3")], bytearray(b"6"), [0], {queue: 1}
+        letters = jobs.dead_letters.select(offsets=offsets)
+        calls = [
+            store.put_many("t", bodies, queue_id=0),
+            producer.send_many("t", (each for each in [b"4", b"5"]), queue_id=0),
+            producer.send_oneway("t", buffer, queue_id=0),
+            consumer.commit(commits),
+            jobs.dead_letters.replay(offsets, dry_run=True),
+        ]
+        tasks = [asyncio.create_task(each) for each in calls]
+        await asyncio.sleep(0)
+        bodies[1][:] = b"x"  # type: ignore[index]
+        bodies.append(b"late")
+        buffer[:] = b"x"
+        offsets.append(1)
+        commits[queue] = 2
+        go_on.set()
+        *_, replay = await asyncio.gather(*tasks)
+        assert [m.body async for m in store.iter("t", 0)] == [b"%d" % i for i in range(7)]
+        assert await store.committed("g", queue) == 1
+        assert replay.count == 1
+        assert [letter.body async for letter in letters] == [b"dead 0"]
 
 
 @pytest.mark.parametrize("size", [1, 100_000], ids=["on the loop", "on the thread"])
 @pytest.mark.parametrize("durability", ["append", "flush"])
-def test_puts_are_stored_in_the_order_of_the_calls(tmp_path: Path, size: int, durability: Any) -> None:
-    async def test(store: aio.Store) -> None:
-        # Every seventh is large, and so the thread's.
-        await store.create_topic("t")
-        bodies = [b"%04d" % i + bytes(size if i % 7 == 0 else 1) for i in range(200)]
-        receipts = await asyncio.gather(*(store.put("t", body, queue_id=0, durability=durability) for body in bodies))
-        assert [each.offset for each in receipts] == list(range(200))
-        assert [m.body for m in await store.read("t", 0, 0, 200)] == bodies
-        many = store.put_many("t", [b"many"] * 3, queue_id=0, durability=durability)
-        stored, last = await asyncio.gather(many, store.put("t", b"last", queue_id=0, durability=durability))
-        assert [each.offset for each in (*stored, last)] == [200, 201, 202, 203]
-
-    with_store(test, tmp_path)
+@in_store
+async def test_puts_are_stored_in_the_order_of_the_calls(store: aio.Store, size: int, durability: Any) -> None:
+    # Every seventh is large, and so the thread's.
+    await store.create_topic("t")
+    bodies = [b"%04d" % i + bytes(size if i % 7 == 0 else 1) for i in range(200)]
+    receipts = await asyncio.gather(*(store.put("t", body, queue_id=0, durability=durability) for body in bodies))
+    assert [each.offset for each in receipts] == list(range(200))
+    assert [m.body for m in await store.read("t", 0, 0, 200)] == bodies
+    many = store.put_many("t", [b"many"] * 3, queue_id=0, durability=durability)
+    stored, last = await asyncio.gather(many, store.put("t", b"last", queue_id=0, durability=durability))
+    assert [each.offset for each in (*stored, last)] == [200, 201, 202, 203]
 
 
-def test_a_put_that_waits_for_the_disk_does_not_hold_up_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_store(durability="flush")
+async def test_a_put_that_waits_for_the_disk_does_not_hold_up_the_loop(
+    store: aio.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(store: aio.Store) -> None:
-        await store.put("t", b"first")
-        bounded = await store.queue("bounded", maxsize=5)
-        syncing, go_on = threading.Event(), threading.Event()
-        flush = type(store.sync.log).flush
+    await store.put("t", b"first")
+    bounded = await store.queue("bounded", maxsize=5)
+    syncing, go_on = threading.Event(), threading.Event()
+    flush = type(store.sync.log).flush
 
-        def slow(log: Any) -> None:
-            syncing.set()
-            assert go_on.wait(20)
-            flush(log)
+    def slow(log: Any) -> None:
+        syncing.set()
+        assert go_on.wait(20)
+        flush(log)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(type(store.sync.log), "flush", slow)
-            puts = [asyncio.create_task(store.put("t", b"x", durability="flush")) for _ in range(10)]
-            puts += [asyncio.create_task(bounded.put(b"x")) for _ in range(3)]
-            await asyncio.get_running_loop().run_in_executor(None, syncing.wait)
-            assert await store.read("t", 0, 0) is not None  # the loop goes on, and the store's thread
-            assert not any(put.done() for put in puts)
-            go_on.set()
-            await asyncio.gather(*puts)
-        assert await bounded.qsize() == 3
-
-    with_store(test, tmp_path, durability="flush")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store.sync.log), "flush", slow)
+        puts = [asyncio.create_task(store.put("t", b"x", durability="flush")) for _ in range(10)]
+        puts += [asyncio.create_task(bounded.put(b"x")) for _ in range(3)]
+        await asyncio.get_running_loop().run_in_executor(None, syncing.wait)
+        assert await store.read("t", 0, 0) is not None  # the loop goes on, and the store's thread
+        assert not any(put.done() for put in puts)
+        go_on.set()
+        await asyncio.gather(*puts)
+    assert await bounded.qsize() == 3
 
 
-def test_a_loop_of_puts_lets_others_have_their_turn(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        queue = await store.queue("q")
-        turns = 0
+@in_store
+async def test_a_loop_of_puts_lets_others_have_their_turn(store: aio.Store) -> None:
+    queue = await store.queue("q")
+    turns = 0
 
-        async def other() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        waiting, others = asyncio.create_task(queue.get()), asyncio.create_task(other())
-        for _ in range(20_000):
-            await queue.put(b"x")
-        others.cancel()
-        assert turns >= 20_000 // 1000
-        assert (await waiting).value == b"x"
-
-    with_store(test, tmp_path)
-
-
-def test_who_follows_gets_what_was_there_and_what_comes(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        await store.put("t", b"0", queue_id=0)
-        seen = []
-        there = asyncio.Event()
-
-        async def follow() -> None:
-            async for message in store.iter("t", follow=True):
-                seen.append(message.body)
-                there.set()
-
-        follower = asyncio.create_task(follow())
-        for i in range(1, 5):
-            await there.wait()
-            there.clear()
-            await store.put("t", b"%d" % i, queue_id=i % 4)
-        while len(seen) < 5:
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
             await asyncio.sleep(0)
-        assert seen == [b"0", b"1", b"2", b"3", b"4"]
-        follower.cancel()
 
-    with_store(test, tmp_path)
+    waiting, others = asyncio.create_task(queue.get()), asyncio.create_task(other())
+    for _ in range(20_000):
+        await queue.put(b"x")
+    others.cancel()
+    assert turns >= 20_000 // 1000
+    assert (await waiting).value == b"x"
+
+
+@in_store
+async def test_who_follows_gets_what_was_there_and_what_comes(store: aio.Store) -> None:
+    await store.put("t", b"0", queue_id=0)
+    seen = []
+    there = asyncio.Event()
+
+    async def follow() -> None:
+        async for message in store.iter("t", follow=True):
+            seen.append(message.body)
+            there.set()
+
+    follower = asyncio.create_task(follow())
+    for i in range(1, 5):
+        await there.wait()
+        there.clear()
+        await store.put("t", b"%d" % i, queue_id=i % 4)
+    while len(seen) < 5:
+        await asyncio.sleep(0)
+    assert seen == [b"0", b"1", b"2", b"3", b"4"]
+    follower.cancel()
 
 
 @pytest.mark.parametrize(
     ("start", "stop", "expected"),
     [("earliest", 4, b"0123"), (2, 5, b"234"), ("latest", 6, b"45"), (datetime(2000, 1, 1, tzinfo=UTC), 1, b"0")],
 )
-def test_who_follows_one_queue_begins_and_ends_where_he_says(
-    tmp_path: Path, start: Any, stop: int, expected: bytes
+@in_store
+async def test_who_follows_one_queue_begins_and_ends_where_he_says(
+    store: aio.Store, start: Any, stop: int, expected: bytes
 ) -> None:
-    async def test(store: aio.Store) -> None:
-        for i in range(4):
-            await store.put("t", b"%d" % i, queue_id=0)
-        messages = store.iter("t", 0, start=start, stop=stop, follow=True)
-        first = asyncio.create_task(anext(messages))
-        await asyncio.sleep(0)
-        await store.read("t", 0, 0)  # behind its look
-        for i in range(4, 8):
-            await store.put("t", b"%d" % i, queue_id=0)
-        assert b"".join([(await first).body, *[m.body async for m in messages]]) == expected
-
-    with_store(test, tmp_path)
+    for i in range(4):
+        await store.put("t", b"%d" % i, queue_id=0)
+    messages = store.iter("t", 0, start=start, stop=stop, follow=True)
+    first = asyncio.create_task(anext(messages))
+    await asyncio.sleep(0)
+    await store.read("t", 0, 0)  # behind its look
+    for i in range(4, 8):
+        await store.put("t", b"%d" % i, queue_id=0)
+    assert b"".join([(await first).body, *[m.body async for m in messages]]) == expected
 
 
 def test_who_follows_another_process_s_store_looks_for_itself(tmp_path: Path) -> None:
@@ -358,74 +330,68 @@ def test_who_follows_another_process_s_store_looks_for_itself(tmp_path: Path) ->
         with_store(test, tmp_path, mode="r")
 
 
-def test_who_follows_sees_queues_that_come_later(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        await store.create_topic("t", queues=1)
-        messages = store.iter("t", follow=True)
-        step = asyncio.create_task(anext(messages))
-        await asyncio.sleep(0)
-        await store.read("t", 0, 0)
-        store.sync.broker.topics.alter("t", read_queues=2, write_queues=2)
-        await store.put("t", b"x", queue_id=1)
-        assert (await step).body == b"x"
-
-    with_store(test, tmp_path)
+@in_store
+async def test_who_follows_sees_queues_that_come_later(store: aio.Store) -> None:
+    await store.create_topic("t", queues=1)
+    messages = store.iter("t", follow=True)
+    step = asyncio.create_task(anext(messages))
+    await asyncio.sleep(0)
+    await store.read("t", 0, 0)
+    store.sync.broker.topics.alter("t", read_queues=2, write_queues=2)
+    await store.put("t", b"x", queue_id=1)
+    assert (await step).body == b"x"
 
 
 # -- a queue ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_queue_does_what_its_sync_twin_does(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        async with store.queue("jobs", codec=mqstore.JSON, maxsize=4) as queue:
-            await queue.put({"n": 1})
-            await queue.put_nowait({"n": 2})
-            await queue.put_many([{"n": 3}, {"n": 4}])
-            assert await queue.full()
-            with pytest.raises(mqstore.QueueFull):
-                await queue.put_nowait({"n": 5})
-            with pytest.raises(mqstore.QueueFull):
-                await queue.put({"n": 5}, timeout=0.001)
-            async with await queue.get() as task:
-                assert (task.value, task.attempt, task.message.body) == ({"n": 1}, 1, b'{"n":1}')
-            assert task.settled
-            second = await queue.get_nowait()
-            await second.extend(100)
-            third, fourth = await queue.get_many(2)
-            await queue.nack(second, delay=0)  # from here on it may be the next
-            await queue.ack(third)
-            await fourth.reject("bad")
-            again = await queue.get(timeout=10)
-            assert (again.value, again.attempt) == ({"n": 2}, 2)
+@in_store
+async def test_a_queue_does_what_its_sync_twin_does(store: aio.Store) -> None:
+    async with store.queue("jobs", codec=mqstore.JSON, maxsize=4) as queue:
+        await queue.put({"n": 1})
+        await queue.put_nowait({"n": 2})
+        await queue.put_many([{"n": 3}, {"n": 4}])
+        assert await queue.full()
+        with pytest.raises(mqstore.QueueFull):
+            await queue.put_nowait({"n": 5})
+        with pytest.raises(mqstore.QueueFull):
+            await queue.put({"n": 5}, timeout=0.001)
+        async with await queue.get() as task:
+            assert (task.value, task.attempt, task.message.body) == ({"n": 1}, 1, b'{"n":1}')
+        assert task.settled
+        second = await queue.get_nowait()
+        await second.extend(100)
+        third, fourth = await queue.get_many(2)
+        await queue.nack(second, delay=0)  # from here on it may be the next
+        await queue.ack(third)
+        await fourth.reject("bad")
+        again = await queue.get(timeout=10)
+        assert (again.value, again.attempt) == ({"n": 2}, 2)
+        await queue.task_done()
+        assert again.settled
+        with pytest.raises(ValueError, match="task_done"):
             await queue.task_done()
-            assert again.settled
-            with pytest.raises(ValueError, match="task_done"):
-                await queue.task_done()
-            assert (await queue.qsize(), await queue.empty(), await queue.join()) == (0, True, True)
-            assert [letter.body async for letter in queue.dead_letters] == [b'{"n":4}']
-            assert (await queue.dead_letters.count(), await queue.dead_letters.purge()) == (1, 1)
-            with pytest.raises(mqstore.QueueEmpty):
-                await queue.get(timeout=0.001)
-            assert await queue.get_many(3) == []
-        with pytest.raises(mqstore.QueueShutDown):
-            await queue.put({})
-        with pytest.raises(mqstore.QueueShutDown):
-            await queue.get()
-
-    with_store(test, tmp_path)
+        assert (await queue.qsize(), await queue.empty(), await queue.join()) == (0, True, True)
+        assert [letter.body async for letter in queue.dead_letters] == [b'{"n":4}']
+        assert (await queue.dead_letters.count(), await queue.dead_letters.purge()) == (1, 1)
+        with pytest.raises(mqstore.QueueEmpty):
+            await queue.get(timeout=0.001)
+        assert await queue.get_many(3) == []
+    with pytest.raises(mqstore.QueueShutDown):
+        await queue.put({})
+    with pytest.raises(mqstore.QueueShutDown):
+        await queue.get()
 
 
-def test_walking_through_a_queue_ends_when_nothing_is_ready(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        queue = await store.queue("jobs")
-        await queue.put_many([b"a", b"b"])
-        values = []
-        async for task in queue:
-            async with task:
-                values.append(task.value)
-        assert values == [b"a", b"b"]
-
-    with_store(test, tmp_path)
+@in_store
+async def test_walking_through_a_queue_ends_when_nothing_is_ready(store: aio.Store) -> None:
+    queue = await store.queue("jobs")
+    await queue.put_many([b"a", b"b"])
+    values = []
+    async for task in queue:
+        async with task:
+            values.append(task.value)
+    assert values == [b"a", b"b"]
 
 
 @pytest.mark.parametrize(
@@ -438,110 +404,69 @@ def test_walking_through_a_queue_ends_when_nothing_is_ready(tmp_path: Path) -> N
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_block_that_raises_does_with_its_item_what_the_sync_one_does(
-    tmp_path: Path, error: BaseException, passes: bool, outcome: str
+@in_store
+async def test_a_block_that_raises_does_with_its_item_what_the_sync_one_does(
+    store: aio.Store, error: BaseException, passes: bool, outcome: str
 ) -> None:
-    async def test(store: aio.Store) -> None:
-        retry = mqstore.RetryPolicy(3, [0])
-        queue = await store.queue("jobs", retry=retry)
-        await queue.put(b"x")
-        consumer = await store.simple_consumer("g", {"jobs": "*"}, retry=retry)
-        for loan in (await queue.get(), (await consumer.receive())[0]):
-            raised = False
-            try:
-                async with loan:
-                    raise error
-            except type(error):
-                raised = True
-            assert raised is passes
-        if outcome == "dead":
-            assert await queue.dead_letters.count() == await store.dead_letters("g").count() == 1
-            return
-        attempt = 1 if outcome == "unseen" else 2
-        assert (await queue.get(timeout=10)).attempt == attempt
-        assert (await consumer.receive(wait=10))[0].attempt == attempt
-
-    with_store(test, tmp_path)
+    retry = mqstore.RetryPolicy(3, [0])
+    queue = await store.queue("jobs", retry=retry)
+    await queue.put(b"x")
+    consumer = await store.simple_consumer("g", {"jobs": "*"}, retry=retry)
+    for loan in (await queue.get(), (await consumer.receive())[0]):
+        raised = False
+        try:
+            async with loan:
+                raise error
+        except type(error):
+            raised = True
+        assert raised is passes
+    if outcome == "dead":
+        assert await queue.dead_letters.count() == await store.dead_letters("g").count() == 1
+        return
+    attempt = 1 if outcome == "unseen" else 2
+    assert (await queue.get(timeout=10)).attempt == attempt
+    assert (await consumer.receive(wait=10))[0].attempt == attempt
 
 
-def test_who_waits_for_room_gets_it_in_turn(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        queue = await store.queue("jobs", maxsize=2)
-        puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in range(20)]
-        values = []
-        while len(values) < 20:
-            task = await queue.get()
+@in_store
+async def test_who_comes_when_there_is_room_again_stands_behind_those_who_wait(store: aio.Store) -> None:
+    queue = await store.queue("jobs", maxsize=1)
+    await queue.put(b"0")
+    puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in (1, 2)]
+    while not queue._waiting:
+        await asyncio.sleep(0)
+    await (await queue.get()).ack()
+    puts.append(asyncio.create_task(queue.put(b"3")))
+    values = []
+    while len(values) < 3:
+        async with await queue.get() as task:
             values.append(task.value)
-            await task.ack()
-        await asyncio.gather(*puts)
-        assert values == [b"%d" % i for i in range(20)]
-
-    with_store(test, tmp_path)
+    await asyncio.gather(*puts)
+    assert values == [b"1", b"2", b"3"]
 
 
-def test_who_comes_when_there_is_room_again_stands_behind_those_who_wait(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        queue = await store.queue("jobs", maxsize=1)
-        await queue.put(b"0")
-        puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in (1, 2)]
-        while not queue._waiting:
-            await asyncio.sleep(0)
-        await (await queue.get()).ack()
-        puts.append(asyncio.create_task(queue.put(b"3")))
-        values = []
-        while len(values) < 3:
-            async with await queue.get() as task:
-                values.append(task.value)
-        await asyncio.gather(*puts)
-        assert values == [b"1", b"2", b"3"]
-
-    with_store(test, tmp_path)
+@in_store
+async def test_join_waits_for_the_last_item(store: aio.Store) -> None:
+    queue = await store.queue("jobs")
+    await queue.put(b"x")
+    assert not await queue.join(0)
+    task = await queue.get()
+    joining = asyncio.create_task(queue.join())
+    await queue.qsize()
+    assert not joining.done()
+    await task.ack()
+    assert await joining
 
 
-def test_join_waits_for_the_last_item(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        queue = await store.queue("jobs")
-        await queue.put(b"x")
-        assert not await queue.join(0)
-        task = await queue.get()
-        joining = asyncio.create_task(queue.join())
-        await queue.qsize()
-        assert not joining.done()
-        await task.ack()
-        assert await joining
-
-    with_store(test, tmp_path)
-
-
-def test_join_does_not_wait_for_what_an_immediate_shutdown_left_there(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        queue = await store.queue("jobs")
-        await queue.put(b"x")
-        joining = asyncio.create_task(queue.join())
-        await queue.qsize()
-        await queue.shutdown(immediate=True)
-        assert await joining is False
-        assert await queue.join() is False
-
-    with_store(test, tmp_path)
-
-
-def test_a_delayed_item_comes_when_it_is_due(tmp_path: Path) -> None:
-    clock = SimulatedClock()
-
-    async def test(store: aio.Store) -> None:
-        queue = await store.queue("jobs")
-        await queue.put(b"x", delay=3600)
-        waiting = asyncio.create_task(queue.get())
-        store.sync.broker.run_once()
-        assert await queue.get_many(1) == []
-        clock.advance(3_600_000)
-        while not waiting.done():
-            store.sync.broker.run_once()
-            await asyncio.sleep(0)
-        assert (await waiting).value == b"x"
-
-    with_store(test, tmp_path, config=StoreConfig(clock=clock))
+@in_store
+async def test_join_does_not_wait_for_what_an_immediate_shutdown_left_there(store: aio.Store) -> None:
+    queue = await store.queue("jobs")
+    await queue.put(b"x")
+    joining = asyncio.create_task(queue.join())
+    await queue.qsize()
+    await queue.shutdown(immediate=True)
+    assert await joining is False
+    assert await queue.join() is False
 
 
 def test_an_item_that_is_not_settled_in_time_comes_again(tmp_path: Path) -> None:
@@ -591,198 +516,188 @@ async def cancelled_after(
 STEPS = pytest.mark.parametrize("steps", range(8))
 
 
-def each_at_any_step(test: Callable[[aio.Store, int], Awaitable[None]], path: Path) -> None:
-    """The test cancels after 0, 1, ... turns of the loop, each time with other names."""
-
-    async def all_(store: aio.Store) -> None:
-        for steps in range(8):
-            await test(store, steps)
-
-    with_store(all_, path)
-
-
 DRAINED = pytest.mark.parametrize("drained", [False, True], ids=["thread behind", "thread ahead"])
 
 
 @DRAINED
 @pytest.mark.parametrize("coming", [None, 0, 1, 2, 3], ids=lambda at: "there" if at is None else f"put at {at}")
-def test_a_get_that_is_cancelled_anywhere_has_taken_nothing(tmp_path: Path, drained: bool, coming: int | None) -> None:
-    async def test(store: aio.Store, steps: int) -> None:
-        queue = await store.queue(f"jobs{steps}")
-        step = 0
+@in_store
+async def test_a_get_that_is_cancelled_anywhere_has_taken_nothing(
+    store: aio.Store, steps: int, drained: bool, coming: int | None
+) -> None:
+    queue = await store.queue(f"jobs{steps}")
+    step = 0
 
-        def each_step() -> None:
-            nonlocal step
-            if coming == step:
-                queue.sync.put(b"x")
-            step += 1
-            if drained:
-                drain(store)
+    def each_step() -> None:
+        nonlocal step
+        if coming == step:
+            queue.sync.put(b"x")
+        step += 1
+        if drained:
+            drain(store)
 
-        if coming is None:
-            await queue.put(b"x")
-        cancelled, task = await cancelled_after(steps, queue.get(), each_step)
-        if coming is not None and coming >= step:
-            await queue.put(b"x")
-        if cancelled:
-            task = await queue.get(timeout=20)
-        assert (task.value, task.attempt) == (b"x", 1)
-        assert await queue.get_many(10) == []
-        await task.ack()
-        assert await queue.empty()
-
-    each_at_any_step(test, tmp_path)
+    if coming is None:
+        await queue.put(b"x")
+    cancelled, task = await cancelled_after(steps, queue.get(), each_step)
+    if coming is not None and coming >= step:
+        await queue.put(b"x")
+    if cancelled:
+        task = await queue.get(timeout=20)
+    assert (task.value, task.attempt) == (b"x", 1)
+    assert await queue.get_many(10) == []
+    await task.ack()
+    assert await queue.empty()
 
 
 @DRAINED
 @pytest.mark.parametrize("consumer", [False, True], ids=["queue", "simple consumer"])
-def test_who_is_cancelled_when_called_lets_another_have_the_turn(tmp_path: Path, drained: bool, consumer: bool) -> None:
-    async def test(store: aio.Store, steps: int) -> None:
-        queue = await store.queue(f"jobs{steps}")
-        simple = await store.simple_consumer(f"g{steps}", {f"jobs{steps}": "*"})
+@in_store
+async def test_who_is_cancelled_when_called_lets_another_have_the_turn(
+    store: aio.Store, steps: int, drained: bool, consumer: bool
+) -> None:
+    queue = await store.queue(f"jobs{steps}")
+    simple = await store.simple_consumer(f"g{steps}", {f"jobs{steps}": "*"})
 
-        async def get() -> Any:
-            return (await simple.receive(wait=30))[0] if consumer else await queue.get(timeout=30)
+    async def get() -> Any:
+        return (await simple.receive(wait=30))[0] if consumer else await queue.get(timeout=30)
 
-        first, second = asyncio.create_task(get()), asyncio.create_task(get())
-        while store.sync.broker._waiters.parked < 2:
-            await asyncio.sleep(0)
+    first, second = asyncio.create_task(get()), asyncio.create_task(get())
+    while store.sync.broker._waiters.parked < 2:
+        await asyncio.sleep(0)
+    await queue.put(b"x")
+    for _ in range(steps):
+        await asyncio.sleep(0)
+        if drained:
+            drain(store)
+    first.cancel()
+    [had] = await asyncio.gather(first, return_exceptions=True)
+    if not isinstance(had, asyncio.CancelledError):
         await queue.put(b"x")
-        for _ in range(steps):
-            await asyncio.sleep(0)
-            if drained:
-                drain(store)
-        first.cancel()
-        [had] = await asyncio.gather(first, return_exceptions=True)
-        if not isinstance(had, asyncio.CancelledError):
-            await queue.put(b"x")
-        assert (await second).attempt == 1
-
-    each_at_any_step(test, tmp_path)
+    assert (await second).attempt == 1
 
 
 @DRAINED
-def test_a_receive_and_a_poll_that_are_cancelled_anywhere_have_received_nothing(tmp_path: Path, drained: bool) -> None:
-    async def test(store: aio.Store, steps: int) -> None:
-        bodies = [b"%d" % i for i in range(5)]
-        await store.put_many(f"t{steps}", bodies, queue_id=0)
-        each_step = (lambda: drain(store)) if drained else lambda: None
-        simple = await store.simple_consumer(f"simple{steps}", {f"t{steps}": "*"})
-        cancelled, found = await cancelled_after(steps, simple.receive(3), each_step)
-        if cancelled:
-            found = await simple.receive(3)
-        assert [(each.message.body, each.attempt) for each in found] == [(body, 1) for body in bodies[:3]]
+@in_store
+async def test_a_receive_and_a_poll_that_are_cancelled_anywhere_have_received_nothing(
+    store: aio.Store, steps: int, drained: bool
+) -> None:
+    bodies = [b"%d" % i for i in range(5)]
+    await store.put_many(f"t{steps}", bodies, queue_id=0)
+    each_step = (lambda: drain(store)) if drained else lambda: None
+    simple = await store.simple_consumer(f"simple{steps}", {f"t{steps}": "*"})
+    cancelled, found = await cancelled_after(steps, simple.receive(3), each_step)
+    if cancelled:
+        found = await simple.receive(3)
+    assert [(each.message.body, each.attempt) for each in found] == [(body, 1) for body in bodies[:3]]
 
-        pull = await store.pull_consumer(f"pull{steps}")
-        await pull.subscribe(f"t{steps}")
-        cancelled, found = await cancelled_after(steps, pull.poll(max_messages=3), each_step)
-        if cancelled:
-            await pull.commit()  # of nothing: what was polled in vain is not done
-            assert await store.committed(f"pull{steps}", mqstore.QueueRef(f"t{steps}", 0)) == 0
-            found = await pull.poll(max_messages=3)
-        assert [each.body for each in found] == bodies[:3]
-        assert [each.body for each in await pull.poll()] == bodies[3:]
+    pull = await store.pull_consumer(f"pull{steps}")
+    await pull.subscribe(f"t{steps}")
+    cancelled, found = await cancelled_after(steps, pull.poll(max_messages=3), each_step)
+    if cancelled:
+        await pull.commit()  # of nothing: what was polled in vain is not done
+        assert await store.committed(f"pull{steps}", mqstore.QueueRef(f"t{steps}", 0)) == 0
+        found = await pull.poll(max_messages=3)
+    assert [each.body for each in found] == bodies[:3]
+    assert [each.body for each in await pull.poll()] == bodies[3:]
 
-        other = await store.pull_consumer(f"other{steps}")
-        await other.subscribe(f"t{steps}")
-        walked = aiter(other)
-        cancelled, message = await cancelled_after(steps, anext(walked), each_step)
-        if cancelled:
-            message = await anext(walked)
-        assert [message.body, (await anext(walked)).body] == bodies[:2]
-
-    each_at_any_step(test, tmp_path)
+    other = await store.pull_consumer(f"other{steps}")
+    await other.subscribe(f"t{steps}")
+    walked = aiter(other)
+    cancelled, message = await cancelled_after(steps, anext(walked), each_step)
+    if cancelled:
+        message = await anext(walked)
+    assert [message.body, (await anext(walked)).body] == bodies[:2]
 
 
 @DRAINED
 @pytest.mark.parametrize("follow", [False, True])
-def test_a_step_of_an_iteration_that_is_cancelled_skips_nothing(tmp_path: Path, drained: bool, follow: bool) -> None:
-    async def test(store: aio.Store, steps: int) -> None:
-        bodies = [b"%03d" % i for i in range(70)]
-        await store.put_many(f"t{steps}", bodies, queue_id=0)
-        messages = store.iter(f"t{steps}", 0, stop=70 if follow else None, follow=follow)
-        seen = []
-        while len(seen) < 70:
-            cancelled, message = await cancelled_after(
-                steps if len(seen) % 64 in (0, 63) else 50,
-                anext(messages),
-                (lambda: drain(store)) if drained else lambda: None,
-            )
-            seen.append((await anext(messages) if cancelled else message).body)
-        assert seen == bodies
-
-    each_at_any_step(test, tmp_path)
-
-
-@DRAINED
-@pytest.mark.parametrize("durability", ["append", "flush"])
-def test_a_put_that_is_cancelled_is_stored_whole_or_not_at_all(tmp_path: Path, drained: bool, durability: Any) -> None:
-    async def test(store: aio.Store, steps: int) -> None:
-        each_step = (lambda: drain(store)) if drained else lambda: None
-        large = bytearray(b"x" * 100_000)
-        queue = await store.queue(f"jobs{steps}", maxsize=10)
-        puts: list[Callable[[], Coroutine[Any, Any, Any]]] = [
-            lambda: store.put(f"t{steps}", b"small", queue_id=0, durability=durability),
-            lambda: store.put(f"t{steps}", large, queue_id=0, durability=durability),
-            lambda: store.put_many(f"t{steps}", [b"many"] * 3, queue_id=0, durability=durability),
-            lambda: queue.put(b"item"),
-        ]
-        for put in puts:
-            await cancelled_after(steps, put(), each_step)
-        large[:] = b"y" * 100_000
-        await store.put(f"t{steps}", b"last", queue_id=0)
-        bodies = [m.body async for m in store.iter(f"t{steps}", 0)]
-        assert bodies.pop() == b"last"
-        assert set(bodies) <= {b"small", b"x" * 100_000, b"many"}
-        assert bodies.count(b"many") in (0, 3)
-        assert await queue.qsize() in (0, 1)
-
-    each_at_any_step(test, tmp_path)
+@in_store
+async def test_a_step_of_an_iteration_that_is_cancelled_skips_nothing(
+    store: aio.Store, steps: int, drained: bool, follow: bool
+) -> None:
+    bodies = [b"%03d" % i for i in range(70)]
+    await store.put_many(f"t{steps}", bodies, queue_id=0)
+    messages = store.iter(f"t{steps}", 0, stop=70 if follow else None, follow=follow)
+    seen = []
+    while len(seen) < 70:
+        cancelled, message = await cancelled_after(
+            steps if len(seen) % 64 in (0, 63) else 50,
+            anext(messages),
+            (lambda: drain(store)) if drained else lambda: None,
+        )
+        seen.append((await anext(messages) if cancelled else message).body)
+    assert seen == bodies
 
 
 @DRAINED
 @pytest.mark.parametrize("durability", ["append", "flush"])
-def test_a_send_that_is_cancelled_leaves_the_producer_as_it_was(tmp_path: Path, drained: bool, durability: Any) -> None:
-    async def test(store: aio.Store, steps: int) -> None:
-        each_step = (lambda: drain(store)) if drained else lambda: None
-        async with store.producer(durability=durability, max_inflight=2) as producer:
-            for coroutine in (
-                producer.send(f"t{steps}", b"a", queue_id=0),
-                producer.submit(f"t{steps}", bytes(50_000), queue_id=0),
-                producer.submit(f"t{steps}", b"c", queue_id=0),
-                producer.send_many(f"t{steps}", [b"d", b"d"], queue_id=0),
-            ):
-                await cancelled_after(steps, coroutine, each_step)
-            futures = [await producer.submit(f"t{steps}", b"%d" % i, queue_id=0) for i in range(6)]
-            await producer.flush()
-            offsets = [(await each).offset for each in futures]
-            assert not producer._held
-        assert producer.closed
-        stored = [m.body async for m in store.iter(f"t{steps}", 0)]
-        assert [stored[offset] for offset in offsets] == [b"%d" % i for i in range(6)]
-        assert offsets == sorted(offsets)
-        others = [body for offset, body in enumerate(stored) if offset not in offsets]  # late ones between them too
-        assert not Counter(others) - Counter([b"a", bytes(50_000), b"c", b"d", b"d"])
-
-    each_at_any_step(test, tmp_path)
+@in_store
+async def test_a_put_that_is_cancelled_is_stored_whole_or_not_at_all(
+    store: aio.Store, steps: int, drained: bool, durability: Any
+) -> None:
+    each_step = (lambda: drain(store)) if drained else lambda: None
+    large = bytearray(b"x" * 100_000)
+    queue = await store.queue(f"jobs{steps}", maxsize=10)
+    puts: list[Callable[[], Coroutine[Any, Any, Any]]] = [
+        lambda: store.put(f"t{steps}", b"small", queue_id=0, durability=durability),
+        lambda: store.put(f"t{steps}", large, queue_id=0, durability=durability),
+        lambda: store.put_many(f"t{steps}", [b"many"] * 3, queue_id=0, durability=durability),
+        lambda: queue.put(b"item"),
+    ]
+    for put in puts:
+        await cancelled_after(steps, put(), each_step)
+    large[:] = b"y" * 100_000
+    await store.put(f"t{steps}", b"last", queue_id=0)
+    bodies = [m.body async for m in store.iter(f"t{steps}", 0)]
+    assert bodies.pop() == b"last"
+    assert set(bodies) <= {b"small", b"x" * 100_000, b"many"}
+    assert bodies.count(b"many") in (0, 3)
+    assert await queue.qsize() in (0, 1)
 
 
 @DRAINED
-def test_a_transaction_that_is_cancelled_is_rolled_back_or_committed_whole(tmp_path: Path, drained: bool) -> None:
-    async def test(store: aio.Store, steps: int) -> None:
-        async def block() -> None:
-            async with store.producer() as producer, producer.transaction() as tx:
-                await tx.send(f"t{steps}", b"a", queue_id=0)
-                await tx.send(f"t{steps}", b"b", queue_id=0)
+@pytest.mark.parametrize("durability", ["append", "flush"])
+@in_store
+async def test_a_send_that_is_cancelled_leaves_the_producer_as_it_was(
+    store: aio.Store, steps: int, drained: bool, durability: Any
+) -> None:
+    each_step = (lambda: drain(store)) if drained else lambda: None
+    async with store.producer(durability=durability, max_inflight=2) as producer:
+        for coroutine in (
+            producer.send(f"t{steps}", b"a", queue_id=0),
+            producer.submit(f"t{steps}", bytes(50_000), queue_id=0),
+            producer.submit(f"t{steps}", b"c", queue_id=0),
+            producer.send_many(f"t{steps}", [b"d", b"d"], queue_id=0),
+        ):
+            await cancelled_after(steps, coroutine, each_step)
+        futures = [await producer.submit(f"t{steps}", b"%d" % i, queue_id=0) for i in range(6)]
+        await producer.flush()
+        offsets = [(await each).offset for each in futures]
+        assert not producer._held
+    assert producer.closed
+    stored = [m.body async for m in store.iter(f"t{steps}", 0)]
+    assert [stored[offset] for offset in offsets] == [b"%d" % i for i in range(6)]
+    assert offsets == sorted(offsets)
+    others = [body for offset, body in enumerate(stored) if offset not in offsets]  # late ones between them too
+    assert not Counter(others) - Counter([b"a", bytes(50_000), b"c", b"d", b"d"])
 
-        cancelled, _ = await cancelled_after(3 * steps, block(), (lambda: drain(store)) if drained else lambda: None)
-        await store.put(f"t{steps}", b"last", queue_id=0)
-        bodies = [m.body async for m in store.iter(f"t{steps}", 0)]
-        assert bodies in ([b"last"], [b"a", b"b", b"last"])
-        assert cancelled or len(bodies) == 3
-        assert store.sync.broker.stats().open_transactions == 0
 
-    each_at_any_step(test, tmp_path)
+@DRAINED
+@in_store
+async def test_a_transaction_that_is_cancelled_is_rolled_back_or_committed_whole(
+    store: aio.Store, steps: int, drained: bool
+) -> None:
+    async def block() -> None:
+        async with store.producer() as producer, producer.transaction() as tx:
+            await tx.send(f"t{steps}", b"a", queue_id=0)
+            await tx.send(f"t{steps}", b"b", queue_id=0)
+
+    cancelled, _ = await cancelled_after(3 * steps, block(), (lambda: drain(store)) if drained else lambda: None)
+    await store.put(f"t{steps}", b"last", queue_id=0)
+    bodies = [m.body async for m in store.iter(f"t{steps}", 0)]
+    assert bodies in ([b"last"], [b"a", b"b", b"last"])
+    assert cancelled or len(bodies) == 3
+    assert store.sync.broker.stats().open_transactions == 0
 
 
 @STEPS
@@ -807,18 +722,18 @@ def test_an_opening_that_is_cancelled_leaves_the_store_closed(tmp_path: Path, st
 
 
 @DRAINED
-def test_a_consumer_that_is_cancelled_before_anybody_has_it_is_no_member(tmp_path: Path, drained: bool) -> None:
-    async def test(store: aio.Store, steps: int) -> None:
-        await store.create_topic("t")
+@in_store
+async def test_a_consumer_that_is_cancelled_before_anybody_has_it_is_no_member(
+    store: aio.Store, steps: int, drained: bool
+) -> None:
+    await store.create_topic("t")
 
-        async def make() -> aio.SimpleConsumer:
-            return await store.simple_consumer(f"g{steps}", {"t": "*"})
+    async def make() -> aio.SimpleConsumer:
+        return await store.simple_consumer(f"g{steps}", {"t": "*"})
 
-        cancelled, _ = await cancelled_after(steps, make(), (lambda: drain(store)) if drained else lambda: None)
-        await store.topics()
-        assert len(store.sync.broker.members.members(f"g{steps}")) == (0 if cancelled else 1)
-
-    each_at_any_step(test, tmp_path)
+    cancelled, _ = await cancelled_after(steps, make(), (lambda: drain(store)) if drained else lambda: None)
+    await store.topics()
+    assert len(store.sync.broker.members.members(f"g{steps}")) == (0 if cancelled else 1)
 
 
 @STEPS
@@ -843,39 +758,35 @@ def test_a_closing_that_is_cancelled_comes_to_its_end(tmp_path: Path, steps: int
 # -- many -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_thousand_who_get_and_put_need_no_thread_and_lose_nothing(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        queue = await store.queue("jobs")
-        gets = [asyncio.create_task(queue.get()) for _ in range(1000)]
-        while store.sync.broker._waiters.parked < 1000:
-            await asyncio.sleep(0)
-        threads = set(threading.enumerate())
-        for each in gets[::10]:
-            each.cancel()
-        puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in range(1000)]
-        got = [each for i, each in enumerate(gets) if i % 10]
-        values = [task.value for task in await asyncio.gather(*got)]
-        await asyncio.gather(*puts)
-        values += [task.value for task in await queue.get_many(1000)]
-        assert sorted(values, key=int) == [b"%d" % i for i in range(1000)]
-        assert not set(threading.enumerate()) - threads
-
-    with_store(test, tmp_path)
+@in_store
+async def test_a_thousand_who_get_and_put_need_no_thread_and_lose_nothing(store: aio.Store) -> None:
+    queue = await store.queue("jobs")
+    gets = [asyncio.create_task(queue.get()) for _ in range(1000)]
+    while store.sync.broker._waiters.parked < 1000:
+        await asyncio.sleep(0)
+    threads = set(threading.enumerate())
+    for each in gets[::10]:
+        each.cancel()
+    puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in range(1000)]
+    got = [each for i, each in enumerate(gets) if i % 10]
+    values = [task.value for task in await asyncio.gather(*got)]
+    await asyncio.gather(*puts)
+    values += [task.value for task in await queue.get_many(1000)]
+    assert sorted(values, key=int) == [b"%d" % i for i in range(1000)]
+    assert not set(threading.enumerate()) - threads
 
 
-def test_a_thousand_who_wait_for_room_get_it(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        queue = await store.queue("jobs", maxsize=50)
-        puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in range(1000)]
-        values = []
-        while len(values) < 1000:
-            for task in await queue.get_many(50, timeout=20):
-                values.append(task.value)
-                await task.ack()
-        await asyncio.gather(*puts)
-        assert values == [b"%d" % i for i in range(1000)]
-
-    with_store(test, tmp_path)
+@in_store
+async def test_a_thousand_who_wait_for_room_get_it(store: aio.Store) -> None:
+    queue = await store.queue("jobs", maxsize=50)
+    puts = [asyncio.create_task(queue.put(b"%d" % i)) for i in range(1000)]
+    values = []
+    while len(values) < 1000:
+        for task in await queue.get_many(50, timeout=20):
+            values.append(task.value)
+            await task.ack()
+    await asyncio.gather(*puts)
+    assert values == [b"%d" % i for i in range(1000)]
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import pytest
 
 import mqstore
 from mqstore import QueueRef, SimulatedClock, StoreConfig, aio
-from tests.client.aiosupport import environment, run, with_store
+from tests.client.aiosupport import environment, in_store, run, with_store
 from tests.client.popsupport import until
 
 AGAIN = mqstore.RetryPolicy(3, [0])
@@ -28,199 +28,183 @@ AGAIN = mqstore.RetryPolicy(3, [0])
 
 
 @pytest.mark.parametrize("durability", ["append", "flush"])
-def test_what_is_sent_and_submitted_is_stored_in_the_order_of_the_calls(tmp_path: Path, durability: Any) -> None:
-    async def test(store: aio.Store) -> None:
-        async with store.producer(durability=durability, max_inflight=7) as producer:
-            bodies = [b"%04d" % i + bytes(40_000 if i % 9 == 0 else 0) for i in range(100)]
-            calls = [
-                asyncio.create_task(
-                    producer.submit("t", body, queue_id=0) if i % 2 else producer.send("t", body, queue_id=0)
-                )
-                for i, body in enumerate(bodies)
-            ]
-            receipts = [
-                await each if isinstance(each, asyncio.Future) else each for each in await asyncio.gather(*calls)
-            ]
-        assert [each.offset for each in receipts] == list(range(100))
-        assert [m.body async for m in store.iter("t", 0)] == bodies
-
-    with_store(test, tmp_path)
-
-
-def test_nothing_overtakes_what_the_writer_has_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(store: aio.Store) -> None:
-        await store.create_topic("t")
-        async with store.producer() as producer:
-            go_on, put = threading.Event(), producer.sync._put
-
-            def slow(topic: str, body: bytes, **options: Any) -> mqstore.SendReceipt:
-                assert len(body) == 1 or go_on.wait(20)
-                return put(topic, body, **options)
-
-            monkeypatch.setattr(producer.sync, "_put", slow)
-            calls = [asyncio.create_task(producer.send("t", body, queue_id=0)) for body in (bytes(50_000), b"b")]
-            for _ in range(20):
-                await store.topics()
-            calls.append(asyncio.create_task(producer.send("t", b"c", queue_id=0)))
-            await store.topics()
-            go_on.set()
-            assert [each.offset for each in await asyncio.gather(*calls)] == [0, 1, 2]
-
-    with_store(test, tmp_path)
-
-
-def test_what_the_engine_says_comes_with_the_future_and_misuse_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_store
+async def test_what_is_sent_and_submitted_is_stored_in_the_order_of_the_calls(
+    store: aio.Store, durability: Any
 ) -> None:
-    async def test(store: aio.Store) -> None:
-        async with store.producer() as producer:
-            with pytest.raises(mqstore.errors.InvalidMessageError):
-                await producer.submit("t", b"x", queue_id=99)
+    async with store.producer(durability=durability, max_inflight=7) as producer:
+        bodies = [b"%04d" % i + bytes(40_000 if i % 9 == 0 else 0) for i in range(100)]
+        calls = [
+            asyncio.create_task(
+                producer.submit("t", body, queue_id=0) if i % 2 else producer.send("t", body, queue_id=0)
+            )
+            for i, body in enumerate(bodies)
+        ]
+        receipts = [await each if isinstance(each, asyncio.Future) else each for each in await asyncio.gather(*calls)]
+    assert [each.offset for each in receipts] == list(range(100))
+    assert [m.body async for m in store.iter("t", 0)] == bodies
+
+
+@in_store
+async def test_nothing_overtakes_what_the_writer_has_not_stored(
+    store: aio.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.create_topic("t")
+    async with store.producer() as producer:
+        go_on, put = threading.Event(), producer.sync._put
+
+        def slow(topic: str, body: bytes, **options: Any) -> mqstore.SendReceipt:
+            assert len(body) == 1 or go_on.wait(20)
+            return put(topic, body, **options)
+
+        monkeypatch.setattr(producer.sync, "_put", slow)
+        calls = [asyncio.create_task(producer.send("t", body, queue_id=0)) for body in (bytes(50_000), b"b")]
+        for _ in range(20):
+            await store.topics()
+        calls.append(asyncio.create_task(producer.send("t", b"c", queue_id=0)))
+        await store.topics()
+        go_on.set()
+        assert [each.offset for each in await asyncio.gather(*calls)] == [0, 1, 2]
+
+
+@in_store
+async def test_what_the_engine_says_comes_with_the_future_and_misuse_at_once(
+    store: aio.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with store.producer() as producer:
+        with pytest.raises(mqstore.errors.InvalidMessageError):
+            await producer.submit("t", b"x", queue_id=99)
+        await producer.send("t", b"x")
+
+        def full(*args: Any, **options: Any) -> None:
+            raise mqstore.errors.StoreFullError(28, "no room", "commitlog", "fallocate")
+
+        monkeypatch.setattr(producer.sync, "_put", full)
+        future = await producer.submit("t", b"x")
+        with pytest.raises(mqstore.errors.StoreFullError):
+            await future
+        with pytest.raises(mqstore.errors.StoreFullError):
             await producer.send("t", b"x")
 
-            def full(*args: Any, **options: Any) -> None:
-                raise mqstore.errors.StoreFullError(28, "no room", "commitlog", "fallocate")
 
-            monkeypatch.setattr(producer.sync, "_put", full)
-            future = await producer.submit("t", b"x")
-            with pytest.raises(mqstore.errors.StoreFullError):
-                await future
-            with pytest.raises(mqstore.errors.StoreFullError):
-                await producer.send("t", b"x")
-
-    with_store(test, tmp_path)
-
-
-def test_no_more_is_on_its_way_than_may_be_and_the_loop_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@in_store
+async def test_no_more_is_on_its_way_than_may_be_and_the_loop_goes_on(
+    store: aio.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(store: aio.Store) -> None:
-        await store.create_topic("t")
-        async with store.producer(durability="flush", max_inflight=3) as producer:
-            go_on = threading.Event()
-            sync = producer.sync._sync
-            monkeypatch.setattr(producer.sync, "_sync", lambda: (go_on.wait(20), sync()))
-            submits = [asyncio.create_task(producer.submit("t", b"%d" % i, queue_id=0)) for i in range(10)]
-            for _ in range(50):
-                await asyncio.sleep(0)
-            assert sum(each.done() for each in submits) == 3
-            assert await store.topics() == ["t"]
-            go_on.set()
-            futures = await asyncio.gather(*submits)
-            assert [(await each).offset for each in futures] == list(range(10))
-
-    with_store(test, tmp_path)
+    await store.create_topic("t")
+    async with store.producer(durability="flush", max_inflight=3) as producer:
+        go_on = threading.Event()
+        sync = producer.sync._sync
+        monkeypatch.setattr(producer.sync, "_sync", lambda: (go_on.wait(20), sync()))
+        submits = [asyncio.create_task(producer.submit("t", b"%d" % i, queue_id=0)) for i in range(10)]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert sum(each.done() for each in submits) == 3
+        assert await store.topics() == ["t"]
+        go_on.set()
+        futures = await asyncio.gather(*submits)
+        assert [(await each).offset for each in futures] == list(range(10))
 
 
-def test_what_lingers_is_stored_when_somebody_waits_for_room_or_flushes(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        await store.create_topic("t")
-        async with store.producer(durability="flush", linger=30, max_inflight=2) as producer:
-            futures = [await producer.submit("t", b"%d" % i, queue_id=0) for i in range(5)]
-            await producer.flush(20)
-            assert [(await each).offset for each in futures] == list(range(5))
-
-    with_store(test, tmp_path)
+@in_store
+async def test_what_lingers_is_stored_when_somebody_waits_for_room_or_flushes(store: aio.Store) -> None:
+    await store.create_topic("t")
+    async with store.producer(durability="flush", linger=30, max_inflight=2) as producer:
+        futures = [await producer.submit("t", b"%d" % i, queue_id=0) for i in range(5)]
+        await producer.flush(20)
+        assert [(await each).offset for each in futures] == list(range(5))
 
 
-def test_a_flush_says_when_it_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(store: aio.Store) -> None:
-        await store.create_topic("t")
-        async with store.producer(durability="flush") as producer:
-            go_on = threading.Event()
-            sync = producer.sync._sync
-            monkeypatch.setattr(producer.sync, "_sync", lambda: (go_on.wait(20), sync()))
-            future = await producer.submit("t", b"x")
-            with pytest.raises(mqstore.errors.FlushTimeoutError):
-                await producer.flush(0.001)
-            go_on.set()
-            await producer.flush()
-            assert future.done()
-
-    with_store(test, tmp_path)
+@in_store
+async def test_a_flush_says_when_it_takes_too_long(store: aio.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    await store.create_topic("t")
+    async with store.producer(durability="flush") as producer:
+        go_on = threading.Event()
+        sync = producer.sync._sync
+        monkeypatch.setattr(producer.sync, "_sync", lambda: (go_on.wait(20), sync()))
+        future = await producer.submit("t", b"x")
+        with pytest.raises(mqstore.errors.FlushTimeoutError):
+            await producer.flush(0.001)
+        go_on.set()
+        await producer.flush()
+        assert future.done()
 
 
-def test_a_transaction_is_seen_when_its_block_ends_well(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        async with store.producer("g") as producer:
+@in_store
+async def test_a_transaction_is_seen_when_its_block_ends_well(store: aio.Store) -> None:
+    async with store.producer("g") as producer:
+        async with producer.transaction() as tx:
+            await tx.send("t", b"paid", queue_id=0)
+            assert await store.offsets("t", 0) == (0, 0)
+        assert [m.body async for m in store.iter("t", 0)] == [b"paid"]
+        assert len(tx.receipts) == 1
+        with pytest.raises(mqstore.errors.TransactionStateError, match="one `with` block"):
+            await tx.__aenter__()
+
+        async def fails() -> None:
             async with producer.transaction() as tx:
-                await tx.send("t", b"paid", queue_id=0)
-                assert await store.offsets("t", 0) == (0, 0)
-            assert [m.body async for m in store.iter("t", 0)] == [b"paid"]
-            assert len(tx.receipts) == 1
-            with pytest.raises(mqstore.errors.TransactionStateError, match="one `with` block"):
-                await tx.__aenter__()
+                await tx.send("t", b"never", queue_id=0)
+                raise ZeroDivisionError
 
-            async def fails() -> None:
-                async with producer.transaction() as tx:
-                    await tx.send("t", b"never", queue_id=0)
-                    raise ZeroDivisionError
-
-            with pytest.raises(ZeroDivisionError):
-                await fails()
-            assert await store.offsets("t", 0) == (0, 1)
-            with pytest.raises(mqstore.errors.TransactionStateError):
-                await producer.transaction().send("t", b"outside")
-            await producer.send_oneway("t", b"oneway", queue_id=0)
-            await producer.send_many("t", [b"a", b"b"], queue_id=0)
-            assert await store.offsets("t", 0) == (0, 4)
-        for late in (producer.send("t", b""), producer.send_oneway("t", b""), producer.send_many("t", [b""])):
-            with pytest.raises(mqstore.errors.StoreClosedError, match="producer 'g' was closed"):
-                await late
-
-    with_store(test, tmp_path)
+        with pytest.raises(ZeroDivisionError):
+            await fails()
+        assert await store.offsets("t", 0) == (0, 1)
+        with pytest.raises(mqstore.errors.TransactionStateError):
+            await producer.transaction().send("t", b"outside")
+        await producer.send_oneway("t", b"oneway", queue_id=0)
+        await producer.send_many("t", [b"a", b"b"], queue_id=0)
+        assert await store.offsets("t", 0) == (0, 4)
+    for late in (producer.send("t", b""), producer.send_oneway("t", b""), producer.send_many("t", [b""])):
+        with pytest.raises(mqstore.errors.StoreClosedError, match="producer 'g' was closed"):
+            await late
 
 
 # -- consumers that are asked -----------------------------------------------------------------------------------------
 
 
-def test_a_simple_consumer_does_what_its_sync_twin_does(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        async with store.simple_consumer("g", retry=AGAIN) as consumer:
-            await consumer.subscribe("t", tags="a || b")
-            assert consumer.subscriptions == {"t": "a || b"}
-            waiting = asyncio.create_task(consumer.receive(wait=30))  # for a topic that is not there yet
-            for tag in ("a", "x", "b"):
-                await store.put("t", tag.encode(), tag=tag, queue_id=0)
-            [first] = await waiting
-            assert first.message.body == b"a"
-            assert [each.attempt for each in await consumer.pending()] == [1]
-            await first.nack(0)
-            with pytest.raises(mqstore.errors.ReceiptExpiredError):
-                await first.ack()
-            bodies = {}
-            async for delivery in consumer:
-                async with delivery as message:
-                    bodies[message.body] = delivery.attempt
-                if len(bodies) == 2:
-                    break
-            assert bodies == {b"a": 2, b"b": 1}
-            assert await consumer.receive(wait=0.001) == []
-            await consumer.unsubscribe("t")
-            with pytest.raises(mqstore.errors.ConfigError):
-                await consumer.receive()
-        with pytest.raises(mqstore.errors.StoreClosedError):
+@in_store
+async def test_a_simple_consumer_does_what_its_sync_twin_does(store: aio.Store) -> None:
+    async with store.simple_consumer("g", retry=AGAIN) as consumer:
+        await consumer.subscribe("t", tags="a || b")
+        assert consumer.subscriptions == {"t": "a || b"}
+        waiting = asyncio.create_task(consumer.receive(wait=30))  # for a topic that is not there yet
+        for tag in ("a", "x", "b"):
+            await store.put("t", tag.encode(), tag=tag, queue_id=0)
+        [first] = await waiting
+        assert first.message.body == b"a"
+        assert [each.attempt for each in await consumer.pending()] == [1]
+        await first.nack(0)
+        with pytest.raises(mqstore.errors.ReceiptExpiredError):
+            await first.ack()
+        bodies = {}
+        async for delivery in consumer:
+            async with delivery as message:
+                bodies[message.body] = delivery.attempt
+            if len(bodies) == 2:
+                break
+        assert bodies == {b"a": 2, b"b": 1}
+        assert await consumer.receive(wait=0.001) == []
+        await consumer.unsubscribe("t")
+        with pytest.raises(mqstore.errors.ConfigError):
             await consumer.receive()
-        assert [each async for each in consumer] == []
+    with pytest.raises(mqstore.errors.StoreClosedError):
+        await consumer.receive()
+    assert [each async for each in consumer] == []
 
-    with_store(test, tmp_path)
 
-
-def test_closing_a_consumer_ends_its_waits_with_nothing(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        await store.create_topic("t")
-        simple = await store.simple_consumer("g", {"t": "*"})
-        pull = await store.pull_consumer("p")
-        await pull.subscribe("t")
-        waits = [asyncio.create_task(each) for each in (simple.receive(wait=60), pull.poll(60))]
-        loops = [asyncio.create_task(_all(each)) for each in (simple, pull)]
-        while store.sync.broker._waiters.parked < 4:
-            await asyncio.sleep(0)
-        await simple.close()
-        await pull.close()
-        assert await asyncio.gather(*waits, *loops) == [[], [], [], []]
-
-    with_store(test, tmp_path)
+@in_store
+async def test_closing_a_consumer_ends_its_waits_with_nothing(store: aio.Store) -> None:
+    await store.create_topic("t")
+    simple = await store.simple_consumer("g", {"t": "*"})
+    pull = await store.pull_consumer("p")
+    await pull.subscribe("t")
+    waits = [asyncio.create_task(each) for each in (simple.receive(wait=60), pull.poll(60))]
+    loops = [asyncio.create_task(_all(each)) for each in (simple, pull)]
+    while store.sync.broker._waiters.parked < 4:
+        await asyncio.sleep(0)
+    await simple.close()
+    await pull.close()
+    assert await asyncio.gather(*waits, *loops) == [[], [], [], []]
 
 
 async def _all(items: Any) -> list[Any]:
@@ -260,18 +244,16 @@ def test_a_pull_consumer_does_what_its_sync_twin_does(tmp_path: Path) -> None:
     with_store(test, tmp_path)
 
 
-def test_what_one_task_polled_another_that_closes_does_not_declare_done(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        await store.put("t", b"x", queue_id=0)
-        for same, committed in ((False, 0), (True, 1)):
-            consumer = await store.pull_consumer(f"g{same}")
-            await consumer.subscribe("t")
-            polled = consumer.poll() if same else asyncio.create_task(consumer.poll())
-            assert len(await polled) == 1
-            await consumer.close()
-            assert await store.committed(f"g{same}", QueueRef("t", 0)) == committed
-
-    with_store(test, tmp_path)
+@in_store
+async def test_what_one_task_polled_another_that_closes_does_not_declare_done(store: aio.Store) -> None:
+    await store.put("t", b"x", queue_id=0)
+    for same, committed in ((False, 0), (True, 1)):
+        consumer = await store.pull_consumer(f"g{same}")
+        await consumer.subscribe("t")
+        polled = consumer.poll() if same else asyncio.create_task(consumer.poll())
+        assert len(await polled) == 1
+        await consumer.close()
+        assert await store.committed(f"g{same}", QueueRef("t", 0)) == committed
 
 
 # -- push consumers ---------------------------------------------------------------------------------------------------
@@ -325,107 +307,101 @@ def test_what_a_handler_s_end_means(tmp_path: Path, ordered: bool, mode: Any, ca
         assert {attempt for _, attempt in seen} == {1, 2}
 
 
-def test_batches_of_handlers(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        batches: list[list[bytes]] = []
-        done = asyncio.Event()
+@in_store
+async def test_batches_of_handlers(store: aio.Store) -> None:
+    batches: list[list[bytes]] = []
+    done = asyncio.Event()
 
-        async def handle(messages: Any) -> None:
-            batches.append([m.body for m in messages])
-            await asyncio.sleep(0)
-            if messages[-1].body == b"3":
-                done.set()
+    async def handle(messages: Any) -> None:
+        batches.append([m.body for m in messages])
+        await asyncio.sleep(0)
+        if messages[-1].body == b"3":
+            done.set()
 
-        await store.put_many("t", [b"%d" % i for i in range(4)], queue_id=0)
-        consumer = await store.push_consumer("g", ordered=True, batch_size=2)
-        consumer.subscribe("t", handle)
-        async with consumer:
-            await done.wait()
-        assert [each for batch in batches for each in batch] == [b"0", b"1", b"2", b"3"]
-        assert await store.committed("g", QueueRef("t", 0)) == 4
+    await store.put_many("t", [b"%d" % i for i in range(4)], queue_id=0)
+    consumer = await store.push_consumer("g", ordered=True, batch_size=2)
+    consumer.subscribe("t", handle)
+    async with consumer:
+        await done.wait()
+    assert [each for batch in batches for each in batch] == [b"0", b"1", b"2", b"3"]
+    assert await store.committed("g", QueueRef("t", 0)) == 4
 
-        failed = []
+    failed = []
 
-        async def some(messages: Any) -> None:
-            if not failed:
-                failed.append(messages[1].body)
-                raise mqstore.BatchFailure([messages[1]])
-            failed.extend(m.body for m in messages)
-            again.set()
+    async def some(messages: Any) -> None:
+        if not failed:
+            failed.append(messages[1].body)
+            raise mqstore.BatchFailure([messages[1]])
+        failed.extend(m.body for m in messages)
+        again.set()
 
-        again = asyncio.Event()
-        consumer = await store.push_consumer("h", batch_size=4, workers=1, retry=AGAIN)
-        consumer.subscribe("t", some)
-        async with consumer:
-            await again.wait()
-        assert failed == [b"1", b"1"]
-
-    with_store(test, tmp_path)
+    again = asyncio.Event()
+    consumer = await store.push_consumer("h", batch_size=4, workers=1, retry=AGAIN)
+    consumer.subscribe("t", some)
+    async with consumer:
+        await again.wait()
+    assert failed == [b"1", b"1"]
 
 
-def test_handlers_run_side_by_side_as_many_as_there_are_workers(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        running = most = ended = 0
-        full, go_on = asyncio.Event(), asyncio.Event()
+@in_store
+async def test_handlers_run_side_by_side_as_many_as_there_are_workers(store: aio.Store) -> None:
+    running = most = ended = 0
+    full, go_on = asyncio.Event(), asyncio.Event()
 
-        async def handle(message: mqstore.Message) -> None:
-            nonlocal running, most, ended
-            running += 1
-            most = max(most, running)
-            if running == 5:
-                full.set()
-            await go_on.wait()
-            running -= 1
-            ended += 1
+    async def handle(message: mqstore.Message) -> None:
+        nonlocal running, most, ended
+        running += 1
+        most = max(most, running)
+        if running == 5:
+            full.set()
+        await go_on.wait()
+        running -= 1
+        ended += 1
 
-        for i in range(4):
-            await store.put_many("t", [b"x"] * 5, queue_id=i)
-        consumer = await store.push_consumer("g", workers=5)
-        consumer.subscribe("t", handle)
-        async with consumer:
-            await full.wait()
-            assert (await consumer.stats()).running == 5
-            assert len(await consumer.assignment()) == 4
-            go_on.set()
-            while ended < 20:
-                await asyncio.sleep(0.001)
-        assert most == 5
-
-    with_store(test, tmp_path)
+    for i in range(4):
+        await store.put_many("t", [b"x"] * 5, queue_id=i)
+    consumer = await store.push_consumer("g", workers=5)
+    consumer.subscribe("t", handle)
+    async with consumer:
+        await full.wait()
+        assert (await consumer.stats()).running == 5
+        assert len(await consumer.assignment()) == 4
+        go_on.set()
+        while ended < 20:
+            await asyncio.sleep(0.001)
+    assert most == 5
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_handlers_that_run_hold_no_thread(tmp_path: Path, ordered: bool, mode: Any) -> None:
+@in_store
+async def test_handlers_that_run_hold_no_thread(store: aio.Store, ordered: bool, mode: Any) -> None:
     """A hundred at a time, between the threads of the consumer and those of the store."""
 
-    async def test(store: aio.Store) -> None:
-        full, go_on = asyncio.Event(), asyncio.Event()
-        running = ended = threads = 0
+    full, go_on = asyncio.Event(), asyncio.Event()
+    running = ended = threads = 0
 
-        async def handle(message: mqstore.Message) -> None:
-            nonlocal running, ended, threads
-            running += 1
-            if running == 100:
-                threads = threading.active_count()
-                full.set()
-            await go_on.wait()
-            ended += 1
+    async def handle(message: mqstore.Message) -> None:
+        nonlocal running, ended, threads
+        running += 1
+        if running == 100:
+            threads = threading.active_count()
+            full.set()
+        await go_on.wait()
+        ended += 1
 
-        await store.create_topic("t", queues=100)
-        for i in range(100):
-            await store.put("t", b"x", queue_id=i)
-        before = threading.active_count()
-        consumer = await store.push_consumer("g", workers=100, ordered=ordered, mode=mode)
-        consumer.subscribe("t", handle)
-        async with consumer, asyncio.timeout(60):
-            await full.wait()
-            go_on.set()
-            while ended < 100:
-                await asyncio.sleep(0.001)
-        assert threads - before <= 4 + 1  # and the one for timers
-
-    with_store(test, tmp_path)
+    await store.create_topic("t", queues=100)
+    for i in range(100):
+        await store.put("t", b"x", queue_id=i)
+    before = threading.active_count()
+    consumer = await store.push_consumer("g", workers=100, ordered=ordered, mode=mode)
+    consumer.subscribe("t", handle)
+    async with consumer, asyncio.timeout(60):
+        await full.wait()
+        go_on.set()
+        while ended < 100:
+            await asyncio.sleep(0.001)
+    assert threads - before <= 4 + 1  # and the one for timers
 
 
 def test_around_handlers_that_an_interceptor_wraps_there_is_a_thread_each(tmp_path: Path) -> None:
@@ -501,45 +477,21 @@ def test_who_is_told_of_a_handler_that_hangs_sees_where(tmp_path: Path, mode: An
     assert "in wait" in stacks[0].rpartition("in hang_here")[2]
 
 
-def test_a_plain_function_is_called_on_the_loop(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        threads = []
-        done = asyncio.Event()
+@in_store
+async def test_a_plain_function_is_called_on_the_loop(store: aio.Store) -> None:
+    threads = []
+    done = asyncio.Event()
 
-        def handle(message: mqstore.Message) -> None:
-            threads.append(threading.current_thread())
-            done.set()
+    def handle(message: mqstore.Message) -> None:
+        threads.append(threading.current_thread())
+        done.set()
 
-        consumer = await store.push_consumer("g")
-        consumer.subscribe("t")(handle)
-        async with consumer:
-            await store.put("t", b"x")
-            await done.wait()
-        assert threads == [threading.main_thread()]
-
-    with_store(test, tmp_path)
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_what_is_held_of_a_topic_is_bounded_as_with_the_sync_twin(tmp_path: Path, ordered: bool) -> None:
-    async def test(store: aio.Store) -> None:
-        await store.create_topic("t", queues=2)
-        for i in range(40):
-            await store.put("t", b"%d" % i, queue_id=i % 2)
-        held: list[int] = []
-        consumer = await store.push_consumer("g", ordered=ordered, workers=2, prefetch_total=6)
-
-        @consumer.subscribe("t")
-        async def handle(message: mqstore.Message) -> None:
-            queues = (await consumer.stats()).queues.values()
-            held.append(sum(queue.cached.messages for queue in queues if queue.cached.queue.topic == "t"))
-
-        async with consumer, asyncio.timeout(20):
-            while len(held) < 40:
-                await asyncio.sleep(0.001)
-        assert max(held) <= 6
-
-    with_store(test, tmp_path)
+    consumer = await store.push_consumer("g")
+    consumer.subscribe("t")(handle)
+    async with consumer:
+        await store.put("t", b"x")
+        await done.wait()
+    assert threads == [threading.main_thread()]
 
 
 def test_a_push_consumer_is_steered_as_its_sync_twin(tmp_path: Path) -> None:
@@ -583,35 +535,33 @@ def test_a_push_consumer_is_steered_as_its_sync_twin(tmp_path: Path) -> None:
     with_store(test, tmp_path)
 
 
-def test_stop_waits_for_handlers_and_tells_them(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        begun, go_on = asyncio.Event(), asyncio.Event()
-        told: list[bool] = []
+@in_store
+async def test_stop_waits_for_handlers_and_tells_them(store: aio.Store) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    told: list[bool] = []
 
-        async def handle(message: mqstore.Message) -> None:
-            told.append(aio.cancelled())
-            begun.set()
-            await go_on.wait()
-            told.append(aio.cancelled())
-            await store.topics()  # the store's thread is there for handlers that end
+    async def handle(message: mqstore.Message) -> None:
+        told.append(aio.cancelled())
+        begun.set()
+        await go_on.wait()
+        told.append(aio.cancelled())
+        await store.topics()  # the store's thread is there for handlers that end
 
-        consumer = await store.push_consumer("g")
-        consumer.subscribe("t", handle)
-        await consumer.start()
-        receipt = await store.put("t", b"x")
-        await begun.wait()
-        stopping = asyncio.create_task(consumer.stop())
-        while not consumer.sync._engine._halted:  # type: ignore[attr-defined]
-            await asyncio.sleep(0.001)
-        assert not stopping.done()
-        go_on.set()
-        assert await stopping
-        assert told == [False, True]
-        assert await store.committed("g", receipt.queue) == 1
-        assert await consumer.stop()  # again
-        assert not aio.cancelled()
-
-    with_store(test, tmp_path)
+    consumer = await store.push_consumer("g")
+    consumer.subscribe("t", handle)
+    await consumer.start()
+    receipt = await store.put("t", b"x")
+    await begun.wait()
+    stopping = asyncio.create_task(consumer.stop())
+    while not consumer.sync._engine._halted:  # type: ignore[attr-defined]
+        await asyncio.sleep(0.001)
+    assert not stopping.done()
+    go_on.set()
+    assert await stopping
+    assert told == [False, True]
+    assert await store.committed("g", receipt.queue) == 1
+    assert await consumer.stop()  # again
+    assert not aio.cancelled()
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])
@@ -667,24 +617,22 @@ def test_handlers_that_do_not_end_are_cancelled_and_their_messages_come_again(
     with_store(again, tmp_path)
 
 
-def test_a_handler_may_stop_its_consumer(tmp_path: Path) -> None:
-    async def test(store: aio.Store) -> None:
-        results = []
+@in_store
+async def test_a_handler_may_stop_its_consumer(store: aio.Store) -> None:
+    results = []
 
-        async def handle(message: mqstore.Message) -> None:
-            results.append(await consumer.stop())
+    async def handle(message: mqstore.Message) -> None:
+        results.append(await consumer.stop())
 
-        consumer = await store.push_consumer("g")
-        consumer.subscribe("t", handle)
-        await consumer.start()
-        receipt = await store.put("t", b"x")
-        while not results:
-            await asyncio.sleep(0.001)
-        assert await consumer.stop()
-        assert results == [False]
-        assert await store.committed("g", receipt.queue) == 1
-
-    with_store(test, tmp_path)
+    consumer = await store.push_consumer("g")
+    consumer.subscribe("t", handle)
+    await consumer.start()
+    receipt = await store.put("t", b"x")
+    while not results:
+        await asyncio.sleep(0.001)
+    assert await consumer.stop()
+    assert results == [False]
+    assert await store.committed("g", receipt.queue) == 1
 
 
 def test_the_end_of_the_loop_settles_nothing_that_was_not_done(tmp_path: Path) -> None:
@@ -837,14 +785,12 @@ def test_a_handler_that_exits_ends_the_loop_and_settles_nothing(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("way", ["send", "send_oneway", "submit"])
-def test_one_send_may_have_its_selector(tmp_path: Path, way: str) -> None:
-    async def test(store: aio.Store) -> None:
-        await store.create_topic("t", queues=8)
-        async with store.producer() as producer:
-            await getattr(producer, way)("t", b"x", selector=lambda queues, group: queues[5], message_group=7)
-        [message] = await store.read("t", 5, 0)
-        assert message.message_group == "7"
-        with pytest.raises(mqstore.errors.InvalidMessageError, match="send_many"):
-            await store.put_many("t", [b"x"], delay=5)
-
-    with_store(test, tmp_path)
+@in_store
+async def test_one_send_may_have_its_selector(store: aio.Store, way: str) -> None:
+    await store.create_topic("t", queues=8)
+    async with store.producer() as producer:
+        await getattr(producer, way)("t", b"x", selector=lambda queues, group: queues[5], message_group=7)
+    [message] = await store.read("t", 5, 0)
+    assert message.message_group == "7"
+    with pytest.raises(mqstore.errors.InvalidMessageError, match="send_many"):
+        await store.put_many("t", [b"x"], delay=5)

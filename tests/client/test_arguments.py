@@ -38,6 +38,14 @@ def _lent(store: Any) -> Any:
     return delivery
 
 
+def _delayed() -> mqstore.OutgoingMessage:
+    return mqstore.OutgoingMessage(b"x", delay=5)
+
+
+def _placed() -> mqstore.OutgoingMessage:
+    return mqstore.OutgoingMessage(b"x", queue_id=1)
+
+
 REFUSED: list[Case] = [
     (lambda s: s.queue(5), ConfigError, "not 5"),
     (lambda s: s.queue(None), ConfigError, "not None"),
@@ -72,6 +80,13 @@ REFUSED: list[Case] = [
     (lambda s: s.put("orders", b"x", keys=5), InvalidMessageError, "keys .*5"),
     (lambda s: s.put("orders", b"x", properties=["a"]), InvalidMessageError, r"properties .*\['a'\]"),
     (lambda s: s.producer().send("orders", b"x", keys=5), InvalidMessageError, "keys .*5"),
+    (lambda s: s.put_many("orders", [b"x"], delay=5), InvalidMessageError, r"Producer\.send_many"),
+    (lambda s: s.put_many("orders", [b"x"], message_group="g"), InvalidMessageError, r"Producer\.send_many"),
+    (lambda s: s.put_many("orders", [b"x"], compressed="zlib"), InvalidMessageError, r"Producer\.send_many"),
+    (lambda s: s.put_many("orders", [b"x"], tag="a"), InvalidMessageError, r"OutgoingMessage\(body, tag=\.\.\.\)"),
+    (lambda s: s.put_many("orders", [_delayed()]), InvalidMessageError, r"Producer\.send_many((?!to the call).)*$"),
+    (lambda s: s.put_many("orders", [_placed()]), InvalidMessageError, "give it to the call"),
+    (lambda s: s.put_many("orders", [b"x"], dellay=1), TypeError, "did you mean 'delay'"),
 ]
 
 

@@ -4,7 +4,6 @@ for groups with and without order, whose engines differ."""
 from __future__ import annotations
 
 import errno
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Delivery, Interceptor, Message, Reject, Retry, RetryPolicy, SimpleConsumer
+from mqstore import Delivery, Message, Reject, Retry, RetryPolicy, SimpleConsumer
 from tests.client.popsupport import Bench
 
 
@@ -153,19 +152,15 @@ def test_extend_may_shorten(bench: Bench, consumer: SimpleConsumer) -> None:
     assert again(consumer) == [(b"a", 2)]
 
 
-def test_reject(bench: Bench, consumer: SimpleConsumer) -> None:
+@pytest.mark.parametrize(("reason", "told"), [(("no such customer",), "no such customer"), ((), "rejected")])
+def test_reject(bench: Bench, consumer: SimpleConsumer, reason: tuple[str, ...], told: str) -> None:
     delivery = received(bench, consumer)
-    delivery.reject("no such customer")
+    delivery.reject(*reason)
     delivery.reject("again is harmless")
     assert delivery.settled
     bench.advance(100)
     assert again(consumer) == []
-    assert letters(bench) == [(b"a", "no such customer")]
-
-
-def test_a_dead_letter_has_a_reason_though_none_was_given(bench: Bench, consumer: SimpleConsumer) -> None:
-    received(bench, consumer).reject()
-    assert letters(bench) == [(b"a", "rejected")]
+    assert letters(bench) == [(b"a", told)]
 
 
 VERBS = ("ack", "nack", "reject", "_release")
@@ -198,25 +193,6 @@ def test_arguments_that_cannot_be_settle_nothing(bench: Bench, consumer: SimpleC
     delivery.ack()
 
 
-def test_many_threads_may_settle_it(bench: Bench) -> None:
-    told: list[str] = []
-
-    class Told(Interceptor):
-        def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
-            told.append(outcome)
-
-    consumer = bench.consumer(interceptors=[Told()])
-    delivery = received(bench, consumer)
-    threads = [threading.Thread(target=delivery.ack) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert delivery.settled
-    assert lag(bench) == 0
-    assert set(told) == {"ack"}
-
-
 # -- with -------------------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +215,12 @@ def test_an_exception_gives_back_and_passes(bench: Bench, consumer: SimpleConsum
     assert again(consumer) == [(b"a", 2)]
 
 
-@pytest.mark.parametrize(("retry", "pause_s"), [(Retry(5), 5), (Retry(0), 0), (Retry(), 10)])
+class Bare(Retry):
+    def __init__(self) -> None:
+        """Forgets its parent's."""
+
+
+@pytest.mark.parametrize(("retry", "pause_s"), [(Retry(5), 5), (Retry(0), 0), (Retry(), 10), (Bare(), 10)])
 def test_retry_is_done_and_goes_no_farther(
     bench: Bench, consumer: SimpleConsumer, retry: Retry, pause_s: float
 ) -> None:
@@ -264,19 +245,6 @@ def test_a_retry_later_than_can_be_is_as_late_as_can_be(
     bench.advance(longest_s - 0.1)
     assert again(consumer) == []
     bench.advance(0.1)
-    assert again(consumer) == [(b"a", 2)]
-
-
-def test_a_retry_that_lacks_its_delay_comes_again_by_the_policy(bench: Bench, consumer: SimpleConsumer) -> None:
-    class Bare(Retry):
-        def __init__(self) -> None:
-            """Forgets its parent's."""
-
-    delivery = received(bench, consumer)
-    with delivery:
-        raise Bare
-    assert delivery.settled
-    bench.advance(10)
     assert again(consumer) == [(b"a", 2)]
 
 

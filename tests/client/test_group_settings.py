@@ -169,13 +169,6 @@ def test_the_policy_that_a_consumer_asks_for_becomes_its_groups(
 
 
 @MODES
-def test_a_consumer_that_asks_for_no_policy_leaves_the_groups(bench: PushBench, mode: str) -> None:
-    bench.broker.groups.create("g", retry_policy=FOUR)
-    joined(bench, mode)
-    assert bench.broker.groups.need("g").retry_policy == FOUR
-
-
-@MODES
 @pytest.mark.parametrize("asked", [None, FOUR], ids=["who asked for none", "who asked for four"])
 def test_beside_live_members_another_policy_is_refused(bench: PushBench, mode: str, asked: RetryPolicy | None) -> None:
     bench.broker.groups.create("g", retry_policy=FOUR)
@@ -401,19 +394,6 @@ def test_a_start_that_was_refused_may_be_tried_again(
     assert seen == [b"a"]
     assert second.stop()
     assert bench.broker.members.members("g") == []
-
-
-def test_a_start_that_was_not_permitted_may_be_tried_again(bench: PushBench) -> None:
-    bench.put(b"a")
-    bench.broker.groups.create("g", consume_enable=False)
-    seen: list[bytes] = []
-    consumer = bench.consumer(lambda message: seen.append(message.body), mode="pop", run=False)
-    with pytest.raises(mqstore.errors.NotPermittedError):
-        consumer.start()
-    bench.broker.groups.alter("g", consume_enable=True)
-    consumer.start()
-    bench.settle()
-    assert seen == [b"a"]
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])

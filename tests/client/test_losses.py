@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from mqstore import Interceptor, QueueRef, Retention, SimulatedClock, StoreConfig, aio
-from tests.broker.support import advance_broker
+from mqstore import Interceptor, QueueRef, Retention
 from tests.client.popsupport import BOTH, Bench, Push
 
 Told = list[tuple[QueueRef, int, int]]
@@ -76,24 +74,6 @@ def test_a_push_consumer_is_told_what_its_group_lost(bench: Bench, ordered: bool
     assert len(push.seen) == 100 - first < 100
     assert witness.told == [(Q, 0, first)]
     push.consumer.stop()
-
-
-def test_a_consumer_with_coroutines_is_told(tmp_path: Path) -> None:
-    witness, clock = Witness(), SimulatedClock()
-
-    async def test() -> int:
-        config = StoreConfig(clock=clock, **POLICY)
-        async with aio.open(tmp_path / "s", config=config) as store:
-            await store.create_topic("t", queues=1)
-            async with store.simple_consumer("g", {"t": "*"}, interceptors=[witness]) as consumer:
-                await store.put_many("t", [bytes(100)] * 100)
-                for _ in range(3):
-                    await asyncio.to_thread(advance_broker, store.sync.broker, clock, 30_000)
-                [delivery] = await consumer.receive(wait=0)
-                return delivery.message.offset
-
-    first = asyncio.run(test())
-    assert witness.told == [(Q, 0, first)]
 
 
 def test_of_several_members_one_is_told(bench: Bench) -> None:

@@ -55,7 +55,7 @@ def test_what_is_pulled_twice_counts_once_and_is_replaced() -> None:
     again = messages(1, 2, 3)
     queue.put(again, 4)
 
-    assert (len(queue), queue.size) == (4, 4 * 123)
+    assert (len(queue), queue.info(0).size) == (4, 4 * 123)
     assert queue.take(2)[1] is again[0]
 
 
@@ -88,11 +88,11 @@ def test_take_and_finish_then_remove_count_and_size() -> None:
     queue = queue_at(0)
     queue.put(messages(*range(100)), 100)
     taken = queue.take(10)
-    assert (len(queue), queue.taken) == (100, 10)  # what is taken still counts
+    assert (len(queue), queue.info(0).taken) == (100, 10)  # what is taken still counts
     assert queue.finish(taken) == 10
-    assert (len(queue), queue.size) == (90, 90 * 123)
+    assert (len(queue), queue.info(0).size) == (90, 90 * 123)
     assert queue.remove(messages(99)) == 10
-    assert (len(queue), queue.size) == (89, 89 * 123)
+    assert (len(queue), queue.info(0).size) == (89, 89 * 123)
 
 
 def test_what_comes_again_comes_first_and_in_order() -> None:
@@ -126,7 +126,7 @@ def test_clear_leaves_nothing() -> None:
     queue.put(messages(0, 1, 2), 3)
     queue.take(1)
     queue.clear()
-    assert (len(queue), queue.size, queue.taken) == (0, 0, 0)
+    assert (len(queue), queue.info(0).size, queue.info(0).taken) == (0, 0, 0)
     assert not queue.contains(messages(1)[0])
 
 
@@ -179,7 +179,6 @@ def test_a_full_queue_says_once_when_it_has_room_again(limits: dict[str, int], o
 def test_a_span_at_its_limit_is_none_beyond_it() -> None:
     queue = queue_at(0, span=9)
     queue.put(messages(0, 9), 10)
-    assert queue.max_span() == 9
     assert queue.room()[0] > 0
     queue.put(messages(10), 11)
     assert queue.room() == (0, 0)
@@ -290,5 +289,5 @@ def test_the_position_is_the_lowest_offset_that_is_not_settled(steps: list[str],
         position = queue.position()
         assert position == min(waiting | taken, default=next_offset)
         assert position >= previous or step == "again"
-        assert (len(queue), queue.size) == (len(waiting) + len(taken), 123 * (len(waiting) + len(taken)))
+        assert (len(queue), queue.info(0).size) == (len(waiting) + len(taken), 123 * (len(waiting) + len(taken)))
         previous = position

@@ -30,7 +30,6 @@ from mqstore.broker.selection import java_selector_queue
 from mqstore.client.interceptors import Interceptor
 from mqstore.client.producer import Producer
 from mqstore.client.submitter import Submitter
-from mqstore.client.transaction import Transaction
 from mqstore.errors import (
     ConfigError,
     FlushFailedError,
@@ -1380,23 +1379,6 @@ def test_nobody_is_asked_about_a_block_that_is_still_running(bench: Bench) -> No
     assert bench.bodies() == [b"paid"]
 
 
-def test_each_thread_has_a_transaction_of_its_own(broker: Broker) -> None:
-    producer = Producer(broker)
-    barrier = threading.Barrier(2, timeout=WAIT_S)
-
-    def work(body: bytes, fails: bool) -> None:
-        with producer.transaction() as tx:
-            tx.send("orders", body)
-            barrier.wait()
-            if fails:
-                raise ValueError
-
-    good, bad = in_thread(lambda: work(b"good", False)), in_thread(lambda: work(b"bad", True))
-    assert ended(*good) is None
-    assert isinstance(ended(*bad), ValueError)
-    assert [m.body for m in broker.store.iter("orders")] == [b"good"]
-
-
 def crashed_inside(bench: Bench) -> None:
     """Reopen the store as after a process that died within two transactions."""
     producer = bench.producer()
@@ -1656,14 +1638,6 @@ def test_a_forked_child_neither_sends_nor_hangs(tmp_path: Path) -> None:
         assert [message.body for message in store.iter("orders")] == [b"parent"]
 
 
-def test_it_says_what_it_is(bench: Bench) -> None:
-    producer = bench.producer()
-    assert repr(producer).startswith("<Producer 'till' on ")
-    producer.close()
-    assert repr(producer).endswith(" closed>")
-    assert isinstance(bench.producer().transaction(), Transaction)
-
-
 def test_a_half_message_that_ctrl_c_cut_off_is_asked_about_like_any_other(bench: Bench) -> None:
     """Noted as one whose block still runs, it would neither be asked about nor given up while the process lives."""
 
@@ -1726,43 +1700,3 @@ def test_one_send_may_have_its_selector(bench: Bench, way: str, hooked: bool) ->
             send("orders", b"none", selector="last")
     assert [(message.body, message.queue.queue_id) for message in bench.stored()] == [(b"mine", 7), (b"its", 2)]
     assert asked == [(8, "7")]
-
-
-@pytest.mark.parametrize("seconds", ["5", True, False, b"5", "soon"])
-def test_seconds_are_a_number_or_a_timedelta(bench: Bench, seconds: Any) -> None:
-    with pytest.raises(mqstore.errors.ConfigError):
-        mqstore.Retry(seconds)
-    with pytest.raises(mqstore.errors.ConfigError):
-        bench.producer(timeout=seconds)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "advice"),
-    [
-        ("delay", 5, r"Producer\.send_many"),
-        ("deliver_at", 5, r"Producer\.send_many"),
-        ("delay_level", 1, r"Producer\.send_many"),
-        ("message_group", "g", r"Producer\.send_many"),
-        ("compressed", "zlib", r"Producer\.send_many"),
-        ("tag", "paid", r"OutgoingMessage\(body, tag=\.\.\.\)"),
-        ("keys", "k", r"OutgoingMessage\(body, keys=\.\.\.\)"),
-    ],
-)
-def test_put_many_says_what_takes_an_option(bench: Bench, option: str, value: Any, advice: str) -> None:
-    with pytest.raises(InvalidMessageError, match=advice) as caught:
-        bench.broker.put_many("orders", [b"x"], **{option: value})
-    assert caught.value.field == option
-    assert bench.stored() == []
-
-
-def test_put_many_of_a_delayed_message_names_only_what_takes_it(bench: Bench) -> None:
-    with pytest.raises(InvalidMessageError, match=r"Producer\.send_many") as caught:
-        bench.broker.put_many("orders", [OutgoingMessage(b"x", delay=5)])
-    assert "give it to the call" not in str(caught.value)  # which does not take it
-    with pytest.raises(InvalidMessageError, match="give it to the call"):
-        bench.broker.put_many("orders", [OutgoingMessage(b"x", queue_id=1)])
-
-
-def test_put_many_knows_no_other_options(bench: Bench) -> None:
-    with pytest.raises(TypeError, match="did you mean 'delay'"):
-        bench.broker.put_many("orders", [b"x"], dellay=1)

@@ -23,10 +23,11 @@ import pytest
 
 import mqstore
 from mqstore.broker.broker import Broker
+from mqstore.client.consumerstats import QueueStats
 from mqstore.client.interceptors import Interceptor
 from mqstore.client.outcome import Reject, Retry
 from mqstore.client.processqueue import ProcessQueue
-from mqstore.client.pushconsumer import PushConsumer, QueueStats
+from mqstore.client.pushconsumer import PushConsumer
 from mqstore.client.workers import cancelled
 from mqstore.errors import ConfigError, FilterError, GroupInUseError, StoreClosedError, SubscriptionConflictError
 from mqstore.log.commitlog import QueueRef

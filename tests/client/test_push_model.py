@@ -247,7 +247,7 @@ class Push(RuleBasedStateMachine):
             cached = {queue: len(queue) for queue in (*engine._queues.values(), *engine._leaving.values())}
             if max(cached.values(), default=0) > min(PREFETCH, self.total or PREFETCH):
                 return False
-            if any(queue.size >= self.size + RECORD for queue in cached):
+            if any(queue.info(0).size >= self.size + RECORD for queue in cached):
                 return False
         return True
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import queue as queues
 import threading
 from pathlib import Path
@@ -171,15 +170,3 @@ def test_a_push_consumer_gets_its_letter_and_no_other_group_does(
 
 
 # -- others ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_replay_with_coroutines_takes_the_same_arguments(tmp_path: Path) -> None:
-    async def main() -> int:
-        async with mqstore.aio.open(tmp_path / "mq") as store, store.queue("jobs") as jobs:
-            await jobs.put(b"poison")
-            await (await jobs.get()).reject("bad")
-            return (await jobs.dead_letters.replay(all_groups=True)).count
-
-    assert asyncio.run(main()) == 1
-    with mqstore.open(tmp_path / "mq") as store:
-        assert in_topic(store, "jobs") == 2

@@ -113,12 +113,6 @@ def test_a_group_consumed_another_way_is_refused_at_once(bench: Bench) -> None:
         consumer.receive(wait=0)
 
 
-def test_while_it_is_open_another_way_is_refused(bench: Bench) -> None:
-    bench.consumer()
-    with pytest.raises(mqstore.errors.GroupInUseError):
-        bench.broker.members.register("pusher", "g", {"t": ("TAG", "*")}, Mode("queue"))
-
-
 def test_members_subscribe_alike(bench: Bench) -> None:
     first = bench.consumer("t")
     bench.consumer("t")
@@ -256,15 +250,6 @@ def test_where_a_group_begins(bench: Bench, start: Any, expected: list[bytes]) -
     consumer.subscribe("t")
     bench.put(b"2")
     assert taken(consumer) == expected
-
-
-def test_a_group_goes_on_where_it_was(bench: Bench) -> None:
-    first = bench.consumer()
-    bench.put(b"0", b"1")
-    first.receive(wait=0)[0].ack()
-    first.close()
-    bench.put(b"2")
-    assert len(taken(bench.consumer(start="latest"))) == 2
 
 
 def test_messages_of_queues_that_come_later_are_all_received(bench: Bench) -> None:
@@ -424,19 +409,6 @@ def test_what_was_found_when_ctrl_c_comes_is_given_back(bench: Bench, monkeypatc
     assert sorted((each.message.body, each.attempt) for each in found) == [(b"a", 1), (b"b", 1)]
 
 
-def test_in_order_nothing_overtakes(bench: Bench) -> None:
-    consumer = bench.consumer(ordered=True, retry=RetryPolicy(5, [10]))
-    for i in range(3):
-        bench.put(b"%d" % i, message_group="one")
-    [first] = consumer.receive(wait=0)
-    assert consumer.receive(10, wait=0) == []
-    first.nack()
-    assert consumer.receive(10, wait=0) == []
-    bench.advance(10)
-    found = consumer.receive(10, wait=0)
-    assert [(each.message.body, each.message.attempt) for each in found] == [(b"0", 2), (b"1", 1), (b"2", 1)]
-
-
 def test_pending_tells_what_is_in_flight(bench: Bench) -> None:
     consumer = bench.consumer(visibility=30)
     bench.put(b"a", unique_key="K1", queue_id=2)
@@ -544,18 +516,6 @@ def test_an_interceptor_that_fails_stops_nothing(bench: Bench, caplog: pytest.Lo
     assert caplog.text.count("Broken.on_") == 2
     consumer.close()
     assert "more were held back" in caplog.text
-
-
-def test_pauses_that_were_too_long_are_told_at_the_end(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    consumer = bench.consumer()
-    for body in b"a", b"b":
-        bench.put(body)
-    for delivery in consumer.receive(2, wait=0):
-        with delivery:
-            raise mqstore.Retry(delay=13 * 3600)
-    assert caplog.text.count("the longest delay here is 43200 s") == 1
-    consumer.close()
-    assert "group g: 1 more were held back like this" in caplog.text
 
 
 # -- waiting ----------------------------------------------------------------------------------------------------------

@@ -189,14 +189,6 @@ def test_a_delayed_message_can_be_recalled(tmp_path: Path) -> None:
         assert not store.recall(handle)
 
 
-def test_a_queue_and_its_dead_letters(store: Store) -> None:
-    queue = store.queue("jobs", codec=mqstore.TEXT)
-    queue.put("x")
-    queue.get().reject("why not")
-    [letter] = store.dead_letters("jobs")
-    assert letter.text() == "x"
-
-
 def test_reading_beside_a_writer(tmp_path: Path) -> None:
     with mqstore.open(tmp_path / "store") as writer:
         writer.create_topic("empty")
@@ -260,11 +252,3 @@ def test_what_another_profile_would_be_is_refused_and_the_lock_given_back(tmp_pa
     with pytest.raises(mqstore.errors.ConfigError):
         mqstore.open(tmp_path / "store", profile="rocketmq")
     mqstore.open(tmp_path / "store").close()
-
-
-def test_a_message_survives(tmp_path: Path) -> None:
-    with mqstore.open(tmp_path / "store", durability="flush") as store:
-        receipt = store.put("t", b"x")
-        store.flush()
-    with mqstore.open(tmp_path / "store") as store:
-        assert [m.body for m in store.read(*receipt.queue, receipt.offset)] == [b"x"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import threading
 import time
 import weakref
@@ -51,17 +50,15 @@ class Value:
 
 def test_timers_fire_in_the_order_in_which_they_are_due(workers: Workers, clock: SimulatedClock) -> None:
     fired: list[str] = []
-    for name, delay_ms in (("late", 30), ("first", 10), ("same", 10), ("never", 20)):
-        timer = workers.later(delay_ms, partial(fired.append, name))
-        if name == "never":
-            timer.cancel()
+    for name, delay_ms in (("late", 30), ("first", 10), ("same", 10)):
+        workers.later(delay_ms, partial(fired.append, name))
 
     assert workers.run_once() == 10
     clock.advance(9)
     workers.run_once()
     assert fired == []
     clock.advance(1)
-    assert workers.run_once() == 30  # not 20: that one was cancelled
+    assert workers.run_once() == 30
     clock.advance(20)
     assert workers.run_once() is None
     assert fired == ["first", "same", "late"]
@@ -217,12 +214,6 @@ def test_jobs_that_were_submitted_before_stop_are_done_and_no_thread_is_left(
     assert sorted(done) == list(range(100))
     assert not new_threads(before)
     assert workers.stop(10)  # again is harmless
-
-
-def test_stop_may_wait_for_ever(threaded: Callable[[int], Workers]) -> None:
-    workers = threaded(1)
-    workers.start()
-    assert workers.stop(math.inf)
 
 
 def test_a_thread_that_hangs_is_left_and_told_of(threaded: Callable[[int], Workers]) -> None:
@@ -468,20 +459,6 @@ def test_what_has_ended_elsewhere_ended_in_time_however_busy_the_threads_are(
     go.set()
     assert workers.stop(10)
     assert before <= ended[0] <= after
-
-
-def test_stop_leaves_no_more_turns_than_there_are_threads(threaded: Callable[[int], Workers]) -> None:
-    workers, most = threaded(40), 0
-    workers.start()
-
-    def job(worker: Worker) -> None:
-        nonlocal most
-        most = max(most, workers._turns.qsize())
-
-    for _ in range(2_000):
-        workers.submit(job)
-    assert workers.stop(30)
-    assert most <= 2_000 + 40
 
 
 @pytest.mark.parametrize("stops", [False, True])

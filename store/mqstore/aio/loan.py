@@ -20,7 +20,7 @@ class Loan(Twin[L]):
 
     __slots__ = ()
 
-    message = Value[Message](delivery.Delivery)
+    message = Value[Message](delivery.Loan)
     attempt = Value[int](delivery.Loan)
     expires_at = Value[float](delivery.Loan)
     settled = Value[bool](delivery.Loan)

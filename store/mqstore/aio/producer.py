@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
@@ -26,8 +25,6 @@ from mqstore.broker.road import SendOptions
 from mqstore.client import producer, transaction
 from mqstore.client.producer import Selector
 from mqstore.errors import (
-    ConfigError,
-    FlushTimeoutError,
     SendError,
     StoreClosedError,
     StoreIOError,
@@ -35,12 +32,10 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.outgoing import Body
-from mqstore.options import Duration, seconds
+from mqstore.options import Duration, check_whole, seconds
 from mqstore.store import Store
 
 __all__ = ["Producer", "Transaction"]
-
-_NUDGE_S = 0.005
 
 
 class Producer(Closable[producer.Producer]):
@@ -70,8 +65,7 @@ class Producer(Closable[producer.Producer]):
     ) -> None:
         """On the store's thread. Options as `ProducerOptions`."""
         for name, value in (("max_inflight", max_inflight), ("max_inflight_bytes", max_inflight_bytes)):
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name} is a whole number from 1, not {value!r}")
+            check_whole(name, value, 1)
         # The bound is kept here, so the synchronous producer has none.
         super().__init__(bridge, store.producer(group, max_inflight=1 << 40, max_inflight_bytes=1 << 60, **options))
         self.group = group
@@ -195,8 +189,8 @@ class Producer(Closable[producer.Producer]):
         return not held or (held < self._max and self._held_bytes + size <= self._max_bytes)
 
     async def _wait_for_room(self) -> None:
-        if self._lingers:
-            await self._nudge()
+        if self._lingers:  # nothing does any more
+            await self.flush()
             return
         self._room = self._bridge.loop.create_future()
         try:
@@ -211,15 +205,6 @@ class Producer(Closable[producer.Producer]):
             if self._room is not None and not self._room.done():
                 self._room.set_result(None)
 
-    async def _nudge(self) -> None:
-        """Let nothing linger."""
-
-        def nudge() -> None:
-            with suppress(FlushTimeoutError):
-                self.sync.flush(_NUDGE_S)
-
-        await self._bridge.call(nudge)
-
     # -- transactions -----------------------------------------------------------------------------------------------
 
     def transaction(self) -> Transaction:
@@ -230,28 +215,9 @@ class Producer(Closable[producer.Producer]):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     async def flush(self, timeout: Duration | None = None) -> None:
-        """As `mqstore.Producer.flush`."""
+        """As `mqstore.Producer.flush`, in a thread of its own: the store's goes on meanwhile."""
         self._check()
-        left_s = limit(timeout)
-        if not await self._wait_for(set(self._held), left_s):
-            raise FlushTimeoutError(f"not all that was submitted is stored after {timeout!r} s; flush again to wait on")
-
-    async def _wait_for(self, held: set[asyncio.Future[SendReceipt]], timeout_s: float | None) -> bool:
-        """Whether all these are answered in time."""
-        loop = self._bridge.loop
-        end = None if timeout_s is None else loop.time() + timeout_s
-        while held := {each for each in held if each in self._held}:
-            left_s = None if end is None else end - loop.time()
-            if left_s is not None and left_s <= 0:
-                return False
-            if self._lingers:
-                await self._nudge()
-                await asyncio.sleep(0)
-                continue
-            # One that was cancelled is done, and held all the same until the writer has seen it.
-            waits = [each for each in held if not each.done()]
-            await asyncio.wait(waits, timeout=left_s) if waits else await asyncio.sleep(_NUDGE_S)
-        return True
+        await asyncio.to_thread(self.sync.flush, limit(timeout))
 
     run_once = called(producer.Producer.run_once)
 

@@ -19,7 +19,6 @@ import asyncio
 import contextvars
 import inspect
 import logging
-import signal
 import sys
 import threading
 import traceback
@@ -33,6 +32,7 @@ from mqstore.aio.bridge import Bridge, uncancelled
 from mqstore.aio.forward import Closable, called
 from mqstore.client import pushconsumer, workers
 from mqstore.client.handlers import check_handler, check_has_run
+from mqstore.client.signals import at_signals
 from mqstore.options import Duration, seconds
 
 __all__ = ["Handler", "PushConsumer", "cancelled"]
@@ -319,24 +319,12 @@ class PushConsumer(Closable[pushconsumer.PushConsumer]):
     async def run(self, stop_timeout: Duration = 30) -> bool:
         """Start, wait for SIGINT or SIGTERM (on the main thread; else for a `stop` from elsewhere), stop; what `stop`
         says. A second signal does what it did before."""
-        restore: list[Callable[[], object]] = []
-
-        def wish(number: int, frame: FrameType | None) -> None:
-            for each in restore:
-                each()
-            self._bridge.tell(self._wish_to_stop.set)
-
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before = signal.signal(number, wish)
-                restore.append(partial(signal.signal, number, before))
         ended = False
         try:
-            await self.start()
-            await self._wish_to_stop.wait()
+            with at_signals(lambda: self._bridge.tell(self._wish_to_stop.set)):
+                await self.start()
+                await self._wish_to_stop.wait()
         finally:
-            for each in restore:
-                each()
             if self._started:  # else it did not start, and may be started again
                 ended = await self.stop(stop_timeout)
         return ended

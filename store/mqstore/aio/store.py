@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,11 +35,11 @@ from mqstore.aio.puts import Puts
 from mqstore.aio.queue import Queue
 from mqstore.aio.simpleconsumer import SimpleConsumer
 from mqstore.broker.road import SendOptions
-from mqstore.broker.waiting import Waiter
 from mqstore.client.producer import ProducerOptions
 from mqstore.client.pullconsumer import PullConsumerOptions
 from mqstore.client.pushconsumer import PushConsumerOptions
 from mqstore.client.simpleconsumer import SimpleConsumerOptions
+from mqstore.client.waits import Ready
 from mqstore.errors import InvalidMessageError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
@@ -264,7 +265,7 @@ class _Follower(AsyncIterator[Message]):
     async def __anext__(self) -> Message:
         while True:
             if self.round is None:
-                if not await self.bridge.look(self.find, partial(_News, self), timeout_s=None):
+                if not await self.bridge.look(self.find, self.park, timeout_s=None):
                     raise StopAsyncIteration
                 self.round = Pages(self.bridge, self.read)
             try:
@@ -305,45 +306,12 @@ class _Follower(AsyncIterator[Message]):
                 self.positions[queue_id] = end
         return merge(*scans, key=lambda message: (message.store_timestamp_ms, message.physical_offset))
 
-
-class _News:
-    """Calls `again` once, when a follower may find something. Made on the store's thread."""
-
-    def __init__(self, follower: _Follower, again: Callable[[], object]) -> None:
-        self._broker = follower.sync.broker if follower.sync.mode == "rw" else None
-        self._again = again
-        self._over = False
-        self._waiters: builtins.list[Waiter] = []
-        if self._broker is None:
-            bridge = follower.bridge
-            bridge.tell(lambda: bridge.loop.call_later(_LOOK_S, self._called))
-            return
-        for queue_id, offset in (follower.positions or {}).items():
-            if self._over:  # called by the one before
-                self._let_go()
-                return
-            self._waiters.append(
-                self._broker.add_waiter(
-                    follower.topic,
-                    queue_id,
-                    offset,
-                    self._called,
-                    filter=follower.tags,
-                    timeout=_NEW_QUEUES_S,
-                )
-            )
-
-    def _called(self, worth: bool = True) -> None:
-        if not self._over:  # twice does no harm: it is one look more
-            self._over = True
-            self._again()
-            self._let_go()
-
-    def cancel(self) -> None:
-        self._over = True
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._broker is not None:
-            for waiter in builtins.list(self._waiters):
-                self._broker.remove_waiter(waiter)
+    def park(self, again: Callable[[], object]) -> Ready:
+        """Have `again` called once, when there may be something to read."""
+        ready = Ready(again, threading.Lock(), set())
+        if self.sync.mode == "rw":
+            for queue_id, offset in (self.positions or {}).items():
+                ready.park(self.sync.broker, self.topic, queue_id, offset, self.tags, _NEW_QUEUES_S)
+        else:
+            self.bridge.tell(lambda: self.bridge.loop.call_later(_LOOK_S, ready.fire))
+        return ready

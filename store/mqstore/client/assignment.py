@@ -21,7 +21,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import partial
 from typing import Protocol
 
@@ -33,14 +32,13 @@ from mqstore.broker.waiting import Waiter
 from mqstore.client.handling import Handling, Subscription
 from mqstore.client.membership import Membership
 from mqstore.client.processqueue import Limits, ProcessQueue, QueueInfo
-from mqstore.client.progress import Progress, place
+from mqstore.client.progress import Progress, Start, place
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import (
     ConfigError,
     GroupInUseError,
     MQStoreError,
     NotPermittedError,
-    OffsetOutOfRangeError,
     StoreClosedError,
     SubscriptionConflictError,
     TopicNotFoundError,
@@ -108,7 +106,6 @@ class Assignment:
         self._topics: frozenset[str] = frozenset()
         """What is consumed."""
         self._subscriptions: Mapping[str, Subscription] = {}
-        self._filters: dict[str, Filter | None] = {}
         self._lock = threading.Lock()
         self._queues: dict[QueueRef, ProcessQueue] = {}
         self._leaving: dict[QueueRef, ProcessQueue] = {}
@@ -160,12 +157,15 @@ class Assignment:
         self.stir()
 
     def _join(self, subscriptions: Mapping[str, Subscription]) -> None:
-        filters = {name: self._broker.filter(each.expression, each.kind) for name, each in subscriptions.items()}
-        wanted = {name: (each.kind, each.expression) for name, each in subscriptions.items()}
+        wanted = {name: each.wanted.expression for name, each in subscriptions.items()}
         if self._retries is not None:
             wanted[self._retries] = ("TAG", "*")
         self.membership.join(wanted)
-        self._filters, self._subscriptions, self._topics = filters, dict(subscriptions), frozenset(wanted)
+        self._subscriptions, self._topics = dict(subscriptions), frozenset(wanted)
+
+    def _filter(self, topic: str) -> Filter | None:
+        subscription = self._subscriptions.get(topic)
+        return None if subscription is None else subscription.wanted.filter
 
     def _pop_retries(self) -> Iterable[str]:
         """Names of the topics in which the group has what it failed at as long as it popped. Whether one of them is
@@ -419,7 +419,7 @@ class Assignment:
                 offset,
                 messages_max,
                 max_bytes=bytes_max,
-                filter=self._filters.get(topic),
+                filter=self._filter(topic),
                 group=self.group,
             )
             messages, idle = self._take_in(queue, offset, result, self._clock.monotonic_ms() - queue.last_pull_ms)
@@ -485,7 +485,7 @@ class Assignment:
                     *ref,
                     queue.next_offset,
                     lambda worth: self._submit_pull(queue),
-                    filter=self._filters.get(ref.topic),
+                    filter=self._filter(ref.topic),
                     timeout=HOLD_S,
                 )
             except StoreClosedError:
@@ -654,22 +654,13 @@ class Assignment:
         with self._lock:
             return frozenset(self._queues)
 
-    def running(self) -> int:
-        """Workers that are in a queue now."""
-        with self._lock:
-            queues = [*self._queues.values(), *self._leaving.values()]
-        return sum(queue.running for queue in queues)
-
-    def seek(self, ref: QueueRef, to: int | str | datetime) -> None:
+    def seek(self, ref: QueueRef, to: int | Start) -> None:
         """Drop what is cached of a queue and go on elsewhere. ConfigError for a queue that is not ours,
         OffsetOutOfRangeError for an offset that it does not have."""
         owned = self._owned([ref])
         if not owned:
             raise ConfigError(f"queue {ref.queue_id} of {ref.topic!r} is not assigned to this consumer now")
-        offset = place(self._broker, ref, to)  # type: ignore[arg-type]
-        low, high = self._broker.min_offset(*ref), self._broker.max_offset(*ref)
-        if not low <= offset <= high:
-            raise OffsetOutOfRangeError(f"queue {ref.queue_id} of {ref.topic!r} has offsets {low}..{high}", low, high)
+        offset = place(self._broker, ref, to)
         if not self._begin_anew(owned[0], offset, asked=True):
             raise ConfigError(f"queue {ref.queue_id} of {ref.topic!r} is just being given up; nothing has changed")
         self.progress.save()  # no crash is to undo what was asked for

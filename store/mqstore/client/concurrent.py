@@ -5,31 +5,30 @@
                                  failed    sent back, and settled; if that fails, again here after 5 s
                                  hung      after `consume_timeout` sent back and settled; its end counts for nothing
 
-A chunk is what one pull brought. Several workers may be at it, each takes the next batch from its front. How many are
-invited depends on how long handlers took of late: waking a thread for what is done in less is a loss. A guess that was
-wrong is mended within 50 ms: then the rest of a chunk whose worker is held up is offered to the others.
+A chunk is what one pull brought (chunks.py).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_dlq_topic, is_retry_topic
 from mqstore.client.assignment import Assignment
+from mqstore.client.chunks import SETTLE_S, Chunk, Helpers, next_of
 from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
+from mqstore.client.overdue import Overdue
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.shown import as_sent, shown
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import ConfigError, StoreClosedError
-from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 
 __all__ = ["ConcurrentService"]
@@ -37,28 +36,18 @@ __all__ = ["ConcurrentService"]
 SEND_BACK_AGAIN_MS = 5_000
 NOBODY_AGAIN_MS = 1_000
 """When to look again whether anybody handles what nobody did: by then its queue is gone, as a rule."""
-TICK_MS = 50
-IDLE_TICKS = 20
-"""Ticks without work after which there are none: an idle consumer wakes nobody."""
-_SETTLE_S = 0.01
 _HAND_OVER_S = 0.4
-_WORTH_MS = 1.0
-"""Handling that takes so long is worth another thread."""
 
 
-class _Chunk:
-    """Messages of one queue that were pulled together, in the order in which they are to be begun."""
+class _Chunk(Chunk[Message, Message]):
+    """Messages of one queue that were pulled together."""
 
-    __slots__ = ("alone", "done", "first", "invited", "messages", "queue", "until")
+    __slots__ = ("alone", "first", "queue", "until")
 
     def __init__(self, queue: ProcessQueue, messages: Sequence[Message]) -> None:
+        super().__init__(messages)
         self.queue = queue
         self.first = messages[0]
-        self.messages = deque(messages)
-        self.done: deque[Message] = deque()
-        """Handled, and not settled yet."""
-        self.invited = 0
-        """Workers that were asked to it and have not come yet."""
         self.until: float | None = None
         """When to leave it undone, once its queue is to go."""
         self.alone = False
@@ -89,18 +78,16 @@ class ConcurrentService:
         self._batch_size = batch_size
         self._timeout_ms = consume_timeout_ms
         self._broadcasting = broadcasting
-        self._clock = broker.store.clock
-        self._others = len(workers.all) - 1
-        self._pace_ms = _WORTH_MS
-        """How long a handler takes of late. The first call may take long."""
-        self._at: dict[Worker, _Chunk | None] = dict.fromkeys(workers.all)
-        """What each worker is at."""
-        self._calls_seen: dict[Worker, tuple[int, int]] = {}
-        """The call that a worker was in at the last tick, and when that was first seen."""
-        self._lock = threading.Lock()
-        """Of invitations, and of whether there are ticks."""
-        self._ticking = False
-        self._idle_ticks = 0
+        self._helpers = Helpers(workers, batch_size)
+        self._overdue: Overdue[_Chunk] = Overdue(
+            workers,
+            handling,
+            broker.store.clock,
+            consume_timeout_ms,
+            "; it is sent back",
+            held_up=self._held_up,
+            overdue=self._time_is_up,
+        )
 
     def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:
         if queue.attempts:
@@ -108,8 +95,7 @@ class ConcurrentService:
             if not messages:
                 return _no_work()
         chunk = _Chunk(queue, messages)
-        batches = -(-len(messages) // self._batch_size)
-        self._invite(chunk, min(batches - 1, int(batches * self._pace_ms / _WORTH_MS)))
+        self._helpers.begin(chunk, self._run)
         return self._run(chunk, worker)
 
     def _with_attempts(self, queue: ProcessQueue, messages: Sequence[Message]) -> Sequence[Message]:
@@ -128,19 +114,6 @@ class ConcurrentService:
                 live.append(shown(message, message.topic, times))
         return live
 
-    def _invite(self, chunk: _Chunk, number: int) -> None:
-        """Have up to `number` workers on their way to a chunk; those that are asked already count."""
-        with self._lock:
-            number = min(number, self._others) - chunk.invited
-            chunk.invited += max(0, number)
-        for _ in range(number):
-            self._workers.submit(partial(self._come, chunk))
-
-    def _come(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
-        with self._lock:
-            chunk.invited -= 1
-        return self._run(chunk, worker)
-
     def _later(self, chunk: _Chunk, delay_ms: int) -> None:
         self._workers.later(delay_ms, partial(self._workers.submit, partial(self._run, chunk)))
 
@@ -156,13 +129,10 @@ class ConcurrentService:
         if chunk.alone and not self._handling.is_in_turn(chunk):
             self._begin_alone(chunk)
             return
-        if not chunk.messages or not self.assignment.enter(queue, chunk.first.offset):
+        if not chunk.items or not self.assignment.enter(queue, chunk.first.offset):
             self._handling.leave(chunk)
             return
-        self._at[worker] = chunk
-        worker.is_cancelled = lambda: queue.closing
-        if not self._ticking:
-            self._begin_ticks()
+        self._overdue.begin(worker, chunk, lambda: queue.closing)
         try:
             yield from self._handle(chunk, worker)
         except Exception as error:  # no handler's: memory has run out, say. What was in hand would lie here for ever
@@ -171,8 +141,7 @@ class ConcurrentService:
             )
             self._workers.later(NOBODY_AGAIN_MS, partial(self.assignment.begin_again, queue))
         finally:
-            worker.is_cancelled = None
-            self._at[worker] = None
+            self._overdue.end(worker)
             try:
                 self._settle(chunk)
             finally:
@@ -181,19 +150,19 @@ class ConcurrentService:
                     self._handling.leave(chunk)
 
     def _handle(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
-        queue, handling, size = chunk.queue, self._handling, self._batch_size
+        queue, handling, helpers, size = chunk.queue, self._handling, self._helpers, self._batch_size
         retried = is_retry_topic(queue.queue.topic)
         watched = handling.watches()
         each = bool(handling.hooks.on_settle) or retried
         subscription: Subscription | None = None
         handled, took_ms = 0, 0.0
         settled_at = time.perf_counter()
-        while (not queue.closing or _may_end(chunk)) and (batch := _next(chunk.messages, size)):
+        while (not queue.closing or _may_end(chunk)) and (batch := next_of(chunk.items, size)):
             if retried:
-                batch = _of_one_topic(self._group, chunk.messages, batch)
+                batch = _of_one_topic(self._group, chunk.items, batch)
             if watched:
                 number = handling.together(batch)
-                chunk.messages.extendleft(reversed(batch[number:]))
+                chunk.items.extendleft(reversed(batch[number:]))
                 batch = batch[:number]
                 if not chunk.alone and handling.is_suspect(batch[0]):
                     self._begin_alone(_Chunk(queue, batch))
@@ -204,7 +173,7 @@ class ConcurrentService:
                 self._failed(queue, batch, Failure("retry", "nobody subscribes to its topic any more"), 0.0)
                 continue
             if subscription is None:  # the queue is about to go, and its messages stay what they are
-                chunk.messages.extendleft(reversed(batch))
+                chunk.items.extendleft(reversed(batch))
                 self._later(chunk, NOBODY_AGAIN_MS)
                 break
             ended = handling.call(worker, subscription, batch)
@@ -227,15 +196,15 @@ class ConcurrentService:
                     handled += len(batch)
                     took_ms += call_ms
             now = time.perf_counter()
-            if call_ms > _SETTLE_S * 1000 or now - settled_at > _SETTLE_S:
+            if call_ms > SETTLE_S * 1000 or now - settled_at > SETTLE_S:
                 self._settle(chunk)
                 settled_at, subscription = now, None  # there may be another handler
-            self._pace_ms += (call_ms - self._pace_ms) / 16
+            helpers.pace_ms += (call_ms - helpers.pace_ms) / 16
         if handled:
             handling.counted(queue.queue.topic, handled, took_ms)
 
     def _settle(self, chunk: _Chunk) -> None:
-        done = _next(chunk.done, len(chunk.done))
+        done = next_of(chunk.done, len(chunk.done))
         if done:
             self.assignment.settle(chunk.queue, done)
 
@@ -262,16 +231,7 @@ class ConcurrentService:
         if not queue.contains(message):  # its time was up, and it was sent back then
             return
         try:
-            if failure.kind == "reject":
-                receipt = self._broker.send_back(
-                    self._group,
-                    message.physical_offset,
-                    delay_level=-1,
-                    attempts=message.attempt,
-                    reason=failure.reason,
-                )
-            else:
-                receipt = self._retry(message, failure)
+            outcome = self._go_back(message, failure)
         except StoreClosedError:
             return
         except Exception as error:
@@ -279,18 +239,24 @@ class ConcurrentService:
             self._handling.report(error, "it failed and cannot be sent back, here again in 5 s", message)
             self._later(_Chunk(queue, [message]), SEND_BACK_AGAIN_MS)
             return
-        self._end(queue, message, "dlq" if is_dlq_topic(receipt.queue.topic) else "retry", took_ms)
+        self._end(queue, message, outcome, took_ms)
 
-    def _retry(self, message: Message, failure: Failure) -> SendReceipt:
-        offset, attempts, reason = message.physical_offset, message.attempt, failure.reason
+    def _go_back(self, message: Message, failure: Failure) -> Settled:
+        if failure.kind == "reject":
+            return self._file(message, failure.reason, delay_level=-1)
         if failure.delay_s is not None:
             try:
-                return self._broker.send_back(
-                    self._group, offset, delay=failure.delay_s, attempts=attempts, reason=reason
-                )
+                return self._file(message, failure.reason, delay=failure.delay_s)
             except ConfigError as error:  # longer than the store delays anything, say: that will not change
                 self._handling.report(error, "it comes again as the retry policy says", message)
-        return self._broker.send_back(self._group, offset, attempts=attempts, reason=reason)
+        return self._file(message, failure.reason)
+
+    def _file(self, message: Message, reason: str, **delay: Any) -> Settled:
+        """Have the broker put a message into the retry topic, or to the dead letters; which it was."""
+        receipt = self._broker.send_back(
+            self._group, message.physical_offset, attempts=message.attempt, reason=reason, **delay
+        )
+        return "dlq" if is_dlq_topic(receipt.queue.topic) else "retry"
 
     def _end(self, queue: ProcessQueue, message: Message, outcome: Settled, took_ms: float) -> None:
         self._handling.settled([message], outcome, took_ms)
@@ -298,56 +264,15 @@ class ConcurrentService:
 
     # -- what takes long --------------------------------------------------------------------------------------------
 
-    def _begin_ticks(self) -> None:
-        with self._lock:
-            if self._ticking:
-                return
-            self._ticking = True
-        self._workers.later(TICK_MS, self._tick)
+    def _held_up(self, worker: Worker, chunk: _Chunk) -> None:
+        """Let others have the rest of a chunk."""
+        if chunk.items or chunk.done:
+            self._settle(chunk)
+            self._helpers.ask(chunk, len(chunk.items), self._run)
 
-    def _tick(self) -> None:
-        """Timer thread, while there is work."""
-        try:
-            self._idle_ticks = 0 if self._look() else self._idle_ticks + 1
-        finally:  # whatever a hook has met, the next one comes
-            with self._lock:
-                self._ticking = False  # before we look who is at work: who begins from here on does not rely on us
-                self._ticking = goes_on = self._idle_ticks < IDLE_TICKS or any(self._at.values())
-            if goes_on:
-                self._workers.later(TICK_MS, self._tick)
-
-    def _look(self) -> bool:
-        """Look after workers that are held up; whether any is at work."""
-        now_ms = self._clock.monotonic_ms()
-        seen, self._calls_seen = self._calls_seen, {}
-        busy = False
-        for worker, chunk in self._at.items():
-            if chunk is None:
-                continue
-            busy = True
-            if not worker.messages:
-                continue
-            call, since_ms = seen.get(worker, (-1, now_ms))
-            if call != worker.calls:
-                since_ms = now_ms
-            elif call != worker.lapsed and now_ms - since_ms >= self._timeout_ms:
-                self._lapse(worker, chunk, call)
-            elif chunk.messages or chunk.done:  # held up for a tick
-                self._settle(chunk)
-                self._invite(chunk, len(chunk.messages))
-            self._calls_seen[worker] = (worker.calls, since_ms)
-        return busy
-
-    def _lapse(self, worker: Worker, chunk: _Chunk, call: int) -> None:
-        """A handler has had its messages for too long: they go back, whatever comes of it (clients#overdue)."""
-        messages = worker.lapse(call)
-        if not messages:  # it has just ended
-            return
-        stack = worker.stack()
-        what = f"has been in its handler for {self._timeout_ms / 1000:g} s; it is sent back"
-        self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
+    def _time_is_up(self, chunk: _Chunk, messages: Sequence[Message]) -> None:
+        """A handler has had these for too long: they go back, whatever comes of it."""
         for message in messages:
-            self._handling.timed_out(message, stack, self._timeout_ms)
             if self._broadcasting:
                 self._end(chunk.queue, message, "dlq", self._timeout_ms)
             else:
@@ -361,13 +286,7 @@ class ConcurrentService:
         if queue.dropped or not queue.contains(message):
             return
         try:
-            receipt = self._broker.send_back(
-                self._group,
-                message.physical_offset,
-                delay_level=delay_level,
-                attempts=message.attempt,
-                reason=reason,
-            )
+            outcome = self._file(message, reason, delay_level=delay_level)
         except StoreClosedError:
             return
         except Exception as error:
@@ -375,22 +294,11 @@ class ConcurrentService:
             again = partial(self._give_up, queue, message, reason, took_ms, delay_level)
             self._workers.later(SEND_BACK_AGAIN_MS, again)
             return
-        self._end(queue, message, "dlq" if is_dlq_topic(receipt.queue.topic) else "retry", took_ms)
+        self._end(queue, message, outcome, took_ms)
 
 
 def _no_work() -> Flow[None]:
     yield from ()
-
-
-def _next(messages: deque[Message], number: int) -> list[Message]:
-    """Up to `number` from the front; others may be taking from it, too."""
-    taken: list[Message] = []
-    try:
-        while len(taken) < number:
-            taken.append(messages.popleft())
-    except IndexError:
-        pass
-    return taken
 
 
 def _may_end(chunk: _Chunk) -> bool:

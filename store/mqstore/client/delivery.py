@@ -64,14 +64,24 @@ class Lender:
 class Loan:
     """A delivery, and what may be done with it. Any thread may; who settles it first has settled it."""
 
-    __slots__ = ("_delivery", "_lender", "_verb", "expires_at")
+    __slots__ = ("_delivery", "_lender", "_message", "_verb", "expires_at")
 
     def __init__(self, lender: Lender, delivery: pop.Delivery, expires_at: float) -> None:
         self._lender = lender
         self._delivery = delivery
+        self._message: Message | None = None
         self._verb: Verb | None = None
         self.expires_at = expires_at
         """When it is given to others unless it is settled, on the scale of `time.monotonic` (of the store's clock)."""
+
+    @property
+    def message(self) -> Message:
+        """The message under the topic it was sent to, with its `attempt`. Its `queue` is where it lies: of one that
+        comes again that may be the group's retry topic."""
+        message = self._message
+        if message is None:
+            message = self._message = as_delivered(self._delivery)
+        return message
 
     @property
     def attempt(self) -> int:
@@ -152,7 +162,7 @@ class Loan:
         if isinstance(error, Retry):
             lender = self._lender
             # Here and not in `nack`, whose caller is there to be told that he asks for too much.
-            self.nack(shortened(retry_delay(error), _LONGEST_S, lender.log, as_delivered(self._delivery)))
+            self.nack(shortened(retry_delay(error), _LONGEST_S, lender.log, self.message))
             return True
         if isinstance(error, Reject):
             self.reject(error.reason)
@@ -191,22 +201,12 @@ class Delivery(Loan):
     True
     """
 
-    __slots__ = ("_message", "received_at")
+    __slots__ = ("received_at",)
 
     def __init__(self, lender: Lender, delivery: pop.Delivery, received_at: float, expires_at: float) -> None:
         super().__init__(lender, delivery, expires_at)
         self.received_at = received_at
         """When it was received, on the scale of `expires_at`."""
-        self._message: Message | None = None
-
-    @property
-    def message(self) -> Message:
-        """The message under the topic it was sent to, with its `attempt`. Its `queue` is where it lies: of one that
-        comes again that may be the group's retry topic."""
-        message = self._message
-        if message is None:
-            message = self._message = as_delivered(self._delivery)
-        return message
 
     @property
     def receipt(self) -> str:

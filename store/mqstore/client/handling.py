@@ -25,6 +25,7 @@ from mqstore.client.handlers import check_has_run
 from mqstore.client.interceptors import Consumed, Interceptors, Settled
 from mqstore.client.limitedlog import text_of
 from mqstore.client.outcome import BatchFailure, Reject, Retry, retry_delay
+from mqstore.client.wanted import Wanted
 from mqstore.client.workers import Awaited, Flow, Worker
 from mqstore.clock import Clock
 from mqstore.log.commitlog import QueueRef
@@ -60,10 +61,8 @@ Ended = tuple["Failure | None", float]
 class Subscription:
     """What a consumer wants of a topic, and who gets it."""
 
-    topic: str
     handler: Callable[..., object]
-    kind: Literal["TAG", "SQL92"] = "TAG"
-    expression: str = "*"
+    wanted: Wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,27 +210,17 @@ class Handling:
             outcome = "retry"
         elif isinstance(error, Reject):
             outcome = "reject"
-        self._tell_consumed(Consumed(self.group, messages[0].topic, tuple(messages), outcome, took_ms / 1000, error))
-
-    def _tell_consumed(self, consumed: Consumed) -> None:
-        for hook in self._after:
-            try:
-                hook(consumed)
-            except Exception as failed:
-                self.log.say(
-                    logging.ERROR,
-                    "an interceptor's after_consume failed",
-                    at=consumed.messages,
-                    error=failed,
-                    traceback=True,
-                )
+        took_s = took_ms / 1000
+        consumed = Consumed(self.group, messages[0].topic, tuple(messages), outcome, took_s, error)
+        self.hooks.tell(self._after, consumed)
 
     def timed_out(self, message: Message, stack: str, timeout_ms: int) -> None:
         """Tell the interceptors that a handler has had a message for longer than `consume_timeout`."""
         if self.watches() and self.is_suspect(message):
             self._suspects.give_up(self)
         if self._after:
-            self._tell_consumed(Consumed(self.group, message.topic, (message,), "timeout", timeout_ms / 1000, None))
+            consumed = Consumed(self.group, message.topic, (message,), "timeout", timeout_ms / 1000, None)
+            self.hooks.tell(self._after, consumed)
         self.hooks.tell(self.hooks.on_timeout, message, stack)
 
     def _failure(self, error: Exception, subscription: Subscription, messages: Sequence[Message]) -> Failure:

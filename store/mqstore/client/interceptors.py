@@ -100,8 +100,8 @@ class Interceptors:
     """The hooks of several interceptors, by name. A name that nobody overrides is an empty tuple.
 
     >>> chain = Interceptors([Interceptor()])
-    >>> chain.on_settle, bool(chain)
-    ((), False)
+    >>> chain.on_settle
+    ()
     """
 
     before_send: tuple[Callable[[OutgoingMessage], OutgoingMessage], ...]
@@ -129,16 +129,14 @@ class Interceptors:
             setattr(self, name, tuple(hooks))
         self.log = LimitedLog() if log is None else log
 
-    def __bool__(self) -> bool:
-        return any(getattr(self, name) for name in self.__annotations__)
-
     def tell(self, hooks: Sequence[Callable[..., object]], *arguments: Any) -> None:
         """Call each of `hooks`; an exception of one is logged."""
         for hook in hooks:
             try:
                 hook(*arguments)
             except Exception as error:
-                self._report(_name(hook), arguments[0], error)
+                first = arguments[0]
+                self._report(_name(hook), first.messages if isinstance(first, Consumed) else first, error)
 
     def _report(self, name: str, at: object, error: Exception) -> None:
         self.log.say(logging.ERROR, f"an interceptor's {name} failed", at=at, error=error, traceback=True)

@@ -23,8 +23,10 @@ Knows no offsets and reads nothing: who holds a queue, and when to look at the s
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
+import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,15 +38,18 @@ from mqstore.client.allocation import Strategy, name_of
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 
-__all__ = ["Membership", "check_client_id"]
+__all__ = ["Membership", "client_id_of"]
 
 _log = logging.getLogger("mqstore")
 
 _CLIENT_ID = re.compile(r"[a-zA-Z0-9_.@#-]{1,120}")
 
 
-def check_client_id(client_id: object) -> str:
-    """`client_id`, if a client may go by it; it names a folder, too. ConfigError says what the rule is."""
+def client_id_of(client_id: object) -> str:
+    """Return the name by which a group knows a client, which names a folder, too. None: a new one. ConfigError says
+    what the rule is."""
+    if client_id is None:
+        return f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
     if not isinstance(client_id, str) or not _CLIENT_ID.fullmatch(client_id) or client_id in (".", ".."):
         raise ConfigError(
             f"client id {client_id!r:.150}: a client id is 1 to 120 of letters, digits, '_', '.', '@', '#', '-', "
@@ -81,9 +86,9 @@ class Membership:
         retry: RetryPolicy | None = None,
     ) -> None:
         """`on_change` is called from any thread, and must be quick: it notes that there is something to look at.
-        `retry`: the policy that the group is to have. ConfigError for a bad client id."""
+        `retry`: the policy that the group is to have."""
         self.group = group
-        self.client_id = check_client_id(client_id)
+        self.client_id = client_id
         self._broker = broker
         self._mode = mode if mode.broadcasting else mode._replace(strategy=name_of(strategy))
         self._strategy = strategy

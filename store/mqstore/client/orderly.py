@@ -18,7 +18,6 @@ as one batch (`batch_size`), and its end is the commit.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from mqstore.broker.pop.orderinfo import OrderInfoTable
 from mqstore.client.assignment import Assignment
 from mqstore.client.handling import Failure, Handling
 from mqstore.client.outcome import shortened
+from mqstore.client.overdue import Overdue
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.shown import as_sent, shown
 from mqstore.client.workers import Flow, Worker, Workers
@@ -45,7 +45,6 @@ SLICE_MS = 60_000
 """After this time a queue lets others have the thread."""
 WAITS_MS = -1
 """In place of a pause: the queue goes on when its first message, a suspected one, may begin."""
-TICK_MS = 1_000
 AGAIN_MS = 5_000
 """After what is no failure of a handler: a dead letter that could not be filed, a store that refuses."""
 
@@ -87,18 +86,14 @@ class OrderlyService:
         self._workers = workers
         self._handling = handling
         self._batch_size = batch_size
-        self._timeout_ms = consume_timeout_ms
         self._suspend_ms = suspend_ms
         self._broadcasting = broadcasting
         self._clock = broker.store.clock
-        self._lock = threading.Lock()
-        """Of what the timer thread looks at, too: the next two."""
-        self._tasks = 0
-        self._ticking = False
+        self._overdue: Overdue[ProcessQueue] = Overdue(
+            workers, handling, self._clock, consume_timeout_ms, ", and everything behind it waits"
+        )
         self.own = OrderInfoTable() if broadcasting else None
         """Failed attempts of a broadcasting consumer. Those of a group are kept by the broker."""
-        self._seen: dict[Worker, tuple[int, int]] = {}
-        """The call that each worker was in at the last tick, and when that was first seen."""
 
     def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:
         if idle:
@@ -117,8 +112,7 @@ class OrderlyService:
         if not self.assignment.enter(queue):
             self._handling.leave(queue)
             return
-        worker.is_cancelled = lambda: queue.closing
-        self._task_begins()
+        self._overdue.begin(worker, queue, lambda: queue.closing)
         again_ms: int | None = None
         try:
             again_ms = yield from self._turn(
@@ -138,21 +132,12 @@ class OrderlyService:
             queue.rollback()
             again_ms = AGAIN_MS
         finally:
-            worker.is_cancelled = None
-            with self._lock:
-                self._tasks -= 1
+            self._overdue.end(worker)
             self.assignment.leave(queue)
             if again_ms != WAITS_MS:
                 self._handling.leave(queue)
         if again_ms is not None and again_ms != WAITS_MS:
             self._resubmit(queue, again_ms)
-
-    def _task_begins(self) -> None:
-        with self._lock:
-            self._tasks += 1
-            ticks, self._ticking = self._ticking, True
-        if not ticks:
-            self._workers.later(TICK_MS, self._tick)
 
     def _turn(self, task: _Task) -> Flow[int | None]:
         """Handle messages until there is a reason to stop: when to go on (ms from now), None: somebody else says."""
@@ -332,35 +317,3 @@ class OrderlyService:
         else:
             wait_ms = self._broker.groups.need(self._group).delay_ms(first.attempt)
         return min(max(wait_ms, SUSPEND_MIN_MS), SUSPEND_MAX_MS)
-
-    # -- what takes long --------------------------------------------------------------------------------------------
-
-    def _tick(self) -> None:
-        """Timer thread, while there are tasks."""
-        self._look_for_hanging(self._clock.monotonic_ms())
-        with self._lock:
-            self._ticking = bool(self._tasks)
-            if not self._ticking:
-                return
-        self._workers.later(TICK_MS, self._tick)
-
-    def _look_for_hanging(self, now_ms: int) -> None:
-        """A handler that hangs is only told of: its queue waits (clients#orderly)."""
-        seen, self._seen = self._seen, {}
-        for worker in self._workers.busy():
-            call, since_ms = seen.get(worker, (-1, now_ms))
-            if call != worker.calls:
-                since_ms = now_ms
-            elif call != worker.lapsed and now_ms - since_ms >= self._timeout_ms:
-                self._lapse(worker, call)
-            self._seen[worker] = (worker.calls, since_ms)
-
-    def _lapse(self, worker: Worker, call: int) -> None:
-        messages = worker.lapse(call)
-        if not messages:
-            return
-        stack = worker.stack()
-        what = f"has been in its handler for {self._timeout_ms / 1000:g} s, and everything behind it waits"
-        self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
-        for message in messages:
-            self._handling.timed_out(message, stack, self._timeout_ms)

@@ -23,28 +23,29 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from operator import attrgetter
-from typing import Literal, TypeVar
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.pop import service as pop
-from mqstore.client.delivery import as_delivered, fail
+from mqstore.client.chunks import SETTLE_S, WORTH_MS, Helpers, next_of
+from mqstore.client.delivery import fail
 from mqstore.client.handling import Ended, Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
 from mqstore.client.outcome import shortened
+from mqstore.client.overdue import Overdue
+from mqstore.client.popitems import SETTLE_AGAIN_MAX_MS, Item, Settling, Unit, failed_of
 from mqstore.client.popsource import PopSource
 from mqstore.client.processqueue import Limits, QueueInfo
 from mqstore.client.renewal import Renewer
-from mqstore.client.wanted import Wanted, wanted
+from mqstore.client.wanted import Wanted
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import ConfigError, InvalidReceiptError, MQStoreError, ReceiptExpiredError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
+from mqstore.log.message import Message
 
 __all__ = ["PopEngine"]
 
@@ -52,64 +53,10 @@ LOAN_MS = 60_000
 HOLD_MS = 20_000
 """No more is fetched than is likely to be begun within this time, so that next to nothing is ever renewed unbegun."""
 FETCH_AGAIN_MS = 1_000
-SETTLE_AGAIN_MS, SETTLE_AGAIN_MAX_MS = 100, 1_000
-TICK_MS = 50
-IDLE_TICKS = 20
 SUSPEND_MIN_S, SUSPEND_MAX_S = 0.01, 60.0
 DELAY_MAX_S = 12 * 3600.0
-_SETTLE_S = 0.01
-_WORTH_MS = 1.0
-"""Handling that takes so long is worth another thread."""
-
-_T = TypeVar("_T")
-
-
-class _Item:
-    """A delivery that is here."""
-
-    __slots__ = ("call", "delivery", "message", "size", "state", "topic", "worker")
-
-    def __init__(self, delivery: pop.Delivery) -> None:
-        self.delivery = delivery
-        self.message = message = as_delivered(delivery)
-        self.topic = delivery.topic if message is delivery.message else message.topic
-        """Whose handler gets it; `delivery.topic` settles it."""
-        self.size = self.message.size
-        self.state: Literal["cached", "handling", "ended"] = "cached"
-        self.worker: Worker | None = None
-        self.call = -1
-        """The call of that worker's."""
-
-    def __str__(self) -> str:
-        return f"{self.delivery.topic}/{self.delivery.queue_id}, offset {self.message.offset}"
-
 
 _topic = attrgetter("topic")
-
-
-class _Unit:
-    """Items of one topic, a line's of one queue, in the order in which they are begun. All are settled in one topic. A
-    line of the group's retry topic has messages that were sent to several."""
-
-    __slots__ = ("done", "items")
-
-    def __init__(self, items: Iterable[_Item]) -> None:
-        self.items = deque(items)
-        self.done: deque[tuple[_Item, float]] = deque()
-        """Handled well, with the milliseconds that took, and not settled yet."""
-
-
-class _Settling:
-    """Steps that are gone through in order, each until it is through."""
-
-    __slots__ = ("delay_ms", "line", "steps")
-
-    def __init__(self, line: _Unit | None = None) -> None:
-        self.steps: deque[tuple[Callable[[], Settled], Sequence[_Item], float]] = deque()
-        """(what to do, for which, how long their handler took)"""
-        self.line = line
-        """What goes on then."""
-        self.delay_ms = SETTLE_AGAIN_MS
 
 
 class PopEngine:
@@ -138,6 +85,15 @@ class PopEngine:
         self._batch_size = batch_size
         self._limits = limits
         self._timeout_ms = consume_timeout_ms
+        self._overdue: Overdue[Unit] = Overdue(
+            workers,
+            handling,
+            broker.store.clock,
+            consume_timeout_ms,
+            ", and its queue waits" if ordered else ", and comes again",
+            held_up=self._held_up,
+            overdue=self._time_is_up,
+        )
         self._clock = broker.store.clock
         self._source = PopSource(
             broker,
@@ -149,12 +105,10 @@ class PopEngine:
             on_loss=handling.hooks.loss_teller(),
         )
         self._subscriptions: Mapping[str, Subscription] = {}
-        self._others = len(workers.all) - 1
-        self._pace_ms = _WORTH_MS
-        """How long a handler takes of late. The first call may take long."""
+        self._helpers = Helpers(workers, batch_size)
         self._lock = threading.Lock()
         """Of all below."""
-        self._items: dict[_Item, None] = {}
+        self._items: dict[Item, None] = {}
         """What is here and not settled."""
         self._size = 0
         """Its bytes."""
@@ -165,18 +119,11 @@ class PopEngine:
         self._is_paused = False
         self._is_halted = False
         self._is_closed = False
-        self._settlings: dict[_Settling, None] = {}
+        self._settlings: dict[Settling, None] = {}
         """Those that wait to be tried again."""
-        self._renewer: Renewer[_Item] = Renewer(
-            broker, group, LOAN_MS, on_end=self._time_is_up, on_lost=lambda item: None, log=handling.log
-        )
+        self._renewer: Renewer[Item] = Renewer(broker, group, LOAN_MS, handling.log)
         self._renew_ms: int | None = None
         """When the renewer's timer is due."""
-        self._at: dict[Worker, _Unit | None] = dict.fromkeys(workers.all)
-        """What each worker is at."""
-        self._calls_seen: dict[Worker, int] = {}
-        self._is_ticking = False
-        self._idle_ticks = 0
 
     # -- the engine of a push consumer ------------------------------------------------------------------------------
 
@@ -194,12 +141,7 @@ class PopEngine:
         self._rouse()
 
     def _wanted(self, subscriptions: Mapping[str, Subscription]) -> dict[str, Wanted]:
-        return {
-            topic: wanted(self._broker, topic, sql=each.expression)
-            if each.kind == "SQL92"
-            else wanted(self._broker, topic, each.expression)
-            for topic, each in subscriptions.items()
-        }
+        return {topic: each.wanted for topic, each in subscriptions.items()}
 
     def halt(self) -> None:
         """Begin nothing any more."""
@@ -214,7 +156,7 @@ class PopEngine:
             settlings, self._settlings = list(self._settlings), {}
         for settling in settlings:
             self._go_through(settling, last=True)
-        self._release([item for item in list(self._items) if item.state == "cached"])
+        self._release([item for item in list(self._items) if not item.is_begun])
         for item in list(self._items):  # handlers that hang: nobody renews them, so they come again
             self._renewer.remove(item)
         self._source.leave()
@@ -242,7 +184,7 @@ class PopEngine:
                 "a consumer in mode 'pop' has no queues of its own: pause or resume all, without arguments"
             )
 
-    def seek(self, ref: QueueRef, to: int | str | datetime) -> None:
+    def seek(self, ref: QueueRef, to: int | Start) -> None:
         """ConfigError: no queue is assigned."""
         raise ConfigError(
             f"{ref}: a consumer in mode 'pop' has no positions; broker.reset(group, ...) sets the group's"
@@ -251,10 +193,6 @@ class PopEngine:
     def owned(self) -> frozenset[QueueRef]:
         """None."""
         return frozenset()
-
-    def running(self) -> int:
-        """Workers in a handler now."""
-        return len(self._workers.busy())
 
     def infos(self) -> list[tuple[QueueInfo, int | None]]:
         """None."""
@@ -309,7 +247,7 @@ class PopEngine:
                 return
             for unit in units[1:]:
                 self._workers.submit(partial(self._run, unit))
-            if units and self._others and self._pace_ms > _WORTH_MS:
+            if units and self._helpers.others and self._helpers.pace_ms > WORTH_MS:
                 self._hand_over(worker)
             try:
                 if units:
@@ -343,11 +281,11 @@ class PopEngine:
 
     def _capacity(self) -> int:
         """How many messages to hold: as many as the workers are likely to begin before long."""
-        each = max(2, int(HOLD_MS / max(self._pace_ms, 0.01)))
-        return min(self._limits.messages, each * len(self._at) * self._batch_size)
+        each = max(2, int(HOLD_MS / max(self._helpers.pace_ms, 0.01)))
+        return min(self._limits.messages, each * len(self._workers.all) * self._batch_size)
 
-    def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[_Unit]:
-        items = [_Item(delivery) for delivery in found]
+    def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[Unit]:
+        items = [Item(delivery) for delivery in found]
         expires_ms = self._clock.monotonic_ms() + LOAN_MS - int(took_ms)
         with self._lock:
             is_closed = self._is_closed
@@ -360,7 +298,7 @@ class PopEngine:
         for item in items:
             self._renewer.add(item, item.delivery.topic, item.delivery.receipt, expires_ms)
         self._renew_at(expires_ms - LOAN_MS // 3)
-        units: dict[tuple[str, str | int], list[_Item]] = {}
+        units: dict[tuple[str, str | int], list[Item]] = {}
         for item in items:
             part = item.delivery.queue_id if self._ordered else item.topic
             units.setdefault((item.delivery.topic, part), []).append(item)
@@ -368,9 +306,9 @@ class PopEngine:
             self._handling.pulled(topic, len(each), took_ms)
         if self._handling.hooks.on_receive:
             self._leave_out(units.values(), items)
-        return [_Unit(each) for each in units.values() if each]
+        return [Unit(each) for each in units.values() if each]
 
-    def _leave_out(self, units: Iterable[list[_Item]], items: list[_Item]) -> None:
+    def _leave_out(self, units: Iterable[list[Item]], items: list[Item]) -> None:
         """What the interceptors do not want is done."""
         left = {id(message) for message in self._handling.hooks.receiving([item.message for item in items])}
         for each in units:
@@ -386,109 +324,84 @@ class PopEngine:
 
     # -- a worker at a unit -----------------------------------------------------------------------------------------
 
-    def _run(self, unit: _Unit, worker: Worker) -> Flow[None]:
-        self._at[worker] = unit
-        worker.is_cancelled = lambda: self._is_halted
-        if not self._is_ticking:
-            self._is_ticking = True
-            self._workers.later(TICK_MS, self._tick)
+    def _run(self, unit: Unit, worker: Worker) -> Flow[None]:
+        if not self._ordered:
+            self._helpers.begin(unit, self._join_in)
+        return self._join_in(unit, worker)
+
+    def _join_in(self, unit: Unit, worker: Worker) -> Flow[None]:
+        if not unit.items:
+            return
+        self._overdue.begin(worker, unit, lambda: self._is_halted)
         try:
-            if self._ordered:
-                yield from self._run_line(unit, worker)
-            else:
-                yield from self._run_chunk(unit, worker)
+            yield from (self._run_line if self._ordered else self._run_chunk)(unit, worker)
         finally:
-            worker.is_cancelled = None
-            self._at[worker] = None
+            self._overdue.end(worker)
             self._handling.leave(unit)
 
-    def _run_chunk(self, chunk: _Unit, worker: Worker) -> Flow[None]:
-        batches = -(-len(chunk.items) // self._batch_size)
-        self._invite(chunk, min(batches - 1, int(batches * self._pace_ms / _WORTH_MS)))
-        return self._work_on(chunk, worker)
-
-    def _invite(self, chunk: _Unit, number: int) -> None:
-        for _ in range(min(number, self._others)):
-            self._workers.submit(partial(self._join_in, chunk))
-
-    def _join_in(self, chunk: _Unit, worker: Worker) -> Flow[None]:
-        if not chunk.items:
-            return
-        self._at[worker] = chunk
-        worker.is_cancelled = lambda: self._is_halted
-        try:
-            yield from self._work_on(chunk, worker)
-        finally:
-            worker.is_cancelled = None
-            self._at[worker] = None
-
-    def _work_on(self, chunk: _Unit, worker: Worker) -> Flow[None]:
+    def _run_chunk(self, chunk: Unit, worker: Worker) -> Flow[None]:
         handling, settled_at = self._handling, time.perf_counter()
         watches, alone = handling.watches(), False
         try:
-            while not self._is_halted and (batch := _next(chunk.items, self._batch_size)):
+            while not self._is_halted and (batch := next_of(chunk.items, self._batch_size)):
                 if len(batch) > 1:
                     batch = self._of_one_call(chunk, batch)
                 if (subscription := self._subscription(chunk, batch)) is None:
                     return
                 if watches and (alone := handling.is_suspect(batch[0].message)) and not handling.is_in_turn(chunk):
-                    self._begin_alone(_Unit(batch))
+                    self._begin_alone(Unit(batch))
                     continue
                 failure, took_ms = yield from self._handle(subscription, batch, worker)
                 if alone:
                     handling.has_handled(chunk, [batch[0].message])
-                live = self._end(batch)
-                each_ms = took_ms / len(batch)
-                failed = _failed_of(live, failure)
-                for item in live:
-                    if item not in failed:
-                        chunk.done.append((item, each_ms))
-                if failed and failure is not None:
-                    settling = _Settling()
-                    self._add_failures(settling, failed, failure, each_ms)
-                    self._go_through(settling)
+                if self._counts(batch, worker):
+                    each_ms = took_ms / len(batch)
+                    failed = failed_of(batch, failure)
+                    chunk.done.extend((item, each_ms) for item in batch if item not in failed)
+                    if failed and failure is not None:
+                        self._give_back(failed, failure, each_ms)
                 now = time.perf_counter()
-                if took_ms > _SETTLE_S * 1000 or now - settled_at > _SETTLE_S:
+                if took_ms > SETTLE_S * 1000 or now - settled_at > SETTLE_S:
                     self._settle_done(chunk)
                     settled_at = now
         finally:
             self._settle_done(chunk)
 
-    def _run_line(self, line: _Unit, worker: Worker) -> Flow[None]:
+    def _run_line(self, line: Unit, worker: Worker) -> Flow[None]:
         handling = self._handling
         watches, alone = handling.watches(), False
         while line.items and not self._is_halted:
-            batch = _next(line.items, self._batch_size)
+            batch = next_of(line.items, self._batch_size)
             if len(batch) > 1:
                 batch = self._of_one_call(line, batch)
             if (subscription := self._subscription(line, batch)) is None:
                 return
             if watches and (alone := handling.is_suspect(batch[0].message)) and not handling.is_in_turn(line):
-                self._begin_alone(_Unit([*batch, *line.items]))
+                self._begin_alone(Unit([*batch, *line.items]))
                 return
             failure, took_ms = yield from self._handle(subscription, batch, worker)
             if alone:
                 handling.has_handled(line, [batch[0].message])
-            if not self._end(batch):
+            if not self._counts(batch, worker):
                 return
-            failed = _failed_of(batch, failure)
+            failed = failed_of(batch, failure)
             if failed != batch[len(batch) - len(failed) :]:
                 failure, failed = handling.not_the_end(batch[0].message), batch
             good = batch[: len(batch) - len(failed)]
             each_ms = took_ms / len(batch)
-            settling = _Settling(line)
+            settling = Settling(line)
             if good:
                 settling.steps.append((partial(self._ack, good), good, each_ms * len(good)))
             if failed and failure is not None:
-                self._add_failures(settling, failed, failure, each_ms, line)
+                self._add_failures(settling, failed, failure, each_ms)
             if not self._go_through(settling):
                 return  # `_again` goes on when that is settled
 
-    def _begin_alone(self, unit: _Unit) -> None:
+    def _begin_alone(self, unit: Unit) -> None:
         """Submit a unit that begins with a suspected message once that message may be handled."""
         self._handling.in_turn(unit, partial(self._workers.submit, partial(self._run, unit)))
 
-    def _of_one_call(self, unit: _Unit, batch: list[_Item]) -> list[_Item]:
+    def _of_one_call(self, unit: Unit, batch: list[Item]) -> list[Item]:
         """What of these goes to one handler, and may be in one call. The others go back to the front of the unit."""
         number = len(list(takewhile(batch[0].topic.__eq__, map(_topic, batch))))
         if self._handling.watches():
@@ -496,67 +409,61 @@ class PopEngine:
         unit.items.extendleft(reversed(batch[number:]))
         return batch[:number]
 
-    def _subscription(self, unit: _Unit, batch: list[_Item]) -> Subscription | None:
+    def _subscription(self, unit: Unit, batch: list[Item]) -> Subscription | None:
         """Who handles the batch's topic. Nobody any more: all that is left of the unit is released."""
         first = batch[0]
         subscription = self._subscriptions.get(first.topic) or self._subscriptions.get(first.delivery.topic)
         if subscription is None:
-            self._release([*batch, *_next(unit.items, len(unit.items))])
+            self._release([*batch, *next_of(unit.items, len(unit.items))])
         return subscription
 
-    def _handle(self, subscription: Subscription, batch: list[_Item], worker: Worker) -> Flow[Ended]:
+    def _handle(self, subscription: Subscription, batch: list[Item], worker: Worker) -> Flow[Ended]:
         """What the handler made of it, and in how many milliseconds."""
-        until_ms = self._clock.monotonic_ms() + self._timeout_ms
-        with self._lock:
-            for item in batch:
-                item.state, item.worker, item.call = "handling", worker, worker.calls + 1
         for item in batch:
-            self._renewer.limit(item, until_ms)
-        self._renew_at(until_ms)
+            item.is_begun = True
         try:
             ended = self._handling.call(worker, subscription, [item.message for item in batch])
             failure, took_ms = ended if isinstance(ended, tuple) else (yield from ended)
         except BaseException:  # Ctrl-C: nothing is settled, `close` gives it back
-            with self._lock:
-                for item in batch:
-                    item.state = "cached"
+            for item in batch:
+                item.is_begun = False
             raise
-        self._pace_ms += (took_ms - self._pace_ms) / 16
+        self._helpers.pace_ms += (took_ms - self._helpers.pace_ms) / 16
         return failure, took_ms
 
-    def _end(self, batch: list[_Item]) -> list[_Item]:
-        """Those of the batch whose result counts: they were not given up meanwhile."""
-        with self._lock:
-            live = [] if self._is_closed else [item for item in batch if item.state != "ended"]
-            for item in live:
-                item.state = "ended"
-        if len(live) < len(batch):
-            what = "a handler ended after consume_timeout or stop; its result does not count"
-            self._handling.log.say(logging.WARNING, what, at=[item.message for item in batch])
-        return live
+    def _counts(self, batch: list[Item], worker: Worker) -> bool:
+        """Whether the result of a call counts: its messages were not given up meanwhile."""
+        if not self._is_closed and (self._ordered or worker.lapsed != worker.calls):
+            return True
+        what = "a handler ended after consume_timeout or stop; its result does not count"
+        self._handling.log.say(logging.WARNING, what, at=[item.message for item in batch])
+        return False
 
     # -- settling ---------------------------------------------------------------------------------------------------
 
-    def _settle_done(self, chunk: _Unit) -> None:
-        done = _next(chunk.done, len(chunk.done))
+    def _settle_done(self, chunk: Unit) -> None:
+        done = next_of(chunk.done, len(chunk.done))
         if done:
             items = [item for item, _ in done]
-            settling = _Settling()
+            settling = Settling()
             settling.steps.append((partial(self._ack, items), items, sum(took_ms for _, took_ms in done)))
             self._go_through(settling)
 
-    def _add_failures(
-        self, settling: _Settling, failed: list[_Item], failure: Failure, each_ms: float, line: _Unit | None = None
-    ) -> None:
+    def _give_back(self, failed: Sequence[Item], failure: Failure, each_ms: float) -> None:
+        settling = Settling()
+        self._add_failures(settling, failed, failure, each_ms)
+        self._go_through(settling)
+
+    def _add_failures(self, settling: Settling, failed: Sequence[Item], failure: Failure, each_ms: float) -> None:
         """Steps that give `failed` back. Of a line: then all behind it, unless the failed ones are given up."""
         for item in failed:
-            settling.steps.append((partial(self._fail, item, failure, line), [item], each_ms))
+            settling.steps.append((partial(self._fail, item, failure, settling.line), [item], each_ms))
 
-    def _ack(self, items: Sequence[_Item]) -> Settled:
+    def _ack(self, items: Sequence[Item]) -> Settled:
         self._broker.ack(self._group, items[0].delivery.topic, [item.delivery.receipt for item in items])
         return "ack"
 
-    def _fail(self, item: _Item, failure: Failure, line: _Unit | None) -> Settled:
+    def _fail(self, item: Item, failure: Failure, line: Unit | None) -> Settled:
         delivery = item.delivery
         if failure.kind == "reject":
             self._broker.dead_letter(self._group, delivery.topic, delivery.receipt, failure.reason)
@@ -567,14 +474,14 @@ class PopEngine:
             delay_s = max(delay_s, SUSPEND_MIN_S)
         outcome = fail(self._broker, self._group, delivery, failure.reason, delay_s)
         if line is not None and outcome == "retry":
-            self._release(_next(line.items, len(line.items)))
+            self._release(next_of(line.items, len(line.items)))
         return outcome
 
-    def _go_through(self, settling: _Settling, last: bool = False) -> bool:
+    def _go_through(self, settling: Settling, last: bool = False) -> bool:
         """Whether all steps are through. If not they are tried again by and by, and the line goes on then."""
         while settling.steps:
             act, items, took_ms = settling.steps[0]
-            told: Sequence[_Item] = items
+            told: Sequence[Item] = items
             try:
                 outcome = act()
             except (ReceiptExpiredError, InvalidReceiptError) as error:
@@ -585,7 +492,7 @@ class PopEngine:
                     logging.WARNING, "handled too late, it comes again", at=items[0].message, error=error
                 )
                 if settling.line is not None:  # to another, and what stands behind it after it
-                    self._release(_next(settling.line.items, len(settling.line.items)))
+                    self._release(next_of(settling.line.items, len(settling.line.items)))
             except StoreClosedError:
                 settling.steps.clear()
                 return False
@@ -604,16 +511,13 @@ class PopEngine:
                 self._handling.settled([item.message for item in told], outcome, took_ms)
         return True
 
-    def _try_again(self, settling: _Settling) -> None:
+    def _try_again(self, settling: Settling) -> None:
         with self._lock:
             self._settlings[settling] = None
-        for _, items, _ in settling.steps:
-            for item in items:
-                self._renewer.limit(item, None)  # its handler has ended
         delay_ms, settling.delay_ms = settling.delay_ms, min(2 * settling.delay_ms, SETTLE_AGAIN_MAX_MS)
         self._workers.later(delay_ms, partial(self._workers.submit, partial(self._again, settling)))
 
-    def _again(self, settling: _Settling, worker: Worker) -> Flow[None]:
+    def _again(self, settling: Settling, worker: Worker) -> Flow[None]:
         with self._lock:
             if settling not in self._settlings:
                 return
@@ -621,9 +525,9 @@ class PopEngine:
         if self._go_through(settling) and settling.line is not None:
             yield from self._run(settling.line, worker)
 
-    def _release(self, items: Sequence[_Item]) -> None:
+    def _release(self, items: Sequence[Item]) -> None:
         """Give back unseen."""
-        topics: dict[str, list[_Item]] = {}
+        topics: dict[str, list[Item]] = {}
         for item in items:
             topics.setdefault(item.delivery.topic, []).append(item)
         for topic, each in topics.items():
@@ -635,7 +539,7 @@ class PopEngine:
                 )
         self._forget(items)
 
-    def _forget(self, items: Sequence[_Item]) -> None:
+    def _forget(self, items: Sequence[Item]) -> None:
         for item in items:
             self._renewer.remove(item)
         with self._lock:
@@ -670,62 +574,21 @@ class PopEngine:
         if next_ms is not None:
             self._renew_at(next_ms)
 
-    def _time_is_up(self, item: _Item) -> None:
-        """Its handler has had it for `consume_timeout`."""
-        worker = item.worker
-        with self._lock:
-            if item.state != "handling" or worker is None:
-                return
-            has_ended = worker.calls != item.call or not worker.messages  # and a thread is about to say what is done
-            if not (self._ordered or has_ended):
-                item.state = "ended"
-        if has_ended:
-            self._renew_on(item)
-            return
-        if not self._ordered:
-            worker.lapsed = item.call
-        stack = worker.stack()
-        then = "and its queue waits" if self._ordered else "and comes again"
-        what = f"has been in its handler for {self._timeout_ms / 1000:g} s, {then}"
-        self._handling.log.say(logging.ERROR, what, at=item.message, like=stack, stack=stack)
-        self._handling.timed_out(item.message, stack, self._timeout_ms)
+    def _time_is_up(self, unit: Unit, messages: Sequence[Message]) -> None:
+        """Handlers have had these for `consume_timeout`. Of ordered ones it is only told."""
         if self._ordered:
-            self._renew_on(item)
             return
-        settling = _Settling()
-        self._add_failures(settling, [item], Failure("retry", "its handler hung"), self._timeout_ms)
-        self._go_through(settling)
-
-    def _renew_on(self, item: _Item) -> None:
-        """Without a limit, until it is settled."""
-        delivery = item.delivery
-        self._renewer.add(item, delivery.topic, delivery.receipt, self._clock.monotonic_ms())
+        ids = {id(message) for message in messages}
         with self._lock:
-            is_settled = item not in self._items
-        if is_settled:  # meanwhile
-            self._renewer.remove(item)
+            items = [item for item in self._items if id(item.message) in ids]
+        self._give_back(items, Failure("retry", "its handler hung"), self._timeout_ms)
 
-    def _tick(self) -> None:
-        """Timer thread, while there is work: look after workers that are held up."""
-        busy = False
-        for worker, unit in self._at.items():
-            if unit is None:
-                continue
-            busy = True
-            call = worker.calls
-            if worker.messages and self._calls_seen.get(worker) == call:  # in one handler for a tick
-                if not self._ordered:
-                    self._settle_done(unit)
-                    self._invite(unit, len(unit.items))
-                self._hand_over(worker)
-            self._calls_seen[worker] = call
-        self._idle_ticks = 0 if busy else self._idle_ticks + 1
-        if self._idle_ticks >= IDLE_TICKS:
-            self._is_ticking = False
-            if not any(self._at.values()):  # else who came in between saw a tick that was to come
-                return
-            self._is_ticking = True
-        self._workers.later(TICK_MS, self._tick)
+    def _held_up(self, worker: Worker, unit: Unit) -> None:
+        """Let others have the rest of a chunk, and another one fetch."""
+        if not self._ordered:
+            self._settle_done(unit)
+            self._helpers.ask(unit, len(unit.items), self._join_in)
+        self._hand_over(worker)
 
     def _hand_over(self, worker: Worker) -> None:
         """Let another fetch in place of `worker`, if that is the one who does."""
@@ -735,23 +598,3 @@ class PopEngine:
             self._fetcher = token = object()
             self._fetch_worker = None
         self._workers.submit(partial(self._fetch, token))
-
-
-def _failed_of(batch: list[_Item], failure: Failure | None) -> list[_Item]:
-    if failure is None:
-        return []
-    if failure.failed is None:
-        return batch
-    failed = {(message.queue, message.offset) for message in failure.failed}
-    return [item for item in batch if (item.message.queue, item.message.offset) in failed]
-
-
-def _next(items: deque[_T], number: int) -> list[_T]:
-    """Up to `number` from the front; others may be taking from it, too."""
-    taken: list[_T] = []
-    try:
-        while len(taken) < number:
-            taken.append(items.popleft())
-    except IndexError:
-        pass
-    return taken

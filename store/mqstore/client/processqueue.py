@@ -140,7 +140,8 @@ class ProcessQueue:
         self.unannounced = False
         """`on_assign` is to be called, and to return before anything is pulled."""
         self.last_pull_ms = self.last_settle_ms = now_ms
-        self._limits = limits
+        self.limits = limits
+        """How much it may hold. Less than before: what is beyond that stays, and nothing is pulled until it is done."""
         self._size_of = size_of
         self._lock = threading.Lock()
         self._waiting: OrderedDict[int, Message] = OrderedDict()
@@ -152,28 +153,13 @@ class ProcessQueue:
         """Messages pulled and not settled."""
         return len(self._waiting) + len(self._taken)
 
-    @property
-    def size(self) -> int:
-        """Their bytes."""
-        return self._size
-
     # -- coming in --------------------------------------------------------------------------------------------------
-
-    @property
-    def limits(self) -> Limits:
-        """How much it may hold. Less than before: what is beyond that stays, and nothing is pulled until it is done."""
-        return self._limits
-
-    @limits.setter
-    def limits(self, limits: Limits) -> None:
-        with self._lock:
-            self._limits = limits
 
     def room(self) -> tuple[int, int]:
         """(messages, bytes) that are to be pulled now; (0, 0) while it is full, and then `begins_to_have_room` will say
         when it no longer is."""
         with self._lock:
-            limits = self._limits
+            limits = self.limits
             messages, size = limits.messages - len(self), limits.size - self._size
             if messages <= 0 or size <= 0 or (limits.span is not None and self._span() > limits.span):
                 self.throttled = True
@@ -258,11 +244,6 @@ class ProcessQueue:
         self.again(taken)
         return taken
 
-    @property
-    def taken(self) -> int:
-        """How many are taken and not settled."""
-        return len(self._taken)
-
     # -- where it stands --------------------------------------------------------------------------------------------
 
     def position(self) -> int:
@@ -270,17 +251,12 @@ class ProcessQueue:
         with self._lock:
             return self._position()
 
-    def max_span(self) -> int:
-        """Between the first message that waits and the last that was pulled."""
-        with self._lock:
-            return self._span()
-
     def begins_to_have_room(self) -> bool:
         """Whether a pull was refused for want of room, and there is enough now; says so once."""
         with self._lock:
             if not self.throttled:
                 return False
-            limits = self._limits
+            limits = self.limits
             free, size_max = min(_ROOM_MIN, (limits.messages + 1) // 2), limits.size * 3 // 4
             if limits.messages - len(self) < free or self._size > size_max:
                 return False

@@ -1,23 +1,13 @@
 """Sending, with all that an application wants around a put (clients#send).
 
-                        validate -> unique key -> hooks -> queue -> compress -> put -> hooks
     send                in the caller's thread; the receipt
     send_oneway         the same; what the engine says is only logged
-    submit              up to `compress` in the caller's thread, the rest in one writer thread; a future
+    submit              prepared in the caller's thread (preparing.py), stored by one writer thread; a future
     send_many           one queue, one put, one wait for the disk, where the messages allow it
     transaction         half messages, made visible at the end of a `with` block (`transaction.py`)
 
-RocketMQ compresses before its hooks. Here they see the body that the application gave, and all that they change is
-honoured: queue and compression are decided on what they return.
-
 A send is tried again only where nothing was stored (StoreBusyError), and never for an explicit queue or a selector
 (clients#send-retry). What has an offset is not sent a second time, whatever became of its sync.
-
-    queue                           chosen by                                                        tried again
-    `queue_id=`                     the caller; below the topic's write queues                       no
-    `selector`                      its function of (queues, message group)                          no
-    `message_group=`                the store's group hash: all of a group in one queue              on that queue
-    else                            turns, a counter a topic from a random start                     on that queue
 
 Knows of the engine its `Broker` only.
 """
@@ -27,22 +17,20 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
 from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, Unpack, cast
+from typing import Final, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, Unpack, cast
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import check_group
 from mqstore.broker.road import SendOptions
 from mqstore.broker.routing import routed_properties
-from mqstore.broker.selection import RoundRobin
 from mqstore.broker.transactions import TransactionHandle
-from mqstore.broker.uniquekey import new_unique_key
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
-from mqstore.client.sendrules import check_limits, check_options, check_size, one_of, options_of
+from mqstore.client.preparing import Batch, Preparer, Ready, Selector, go_together, is_routed, plain
+from mqstore.client.sendrules import check_limits, one_of
 from mqstore.client.submitter import Submitter
 from mqstore.client.transaction import Checker, GroupChecks, Transaction, checks_of
 from mqstore.errors import (
@@ -57,25 +45,18 @@ from mqstore.errors import (
     TopicNotFoundError,
 )
 from mqstore.layout.record import COMPRESSED, COMPRESSION_ZLIB
-from mqstore.log.commitlog import QueueRef, SendReceipt
+from mqstore.log.commitlog import SendReceipt
 from mqstore.log.outgoing import (
-    ROUTING,
     Body,
     OutgoingMessage,
-    checked_group,
-    flat_body,
 )
-from mqstore.options import Durability, Duration, seconds
+from mqstore.options import Durability, Duration, check_whole, seconds
 from mqstore.signalsafe import Future, Gate
 
 __all__ = ["Producer", "ProducerOptions", "Selector"]
 
 _log = logging.getLogger("mqstore")
 
-Selector = Callable[[Sequence[QueueRef], "str | None"], QueueRef]
-"""(the topic's queues, message group) -> the one to send to."""
-
-_LEVEL: Final = 5
 _BUSY_S: Final = 0.01
 _BUSY_MAX_S: Final = 1.0
 """Pauses before another attempt: they double from the first to the second (clients#send-retry)."""
@@ -88,31 +69,8 @@ _MISUSE = (ConfigError, InvalidMessageError, NotPermittedError, StoreClosedError
 T = TypeVar("T")
 
 
-class _Ready(NamedTuple):
-    """A message that was checked and is as it will be stored."""
-
-    topic: str
-    body: bytes
-    queue_id: int | None
-    """None: by message group."""
-    options: SendOptions
-    flush: bool
-    """Whether its sender wants to hear of it when it is on disk."""
-    retries: int
-    message: OutgoingMessage | None
-    """For `after_send`, if anybody listens."""
-
-    @property
-    def unique_key(self) -> str:
-        return cast(str, self.options["unique_key"])
-
-
-_Batch = dict[str, tuple[int | None, int]]
-"""Of messages that are sent together: by topic, the queue of those that may lie anywhere, and their retries."""
-
-
 class _Load(NamedTuple):
-    ready: _Ready
+    ready: Ready
     future: Future[SendReceipt]
 
 
@@ -175,27 +133,30 @@ class Producer:
         checker: Checker | None = None,
     ) -> None:
         self.group = check_group(group)
-        self._retries = _count(retries, "retries", 0)
+        check_whole("retries", retries, 0)
         self._timeout_ms = int(min(seconds(timeout, "timeout"), threading.TIMEOUT_MAX) * 1000)
         one_of(durability, "durability", (None, "append", "flush"))
         one_of(compression, "compression", (None, "zlib"))
-        self._durability = durability
-        _count(compress_over, "compress_over", 0)
-        self._compress_over = compress_over if compression else None
+        check_whole("compress_over", compress_over, 0)
         linger_s = seconds(linger, "linger")
         if linger_s > _MAX_LINGER_S:
             raise ConfigError(f"linger is at most {_MAX_LINGER_S} s, not {linger!r}")
-        if _count(linger_bytes, "linger_bytes", 1) > _MAX_LINGER_BYTES:
-            raise ConfigError(f"linger_bytes is at most {_MAX_LINGER_BYTES}, not {linger_bytes}")
+        check_whole("linger_bytes", linger_bytes, 1, _MAX_LINGER_BYTES)
         self._broker = broker
         self._clock = broker.store.clock
         self._put = broker.put
-        self._for_send = broker.topics.for_send
-        self._turns = RoundRobin()
-        self._selector = selector
         self._log = LimitedLog(f"producer {group!r}", broker.store.clock)
-        self._hooks = Interceptors(interceptors, self._log)
-        self._hooked = bool(self._hooks.before_send or self._hooks.after_send)
+        self._preparer = preparer = Preparer(
+            broker,
+            Interceptors(interceptors, self._log),
+            self._check_open,
+            retries=retries,
+            durability=durability,
+            compress_over=compress_over if compression else None,
+            selector=selector,
+        )
+        self._place, self._complete, self._compressed = preparer.place, preparer.complete, preparer.compressed
+        self._hooked, self._compresses = preparer.hooked, compression is not None
         self._checks: GroupChecks = checks_of(broker.transactions, group)
         self._checker = checker
         self._joined = False
@@ -211,8 +172,8 @@ class Producer:
             name=f"producer {group!r} of {broker.store.path}",
             threaded=threaded,
             alive=self._check_open,
-            max_loads=_count(max_inflight, "max_inflight", 1),
-            max_bytes=_count(max_inflight_bytes, "max_inflight_bytes", 1),
+            max_loads=check_whole("max_inflight", max_inflight, 1),
+            max_bytes=check_whole("max_inflight_bytes", max_inflight_bytes, 1),
             linger_ms=int(linger_s * 1000),
             linger_bytes=linger_bytes,
         )
@@ -240,13 +201,13 @@ class Producer:
         if self._closed:
             self._refuse()
         if self._hooked:
-            ready = self._ready(topic, body, queue_id, options, selector=selector)
+            ready = self._preparer.ready(topic, body, queue_id, options, selector=selector)
             return self._send_told(ready, ready.options)
         if options:
             check_limits(options)
         queue_id, retries = self._place(topic, queue_id, options, None, selector)
         self._complete(options)
-        if self._compress_over is not None:
+        if self._compresses:
             body = self._compressed(body, options)
         try:
             return self._put(topic, body, queue_id=queue_id, **options)
@@ -266,7 +227,7 @@ class Producer:
         again, and of what the engine raises only misuse reaches the caller; the rest is logged."""
         if options.get("durability") is None:
             options["durability"] = "append"
-        ready = self._ready(topic, body, queue_id, options, selector=selector)
+        ready = self._preparer.ready(topic, body, queue_id, options, selector=selector)
         try:
             self._send_told(ready._replace(retries=0), ready.options)
         except _MISUSE:
@@ -275,17 +236,17 @@ class Producer:
             what = "a message was not stored, or not as durably as asked"
             self._log.say(logging.WARNING, what, at=topic, error=error)
 
-    def _send_told(self, ready: _Ready, options: SendOptions) -> SendReceipt:
+    def _send_told(self, ready: Ready, options: SendOptions) -> SendReceipt:
         """Append a message, and tell the hooks how it went."""
         try:
             receipt = self._append(ready, options)
         except BaseException as error:
-            self._tell(ready.message, None, error)
+            self._preparer.tell(ready.message, None, error)
             raise
-        self._tell(ready.message, receipt, None)
+        self._preparer.tell(ready.message, receipt, None)
         return receipt
 
-    def _append(self, ready: _Ready, options: SendOptions) -> SendReceipt:
+    def _append(self, ready: Ready, options: SendOptions) -> SendReceipt:
         def put() -> SendReceipt:
             return self._put(ready.topic, ready.body, queue_id=ready.queue_id, **options)
 
@@ -310,119 +271,6 @@ class Producer:
                 busy = again
         raise busy
 
-    def _tell(self, message: OutgoingMessage | None, receipt: SendReceipt | None, error: BaseException | None) -> None:
-        """Tell the hooks what became of a message. One whose sync failed is stored: it has its receipt as well."""
-        if message is None:
-            return
-        if receipt is None and isinstance(error, FlushTimeoutError) and isinstance(error.receipt, SendReceipt):
-            receipt = error.receipt
-        self._hooks.tell(self._hooks.after_send, message, receipt, error)
-
-    # -- what is done to a message before it is put -------------------------------------------------------------------
-
-    def _place(
-        self, topic: str, queue_id: int | None, options: SendOptions, batch: _Batch | None, selector: Selector | None
-    ) -> tuple[int | None, int]:
-        """The queue to put to (None: by message group), and how often to try again. All of a `batch` that are free to
-        lie anywhere lie together."""
-        if selector is None:
-            selector = self._selector
-        elif queue_id is not None:
-            raise InvalidMessageError("queue_id and selector exclude each other: give one of them", "queue_id")
-        queues = self._for_send(topic).write_queues
-        if queue_id is not None:
-            if type(queue_id) is not int or not 0 <= queue_id < queues:
-                raise InvalidMessageError(
-                    f"queue_id {queue_id!r} does not lie in 0..{queues - 1}, the queues of {topic!r} for writing",
-                    "queue_id",
-                )
-            return queue_id, 0
-        group = options.get("message_group") if options else None
-        if group is not None:
-            return (None, self._retries) if selector is None else (_selected(selector, topic, queues, group), 0)
-        if batch is not None and topic in batch:
-            return batch[topic]
-        if selector is None:
-            placed = self._turns.next(topic, queues), self._retries
-        else:
-            placed = _selected(selector, topic, queues, None), 0
-        if batch is not None:
-            batch[topic] = placed
-        return placed
-
-    def _complete(self, options: SendOptions) -> None:
-        """Add what a producer adds."""
-        if options.get("unique_key") is None:
-            options["unique_key"] = new_unique_key()
-        if self._durability is not None and options.get("durability") is None:
-            options["durability"] = self._durability
-
-    def _compressed(self, body: Body, options: SendOptions) -> Body:
-        """The body to store: compressed if it is large, was not compressed by the caller, and gets smaller."""
-        if self._compress_over is None or options.get("compressed") is not None:
-            return body
-        flat = flat_body(body)
-        if len(flat) < self._compress_over:
-            return flat
-        check_size(flat, self._broker.store.config.max_message_size)  # of the message, not of what is stored of it
-        small = zlib.compress(flat, _LEVEL)
-        if len(small) * 20 > len(flat) * 19:
-            return flat
-        options["compressed"] = "zlib"
-        return small
-
-    def _check(self, body: Body, options: SendOptions) -> bytes:
-        """Everything about a message that can be told without its topic; the body as bytes."""
-        config = self._broker.store.config
-        return check_options(
-            body,
-            options,
-            now_ms=self._clock.now_ms(),
-            max_delay=config.max_delay,
-            max_message_size=config.max_message_size,
-        )
-
-    def _ready(
-        self,
-        topic: str,
-        body: Body,
-        queue_id: int | None,
-        options: SendOptions,
-        batch: _Batch | None = None,
-        selector: Selector | None = None,
-    ) -> _Ready:
-        """A message as it will be stored: checked, so that what comes later can only be the engine's fault. With hooks
-        `before_send` has its say; from there on `after_send` hears of the message."""
-        if self._closed:
-            self._refuse()
-        flat = self._check(body, options)
-        sent: OutgoingMessage | None = None
-        if self._hooked:
-            if options.get("unique_key") is None:
-                options["unique_key"] = new_unique_key()
-            sent = OutgoingMessage(flat, topic=topic, queue_id=queue_id, **options)
-        try:
-            if sent is not None:
-                changed: object = self._hooks.sending(sent)
-                if not isinstance(changed, OutgoingMessage):
-                    raise TypeError(f"a before_send returned {changed!r:.80}; it has to return the message")
-                if changed is not sent:
-                    sent = changed
-                    topic = topic if sent.topic is None else sent.topic
-                    queue_id = sent.queue_id
-                    selector = None if queue_id is not None else selector  # the hook has chosen
-                    options = options_of(sent)
-                    flat = self._check(sent.body, options)
-            self._complete(options)
-            queue_id, retries = self._place(topic, queue_id, options, batch, selector)
-            if batch is None:
-                flat = cast(bytes, self._compressed(flat, options))
-            flush = (options.get("durability") or self._broker.store.durability) == "flush"
-            return _Ready(topic, flat, queue_id, options, flush, retries, sent)
-        except BaseException as error:
-            self._tell(sent, None, error)
-            raise
-
     # -- many -------------------------------------------------------------------------------------------------------
 
     def send_many(
@@ -445,8 +293,8 @@ class Producer:
         if options.get("unique_key") is not None:
             raise InvalidMessageError("a unique key names one message; give each its own", "unique_key")
         check_limits(options)  # and keeps keys that can be read only once
-        batch: _Batch = {}
-        readies = [self._one_of_many(topic, each, queue_id, options, batch) for each in bodies]
+        batch: Batch = {}
+        readies = [self._preparer.one_of_many(topic, each, queue_id, options, batch) for each in bodies]
         done: list[SendReceipt] = []
         try:
             self._store_many(readies, done)
@@ -458,28 +306,15 @@ class Producer:
         self._tell_many(readies, done, None)
         return done
 
-    def _one_of_many(
-        self, topic: str, item: Body | OutgoingMessage, queue_id: int | None, options: SendOptions, batch: _Batch
-    ) -> _Ready:
-        if not isinstance(item, OutgoingMessage):
-            return self._ready(topic, item, queue_id, options.copy(), batch)
-        return self._ready(
-            topic if item.topic is None else item.topic,
-            item.body,
-            queue_id if item.queue_id is None else item.queue_id,
-            {**options, **options_of(item)},
-            batch,
-        )
-
-    def _store_many(self, readies: Sequence[_Ready], done: list[SendReceipt]) -> None:
+    def _store_many(self, readies: Sequence[Ready], done: list[SendReceipt]) -> None:
         """Store all, as far as possible many at once; `done` grows by the receipts of what is stored."""
         at = 0
         while at < len(readies):
             first, stop = readies[at], at + 1
-            if _is_routed(first):
+            if is_routed(first):
                 done.append(self._append(first, {**first.options, "durability": "append"}))
             else:
-                while stop < len(readies) and _go_together(first, readies[stop]):
+                while stop < len(readies) and go_together(first, readies[stop]):
                     stop += 1
                 self._put_run(readies[at:stop], done)
             at = stop
@@ -489,9 +324,9 @@ class Producer:
             except FlushTimeoutError as late:
                 raise FlushTimeoutError(str(late), done[-1]) from late
 
-    def _put_run(self, run: Sequence[_Ready], done: list[SendReceipt]) -> None:
+    def _put_run(self, run: Sequence[Ready], done: list[SendReceipt]) -> None:
         """Messages of one queue without options of the road."""
-        messages = [_plain(ready) for ready in run]
+        messages = [plain(ready) for ready in run]
         start = len(done)
 
         def put() -> None:
@@ -509,13 +344,13 @@ class Producer:
         except StoreBusyError as busy:
             self._again(put, run[0].retries, busy)
 
-    def _tell_many(self, readies: Sequence[_Ready], done: Sequence[SendReceipt], error: BaseException | None) -> None:
+    def _tell_many(self, readies: Sequence[Ready], done: Sequence[SendReceipt], error: BaseException | None) -> None:
         if not self._hooked:
             return
         for i, ready in enumerate(readies):
             stored = i < len(done)
             late = error is not None and ready.flush  # stored, but its sender heard nothing good of the disk
-            self._tell(ready.message, done[i] if stored else None, None if stored and not late else error)
+            self._preparer.tell(ready.message, done[i] if stored else None, None if stored and not late else error)
 
     # -- later ------------------------------------------------------------------------------------------------------
 
@@ -534,13 +369,13 @@ class Producer:
         Blocks while `max_inflight` messages or `max_inflight_bytes` wait. Raises what is wrong with the message, and
         StoreClosedError; what the engine says comes with the future. One that is cancelled in time is not stored.
         """
-        ready = self._ready(topic, body, queue_id, options, selector=selector)
+        ready = self._preparer.ready(topic, body, queue_id, options, selector=selector)
         load = _Load(ready, Future())
         try:
             self._check_open()
             self._submitter.put(load, len(ready.body))
         except BaseException as error:
-            self._tell(ready.message, None, error)
+            self._preparer.tell(ready.message, None, error)
             raise
         return load.future
 
@@ -556,7 +391,7 @@ class Producer:
                 failures.append(error)
             try:
                 try:
-                    self._tell(ready.message, receipt, error)
+                    self._preparer.tell(ready.message, receipt, error)
                 finally:
                     if error is not None:
                         future.set_exception(error)
@@ -569,7 +404,7 @@ class Producer:
             for index, (ready, future) in enumerate(loads):
                 if not future.set_running_or_notify_cancel():
                     del unanswered[index]
-                    self._tell(ready.message, None, CancelledError())
+                    self._preparer.tell(ready.message, None, CancelledError())
                     continue
                 try:
                     receipt = self._append(ready, {**ready.options, "durability": "append"})
@@ -632,20 +467,7 @@ class Producer:
                 self._joined = True
                 self._checks.join(self._broker.transactions, self._checker)
 
-    def _ready_half(self, topic: str, body: Body, queue_id: int | None, options: SendOptions) -> _Ready:
-        """As `_ready`, for a half message."""
-        for name in ROUTING:
-            if options.get(name) is not None:
-                raise InvalidMessageError(f"a message of a transaction cannot have {name}", name)
-        ready = self._ready(topic, body, queue_id, options)
-        wrong = next((name for name in ROUTING if ready.options.get(name) is not None), None)
-        if wrong is not None:  # of an interceptor
-            error = InvalidMessageError(f"a message of a transaction cannot have {wrong}", wrong)
-            self._tell(ready.message, None, error)
-            raise error
-        return ready
-
-    def _prepare(self, ready: _Ready, group: str) -> TransactionHandle:
+    def _prepare(self, ready: Ready, group: str) -> TransactionHandle:
         """Store a half message."""
         options = ready.options
 
@@ -697,7 +519,7 @@ class Producer:
             error = StoreClosedError(f"producer {self.group!r} was closed before this message was stored")
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
-            self._tell(ready.message, None, error)
+            self._preparer.tell(ready.message, None, error)
         self._log.close()
         if left:
             _log.error("producer %r: %d submitted messages were not stored in %g s", self.group, len(left), timeout_s)
@@ -738,42 +560,6 @@ class Producer:
 # -- beneath ---------------------------------------------------------------------------------------------------------
 
 
-def _is_routed(ready: _Ready) -> bool:
-    """Whether a message takes the road by itself: a put of many knows neither delay nor message group."""
-    options: Mapping[str, Any] = ready.options
-    return any(options.get(name) is not None for name in (*ROUTING, "compressed"))
-
-
-def _go_together(first: _Ready, other: _Ready) -> bool:
-    return (other.topic, other.queue_id) == (first.topic, first.queue_id) and not _is_routed(other)
-
-
-def _plain(ready: _Ready) -> OutgoingMessage:
-    """What a put of many takes of it."""
-    options = ready.options
-    return OutgoingMessage(
-        ready.body,
-        options.get("tag"),
-        options.get("keys"),
-        options.get("properties"),
-        options.get("unique_key"),
-        options.get("flag", 0),
-    )
-
-
-def _selected(selector: Selector, topic: str, queues: int, group: str | int | None) -> int:
-    """Return the queue that `selector` chooses among those of `topic` for writing."""
-    if not callable(selector):
-        raise ConfigError(f"a selector is a function of (queues, message group), not {selector!r:.80}")
-    name = None if group is None else checked_group(group)
-    chosen: object = selector([QueueRef(topic, queue_id) for queue_id in range(queues)], name)
-    if isinstance(chosen, tuple) and len(chosen) == 2 and chosen[0] == topic:
-        queue_id = chosen[1]
-        if type(queue_id) is int and 0 <= queue_id < queues:
-            return queue_id
-    raise InvalidMessageError(f"the selector returned {chosen!r}, which is no queue of {topic!r}", "queue_id")
-
-
 def _own_error(error: Exception, receipt: SendReceipt) -> Exception:
     """A failed sync, for one of those that waited for it: raised in many threads, one object would gather the frames of
     all of them."""
@@ -789,9 +575,3 @@ def _own_error(error: Exception, receipt: SendReceipt) -> Exception:
 
 def _no_pause(duration_s: float) -> None:
     """Where a test owns time nobody sleeps."""
-
-
-def _count(value: object, name: str, low: int) -> int:
-    if type(value) is not int or value < low:
-        raise ConfigError(f"{name} is a whole number from {low}, not {value!r}")
-    return value

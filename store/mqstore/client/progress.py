@@ -11,36 +11,17 @@ to the moment, and a kill loses what the broker had not written yet, not that an
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Literal, Protocol
+from typing import Literal
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.localoffsets import LocalOffsets
-from mqstore.errors import ConfigError
+from mqstore.errors import ConfigError, OffsetOutOfRangeError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.reader import to_ms
 
 __all__ = ["GroupProgress", "LocalProgress", "Progress", "Start", "check_start", "place"]
 
 Start = Literal["earliest", "latest"] | datetime
-
-
-class Progress(Protocol):
-    """Positions of one consumer."""
-
-    def reload(self) -> None:
-        """Now it is this consumer that goes on: forget what was known before."""
-
-    def begin(self, queue: QueueRef) -> int:
-        """Where to go on in a queue, or to begin."""
-
-    def commit(self, queue: QueueRef, offset: int) -> None:
-        """Everything below `offset` is settled."""
-
-    def committed(self, queue: QueueRef) -> int | None:
-        """What was committed last."""
-
-    def save(self) -> None:
-        """Have it on disk when this returns."""
 
 
 class GroupProgress:
@@ -54,24 +35,28 @@ class GroupProgress:
         self._start = start
 
     def reload(self) -> None:
-        pass
+        """Now it is this consumer that goes on: forget what was known before."""
 
     def begin(self, queue: QueueRef) -> int:
+        """Where to go on in a queue, or to begin."""
         self._broker.end_pops(self._group, *queue)
         return self._broker.start_of(self._group, *queue, self._start)
 
     def commit(self, queue: QueueRef, offset: int) -> None:
+        """Everything below `offset` is settled."""
         self._broker.commit(self._group, *queue, offset, owner=self._client_id)
 
     def committed(self, queue: QueueRef) -> int | None:
+        """What was committed last."""
         return self._broker.committed(self._group, *queue)
 
     def save(self) -> None:
+        """Have it on disk when this returns."""
         self._broker.save()
 
 
 class LocalProgress:
-    """A broadcasting client's own. Retention knows nothing of it."""
+    """A broadcasting client's own, with the methods of `GroupProgress`. Retention knows nothing of it."""
 
     def __init__(self, broker: Broker, offsets: LocalOffsets, group: str, start: Start | None) -> None:
         """`start`: where the client begins in a topic in which it never was; None: as its group has it."""
@@ -112,6 +97,10 @@ class LocalProgress:
         self._offsets.persist()
 
 
+Progress = GroupProgress | LocalProgress
+"""Positions of one consumer."""
+
+
 def check_start(start: object) -> None:
     """ConfigError unless a group can begin there. None: as the group has it."""
     if start not in (None, "earliest", "latest") and not (isinstance(start, datetime) and start.tzinfo is not None):
@@ -119,8 +108,13 @@ def check_start(start: object) -> None:
 
 
 def place(broker: Broker, queue: QueueRef, to: int | Start) -> int:
-    """The offset that a word or a time names in a queue. ConfigError for anything else."""
+    """The offset that a number, a word or a time names in a queue. OffsetOutOfRangeError for a number that it does not
+    have, ConfigError for what is none of these."""
     if type(to) is int:
+        low, high = broker.min_offset(*queue), broker.max_offset(*queue)
+        if not low <= to <= high:
+            where = f"queue {queue.queue_id} of {queue.topic!r}"
+            raise OffsetOutOfRangeError(f"{where} has offsets {low}..{high}, not {to}", low, high)
         return to
     if to == "earliest":
         return broker.min_offset(*queue)

@@ -1,4 +1,3 @@
-# ruff: noqa: A002  (`filter` is the word of the engine contract, clients#contract)
 """A consumer that reads when it is asked to, and keeps track of how far it has come (clients#pull-consumer).
 
     subscribe ──► poll: join the group ──► rebalance ──► read ──► messages, or wait for some and begin again
@@ -8,13 +7,6 @@ Nothing happens but in a call: a poll renews the locks, takes and gives queues, 
 reads; there is no thread, and nothing is read ahead (but by the loop `for message in consumer`, which hands out one
 poll's messages one by one). The broker is in this process: a read costs less than a cache would.
 
-Of each queue that it has, a consumer knows four offsets::
-
-    committed <= done <= next <= read
-                  │       │       └── where the broker is read next; up to there lies what the loop is still to hand out
-                  │       └── of the next message to be returned: `position`
-                  └── all below were returned by earlier polls, so the caller has come back from them: auto_commit
-
 Locks are kept by polling. Who polls again after more than 60 s may find queues gone: another has gone on from what was
 committed. Then they are dropped as they are, `on_revoke` is told, and nothing of them is committed.
 """
@@ -23,10 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
-import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Final, TypedDict
@@ -34,31 +23,29 @@ from typing import Final, TypedDict
 from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
 from mqstore.broker.members import Mode
-from mqstore.broker.reading import ReadResult
-from mqstore.broker.waiting import Waiter
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.groupsettings import enter_group
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
-from mqstore.client.membership import Membership, check_client_id
+from mqstore.client.membership import Membership, client_id_of
 from mqstore.client.progress import Start, check_start, place
+from mqstore.client.pullpositions import Positions, named
+from mqstore.client.sendrules import one_of
+from mqstore.client.waits import Ready
 from mqstore.client.wanted import Wanted, wanted
 from mqstore.errors import (
     ConfigError,
-    GroupNotFoundError,
     MQStoreError,
     NotPermittedError,
-    OffsetOutOfRangeError,
     StoreClosedError,
-    TopicNotFoundError,
 )
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.log.tip import as_queue
-from mqstore.options import Durability, Duration, seconds
+from mqstore.options import Durability, Duration, check_whole, seconds
 from mqstore.signalsafe import Bell
 
-__all__ = ["PullConsumer", "PullConsumerOptions", "Ready"]
+__all__ = ["PullConsumer", "PullConsumerOptions"]
 
 _log = logging.getLogger("mqstore")
 
@@ -71,83 +58,7 @@ RENEW_MS: Final = 20_000
 RENEW_AGAIN_MS: Final = 1_000
 """How old a renewal must be for a poll to renew."""
 _FETCH_MAX: Final = 1024
-_PASSES: Final = 8
-"""How often one look goes over queues of which filters pass nothing."""
-
 Told = Callable[[frozenset[QueueRef]], None]
-
-_FILTERED: Final = frozenset({"FOUND", "NO_MATCHED_MESSAGE", "MESSAGE_WAS_REMOVING"})
-_EMPTY: Final = frozenset({"NO_MESSAGE_IN_QUEUE", "NO_MATCHED_LOGIC_QUEUE"})
-
-
-class _Position:
-    """How far it has come in a queue."""
-
-    __slots__ = ("done", "missing", "next", "paused", "queue", "read")
-
-    def __init__(self, queue: QueueRef, offset: int) -> None:
-        self.queue = queue
-        self.done = self.next = self.read = offset
-        self.paused = False
-        self.missing = False
-        """Whether it was logged that the queue is not there (any more)."""
-
-    def move(self, offset: int) -> None:
-        self.done = self.next = self.read = offset
-
-
-class Ready:
-    """Somebody who waits until a poll may find something to do; `PullConsumer.when_ready` gives it."""
-
-    __slots__ = ("_bell", "_broker", "_callback", "_lock", "_open", "_over", "_waiters")
-
-    def __init__(
-        self, broker: Broker, bell: threading.Lock, waiting: set[Ready], callback: Callable[[], object]
-    ) -> None:
-        """`waiting`: those of the consumer that are not over; `bell` guards it."""
-        self._broker = broker
-        self._bell = bell
-        self._open = waiting
-        self._callback = callback
-        self._lock = threading.Lock()
-        self._waiters: list[Waiter] = []
-        self._over = False
-
-    def cancel(self) -> None:
-        """Wait no longer: the callback will not be called, unless it was already. Again is harmless."""
-        self._end()
-
-    def fire(self) -> None:
-        if self._end():
-            try:
-                self._callback()
-            except Exception:  # not the trouble of who brings the news
-                _log.exception("the callback of a consumer that waited failed")
-
-    def _end(self) -> bool:
-        """Let it be over; False: it was."""
-        with self._lock:
-            if self._over:
-                return False
-            self._over = True
-            waiters, self._waiters = self._waiters, []
-        with self._bell:
-            self._open.discard(self)
-        for waiter in waiters:
-            self._broker.remove_waiter(waiter)
-        return True
-
-    def park(
-        self, topic: str, queue_id: int, offset: int, filter: Filter | None = None, timeout_s: float | None = None
-    ) -> None:
-        waiter = self._broker.add_waiter(
-            topic, queue_id, offset, lambda worth: self.fire(), filter=filter, timeout=timeout_s
-        )
-        with self._lock:
-            if not self._over:
-                self._waiters.append(waiter)
-                return
-        self._broker.remove_waiter(waiter)
 
 
 class PullConsumerOptions(TypedDict, total=False):
@@ -201,10 +112,8 @@ class PullConsumer:
         """The group is created if it is not there, with `start` if that is given. ConfigError for an option that cannot
         be."""
         check_start(start)
-        if type(fetch_max) is not int or not 1 <= fetch_max <= _FETCH_MAX:
-            raise ConfigError(f"fetch_max is {fetch_max!r}; give a number from 1 to {_FETCH_MAX}")
         self.group = group
-        self.client_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}" if client_id is None else check_client_id(client_id)
+        self.client_id = client_id_of(client_id)
         """By which the group knows this consumer."""
         self._broker = broker
         self._clock = broker.store.clock
@@ -212,7 +121,7 @@ class PullConsumer:
         self._auto_commit = auto_commit
         self._interval_ms = seconds(auto_commit_interval, "auto_commit_interval") * 1000
         self._start = start
-        self.fetch_max = fetch_max
+        self.fetch_max = check_whole("fetch_max", fetch_max, 1, _FETCH_MAX)
         """Messages of one poll at most."""
         self._log = LimitedLog(f"group {group}", broker.store.clock)
         self._hooks = Interceptors(interceptors, self._log)
@@ -228,15 +137,7 @@ class PullConsumer:
         self._joined = False
         self._on_assign: Told | None = None
         self._on_revoke: Told | None = None
-        self._positions: dict[QueueRef, _Position] = {}
-        self._turns: deque[_Position] = deque()
-        """All of them, the one to be read next first."""
-        self._ahead: deque[tuple[_Position, Message, int]] = deque()
-        """Read and not returned; `next` of its queue once it is. Left over by the loop, or by a read that failed."""
-        self._returned: set[_Position] = set()
-        """Whose `next` the last poll moved."""
-        self._uncommitted: set[_Position] = set()
-        """Whose `done` was not committed."""
+        self._positions = Positions(broker, group, self.client_id, self._hooks, self._filter_of)
         self._lost: set[QueueRef] = set()
         """Found gone, and `on_revoke` was not told yet."""
         self.caller: Callable[[], object] = threading.current_thread
@@ -328,12 +229,12 @@ class PullConsumer:
             begins = {
                 queue: self._broker.start_of(self.group, *queue, self._start)
                 for queue in dict.fromkeys(wanted)
-                if queue not in self._positions
+                if queue not in self._positions.by_queue
             }
             self._come_back()
-            self._revoke(self._positions.keys() - set(wanted))
+            self._revoke(self._positions.by_queue.keys() - set(wanted))
             self._assigns = True
-            self._add(begins)
+            self._positions.add(begins)
             if begins:
                 self._hooks.tell(self._hooks.on_assign, frozenset(begins))
         self._ring()
@@ -364,9 +265,7 @@ class PullConsumer:
         GroupInUseError when the group is consumed otherwise, or has a member of this name; what `on_assign` and
         `on_revoke` raise; StoreClosedError; and what a read raises: it is tried again by the next poll.
         """
-        count = self.fetch_max if max_messages is None else max_messages
-        if type(count) is not int or count < 1:
-            raise ConfigError(f"max_messages is {max_messages!r}; give a number from 1")
+        count = self.fetch_max if max_messages is None else check_whole("max_messages", max_messages, 1)
         with self._lock:
             self._check_open()
         return self.take(math.inf if timeout is None else seconds(timeout, "timeout"), count, count)
@@ -397,11 +296,11 @@ class PullConsumer:
                         self._poller = self.caller()
                         self._come_back()
                     self._do_duties()
-                    goes_on = not self._ahead and self._read_some(read)
+                    goes_on = not self._positions.ahead and self._positions.read_some(read, self._assigns)
                 finally:
                     self._polling = False
-                if self._ahead:
-                    return self._hand_out(give)
+                if self._positions.ahead:
+                    return self._positions.hand_out(give)
                 left_ms = end_ms - self._clock.monotonic_ms()
                 if left_ms <= 0:
                     return []
@@ -415,74 +314,9 @@ class PullConsumer:
             finally:
                 wait.cancel()
 
-    def _hand_out(self, count: int) -> list[Message]:
-        messages: list[Message] = []
-        while self._ahead and len(messages) < count:
-            position, message, after = self._ahead.popleft()
-            position.next = after
-            self._returned.add(position)
-            messages.append(message)
-        return messages
-
-    def _read_some(self, count: int) -> bool:
-        """Read up to `count` messages, of one queue after the other; whether it is worth another look at once."""
-        for _ in range(_PASSES):
-            moved = False
-            for _ in range(len(self._turns)):
-                position = self._turns[0]
-                self._turns.rotate(-1)  # before reading: a queue that fails does not keep the others from their turn
-                if not position.paused:
-                    moved |= self._read(position, count - len(self._ahead))
-                    if len(self._ahead) >= count:
-                        return True
-            if self._ahead or not moved:
-                return moved
-        return True
-
-    def _read(self, position: _Position, count: int) -> bool:
-        """Read in one queue; False: there is nothing for now."""
-        queue, offset = position.queue, position.read
-        try:
-            result = self._broker.read(*queue, offset, count, filter=self._filter_of(position), group=self.group)
-        except (TopicNotFoundError, ConfigError) as error:
-            if self._assigns:
-                raise
-            if not position.missing:  # the share will tell, or the topic comes again
-                position.missing = True
-                _log.warning("group %s: %s", self.group, error)
-            return False
-        position.missing = False
-        if result.messages:
-            self._keep(position, result)
-            return True
-        if result.status == "OFFSET_OVERFLOW_ONE" or (result.status in _EMPTY and offset == 0):
-            return False
-        self._move(position, result.next_offset)
-        if result.status not in _FILTERED and result.next_offset != offset:
-            _log.warning(
-                "group %s goes on at %d of %s/%d, not at %d: %s",
-                self.group,
-                result.next_offset,
-                *queue,
-                offset,
-                result.status,
-            )
-            self._hooks.tell(self._hooks.on_offset_reset, queue, offset, result.next_offset)
-        # A reset to where it is already: that it is done with is worth another look.
-        return result.next_offset != offset or result.status == "OFFSET_RESET"
-
-    def _filter_of(self, position: _Position) -> Filter | None:
-        wanted = self._wanted.get(position.queue.topic)
+    def _filter_of(self, topic: str) -> Filter | None:
+        wanted = self._wanted.get(topic)
         return None if wanted is None else wanted.filter
-
-    def _keep(self, position: _Position, result: ReadResult) -> None:
-        kept = self._hooks.receiving(result.messages) if self._hooks.on_receive else result.messages
-        if not kept:
-            self._move(position, result.next_offset)
-            return
-        self._ahead.extend((position, message, message.offset + 1) for message in kept[:-1])
-        self._ahead.append((position, kept[-1], result.next_offset))
-        position.read = result.next_offset
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -503,28 +337,28 @@ class PullConsumer:
         due_ms = math.inf
         if self._joined:
             due_ms = min(self._rebalance_ms, self._renewed_ms + RENEW_MS)
-        if self._auto_commit and self._uncommitted:
+        if self._auto_commit and self._positions.uncommitted:
             due_ms = min(due_ms, self._committed_ms + self._interval_ms)
         return max(0, due_ms - self._clock.monotonic_ms())
 
     def _park(self, callback: Callable[[], object], timeout_ms: float | None) -> Ready:
         """Under the lock, so that nobody moves a position between the look and the parking."""
-        ready = Ready(self._broker, self._bell, self._waiting, callback)
+        ready = Ready(callback, self._bell, self._waiting)
         with self._bell:
-            news = self._changed or self._closed or bool(self._ahead)
+            news = self._changed or self._closed or bool(self._positions.ahead)
             if not news:
                 self._waiting.add(ready)
         if news:
             ready.fire()
             return ready
         try:
-            for position in self._turns:
+            for position in self._positions.turns:
                 # Of a topic that is gone units may be there all the same: it would be called again and again.
                 if not position.paused and not position.missing:
-                    ready.park(*position.queue, position.read, self._filter_of(position))
+                    ready.park(self._broker, *position.queue, position.read, self._filter_of(position.queue.topic))
             if timeout_ms is not None and timeout_ms != math.inf:
                 # A place of its own to wait for the time: no topic bears such a name.
-                ready.park(f"@{self.client_id}", 0, 0, timeout_s=timeout_ms / 1000)
+                ready.park(self._broker, f"@{self.client_id}", 0, 0, timeout_s=timeout_ms / 1000)
         except BaseException:
             ready.cancel()
             raise
@@ -548,13 +382,7 @@ class PullConsumer:
     def _come_back(self) -> None:
         """The caller is done with what was returned, if it is the one who polls."""
         if self._poller is self.caller():
-            self._settle()
-
-    def _settle(self) -> None:
-        for position in self._returned:
-            position.done = position.next
-        self._uncommitted |= self._returned
-        self._returned.clear()
+            self._positions.settle()
 
     def _do_duties(self) -> None:
         now_ms = self._clock.monotonic_ms()
@@ -566,18 +394,18 @@ class PullConsumer:
             self._tell_lost()
             if self._changed or now_ms >= self._rebalance_ms:
                 self._rebalance(now_ms)
-        elif not self._positions:
+        elif not self._positions.by_queue:
             raise ConfigError("there is nothing to poll: subscribe to a topic, or assign queues")
-        if self._auto_commit and self._uncommitted and now_ms - self._committed_ms >= self._interval_ms:
+        if self._auto_commit and self._positions.uncommitted and now_ms - self._committed_ms >= self._interval_ms:
             self._committed_ms = now_ms
-            self._commit_what_is_done(self._uncommitted)
+            self._positions.commit_done(self._positions.uncommitted)
 
     def _renew(self) -> None:
         """Renew the locks, and drop what others have by now."""
         lost = self._seat.renew()
         self._renewed_ms = self._clock.monotonic_ms()
         if lost:
-            self._drop(lost)
+            self._positions.drop(lost)
             self._lost |= lost
             self._shares_changed()
 
@@ -588,7 +416,7 @@ class PullConsumer:
                 "%s of group %s was away for more than 60 s: others go on with %s",
                 self.client_id,
                 self.group,
-                _named(lost),
+                named(lost),
             )
             self._tell(self._hooks.on_revoke, self._on_revoke, lost)
 
@@ -600,14 +428,14 @@ class PullConsumer:
             mine = frozenset().union(*shares.values())
             self._revoke(
                 queue
-                for queue in list(self._positions)
+                for queue in list(self._positions.by_queue)
                 if queue not in mine and (queue.topic in shares or queue.topic not in self._wanted)
             )
             if not self._joined:  # what was told may have closed this, or unsubscribed
                 return
-            wanted = mine - self._positions.keys()
+            wanted = mine - self._positions.by_queue.keys()
             begins = self._starts_of(self._seat.take(wanted)) if wanted else {}
-            self._add(begins)
+            self._positions.add(begins)
         except BaseException:
             with self._bell:
                 self._changed = True
@@ -633,33 +461,21 @@ class PullConsumer:
                 )
         return begins
 
-    def _add(self, begins: Mapping[QueueRef, int]) -> None:
-        for queue in sorted(begins):
-            position = self._positions[queue] = _Position(queue, begins[queue])
-            self._turns.append(position)
-
     def _revoke(self, queues: Iterable[QueueRef]) -> None:
         """Give queues away, after what is done was committed, and who wants to know was told."""
         going = frozenset(queues)
         if not going:
             return
         if self._auto_commit:
-            self._commit_what_is_done([position for position in self._uncommitted if position.queue in going])
+            self._positions.commit_done(
+                [position for position in self._positions.uncommitted if position.queue in going]
+            )
         try:
             self._tell(self._hooks.on_revoke, self._on_revoke, going)
         finally:
-            self._drop(going)
+            self._positions.drop(going)
             if self._joined:
                 self._seat.give(going)
-
-    def _drop(self, queues: Iterable[QueueRef]) -> None:
-        for queue in queues:
-            position = self._positions.pop(queue, None)
-            if position is not None:
-                self._turns.remove(position)
-                self._returned.discard(position)
-                self._uncommitted.discard(position)
-                self._read_again(position)
 
     def _tell(self, hooks: Sequence[Told], told: Told | None, queues: frozenset[QueueRef]) -> None:
         self._hooks.tell(hooks, queues)
@@ -671,12 +487,12 @@ class PullConsumer:
     def assignment(self) -> frozenset[QueueRef]:
         """The queues that it reads now."""
         with self._lock:
-            return frozenset(self._positions)
+            return frozenset(self._positions.by_queue)
 
     def position(self, queue: QueueRef) -> int:
         """Offset from which the next poll goes on. ConfigError for a queue that it does not have."""
         with self._lock:
-            return self._own(queue).next
+            return self._positions.own(queue).next
 
     def committed(self, queue: QueueRef) -> int | None:
         """Where the group goes on in a queue, be it this consumer's or not; None: it never committed."""
@@ -689,63 +505,24 @@ class PullConsumer:
         ConfigError for a queue that it does not have, OffsetOutOfRangeError: nothing was committed then.
         NotPermittedError when queues were lost to another member: the others are committed.
         """
-        if durability not in (None, "append", "flush"):
-            raise ConfigError(f"durability is 'append' or 'flush', not {durability!r}")
+        one_of(durability, "durability", (None, "append", "flush"))
         with self._lock:
             self._check_open()
             if self._joined:
                 self._renew()
             if offsets is None:
-                self._settle()
-                self._commit_all()
+                self._positions.settle()
+                self._positions.commit_all()
             else:
-                for position, offset in self._checked(offsets).items():
-                    self._commit(position, offset)
+                for position, offset in self._positions.checked(offsets, self._lost).items():
+                    self._positions.commit(position, offset)
             if durability == "flush":
                 self._broker.save()
             if self._lost:
                 raise NotPermittedError(
-                    f"{_named(self._lost)}: other members of group {self.group!r} go on with these since this one did "
+                    f"{named(self._lost)}: other members of group {self.group!r} go on with these since this one did "
                     f"not poll for 60 s; what was returned of them is returned to those again"
                 )
-
-    def _checked(self, offsets: Mapping[QueueRef, int]) -> dict[_Position, int]:
-        if not isinstance(offsets, Mapping):
-            raise ConfigError(f"offsets are given as a mapping, {{('orders', 0): 17}}, not {offsets!r:.80}")
-        chosen = {}
-        for queue, offset in offsets.items():
-            if as_queue(queue) in self._lost:
-                continue
-            position = self._own(queue)
-            end = self._broker.max_offset(*position.queue)
-            if type(offset) is not int or not 0 <= offset <= end:
-                raise OffsetOutOfRangeError(f"offset {offset!r} of {position.queue} does not lie in 0..{end}", 0, end)
-            chosen[position] = offset
-        return chosen
-
-    def _commit_all(self) -> None:
-        """A queue for which it fails does not keep the others from it."""
-        failed: list[MQStoreError] = []
-        for position in list(self._uncommitted):
-            try:
-                self._commit(position, position.done)
-                self._uncommitted.discard(position)
-            except MQStoreError as error:
-                failed.append(error)
-        if failed:
-            raise failed[0]
-
-    def _commit(self, position: _Position, offset: int) -> None:
-        self._broker.commit(self.group, *position.queue, offset, owner=self.client_id)
-
-    def _commit_what_is_done(self, positions: Iterable[_Position]) -> None:
-        """By itself, so what goes wrong is logged; but for a store that does not work at all."""
-        for position in list(positions):
-            self._uncommitted.discard(position)
-            try:
-                self._commit(position, position.done)
-            except (OffsetOutOfRangeError, TopicNotFoundError, GroupNotFoundError, NotPermittedError) as error:
-                _log.warning("group %s: %s was not committed: %s", self.group, position.queue, error)
 
     def seek(self, queue: QueueRef, to: int | Start) -> None:
         """Go on at an offset, at "earliest", at "latest", or at the first message stored at or after an aware datetime.
@@ -755,56 +532,32 @@ class PullConsumer:
         """
         with self._lock:
             self._check_open()
-            position = self._own(queue)
+            position = self._positions.own(queue)
             target = place(self._broker, position.queue, to)
-            low, high = self._broker.min_offset(*position.queue), self._broker.max_offset(*position.queue)
-            if not low <= target <= high:
-                raise OffsetOutOfRangeError(f"{position.queue} goes from {low} to {high}, not to {target}", low, high)
-            self._read_again(position)
-            self._move(position, target)
+            self._positions.read_again(position)
+            self._positions.move(position, target)
         self._ring()
 
     def pause(self, *queues: QueueRef) -> None:
         """Read these queues (none given: all that it has) no more until `resume`. They stay this consumer's.
         ConfigError for a queue that it does not have."""
         with self._lock:
-            for position in self._chosen(queues):
+            for position in self._positions.chosen(queues):
                 position.paused = True
-                self._read_again(position)
+                self._positions.read_again(position)
         self._ring()
 
     def resume(self, *queues: QueueRef) -> None:
         """Go on with these queues (none given: all). ConfigError as `pause`."""
         with self._lock:
-            for position in self._chosen(queues):
+            for position in self._positions.chosen(queues):
                 position.paused = False
         self._ring()
 
     def paused(self) -> frozenset[QueueRef]:
         """The queues that are not read until `resume`."""
         with self._lock:
-            return frozenset(position.queue for position in self._turns if position.paused)
-
-    def _chosen(self, queues: Sequence[QueueRef]) -> list[_Position]:
-        return [self._own(queue) for queue in queues] if queues else list(self._turns)
-
-    def _own(self, queue: QueueRef) -> _Position:
-        position = self._positions.get(as_queue(queue))
-        if position is None:
-            has = _named(sorted(self._positions)[:8]) or "none (with `subscribe` they come by a poll)"
-            raise ConfigError(f"queue {queue[1]} of {queue[0]!r} is not this consumer's now; it has {has}")
-        return position
-
-    def _move(self, position: _Position, offset: int) -> None:
-        """Go on elsewhere: what lies before counts as done."""
-        position.move(offset)
-        self._uncommitted.add(position)
-
-    def _read_again(self, position: _Position) -> None:
-        """Forget what was read and not returned of a queue."""
-        if self._ahead:
-            self._ahead = deque(entry for entry in self._ahead if entry[0] is not position)
-        position.read = position.next
+            return frozenset(position.queue for position in self._positions.turns if position.paused)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -843,16 +596,16 @@ class PullConsumer:
         except StoreClosedError:
             pass  # nobody else in this process has it then, and the commit below says what becomes of it
         except MQStoreError as error:  # its seat is another's
-            _log.warning("group %s: nothing is committed of %s: %s", self.group, _named(self._positions), error)
-            self._lost |= self._positions.keys()
-            self._drop(self._lost)
+            _log.warning("group %s: nothing is committed of %s: %s", self.group, named(self._positions.by_queue), error)
+            self._lost |= self._positions.by_queue.keys()
+            self._positions.drop(self._lost)
         try:
             self._tell_lost()
-            self._revoke(self._positions)
+            self._revoke(self._positions.by_queue)
         except StoreClosedError:
             _log.warning("group %s: the store was closed before this consumer: what it had comes again", self.group)
         finally:
-            self._drop(list(self._positions))
+            self._positions.drop(list(self._positions.by_queue))
             self._joined = False
             self._seat.leave()
 
@@ -867,7 +620,3 @@ class PullConsumer:
     def __repr__(self) -> str:
         topics = ", ".join(sorted(self._wanted)) or ("queues by hand" if self._assigns else "nothing")
         return f"<PullConsumer {self.client_id} of {self.group!r} for {topics}{', closed' if self._closed else ''}>"
-
-
-def _named(queues: Iterable[QueueRef]) -> str:
-    return ", ".join(f"{topic}/{queue_id}" for topic, queue_id in sorted(queues))

@@ -19,19 +19,14 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
 import threading
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from queue import Empty, SimpleQueue
-from types import FrameType, TracebackType
-from typing import Any, Literal, Protocol, TypedDict, TypeVar, overload
+from types import TracebackType
+from typing import Any, Literal, TypedDict, TypeVar, overload
 
-from mqstore.broker.admin.statistics import CounterKey, Rate, StatisticsSnapshot, Total
 from mqstore.broker.begun import Notes
 from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
@@ -42,34 +37,28 @@ from mqstore.broker.pop.orderinfo import OrderInfoTable, Suspended
 from mqstore.client.allocation import Strategy, strategy_named
 from mqstore.client.assignment import Assignment
 from mqstore.client.concurrent import ConcurrentService
+from mqstore.client.consumerstats import ConsumerStats, QueueStats, topic_stats
 from mqstore.client.groupsettings import check_order, enter_group, order_of
 from mqstore.client.handlers import check_handler, check_plain
-from mqstore.client.handling import (
-    CONSUME_FAILED,
-    CONSUME_OK,
-    CONSUME_US,
-    PULL,
-    PULL_US,
-    Handling,
-    OnError,
-    Subscription,
-)
+from mqstore.client.handling import Handling, OnError, Subscription
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog
-from mqstore.client.membership import Membership, check_client_id
+from mqstore.client.membership import Membership, client_id_of
 from mqstore.client.orderly import OrderlyService
 from mqstore.client.poppush import PopEngine
-from mqstore.client.processqueue import Limits, QueueInfo
+from mqstore.client.processqueue import Limits
 from mqstore.client.progress import GroupProgress, LocalProgress, Progress, Start, check_start
+from mqstore.client.sendrules import one_of
+from mqstore.client.signals import at_signals
 from mqstore.client.wanted import wanted
 from mqstore.client.workers import Workers
 from mqstore.errors import ConfigError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
-from mqstore.options import Duration, seconds
+from mqstore.options import Duration, check_whole, seconds
 from mqstore.signalsafe import Gate
 
-__all__ = ["ConsumerStats", "Engine", "Handler", "PushConsumer", "PushConsumerOptions", "QueueStats", "TopicStats"]
+__all__ = ["Handler", "PushConsumer", "PushConsumerOptions"]
 
 _log = logging.getLogger("mqstore")
 
@@ -78,98 +67,6 @@ _SAMPLE_MS = 10_000
 # A batch is a tuple, so that a handler may say `tuple[Message, ...]` as well as `Sequence[Message]`.
 Handler = Callable[[Message], object] | Callable[[tuple[Message, ...]], object]
 H = TypeVar("H", bound=Handler)
-
-
-@dataclass(frozen=True, slots=True)
-class TopicStats:
-    """What a consumer has done with a topic since it was started (delivery#statistics)."""
-
-    ok: int
-    """Messages that were handled."""
-    failed: int
-    """Attempts that failed, timed out, or were rejected."""
-    ok_per_s: float | None
-    """Rates are of the last minute, 0.0 when nothing happened in it. In the first 10 s they are None, for they are not
-    known yet. Averages of a minute in which nothing happened are of the last hour, or else since the start."""
-    failed_per_s: float | None
-    handler_ms: float | None
-    """Spent on a message; None before one was handled."""
-    pulled: int
-    """Messages that came, handled or not."""
-    pulled_per_s: float | None
-    pull_ms: float | None
-    """Spent on looking into a queue, when something came of it: in mode "pop", into all that were looked into then."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueStats:
-    """One queue that is assigned to a consumer."""
-
-    cached: QueueInfo
-    committed: int | None
-    max_offset: int
-
-    @property
-    def lag(self) -> int | None:
-        """Messages that are not settled, or not even pulled; None while nothing is committed, when it is not known."""
-        return None if self.committed is None else self.max_offset - self.committed
-
-
-@dataclass(frozen=True, slots=True)
-class ConsumerStats:
-    """A snapshot of one consumer.
-
-    >>> import mqstore, tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
-    ...     store.create_topic("orders", queues=2)
-    ...     with store.push_consumer("billing", workers=1) as consumer:
-    ...         _ = consumer.subscribe("orders", lambda message: None)
-    ...         stats = consumer.stats()
-    ...     stats.group, {queue.queue_id: each.lag for queue, each in stats.queues.items()}
-    ('billing', {0: 0, 1: 0})
-    """
-
-    group: str
-    client_id: str
-    topics: Mapping[str, TopicStats]
-    queues: Mapping[QueueRef, QueueStats]
-    """Empty in mode "pop"."""
-    running: int
-    """Workers in a handler now."""
-    suspended: Mapping[QueueRef, Suspended]
-    """The queues that a failed message holds up, from its first failure until it is settled: of the whole ordered
-    group, in either mode; of a broadcasting consumer its own."""
-
-
-class Engine(Protocol):
-    """Where messages come from and where their results go."""
-
-    def start(self, subscriptions: Mapping[str, Subscription]) -> None:
-        """Join the group; before the workers run. Raises GroupInUseError, SubscriptionConflictError."""
-
-    def subscribe(self, subscriptions: Mapping[str, Subscription]) -> None:
-        """While running: other topics or filters. The same errors, and then nothing has changed."""
-
-    def halt(self) -> None:
-        """Start no handler any more."""
-
-    def close(self) -> None:
-        """After `halt`: return what is not settled, have progress on disk, leave the group."""
-
-    def pause(self, queues: Sequence[QueueRef]) -> None: ...
-
-    def pause_as(self, other: Any) -> None:
-        """Before `start`: what another engine of this kind was told to pause is paused here."""
-
-    def resume(self, queues: Sequence[QueueRef]) -> None: ...
-
-    def owned(self) -> frozenset[QueueRef]: ...
-
-    def running(self) -> int: ...
-
-    def seek(self, ref: QueueRef, to: int | str | datetime) -> None: ...
-
-    def infos(self) -> list[tuple[QueueInfo, int | None]]: ...
 
 
 class PushConsumerOptions(TypedDict, total=False):
@@ -272,59 +169,42 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     ) -> None:
         if on_error is not None:
             check_plain("on_error", on_error)
-        broadcasting = _one_of("model", model, ("clustering", "broadcasting")) == "broadcasting"
-        pops = _one_of("mode", mode, ("queue", "pop")) == "pop"
+        one_of(model, "model", ("clustering", "broadcasting"))
+        one_of(mode, "mode", ("queue", "pop"))
+        broadcasting, pops = model == "broadcasting", mode == "pop"
         if broadcasting and client_id is None:
             raise ConfigError("a broadcasting consumer keeps its progress under its client_id: give one that stays")
         if broadcasting and pops:
             raise ConfigError("mode='pop' shares messages out; broadcasting takes mode='queue'")
         ordered = order_of(broker, group, ordered)
+        queued = "mode='queue'; in mode='pop' the limits are of all queues as they are"
+        elsewhere = "elsewhere the retry policy says when a message comes again"
         for name, value, applies, where in (
-            (
-                "suspend",
-                suspend,
-                ordered and not pops,
-                "mode='queue' with ordered=True; elsewhere the retry policy says when a message comes again",
-            ),
+            ("suspend", suspend, ordered and not pops, f"mode='queue' with ordered=True; {elsewhere}"),
             ("max_span", max_span, not (ordered or pops), "mode='queue' without ordered=True"),
-            (
-                "prefetch_total",
-                prefetch_total,
-                not pops,
-                "mode='queue'; in mode='pop' prefetch is of all queues as it is",
-            ),
-            (
-                "prefetch_total_bytes",
-                prefetch_total_bytes,
-                not pops,
-                "mode='queue'; in mode='pop' prefetch_bytes is of all queues as it is",
-            ),
+            ("prefetch_total", prefetch_total, not pops, queued),
+            ("prefetch_total_bytes", prefetch_total_bytes, not pops, queued),
             ("strategy", strategy, not pops, "mode='queue'; in mode='pop' no queue belongs to a member"),
-            (
-                "retry",
-                retry,
-                ordered or not broadcasting,
-                "consumers that try again; broadcasting without ordered=True passes over what fails",
-            ),
+            ("retry", retry, ordered or not broadcasting, "consumers that try again, not broadcasting without order"),
         ):
             if value is not None and not applies:
                 raise ConfigError(f"{name} is for {where}. Leave it out")
-        number = min(32, (os.cpu_count() or 1) + 4) if workers is None else _count("workers", workers, 1_000)
+        number = min(32, (os.cpu_count() or 1) + 4) if workers is None else check_whole("workers", workers, 1, 1_000)
         self.group = group
         self.ordered = ordered
-        self.client_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}" if client_id is None else check_client_id(client_id)
+        self.client_id = client_id_of(client_id)
         """By which the group knows this consumer."""
         self._pid = os.getpid()
         self._broker = broker
-        self._batch_size = _count("batch_size", batch_size, 1_024)
+        self._batch_size = check_whole("batch_size", batch_size, 1, 1_024)
         self._limits = limits = Limits(
-            messages=_count("prefetch", prefetch, 65_535),
-            size=_count("prefetch_bytes", prefetch_bytes, 1 << 40),
-            span=None if ordered else _count("max_span", 2000 if max_span is None else max_span, 65_535),
-            total=None if prefetch_total is None else _count("prefetch_total", prefetch_total, 6_553_500),
+            messages=check_whole("prefetch", prefetch, 1, 65_535),
+            size=check_whole("prefetch_bytes", prefetch_bytes, 1, 1 << 40),
+            span=None if ordered else check_whole("max_span", 2000 if max_span is None else max_span, 1, 65_535),
+            total=None if prefetch_total is None else check_whole("prefetch_total", prefetch_total, 1, 6_553_500),
             total_size=None
             if prefetch_total_bytes is None
-            else _count("prefetch_total_bytes", prefetch_total_bytes, 102_400 << 20),
+            else check_whole("prefetch_total_bytes", prefetch_total_bytes, 1, 102_400 << 20),
         )
         timeout_ms = _milliseconds("consume_timeout", consume_timeout, 0.1, 7 * 86_400)
         self._subscriptions: dict[str, Subscription] = {}
@@ -367,7 +247,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
         self._own: OrderInfoTable | None = None
 
-        def new_engine() -> Engine:
+        def new_engine() -> Assignment | PopEngine:
             if progress is None:
                 return PopEngine(
                     broker,
@@ -436,33 +316,14 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     # -- what is handled --------------------------------------------------------------------------------------------
 
     @overload
-    def subscribe(
-        self,
-        topic: str,
-        handler: H,
-        *,
-        tags: str = "*",
-        sql: str | None = None,
-    ) -> H: ...
+    def subscribe(self, topic: str, handler: H, *, tags: str = "*", sql: str | None = None) -> H: ...
 
     @overload
     def subscribe(
-        self,
-        topic: str,
-        handler: None = None,
-        *,
-        tags: str = "*",
-        sql: str | None = None,
+        self, topic: str, handler: None = None, *, tags: str = "*", sql: str | None = None
     ) -> Callable[[H], H]: ...
 
-    def subscribe(
-        self,
-        topic: str,
-        handler: Handler | None = None,
-        *,
-        tags: str = "*",
-        sql: str | None = None,
-    ) -> Any:
+    def subscribe(self, topic: str, handler: Handler | None = None, *, tags: str = "*", sql: str | None = None) -> Any:
         """Have `handler` called with the messages of a topic; without one: a decorator. A second time for the same
         topic puts the new handler and filter in place of the old, while running, too; what is cached is not filtered
         again.
@@ -483,9 +344,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
     def _subscribe_here(self, topic: str, handler: H, /, *, tags: str, sql: str | None) -> H:
         check_handler(handler)
-        _, expression = wanted(self._broker, topic, tags, sql).expression
-        kind: Literal["TAG", "SQL92"] = "TAG" if sql is None else "SQL92"
-        new = Subscription(topic, handler, kind, expression)
+        new = Subscription(handler, wanted(self._broker, topic, tags, sql))
         with self._lock:
             self._change({**self._subscriptions, topic: new})
             if self._starts_with_topic and self._state == "new":
@@ -542,7 +401,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
             self._forget_notes()
             self._handling.close()
             self._engine = self._new_engine()
-            self._engine.pause_as(failed)
+            self._engine.pause_as(failed)  # type: ignore[arg-type]  # of the same kind
 
     def _sample(self) -> None:
         self._handling.statistics.run_once(0)
@@ -628,18 +487,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         """Start, wait for SIGINT or SIGTERM (in the main thread; else for a `stop` from elsewhere), stop; what `stop`
         says. A second signal does what it did before. SystemExit of a handler, which stops the consumer, is raised here
         then, and KeyboardInterrupt likewise: the process is to end with the code that was asked for."""
-        restore: list[Callable[[], object]] = []
-
-        def wish(number: int, frame: FrameType | None) -> None:
-            for each in restore:
-                each()
-            self._wishes.put(None)
-
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before = signal.signal(number, wish)
-                restore.append(partial(signal.signal, number, before))
-        try:
+        with at_signals(lambda: self._wishes.put(None)):
             self.start()
             try:
                 while True:
@@ -650,9 +498,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
                     break
             finally:
                 ended = self.stop(stop_timeout)
-        finally:
-            for each in restore:
-                each()
         if self._left is not None:
             raise self._left
         return ended
@@ -718,17 +563,16 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     def stats(self) -> ConsumerStats:
         """A snapshot."""
         counted = self._handling.statistics.snapshot()
-        names = sorted({topic for _, topic in counted.totals})
         infos = self._engine.infos()
         return ConsumerStats(
             group=self.group,
             client_id=self.client_id,
-            topics={name: _topic_stats(counted, name) for name in names},
+            topics=topic_stats(counted),
             queues={
                 info.queue: QueueStats(info, committed, self._broker.max_offset(*info.queue))
                 for info, committed in infos
             },
-            running=self._engine.running(),
+            running=len(self._workers.busy()),
             suspended=self._suspended({info.queue: committed for info, committed in infos}),
         )
 
@@ -740,47 +584,6 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
 
     def __repr__(self) -> str:
         return f"<PushConsumer {self.client_id} of group {self.group!r}, {self._state}>"
-
-
-def _topic_stats(counted: StatisticsSnapshot, topic: str) -> TopicStats:
-    none = Rate(0, 0, 1)
-
-    def per_s(name: str) -> float | None:
-        return counted.minute.get((name, topic), none).tps if counted.minute_ms else None
-
-    return TopicStats(
-        ok=counted.total(CONSUME_OK, topic),
-        failed=counted.total(CONSUME_FAILED, topic),
-        ok_per_s=per_s(CONSUME_OK),
-        failed_per_s=per_s(CONSUME_FAILED),
-        handler_ms=_average_ms(counted, CONSUME_US, topic),
-        pulled=counted.total(PULL, topic),
-        pulled_per_s=per_s(PULL),
-        pull_ms=_average_ms(counted, PULL_US, topic),
-    )
-
-
-def _average_ms(counted: StatisticsSnapshot, name: str, topic: str) -> float | None:
-    """Of the shortest window in which something was added: who looks at a consumer that has been idle for a while wants
-    to know how long its handlers take, not that they did nothing (delivery#statistics)."""
-    windows: Sequence[Mapping[CounterKey, Rate | Total]] = (counted.minute, counted.hour, counted.totals)
-    for window in windows:
-        found = window.get((name, topic))
-        if found is not None and found.times:
-            return found.value / found.times / 1000
-    return None
-
-
-def _one_of(name: str, value: str, choices: Iterable[str]) -> str:
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(map(repr, choices))}")
-    return value
-
-
-def _count(name: str, value: int, most: int) -> int:
-    if type(value) is not int or not 1 <= value <= most:
-        raise ConfigError(f"{name} is {value!r}; give a number from 1 to {most}")
-    return value
 
 
 def _milliseconds(name: str, value: Duration, least_s: float, most_s: float) -> int:

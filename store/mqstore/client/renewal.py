@@ -1,8 +1,7 @@
 """Keeping deliveries invisible while they are in use (clients#renewal).
 
     add ---> held ---- a third of the loan is left ---> renewed for a whole loan, the receipt stays good
-              |  \\---- `until_ms` has come -----------> let go of; `on_end(key)`
-              |  \\---- it came too late --------------> let go of; `on_lost(key)`
+              |  \\---- it came too late --------------> let go of, and logged
               |  \\---- the disk is full, say ---------> again after a second
               +----- remove
 
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 from mqstore.broker.broker import Broker
@@ -32,20 +31,13 @@ Key = TypeVar("Key", bound=Hashable)
 class _Held:
     """A delivery that is kept invisible. Times are those of the monotonic clock."""
 
-    __slots__ = ("expires_ms", "receipt", "topic", "try_ms", "until_ms")
+    __slots__ = ("due_ms", "receipt", "topic")
 
-    def __init__(self, topic: str, receipt: str, expires_ms: int, try_ms: int, until_ms: int | None) -> None:
+    def __init__(self, topic: str, receipt: str, due_ms: int) -> None:
         self.topic = topic
         self.receipt = receipt
-        self.expires_ms = expires_ms
-        self.try_ms = try_ms
+        self.due_ms = due_ms
         """When it is renewed."""
-        self.until_ms = until_ms
-        """When it is to be let go of; None: not by time."""
-
-    @property
-    def due_ms(self) -> int:
-        return self.try_ms if self.until_ms is None else min(self.try_ms, self.until_ms)
 
 
 class Renewer(Generic[Key]):
@@ -56,29 +48,16 @@ class Renewer(Generic[Key]):
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     _ = store.put("mail", b"hello")
     ...     [delivery] = store.broker.pop("mailer", "mail", invisible=60)
-    ...     renewer = Renewer(store.broker, "mailer", 60_000, on_end=print, on_lost=print)
-    ...     renewer.add("first", "mail", delivery.receipt, 60_000, until_ms=90_000)
+    ...     renewer = Renewer(store.broker, "mailer", 60_000)
+    ...     renewer.add("first", "mail", delivery.receipt, 60_000)
     ...     renewer.run_once(0), renewer.run_once(40_000), renewer.run_once(80_000)
-    ...     renewer.run_once(90_000)
-    (40000, 80000, 90000)
-    first
+    (40000, 80000, 120000)
     """
 
-    def __init__(
-        self,
-        broker: Broker,
-        group: str,
-        loan_ms: int,
-        *,
-        on_end: Callable[[Key], object],
-        on_lost: Callable[[Key], object],
-        log: LimitedLog | None = None,
-    ) -> None:
+    def __init__(self, broker: Broker, group: str, loan_ms: int, log: LimitedLog | None = None) -> None:
         self._broker = broker
         self._group = group
         self._loan_ms = loan_ms
-        self._on_end = on_end
-        self._on_lost = on_lost
         self._log = LimitedLog(f"group {group}") if log is None else log
         self._lock = threading.Lock()
         self._held: dict[Key, _Held] = {}
@@ -86,18 +65,11 @@ class Renewer(Generic[Key]):
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, key: Key, topic: str, receipt: str, expires_ms: int, until_ms: int | None = None) -> None:
-        """Keep a delivery, which is on loan until `expires_ms`, invisible until `until_ms` (None: until removed)."""
-        held = _Held(topic, receipt, expires_ms, expires_ms - self._loan_ms // 3, until_ms)
+    def add(self, key: Key, topic: str, receipt: str, expires_ms: int) -> None:
+        """Keep a delivery, which is on loan until `expires_ms`, invisible until it is removed."""
+        held = _Held(topic, receipt, expires_ms - self._loan_ms // 3)
         with self._lock:
             self._held[key] = held
-
-    def limit(self, key: Key, until_ms: int | None) -> None:
-        """Keep it until then, if it is kept at all. `run_once` has to be called by that time."""
-        with self._lock:
-            held = self._held.get(key)
-            if held is not None:
-                held.until_ms = until_ms
 
     def remove(self, key: Key) -> bool:
         """Let go of it; False: that was done before."""
@@ -109,10 +81,7 @@ class Renewer(Generic[Key]):
         with self._lock:
             due = [(key, held) for key, held in self._held.items() if held.due_ms <= now_ms]
         for key, held in due:
-            if held.until_ms is not None and held.until_ms <= now_ms:
-                if self.remove(key):
-                    self._on_end(key)
-            elif key in self._held:
+            if key in self._held:
                 self._renew(key, held, now_ms)
         with self._lock:
             return min((held.due_ms for held in self._held.values()), default=None)
@@ -124,13 +93,11 @@ class Renewer(Generic[Key]):
         except (ReceiptExpiredError, InvalidReceiptError) as error:
             if self.remove(key):  # else it was settled meanwhile
                 self._say(held, f"{key} was lost before its handler ended", "lost", error)
-                self._on_lost(key)
         except MQStoreError as error:
             self._say(held, f"{key} could not be renewed, again in a second", "not renewed", error)
-            held.try_ms = now_ms + AGAIN_MS
+            held.due_ms = now_ms + AGAIN_MS
         else:
-            held.expires_ms = now_ms + self._loan_ms
-            held.try_ms = held.expires_ms - self._loan_ms // 3
+            held.due_ms = now_ms + self._loan_ms - self._loan_ms // 3
 
     def _say(self, held: _Held, what: str, like: str, error: MQStoreError) -> None:
         self._log.say(logging.WARNING, what, at=held.topic, error=error, like=like)

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -32,13 +30,13 @@ from mqstore.client.delivery import Delivery, Lender, loan_seconds
 from mqstore.client.groupsettings import check_order, enter_group, order_of
 from mqstore.client.interceptors import Interceptor, Interceptors, Settled
 from mqstore.client.limitedlog import LimitedLog
-from mqstore.client.membership import check_client_id
+from mqstore.client.membership import client_id_of
 from mqstore.client.popsource import PopSource
 from mqstore.client.waits import Wait
 from mqstore.client.wanted import wanted
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.log.commitlog import QueueRef
-from mqstore.options import Duration, seconds
+from mqstore.options import Duration, check_whole, seconds
 
 __all__ = ["PendingInfo", "SimpleConsumer", "SimpleConsumerOptions"]
 
@@ -124,7 +122,7 @@ class SimpleConsumer:
     ) -> None:
         self.group = group
         self.ordered = order_of(broker, group, ordered)
-        self.client_id = f"{os.getpid()}-{uuid.uuid4().hex[:8]}" if client_id is None else check_client_id(client_id)
+        self.client_id = client_id_of(client_id)
         """By which the group knows this consumer."""
         self._broker = broker
         self._loan_s = loan_seconds(visibility)
@@ -189,8 +187,7 @@ class SimpleConsumer:
         Raises ConfigError without a subscription, GroupInUseError, SubscriptionConflictError, StoreClosedError when
         this consumer or the store was closed before, StoreFullError. When it raises nothing was received.
         """
-        if type(max_messages) is not int or max_messages < 1:
-            raise ConfigError(f"max_messages is {max_messages!r}; give a number from 1")
+        check_whole("max_messages", max_messages, 1)
         loan_s = self._loan_s if visibility is None else loan_seconds(visibility)
         wait_s = seconds(wait, "wait")
         self._source.check_open()

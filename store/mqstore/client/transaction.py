@@ -144,14 +144,14 @@ class Transaction:
         will know it by. Options as of `Producer.send`, but no delay and no message group: InvalidMessageError."""
         if self._state != "open":
             raise TransactionStateError("a transaction sends inside its `with` block", self._outcome())
-        ready = self._producer._ready_half(topic, body, queue_id, options)
+        ready = self._producer._preparer.half(topic, body, queue_id, options)
         unique_key = ready.unique_key
         self._checks.begin(unique_key)
         try:  # Ctrl-C between the two leaves a half that is asked about, not one that runs for ever
             self._halves.append((self._producer._prepare(ready, self._group), ready.message))
         except BaseException as error:
             self._checks.end(self._transactions, unique_key)
-            self._producer._tell(ready.message, None, error)
+            self._producer._preparer.tell(ready.message, None, error)
             raise
         self._flush = self._flush or ready.flush
         return unique_key
@@ -216,7 +216,7 @@ class Transaction:
                 later = error is not None and not isinstance(error, TransactionStateError)
                 self._checks.end(self._transactions, handle.transaction_id, outcome == "commit" if later else None)
                 ended.append((receipt, error))
-                self._producer._tell(message, receipt, error or cause)
+                self._producer._preparer.tell(message, receipt, error or cause)
         finally:
             for handle, _ in self._halves[len(ended) :]:
                 self._checks.end(self._transactions, handle.transaction_id, outcome == "commit")

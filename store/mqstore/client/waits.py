@@ -1,4 +1,6 @@
-"""Waiting until there may be something to pop, in one topic or in several at once (delivery#waiting).
+"""Waiting until there may be something to read, or to pop, in one topic or in several at once (delivery#waiting).
+
+For who pops:
 
     look, nothing there --> add: parked at every topic --+-- a topic calls --------> over; the turn is that topic's
                                                          +-- `ring` ---------------> over, and no turn
@@ -14,18 +16,75 @@ moves `rings`, which whoever waits has read before it looked.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
 from mqstore.broker.waiting import Waiter
 from mqstore.signalsafe import Bell
 
-__all__ = ["Wait", "Waits"]
+__all__ = ["Ready", "Wait", "Waits"]
+
+_log = logging.getLogger("mqstore")
 
 Topics = Iterable[tuple[str, Filter | None]]
+
+
+class Ready:
+    """Somebody who waits for messages from offsets on, until there may be something to do."""
+
+    __slots__ = ("_callback", "_lock", "_open", "_over", "_parked")
+
+    def __init__(self, callback: Callable[[], object], lock: threading.Lock, waiting: set[Ready]) -> None:
+        """`waiting`: those that are not over; `lock` guards it."""
+        self._callback = callback
+        self._lock = lock
+        self._open = waiting
+        self._parked: list[Callable[[], object]] = []
+        """Take it away from where it is parked."""
+        self._over = False
+
+    def cancel(self) -> None:
+        """Wait no longer: the callback will not be called, unless it was already. Again is harmless."""
+        self._end()
+
+    def fire(self) -> None:
+        if self._end():
+            try:
+                self._callback()
+            except Exception:  # not the trouble of who brings the news
+                _log.exception("the callback of a consumer that waited failed")
+
+    def _end(self) -> bool:
+        """Let it be over; False: it was."""
+        with self._lock:
+            if self._over:
+                return False
+            self._over = True
+            self._open.discard(self)
+        for remove in list(self._parked):
+            remove()
+        return True
+
+    def park(
+        self,
+        broker: Broker,
+        topic: str,
+        queue_id: int,
+        offset: int,
+        filter: Filter | str | None = None,  # noqa: A002
+        timeout_s: float | None = None,
+    ) -> None:
+        waiter = broker.add_waiter(
+            topic, queue_id, offset, lambda worth: self.fire(), filter=filter, timeout=timeout_s
+        )
+        self._parked.append(partial(broker.remove_waiter, waiter))
+        if self._over:  # meanwhile; whoever ended it may not have seen this one
+            broker.remove_waiter(waiter)
 
 
 class Wait:

@@ -35,7 +35,7 @@ from mqstore.clock import Clock
 from mqstore.log.message import Message
 from mqstore.signalsafe import Condition
 
-__all__ = ["Awaited", "Flow", "Job", "Timer", "Worker", "Workers", "cancelled", "current"]
+__all__ = ["Awaited", "Flow", "Job", "Worker", "Workers", "cancelled", "current"]
 
 _log = logging.getLogger("mqstore")
 
@@ -156,19 +156,6 @@ class Worker:
         return "" if frame is None else "".join(traceback.format_stack(frame))
 
 
-class Timer:
-    """A call to come. `cancel` unmakes it."""
-
-    __slots__ = ("call", "due_ms")
-
-    def __init__(self, due_ms: int, call: Callable[[], object]) -> None:
-        self.due_ms = due_ms
-        self.call: Callable[[], object] | None = call
-
-    def cancel(self) -> None:
-        self.call = None
-
-
 class Workers:
     """`number` workers, as many threads for their jobs and one for timers, from `start` to `stop`.
 
@@ -176,7 +163,7 @@ class Workers:
     >>> clock = SimulatedClock()
     >>> workers = Workers("demo", clock, 2, threads=False)
     >>> workers.submit(lambda worker: print("a job"))
-    >>> timer = workers.later(5_000, lambda: print("a timer"))
+    >>> workers.later(5_000, lambda: print("a timer"))
     >>> workers.run_once()
     a job
     5000
@@ -209,7 +196,7 @@ class Workers:
         self._deserted = False
         """`stop` waits no longer, and no thread either."""
         self._threads: list[threading.Thread] = []
-        self._heap: list[tuple[int, int, Timer]] = []
+        self._heap: list[tuple[int, int, Callable[[], object]]] = []
         self._serial = count()
         self._changed = Condition()
         """Guards the timers, and wakes the thread that waits for them."""
@@ -222,14 +209,13 @@ class Workers:
         if not self._stopping:
             self._turns.put(partial(self._begin, job))
 
-    def later(self, delay_ms: float, call: Callable[[], object]) -> Timer:
+    def later(self, delay_ms: float, call: Callable[[], object]) -> None:
         """Have `call` called in `delay_ms`, by the timer thread: it must not block."""
-        timer = Timer(self._clock.monotonic_ms() + max(0, int(delay_ms)), call)
+        timer = self._clock.monotonic_ms() + max(0, int(delay_ms)), next(self._serial), call
         with self._changed:
-            heapq.heappush(self._heap, (timer.due_ms, next(self._serial), timer))
-            if self._heap[0][2] is timer:
+            heapq.heappush(self._heap, timer)
+            if self._heap[0] is timer:
                 self._changed.notify_all()
-        return timer
 
     def is_mine(self) -> bool:
         """Whether the caller is one of our threads."""
@@ -372,20 +358,17 @@ class Workers:
                     self._changed.wait(left_s)
 
     def _due_ms(self) -> int | None:
-        while self._heap and self._heap[0][2].call is None:
-            heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def _fire(self) -> None:
         now_ms = self._clock.monotonic_ms()
-        due: list[Timer] = []
+        due: list[Callable[[], object]] = []
         with self._changed:
             while (due_ms := self._due_ms()) is not None and due_ms <= now_ms:
                 due.append(heapq.heappop(self._heap)[2])
-        for timer in due:
-            call = timer.call
-            if call is None or self._stopping:
-                continue
+        for call in due:
+            if self._stopping:
+                return
             try:
                 call()
             except Exception:

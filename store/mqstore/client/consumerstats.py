@@ -1,0 +1,109 @@
+"""Statistics of one push consumer, as `PushConsumer.stats` returns them (delivery#statistics)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mqstore.broker.admin.statistics import CounterKey, Rate, StatisticsSnapshot, Total
+from mqstore.broker.pop.orderinfo import Suspended
+from mqstore.client.handling import CONSUME_FAILED, CONSUME_OK, CONSUME_US, PULL, PULL_US
+from mqstore.client.processqueue import QueueInfo
+from mqstore.log.commitlog import QueueRef
+
+__all__ = ["ConsumerStats", "QueueStats", "TopicStats", "topic_stats"]
+
+
+@dataclass(frozen=True, slots=True)
+class TopicStats:
+    """What a consumer has done with a topic since it was started (delivery#statistics)."""
+
+    ok: int
+    """Messages that were handled."""
+    failed: int
+    """Attempts that failed, timed out, or were rejected."""
+    ok_per_s: float | None
+    """Rates are of the last minute, 0.0 when nothing happened in it. In the first 10 s they are None, for they are not
+    known yet. Averages of a minute in which nothing happened are of the last hour, or else since the start."""
+    failed_per_s: float | None
+    handler_ms: float | None
+    """Spent on a message; None before one was handled."""
+    pulled: int
+    """Messages that came, handled or not."""
+    pulled_per_s: float | None
+    pull_ms: float | None
+    """Spent on looking into a queue, when something came of it: in mode "pop", into all that were looked into then."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """One queue that is assigned to a consumer."""
+
+    cached: QueueInfo
+    committed: int | None
+    max_offset: int
+
+    @property
+    def lag(self) -> int | None:
+        """Messages that are not settled, or not even pulled; None while nothing is committed, when it is not known."""
+        return None if self.committed is None else self.max_offset - self.committed
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerStats:
+    """A snapshot of one consumer.
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
+    ...     store.create_topic("orders", queues=2)
+    ...     with store.push_consumer("billing", workers=1) as consumer:
+    ...         _ = consumer.subscribe("orders", lambda message: None)
+    ...         stats = consumer.stats()
+    ...     stats.group, {queue.queue_id: each.lag for queue, each in stats.queues.items()}
+    ('billing', {0: 0, 1: 0})
+    """
+
+    group: str
+    client_id: str
+    topics: Mapping[str, TopicStats]
+    queues: Mapping[QueueRef, QueueStats]
+    """Empty in mode "pop"."""
+    running: int
+    """Workers in a handler now."""
+    suspended: Mapping[QueueRef, Suspended]
+    """The queues that a failed message holds up, from its first failure until it is settled: of the whole ordered
+    group, in either mode; of a broadcasting consumer its own."""
+
+
+def topic_stats(counted: StatisticsSnapshot) -> dict[str, TopicStats]:
+    """What was counted of each topic, by name."""
+    return {topic: _of(counted, topic) for topic in sorted({topic for _, topic in counted.totals})}
+
+
+def _of(counted: StatisticsSnapshot, topic: str) -> TopicStats:
+    none = Rate(0, 0, 1)
+
+    def per_s(name: str) -> float | None:
+        return counted.minute.get((name, topic), none).tps if counted.minute_ms else None
+
+    return TopicStats(
+        ok=counted.total(CONSUME_OK, topic),
+        failed=counted.total(CONSUME_FAILED, topic),
+        ok_per_s=per_s(CONSUME_OK),
+        failed_per_s=per_s(CONSUME_FAILED),
+        handler_ms=_average_ms(counted, CONSUME_US, topic),
+        pulled=counted.total(PULL, topic),
+        pulled_per_s=per_s(PULL),
+        pull_ms=_average_ms(counted, PULL_US, topic),
+    )
+
+
+def _average_ms(counted: StatisticsSnapshot, name: str, topic: str) -> float | None:
+    """Of the shortest window in which something was added: who looks at a consumer that has been idle for a while wants
+    to know how long its handlers take, not that they did nothing (delivery#statistics)."""
+    windows: Sequence[Mapping[CounterKey, Rate | Total]] = (counted.minute, counted.hour, counted.totals)
+    for window in windows:
+        found = window.get((name, topic))
+        if found is not None and found.times:
+            return found.value / found.times / 1000
+    return None

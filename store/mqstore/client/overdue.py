@@ -1,0 +1,123 @@
+"""Handlers that take long: who holds others up, and who has had its messages for too long (clients#overdue).
+
+    a worker begins ---> a tick every 50 ms, until no worker was at anything for a second
+    at a tick            in the call of the tick before: `held_up(worker, what it is at)`
+                         in one call for `consume_timeout`: logged, told, and `overdue(what it is at, messages)`
+
+Without order the result of a call that is overdue does not count.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from mqstore.client.handling import Handling
+from mqstore.client.workers import Worker, Workers
+from mqstore.clock import Clock
+from mqstore.log.message import Message
+
+__all__ = ["Overdue"]
+
+TICK_MS = 50
+IDLE_TICKS = 20
+"""Ticks without work after which there are none: an idle consumer wakes nobody."""
+
+T = TypeVar("T")
+
+
+class Overdue(Generic[T]):
+    """Looks after the workers of one consumer while they are at something."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        handling: Handling,
+        clock: Clock,
+        timeout_ms: int,
+        then: str,
+        *,
+        held_up: Callable[[Worker, T], object] = lambda worker, at: None,
+        overdue: Callable[[T, Sequence[Message]], object] = lambda at, messages: None,
+    ) -> None:
+        """`then`: what becomes of messages whose time is up, for the log. Both callbacks run on the timer thread."""
+        self._workers = workers
+        self._handling = handling
+        self._clock = clock
+        self._timeout_ms = timeout_ms
+        self._then = then
+        self._held_up = held_up
+        self._overdue = overdue
+        self._at: dict[Worker, T | None] = dict.fromkeys(workers.all)
+        """What each worker is at."""
+        self._seen: dict[Worker, tuple[int, int]] = {}
+        """The call that a worker was in at the last tick, and when that was first seen."""
+        self._lock = threading.Lock()
+        """Of whether there are ticks."""
+        self._ticking = False
+        self._idle_ticks = 0
+
+    def begin(self, worker: Worker, at: T, is_cancelled: Callable[[], bool]) -> None:
+        """A worker is at this now. `is_cancelled`: what makes the result of its calls void."""
+        self._at[worker] = at
+        worker.is_cancelled = is_cancelled
+        if not self._ticking:
+            self._begin_ticks()
+
+    def end(self, worker: Worker) -> None:
+        """It is not any more."""
+        worker.is_cancelled = None
+        self._at[worker] = None
+
+    def _begin_ticks(self) -> None:
+        with self._lock:
+            if self._ticking:
+                return
+            self._ticking = True
+        self._workers.later(TICK_MS, self._tick)
+
+    def _tick(self) -> None:
+        """Timer thread, while there is work."""
+        try:
+            self._idle_ticks = 0 if self._look() else self._idle_ticks + 1
+        finally:  # whatever a hook has met, the next one comes
+            with self._lock:
+                self._ticking = False  # before we look who is at work: who begins from here on does not rely on us
+                is_busy = any(at is not None for at in self._at.values())
+                self._ticking = goes_on = self._idle_ticks < IDLE_TICKS or is_busy
+            if goes_on:
+                self._workers.later(TICK_MS, self._tick)
+
+    def _look(self) -> bool:
+        """Look after workers that are in a call for long; whether any is at work."""
+        now_ms = self._clock.monotonic_ms()
+        seen, self._seen = self._seen, {}
+        busy = False
+        for worker, at in self._at.items():
+            if at is None:
+                continue
+            busy = True
+            if not worker.messages:
+                continue
+            call, since_ms = seen.get(worker, (-1, now_ms))
+            if call != worker.calls:
+                since_ms = now_ms
+            elif call != worker.lapsed and now_ms - since_ms >= self._timeout_ms:
+                self._lapse(worker, at, call)
+            else:
+                self._held_up(worker, at)
+            self._seen[worker] = (worker.calls, since_ms)
+        return busy
+
+    def _lapse(self, worker: Worker, at: T, call: int) -> None:
+        messages = worker.lapse(call)
+        if not messages:  # it has just ended
+            return
+        stack = worker.stack()
+        what = f"has been in its handler for {self._timeout_ms / 1000:g} s{self._then}"
+        self._handling.log.say(logging.ERROR, what, at=messages, like=stack, stack=stack)
+        for message in messages:
+            self._handling.timed_out(message, stack, self._timeout_ms)
+        self._overdue(at, messages)
