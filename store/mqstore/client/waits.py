@@ -79,9 +79,7 @@ class Ready:
         filter: Filter | str | None = None,  # noqa: A002
         timeout_s: float | None = None,
     ) -> None:
-        waiter = broker.add_waiter(
-            topic, queue_id, offset, lambda worth: self.fire(), filter=filter, timeout=timeout_s
-        )
+        waiter = broker.add_waiter(topic, queue_id, offset, lambda worth: self.fire(), filter=filter, timeout=timeout_s)
         self._parked.append(partial(broker.remove_waiter, waiter))
         if self._over:  # meanwhile; whoever ended it may not have seen this one
             broker.remove_waiter(waiter)
