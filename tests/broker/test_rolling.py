@@ -313,7 +313,7 @@ def test_a_timer_that_has_rolled_all_it_had_is_not_taken_for_a_damaged_one(
 
 
 def test_a_slot_whose_units_were_all_rolled_is_an_empty_one(tmp_path: Path) -> None:
-    wheel = TimerWheel(tmp_path / "wheel", tmp_path / "tmp", S, Unsynced(), 0o644)
+    wheel = TimerWheel(tmp_path / "wheel", tmp_path / "tmp", Unsynced(), 0o644)
     wheel.make(np.array([5 * S]), np.array([0]))
     wheel.put(5 * S, Slot(0, 0, 0))
     assert wheel.get(5 * S) is None

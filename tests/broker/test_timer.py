@@ -128,11 +128,6 @@ def test_a_message_that_waits_gets_a_unique_key_of_34_digits() -> None:
     assert set(key) <= set("0123456789ABCDEF")
 
 
-@pytest.mark.parametrize(("precision_ms", "deliver_ms", "out_ms"), [(100, 1234, 1200), (500, 1500, 1000), (200, 1, 0)])
-def test_other_precisions_round_alike(precision_ms: int, deliver_ms: int, out_ms: int) -> None:
-    assert slot_of(deliver_ms, precision_ms) == out_ms
-
-
 @given(stored=st.integers(NOW, NOW + 10 * DAY), wait=st.integers(1, MAX))
 def test_hops_lead_to_the_moment_and_none_is_longer_than_the_window(stored: int, wait: int) -> None:
     out = slot_of(stored + wait)

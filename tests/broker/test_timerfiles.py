@@ -56,7 +56,7 @@ def reloaded(folder: Path, low: int, end: int) -> TimerLog:
 
 
 def new_wheel(folder: Path, fs: FileSystem = REAL) -> TimerWheel:
-    return TimerWheel(folder / "timerwheel", folder / "tmp", P, fs, 0o600)
+    return TimerWheel(folder / "timerwheel", folder / "tmp", fs, 0o600)
 
 
 def empty_wheel(folder: Path, fs: FileSystem = REAL) -> TimerWheel:

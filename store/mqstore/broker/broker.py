@@ -545,7 +545,7 @@ class Broker:
     def pop_retry_topics(self, group: str, topic: str) -> list[str]:
         """Return the names of the topics in which a group that pops has its failed messages of `topic`; they need not
         be there. One that reads has them in `%RETRY%group`, be they of any topic."""
-        return [name for _, name in self._pop.retry_topics(group, topic)]
+        return self._pop.retry_topics(group, topic)
 
     def send_back(
         self,

@@ -1,6 +1,6 @@
 """Arbitrary delay: messages that wait for a moment of their own, on a timer wheel (delivery#timer).
 
-    put (`delayroute.py`) -> rmq_sys_wheel_timer, queue 0 --place-> slot of the wheel --read-> REAL_TOPIC, REAL_QID
+    put (`route.py`)      -> rmq_sys_wheel_timer, queue 0 --place-> slot of the wheel --read-> REAL_TOPIC, REAL_QID
                                       ^                                      |
                                       +--- rolled: half way, or early -------+
 
@@ -74,7 +74,6 @@ from mqstore.broker.delay.route import (
     number,
     placement,
     slot_of,
-    timer_route,
 )
 from mqstore.broker.delay.timerfiles import (
     CANCELS,
@@ -117,7 +116,7 @@ from mqstore.layout.properties import (
 )
 from mqstore.log.message import Message
 
-__all__ = ["TimerService", "timer_route"]
+__all__ = ["TimerService"]
 
 _log = logging.getLogger("mqstore")
 
@@ -172,7 +171,7 @@ class TimerService:
         fs, mode, tmp = parts.fs, parts.config.file_mode, store.path / "tmp"
         size = store.manifest.timerlog_segment_bytes
         self._log = TimerLog(store.path / "timerlog", tmp, size, fs, mode)
-        self._wheel = TimerWheel(store.path / "timerwheel", tmp, PRECISION_MS, fs, mode)
+        self._wheel = TimerWheel(store.path / "timerwheel", tmp, fs, mode)
         self._check = TimerCheck(store.path / "config" / "timercheck", fs, mode)
         self._begun = False
         """Whether there are files; until the first message of the timer topic there are none."""
@@ -229,7 +228,7 @@ class TimerService:
                 self._flushes_each_step &= more
                 return now_ms if more else self._next_due()
             except TimerFilesDamaged as damage:
-                self._rebuild(str(damage), self._read_ms, self._queue_offset)
+                self._rebuild(damage)
                 return now_ms
 
     def close(self) -> None:
@@ -332,7 +331,7 @@ class TimerService:
                     return 0
                 return self._roll_some(physical_offset, count, now_ms)
             except TimerFilesDamaged as damage:
-                self._rebuild(str(damage), self._read_ms, self._queue_offset)
+                self._rebuild(damage)
                 self._wake()
                 return 0
 
@@ -756,7 +755,7 @@ class TimerService:
         if found is None:
             if bounds is not None:
                 # The first second of the first timer message; or the checkpoint was lost, which nobody can tell.
-                self._rebuild("no checkpoint: all that the log still holds is delivered, perhaps again", 0, 0)
+                self._rebuild("no checkpoint: all that the log still holds is delivered, perhaps again")
             return
         if isinstance(found, JavaProgress):
             self._left = found
@@ -773,7 +772,7 @@ class TimerService:
             if found.slot_done:
                 self._read_on(found.slot_done)
         except TimerFilesDamaged as damage:
-            self._rebuild(str(damage), found.read_ms, found.queue_offset)
+            self._rebuild(damage)
             return
         self._begun = True
         self._durable = found
@@ -834,12 +833,13 @@ class TimerService:
         self._begun = True
         self._touch(now_ms)
 
-    def _rebuild(self, why: str, read_ms: int, queue_offset: int) -> None:
+    def _rebuild(self, why: object) -> None:
         """Forget log and wheel, and place every message of the timer topic again but those that were done: those before
-        `queue_offset` whose slot lies before `read_ms`. Not those that were placed late, and are perhaps not done.
+        `_queue_offset` whose slot lies before `_read_ms`. Not those that were placed late, and are perhaps not done.
 
         The checkpoint keeps what it says until the next flush, so a crash meanwhile leads here again."""
-        if self._queue_offset < self._skip_until:  # not the first time, and not done the last time
+        read_ms, queue_offset = self._read_ms, self._queue_offset
+        if queue_offset < self._skip_until:  # not the first time, and not done the last time
             read_ms, queue_offset = self._skip_ms, self._skip_until
         elif self._late_offset >= 0:
             queue_offset = min(queue_offset, self._late_offset)

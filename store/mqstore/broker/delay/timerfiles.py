@@ -58,6 +58,7 @@ import crc32c
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.broker.delay.route import PRECISION_MS
 from mqstore.errors import FlushFailedError
 from mqstore.files.filesystem import FileSystem, SyncNotBegunError
 from mqstore.files.segments import SegmentRun
@@ -361,16 +362,15 @@ class Slot(NamedTuple):
 
 
 class TimerWheel:
-    """Slots by time. Times are in ms and multiples of `precision_ms`.
+    """Slots by time. Times are in ms and multiples of `PRECISION_MS`.
 
     Times that are used at once must lie less than the wheel's length apart (14 days of seconds): the later of two that
     share a place would take it from the other. `timer.py` keeps them within half of that.
     """
 
-    def __init__(self, path: Path, tmp: Path, precision_ms: int, fs: FileSystem, file_mode: int) -> None:
+    def __init__(self, path: Path, tmp: Path, fs: FileSystem, file_mode: int) -> None:
         self._path = path
         self._tmp = tmp
-        self._precision_ms = precision_ms
         self._fs = fs
         self._file_mode = file_mode
         self._fd = -1
@@ -380,8 +380,8 @@ class TimerWheel:
     def make(self, slots_ms: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
         """A new wheel in place of the old one: of units at ascending `positions`, each in the slot of `slots_ms`. When
         it fails the old one is still there."""
-        ticks, first_at, nums = np.unique(slots_ms // self._precision_ms, return_index=True, return_counts=True)
-        backwards = (slots_ms // self._precision_ms)[::-1]
+        ticks, first_at, nums = np.unique(slots_ms // PRECISION_MS, return_index=True, return_counts=True)
+        backwards = (slots_ms // PRECISION_MS)[::-1]
         last_at = len(backwards) - 1 - np.unique(backwards, return_index=True)[1]
         slots = np.zeros(len(ticks), _SLOT_DTYPE)
         slots["tick"], slots["first"], slots["last"] = ticks, positions[first_at], positions[last_at]
@@ -415,7 +415,7 @@ class TimerWheel:
 
     def get(self, slot_ms: int) -> Slot | None:
         """The slot of that time, None when it is empty."""
-        tick = slot_ms // self._precision_ms
+        tick = slot_ms // PRECISION_MS
         if tick in self._dirty:
             return self._dirty[tick] if self._dirty[tick].num else None
         found, *chain, magic = _SLOT.unpack(self._fs.pread(self._fd, SLOT_BYTES, tick % WHEEL_SLOTS * SLOT_BYTES))
@@ -423,7 +423,7 @@ class TimerWheel:
 
     def put(self, slot_ms: int, slot: Slot) -> None:
         """Set a slot, in memory until `write`."""
-        self._dirty[slot_ms // self._precision_ms] = slot
+        self._dirty[slot_ms // PRECISION_MS] = slot
 
     def write(self) -> None:
         """Bring what `put` changed into the file: a call for each run of neighbours. May be tried again."""
@@ -443,7 +443,7 @@ class TimerWheel:
     def first(self, start_ms: int, stop_ms: int) -> int | None:
         """The time of the first slot in [start_ms, stop_ms) that holds a unit; one read for half an hour of them."""
         self.write()
-        tick, stop = start_ms // self._precision_ms, stop_ms // self._precision_ms
+        tick, stop = start_ms // PRECISION_MS, stop_ms // PRECISION_MS
         while tick < stop:
             place = tick % WHEEL_SLOTS
             count = min(stop - tick, WHEEL_SLOTS - place, _BLOCK_SLOTS)
@@ -454,7 +454,7 @@ class TimerWheel:
                 raise TimerFilesDamaged("timer wheel: shorter than it was made")
             hits = np.flatnonzero((slots["tick"] == np.arange(tick, tick + count)) & (slots["num"] > 0))
             if len(hits):
-                return (tick + int(hits[0])) * self._precision_ms
+                return (tick + int(hits[0])) * PRECISION_MS
             tick += count
         return None
 
