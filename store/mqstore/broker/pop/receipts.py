@@ -36,9 +36,7 @@ BROKER_NAME: Final = "mqstore"
 
 _I32_MAX = 2**31 - 1
 _I64_MAX = 2**63 - 1
-# One spelling a number: no sign, no leading zeros, none of the digits beyond ASCII that int() would take.
-_N = "(0|[1-9][0-9]{0,18})"
-_NUMBER = re.compile(_N).fullmatch
+_N = "([0-9]{1,19})"  # none of the digits beyond ASCII that int() would take
 _RECEIPT = re.compile(rf"{_N} {_N} {_N} ([0-7]|999) ([0-2]) [^ ]{{1,255}} {_N} {_N}(?: (?:-1|{_N}))?").fullmatch
 _HANDLE = re.compile(rf"v1 ([^ ]+) [^ ]+ {_N} (.+)", re.DOTALL).fullmatch
 _HANDLE_MAX = 65_536
@@ -89,9 +87,11 @@ def claims_of(texts: Iterable[str]) -> list[Claim]:
     start = 0
     for text in texts:
         before, _, last = text.rpartition(" ") if type(text) is str else ("", "", "")
-        if head and before == head and len(last) <= 18 and _NUMBER(last) and int(last) >= start:
-            claims.append(_new(Claim, (int(last), *rest, text)))
-            continue
+        if head and before == head and last.isascii() and last.isdigit() and len(last) <= 18:
+            offset = int(last)
+            if offset >= start:
+                claims.append(_new(Claim, (offset, *rest, text)))
+                continue
         claim = claim_of(text)
         claims.append(claim)
         head, rest, start = (before if text.count(" ") == 7 else ""), claim[1:-1], claim.start

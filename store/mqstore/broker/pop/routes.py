@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from mqstore.broker.names import is_retry_topic, pop_retry_topic
 from mqstore.broker.pop.state import QueueKey, QueueState
@@ -13,7 +13,8 @@ from mqstore.native import kernel
 __all__ = ["Route", "Routes"]
 
 
-class Route(NamedTuple):
+@dataclass(slots=True)
+class Route:
     """Where the messages of one topic are, for one group."""
 
     group: str
