@@ -37,6 +37,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from operator import itemgetter
@@ -85,39 +86,29 @@ def deliver_time_ms(table_ms: Sequence[int], level: int, store_timestamp_ms: int
 # -- delivering ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
 class _Level:
     """One level's queue. Only `run_once` changes it, but for `grown`."""
 
-    __slots__ = (
-        "ahead_ms",
-        "delay_ms",
-        "due_ms",
-        "failures",
-        "grown",
-        "number",
-        "offset",
-        "queue_id",
-        "saved",
-        "stuck",
-    )
+    number: int
+    delay_ms: int | None
+    """Delay by the table; None: the table has no such level, and its messages are due now."""
+    offset: int
+    """Progress: the next unit to look at."""
+    saved: int
+    """The same as the file on disk has it."""
+    due_ms: int | None = 0
+    """When to look next; None: when the queue grows."""
+    ahead_ms: int = 0
+    """`due_ms` was so far ahead when it was set: farther now means that the clock was set back since."""
+    failures: int = 0
+    grown: bool = False
+    stuck: int | None = None
+    """Offset of a message that cannot wait elsewhere."""
 
-    def __init__(self, number: int, delay_ms: int | None, offset: int) -> None:
-        self.number = number
-        self.queue_id = number - 1
-        self.delay_ms = delay_ms
-        """Delay by the table; None: the table has no such level, and its messages are due now."""
-        self.offset = offset
-        """Progress: the next unit to look at."""
-        self.saved = offset
-        """The same as the file on disk has it."""
-        self.due_ms: int | None = 0
-        """When to look next; None: when the queue grows."""
-        self.ahead_ms = 0
-        """`due_ms` was so far ahead when it was set: farther now means that the clock was set back since."""
-        self.failures = 0
-        self.grown = False
-        self.stuck: int | None = None
-        """Offset of a message that cannot wait elsewhere."""
+    @property
+    def queue_id(self) -> int:
+        return self.number - 1
 
     def ready(self, now_ms: int) -> bool:
         if self.due_ms is None:
@@ -192,11 +183,9 @@ class DelayService:
         """A level at its stored offset, lowered to where its queue ends: a crash may have taken the end, and its
         numbers are given to the messages that come next, which must not be passed over (delivery#level-progress)."""
         high = (self._store.offsets_or_none(SCHEDULE_TOPIC, number - 1) or (0, 0))[1]
-        level = _Level(number, delay_ms, stored)
         if stored > high:
             self._warn(f"delay level {number} was at {stored}, but its queue ends at {high}: goes on from there")
-            level.offset = high
-        return level
+        return _Level(number, delay_ms, min(stored, high), stored)
 
     def _queues_beyond_the_table(self) -> Iterator[tuple[int, int]]:
         """(level, end of its queue) of the schedule queues that no level of the table serves."""

@@ -49,7 +49,6 @@ import os
 import struct
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -478,8 +477,7 @@ _EXTENSION_AT: Final = (2048, 1024)
 CHECK_BYTES: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """How far the timer is. Durable before it is written: the commitlog to its end, and the timer log to `log_end`."""
 
     read_ms: int
@@ -537,7 +535,7 @@ class TimerCheck:
         if found:
             self._counter, progress = max(found, key=lambda each: each[0])
             # Of a torn page either record may be the one that the first bytes belong to.
-            if any((*java, java_counter) == (*_fields(each)[:3], counter) for counter, each in found):
+            if any((*java, java_counter) == (*each[:3], counter) for counter, each in found):
                 return progress
         left = JavaProgress(*java)
         return left if left.read_ms > 0 and left.queue_offset >= 0 else None
@@ -574,13 +572,8 @@ class TimerCheck:
         self._counter = counter
 
 
-def _fields(progress: Progress) -> tuple[int, ...]:
-    p = progress
-    return p.read_ms, p.log_end, p.queue_offset, p.log_low, p.slot_done, p.skip_ms, p.skip_until, p.late_offset
-
-
 def _encode_extension(page: bytearray, at: int, counter: int, progress: Progress) -> None:
-    _EXTENSION.pack_into(page, at, _EXTENSION_MAGIC, _EXTENSION_VERSION, counter, *_fields(progress))
+    _EXTENSION.pack_into(page, at, _EXTENSION_MAGIC, _EXTENSION_VERSION, counter, *progress)
     end = at + _EXTENSION.size
     _CRC.pack_into(page, end, crc32c.crc32c(bytes(page[at:end])))
 

@@ -39,6 +39,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -95,28 +96,18 @@ class _Batch(NamedTuple):
     pop_time_ms: int
 
 
+@dataclass(slots=True)
 class _Checkpoint:
     """One checkpoint."""
 
-    __slots__ = ("acked", "batch", "broker", "home", "invisible_ms", "offsets")
-
-    def __init__(
-        self,
-        batch: _Batch,
-        broker: str,
-        invisible_ms: int,
-        offsets: list[int],
-        acked: set[int],
-        home: tuple[str, int],
-    ) -> None:
-        self.batch = batch
-        self.broker = broker
-        self.invisible_ms = invisible_ms
-        self.offsets = offsets
-        """Of the messages delivered, ascending."""
-        self.acked = acked
-        self.home = home
-        """Revive topic and queue in which it is, or to which the timer will deliver it."""
+    batch: _Batch
+    broker: str
+    invisible_ms: int
+    offsets: list[int]
+    """Of the messages delivered, ascending."""
+    acked: set[int]
+    home: tuple[str, int]
+    """Revive topic and queue in which it is, or to which the timer will deliver it."""
 
     @property
     def visible_ms(self) -> int:

@@ -27,6 +27,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from mqstore.broker.begun import Begun
@@ -334,22 +335,24 @@ class PopService:
         if late:
             raise expired(late)
 
-    def change_invisible(
-        self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None = None
-    ) -> str:
-        """Let a delivery become visible in `invisible_ms` (0 to 12 h) from now; the receipt that takes the place of the
-        given one. Errors as `ack`, and ConfigError for the time."""
-        return self._change(group, topic, receipt, invisible_ms, durability, renew=False)
-
     def renew(
         self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None = None
     ) -> str:
         """As `change_invisible`, but the given receipt stays good, and is what is returned."""
-        return self._change(group, topic, receipt, invisible_ms, durability, renew=True)
+        return self.change_invisible(group, topic, receipt, invisible_ms, durability, renew=True)
 
-    def _change(
-        self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None, *, renew: bool
+    def change_invisible(
+        self,
+        group: str,
+        topic: str,
+        receipt: str,
+        invisible_ms: int,
+        durability: Durability | None = None,
+        *,
+        renew: bool = False,
     ) -> str:
+        """Let a delivery become visible in `invisible_ms` (0 to 12 h) from now; the receipt that takes the place of the
+        given one. Errors as `ack`, and ConfigError for the time."""
         with self._durably(durability):
             _check_delay(invisible_ms)
             claim = claim_of(receipt)
@@ -374,24 +377,21 @@ class PopService:
         with self._durably(durability):
             if delay_ms is not None:
                 _check_delay(delay_ms)
-            return self._fail(group, topic, receipt, delay_ms, error)
-
-    def _fail(self, group: str, topic: str, receipt: str, delay_ms: int | None, error: str) -> str | None:
-        claim = claim_of(receipt)
-        state = self._state_of(group, topic, claim)
-        config = self._parts.groups.need(group)
-        kind = self._kind(claim)
-        with state.lock:
-            attempt = kind.attempt(state, claim)
-            if config.max_attempts is not None and attempt >= config.max_attempts:
-                kind.bury(state, claim, f"attempt {attempt} of {config.max_attempts} failed")
-                return None
-            delay_ms = min(config.delay_ms(attempt), _MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
-            changed = kind.change(state, claim, delay_ms, failed=True)
-            if kind is self._fifo:
-                self._fifo.note_failed(state, claim, attempt, error)
-                self._save_soon()
-            return changed
+            claim = claim_of(receipt)
+            state = self._state_of(group, topic, claim)
+            config = self._parts.groups.need(group)
+            kind = self._kind(claim)
+            with state.lock:
+                attempt = kind.attempt(state, claim)
+                if config.max_attempts is not None and attempt >= config.max_attempts:
+                    kind.bury(state, claim, f"attempt {attempt} of {config.max_attempts} failed")
+                    return None
+                delay_ms = min(config.delay_ms(attempt), _MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
+                changed = kind.change(state, claim, delay_ms, failed=True)
+                if kind is self._fifo:
+                    self._fifo.note_failed(state, claim, attempt, error)
+                    self._save_soon()
+                return changed
 
     def dead_letter(
         self, group: str, topic: str, receipt: str, reason: str, durability: Durability | None = None
@@ -633,7 +633,9 @@ class PopService:
         store, now_ms = self._tables.store, self._tables.clock.now_ms()
         for key, state in list(self._tables.states.items()):
             with state.lock:
-                offset = self._tables.first_held(state, now_ms)
+                record = self._tables.order(state)
+                held = [] if record is None else record.held(state.cursor, now_ms)
+                offset = min(chain(state.in_flight, held), default=None)
             if offset is not None and store.offsets_or_none(key.topic, key.queue_id) is not None:
                 physical = physical_of(store, key.topic, key.queue_id, offset)
                 if physical is not None:

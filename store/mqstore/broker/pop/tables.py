@@ -233,15 +233,6 @@ class PopTables(Desk):
         )
         return record
 
-    def first_held(self, state: QueueState, now_ms: int) -> int | None:
-        """The first offset that is in flight: not settled nor put again, in order not yet visible again. None without
-        one. Under the state's lock."""
-        offsets = [min(state.in_flight)] if state.in_flight else []
-        record = self.order(state)
-        if record is not None:
-            offsets += record.held(state.cursor, now_ms)
-        return min(offsets, default=None)
-
     # -- batches ----------------------------------------------------------------------------------------------------
 
     def log_batch(
