@@ -27,7 +27,7 @@ from mqstore.broker.parts import Parts
 from mqstore.broker.pop.receipts import recall_handle
 from mqstore.broker.uniquekey import UniqueKeys, new_unique_key
 from mqstore.clock import SimulatedClock
-from mqstore.errors import InvalidMessageError, InvalidReceiptError, StoreFullError, StoreIOError
+from mqstore.errors import InvalidMessageError, StoreFullError, StoreIOError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log import manifest
 from mqstore.log.message import Message
@@ -385,13 +385,6 @@ def test_no_step_looks_at_more_than_some_thousands_of_one_second(timers: Timers)
     assert len(steps) <= 4 + 10, "no more of them than are needed"
 
 
-def test_moments_decide_and_not_the_order_of_puts(timers: Timers) -> None:
-    for body, wait in (("c", 9_000), ("a", 2_000), ("d", 9_000), ("b", 5_000)):
-        timers.put(body, wait)
-    timers.pass_ms(10_000)
-    assert timers.delivered() == [("a", 2000), ("b", 5000), ("c", 9000), ("d", 9000)]
-
-
 def test_it_is_called_when_there_is_something_to_do_and_not_otherwise(timers: Timers) -> None:
     timers.put("a", 5 * HOUR + 300)
     assert timers.settle() == START_MS + 5 * HOUR + 1000
@@ -486,15 +479,6 @@ def test_nothing_is_lost_or_early_over_a_stop_of_any_length(tmp_path: Path, stop
     timers.close()
 
 
-def test_what_comes_after_a_long_idle_time_is_placed_at_once(timers: Timers) -> None:
-    timers.put("a", S)
-    timers.pass_ms(3 * S)
-    timers.clock.advance(20 * DAY)
-    timers.put("b", 2 * S)
-    timers.pass_ms(3 * S)
-    assert timers.delivered()[1] == ("b", 20 * DAY + 5 * S)
-
-
 # --- recall -----------------------------------------------------------------------------------------------------------
 
 
@@ -508,15 +492,6 @@ def test_a_recalled_message_is_not_delivered(timers: Timers, wait_ms: int, at: s
     assert timers.timer.recall(handle), "it stays recalled"
     timers.pass_ms(wait_ms + S)
     assert timers.bodies() == ["b"]
-    assert not timers.timer.recall(handle)
-
-
-def test_a_recall_comes_too_late_when_the_moment_has_come(timers: Timers) -> None:
-    handle = timers.put("a", 5 * S)
-    timers.pass_ms(4 * S + 1)
-    assert not timers.timer.recall(handle)
-    timers.pass_ms(2 * S)
-    assert timers.bodies() == ["a"]
     assert not timers.timer.recall(handle)
 
 
@@ -535,23 +510,6 @@ def test_a_handle_of_no_message_recalls_nothing(timers: Timers, topic: str, afte
     assert not timers.timer.recall(recall_handle(topic, START_MS + after_ms, key))
     assert timers.parts.store.max_offset == before
     assert timers.timer.recall(recall_handle("orders", START_MS + 4 * S + 1, "u"))
-
-
-@pytest.mark.parametrize("handle", ["", "x", "djEg", "äöü"])
-def test_what_is_no_handle_is_refused(timers: Timers, handle: str) -> None:
-    with pytest.raises(InvalidReceiptError):
-        timers.timer.recall(handle)
-
-
-def test_a_recall_leaves_messages_of_another_topic_or_moment_alone(timers: Timers) -> None:
-    key = {"UNIQ_KEY": "u"}
-    handle = timers.put("a", 5 * S, properties=key)
-    timers.put("b", 9 * S, properties=key)
-    timers.parts.road.append("clicks", 0, b"c", {"TIMER_DELAY_MS": "5000", **key})
-    assert timers.timer.recall(handle)
-    timers.pass_ms(10 * S)
-    assert timers.bodies() == ["b"]
-    assert [m.text() for m in timers.messages("clicks")] == ["c"]
 
 
 @pytest.mark.parametrize("stopped_ms", [5 * S, HOUR, 10 * HOUR, 3 * DAY, 9 * DAY, 40 * DAY])
@@ -654,16 +612,6 @@ def test_a_recall_while_a_slot_is_looked_through(timers: Timers, monkeypatch: py
 
 
 # --- progress and crashes ---------------------------------------------------------------------------------------------
-
-
-def test_a_clean_stop_repeats_nothing(timers: Timers) -> None:
-    for n in range(30):
-        timers.put(str(n), 1 + n * 700)
-    for _ in range(15):
-        timers.pass_ms(2 * S)
-        timers.reopen()
-    assert timers.bodies() == [str(n) for n in range(30)]
-    assert timers.timer.waiting() == 0
 
 
 def test_a_kill_repeats_what_came_since_the_last_flush_and_nothing_else(timers: Timers) -> None:
@@ -1121,15 +1069,6 @@ def test_where_a_java_broker_had_placed_a_message_its_own_log_tells(tmp_path: Pa
     timers.close()
 
 
-def test_damage_found_while_running_is_mended(timers: Timers) -> None:
-    for n in range(10):
-        timers.put(str(n), (n + 3) * S)
-    timers.pass_ms(5 * S)
-    _flip(timers.path / "timerlog" / f"{0:020d}", 52 * 7 + 20)
-    timers.pass_ms(20 * S)
-    assert timers.bodies() == [str(n) for n in range(10)]
-
-
 def test_a_wheel_that_vanishes_while_running_is_mended(timers: Timers) -> None:
     for n in range(10):
         timers.put(str(n), (n + 3) * S)
@@ -1232,35 +1171,6 @@ def test_a_clock_set_back_while_a_slot_is_read_stops_what_is_left_of_it(timers: 
     assert len(timers.bodies()) == 1000
     timers.pass_ms(S)
     assert timers.bodies() == [str(n) for n in range(1500)]
-
-
-@pytest.mark.parametrize(
-    ("ahead_ms", "how"),
-    [(HOUR, "running"), (3 * DAY, "closed"), (20 * DAY, "running"), (20 * DAY, "killed"), (300 * DAY, "closed")],
-)
-def test_a_clock_that_was_ahead_for_a_while_costs_nothing(tmp_path: Path, ahead_ms: int, how: str) -> None:
-    timers = Timers(tmp_path / "store")
-    timers.put("waits", 30 * DAY + ahead_ms)
-    timers.pass_ms(5 * S)
-    timers.clock.set_wall(timers.clock.now_ms() + ahead_ms)
-    timers.put("put ahead", 10 * S)
-    timers.pass_ms(2 * S)
-    if how != "running":
-        (timers.close if how == "closed" else timers.kill)()
-    timers.clock.set_wall(timers.clock.now_ms() - ahead_ms)
-    if how != "running":
-        timers.open()
-    timers.put("after", 10 * S)
-    timers.pass_ms(11 * S)
-    assert timers.bodies() == ["after"]
-    timers.pass_ms(ahead_ms)
-    assert timers.bodies() == ["after", "put ahead"]
-    timers.pass_ms(31 * DAY)
-    assert timers.bodies() == ["after", "put ahead", "waits"]
-    at = dict(timers.delivered())
-    assert ahead_ms + 15 * S <= at["put ahead"] < ahead_ms + 16 * S
-    assert 30 * DAY + ahead_ms <= at["waits"] < 30 * DAY + ahead_ms + S
-    timers.close()
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ class Broker:
             "dead letters": DeadLetterExpiry(parts, wake("dead letters")),
         }
         self._retention = RetentionService(
-            parts, [*keepers.values()], rollers=(self._delay, self._timer), held=self._pop.held
+            parts, [*keepers.values()], rollers=(self._delay, self._timer), held=self._pop.figures.held
         )
         self._metrics = Metrics(
             parts,

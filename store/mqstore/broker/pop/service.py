@@ -15,6 +15,7 @@
     time        pop times and visible times, by a clock that may be set back
     standard    redelivery by copies              fifo    redelivery by reading again
     replay      start-up                          keep    how long the log is, consumerOrderInfo.json
+    figures     what is measured
 
 Nothing here blocks but `wait_for` and a pop that is given time. Locks: one for each (topic, group, queue); under it the
 tables' own, then the store's. No callback is called under one. What a call appends it appends with durability "append",
@@ -27,7 +28,6 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from mqstore.broker.begun import Begun
@@ -37,6 +37,7 @@ from mqstore.broker.names import pop_retry_topic
 from mqstore.broker.parts import Pin
 from mqstore.broker.pop.ask import Ask, Delivery, Pending, Start
 from mqstore.broker.pop.fifo import FifoQueues
+from mqstore.broker.pop.figures import PopFigures
 from mqstore.broker.pop.keep import PopKeeper
 from mqstore.broker.pop.log import ACK, GIVE
 from mqstore.broker.pop.orderinfo import Suspended, check_order_info
@@ -44,10 +45,9 @@ from mqstore.broker.pop.receipts import Claim, claim_of, claims_of, expired
 from mqstore.broker.pop.replay import Replay, count_begun
 from mqstore.broker.pop.routes import Route, Routes
 from mqstore.broker.pop.standard import StandardQueues
-from mqstore.broker.pop.state import MAX_BATCH, Counts, QueueKey, QueueState, Standing
+from mqstore.broker.pop.state import MAX_BATCH, QueueKey, QueueState
 from mqstore.broker.pop.tables import DeadLetter, PopTables
 from mqstore.broker.pop.time import SAME_MOMENT_MS
-from mqstore.broker.retention import physical_of
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError
 from mqstore.options import Durability, Duration, waits_for_disk
 
@@ -105,6 +105,7 @@ class PopService:
         as_loaded = self._orders.version
         self._standard = StandardQueues(self._tables)
         self._fifo = FifoQueues(self._tables)
+        self.figures = PopFigures(self._tables, self._fifo)
         self._tables.begun = begun
         Replay(self._tables, self._fifo).run(release=parts.config.release_in_flight)
         self._keeper = PopKeeper(self._tables, wake, self._standard, self._fifo, file, as_loaded)
@@ -497,43 +498,6 @@ class PopService:
                 count += len(state.in_flight) + (0 if state.fifo is None else len(self._pending(state)))
         return count
 
-    # -- what is counted and measured -------------------------------------------------------------------------------
-
-    def counts(self) -> Iterator[tuple[QueueKey, Counts]]:
-        """What happened in each queue since the last call; queues in which nothing did are left out."""
-        while self._tables.last_counts:
-            yield self._tables.last_counts.pop()
-        for key, state in list(self._tables.states.items()):
-            if state.pops or state.acked:  # a look without the lock: what comes just now is for the next call
-                with state.lock:
-                    found = state.counts()
-                if found is not None:
-                    yield key, found
-
-    def standing(self, group: str, topic: str, queue_id: int) -> Standing | None:
-        """Where the group stands in a queue; None when it has not popped from it since the store was opened, and
-        nothing is in flight."""
-        state = self._tables.states.get(QueueKey(topic, group, queue_id))
-        if state is None or state.cursor < 0:
-            return None
-        with state.lock:
-            record = self._tables.order(state)
-            if record is not None:
-                return self._fifo.standing(state, record, self._clock.now_ms())
-            return state.standing()
-
-    def backlog(self, now_ms: int) -> tuple[int, int, int]:
-        """(deliveries that wait to be put up again, milliseconds that the first of them has waited, batches with a
-        message that is not settled)."""
-        overdue, first_ms, batches = 0, now_ms, 0
-        for state in list(self._tables.states.values()):
-            with state.lock:
-                batches += state.open_batches
-                for at_ms in state.overdue(now_ms):
-                    overdue += 1
-                    first_ms = min(first_ms, at_ms)
-        return overdue, now_ms - first_ms, batches
-
     # -- forced restarts --------------------------------------------------------------------------------------------
 
     def reset(self, topic: str, group: str, queue_id: int, offset: int) -> None:
@@ -626,20 +590,6 @@ class PopService:
     def pins(self) -> Iterable[Pin]:
         """The record from which a replay begins. Messages in flight are kept by the offset committed."""
         return self._keeper.pins()
-
-    def held(self) -> Iterable[Pin]:
-        """The oldest message of each queue that is in flight: for retention that keeps nothing else for a group. What
-        waits for a group to come is not: released, or in order and visible again."""
-        store, now_ms = self._tables.store, self._tables.clock.now_ms()
-        for key, state in list(self._tables.states.items()):
-            with state.lock:
-                record = self._tables.order(state)
-                held = [] if record is None else record.held(state.cursor, now_ms)
-                offset = min(chain(state.in_flight, held), default=None)
-            if offset is not None and store.offsets_or_none(key.topic, key.queue_id) is not None:
-                physical = physical_of(store, key.topic, key.queue_id, offset)
-                if physical is not None:
-                    yield Pin(physical, key.topic, key.queue_id, key.group, "in flight")
 
 
 def _check_delay(delay_ms: int) -> None:
