@@ -145,6 +145,19 @@ def test_a_group_deleted_and_made_anew_begins_anew_after_a_restart(bench: PopBen
 # -- FIFO -------------------------------------------------------------------------------------------------------------
 
 
+def test_what_an_ordered_batch_keeps_of_those_before_it_is_known_after_a_restart(bench: PopBench, restart: Any) -> None:
+    bench.put("t", 5)
+    first = bench.pop(n=4, order=True)
+    bench.ack(first[1])
+    bench.advance(INVISIBLE_MS)
+    assert offsets(bench.pop(n=1, order=True, skip_acked=True)) == [0]
+    restart()
+    again = bench.pop(n=5, order=True, skip_acked=True)
+    assert [(d.message.offset, d.attempt) for d in again] == [(0, 3), (2, 2), (3, 2), (4, 1)]
+    bench.ack(*again)
+    assert bench.committed() == 5
+
+
 def test_attempts_are_counted_on_after_a_weekend(bench: PopBench, restart: Any) -> None:
     """Order info that nobody had touched for a day was dropped at the next save: after each weekend a message on which
     every consumer fails had all its attempts again, and its queue stood still for as long."""

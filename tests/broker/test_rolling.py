@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from mqstore.broker import retention
 from mqstore.broker.admin import inspect
 from mqstore.broker.delay.route import level_properties
-from mqstore.broker.delay.timerfiles import Slot, TimerWheel
 from mqstore.broker.names import SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, dlq_topic
 from mqstore.broker.parts import open_parts
 from mqstore.broker.pop.receipts import recall_handle
@@ -39,7 +38,7 @@ from mqstore.options import Retention, StoreConfig
 from tests.broker import support
 from tests.broker.support import START_MS
 from tests.faults import FaultyFileSystem
-from tests.log.support import Unsynced, flip
+from tests.log.support import flip
 
 S, HOUR, DAY = 1_000, 3_600_000, 86_400_000
 SEGMENT = 1 << 14
@@ -310,17 +309,6 @@ def test_a_timer_that_has_rolled_all_it_had_is_not_taken_for_a_damaged_one(
             bench.jump(DAY)
     assert sorted(body for body, _ in bench.arrived()) == ["0", "1", "2"]
     assert caplog.records == []
-
-
-def test_a_slot_whose_units_were_all_rolled_is_an_empty_one(tmp_path: Path) -> None:
-    wheel = TimerWheel(tmp_path / "wheel", tmp_path / "tmp", Unsynced(), 0o644)
-    wheel.make(np.array([5 * S]), np.array([0]))
-    wheel.put(5 * S, Slot(0, 0, 0))
-    assert wheel.get(5 * S) is None
-    wheel.write()
-    assert wheel.get(5 * S) is None
-    assert wheel.first(0, 10 * S) is None
-    wheel.close()
 
 
 def test_the_timers_own_log_is_let_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -761,23 +749,6 @@ def test_a_pass_is_logged_once_and_the_pins_show_what_is_so(bench: Bench, caplog
         offline_pin = inspect.oldest_pin(parts, transactions, inspect.delay_levels(parts), view)
         assert offline_pin is not None
         assert offline_pin.physical_offset == first.physical_offset
-
-
-@pytest.mark.parametrize("step", [1, 3, 1000])
-def test_the_size_of_a_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    monkeypatch.setattr(retention, "_ROLL_STEP", step)
-    bench = Bench(tmp_path / "store")
-    at_the_front(bench, *[(10 + n) * DAY for n in range(7)])
-    for number in range(7, 12):
-        bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
-    bench.busy()
-    bench.house()
-    bench.house()
-    assert (bench.counted("TIMER_ROLLED"), bench.counted("delay_rolled")) == (7, 5)
-    for _ in range(32):
-        bench.jump(DAY)
-    assert [body for body, _ in bench.arrived()] == [str(n) for n in range(12)]
-    bench.broker.close()
 
 
 def test_a_clock_set_back_finds_what_was_rolled_where_it_is(bench: Bench) -> None:

@@ -434,20 +434,8 @@ def test_a_roll_moves_what_is_needed_forward_in_the_log(timers: Timers) -> None:
 )
 def test_nothing_is_lost_or_early_over_a_stop_of_any_length(tmp_path: Path, stopped_ms: int, killed: bool) -> None:
     timers = Timers(tmp_path / "store")
-    waits = [
-        2 * S,
-        5 * S,
-        50 * S,
-        2 * HOUR,
-        20 * HOUR,
-        40 * HOUR,
-        3 * DAY,
-        6 * DAY,
-        7 * DAY,
-        14 * DAY,
-        20 * DAY,
-        366 * DAY,
-    ]
+    waits = [2 * S, 5 * S, 50 * S, 2 * HOUR, 20 * HOUR, 40 * HOUR]
+    waits += [n * DAY for n in (3, 6, 7, 14, 20, 366)]
     for wait in waits:
         timers.put(f"old {wait}", wait)
     timers.pass_ms(3 * S)
@@ -510,27 +498,6 @@ def test_a_handle_of_no_message_recalls_nothing(timers: Timers, topic: str, afte
     assert not timers.timer.recall(recall_handle(topic, START_MS + after_ms, key))
     assert timers.parts.store.max_offset == before
     assert timers.timer.recall(recall_handle("orders", START_MS + 4 * S + 1, "u"))
-
-
-@pytest.mark.parametrize("stopped_ms", [5 * S, HOUR, 10 * HOUR, 3 * DAY, 9 * DAY, 40 * DAY])
-@pytest.mark.parametrize("killed", [False, True])
-@pytest.mark.parametrize("placed", [False, True])
-def test_a_recall_holds_over_a_stop(tmp_path: Path, stopped_ms: int, killed: bool, placed: bool) -> None:
-    timers = Timers(tmp_path / "store")
-    waits = [3 * S, 30 * MIN, 20 * HOUR, 40 * HOUR, 3 * DAY, 6 * DAY, 15 * DAY]
-    handles = [timers.put(str(wait), wait) for wait in waits]
-    others = [timers.put(f"{wait} stays", wait) for wait in waits]
-    timers.pass_ms(S)
-    assert all(map(timers.timer.recall, handles))
-    if placed:
-        timers.pass_ms(S)
-    (timers.kill if killed else timers.close)()
-    timers.clock.advance(stopped_ms)
-    timers.open()
-    timers.pass_ms(60 * DAY)
-    assert Counter(timers.bodies()) == Counter(f"{wait} stays" for wait in waits)
-    assert len(others) == len(waits)
-    timers.close()
 
 
 @pytest.mark.parametrize("how", ["running", "closed", "killed", "clock set back", "built again"])
@@ -683,27 +650,6 @@ def test_a_crash_while_catching_up_repeats_at_most_one_step(
     counts = Counter(timers.bodies())
     assert sorted(counts, key=int) == [str(n) for n in range(30)]
     assert counts.total() <= 30 + 3 * crashes
-
-
-def test_a_kill_in_the_middle_of_a_slot_goes_on_where_the_checkpoint_was(timers: Timers) -> None:
-    timers.put("0", 900)
-    timers.settle()  # caught up, and so from here on by the clock
-    for n in range(1, 2500):
-        timers.put(str(n), 900)
-    timers.settle()
-    timers.pass_ms(0)
-    timers.clock.advance(1000)
-    timers.timer.run_once(timers.clock.now_ms())  # a thousand, and the flush
-    timers.clock.advance(500)
-    timers.timer.run_once(timers.clock.now_ms())  # another, not flushed
-    timers.timer.run_once(timers.clock.now_ms())  # the rest, not flushed
-    timers.parts.store.dispatch()
-    assert len(timers.bodies()) == 2500
-    timers.kill()
-    timers.open()
-    assert timers.timer.waiting() == 1500
-    timers.pass_ms(S)
-    assert timers.bodies() == [*map(str, range(2500)), *map(str, range(1000, 2500))]
 
 
 @pytest.mark.parametrize("steps", range(12))
@@ -908,22 +854,6 @@ def test_a_late_message_is_not_lost_when_the_files_are(tmp_path: Path) -> None:
     timers.open()
     timers.pass_ms(5 * S)
     assert Counter(timers.bodies())["late"] == 1
-    timers.close()
-
-
-def test_files_left_by_a_java_broker_are_built_again(tmp_path: Path) -> None:
-    timers = Timers(tmp_path / "store")
-    for wait in WAITS:
-        timers.put(str(wait), wait)
-    timers.pass_ms(2 * HOUR)
-    timers.close()
-    check = timers.path / "config" / "timercheck"
-    check.write_bytes(check.read_bytes()[:56].ljust(4096, b"\0"))
-    timers.open()
-    timers.pass_ms(10 * DAY)
-    counts = Counter(timers.bodies())
-    assert set(counts) == {str(wait) for wait in WAITS}
-    assert {body for body, count in counts.items() if count > 1} <= {str(HOUR)}
     timers.close()
 
 
@@ -1310,42 +1240,6 @@ def test_a_full_disk_at_any_call_delays_and_loses_nothing(tmp_path: Path, nth: i
     timers.pass_ms(DAY)
     assert Counter(timers.bodies()) == counts
     timers.close()
-
-
-def test_a_kill_at_any_write_loses_nothing_and_delivers_nothing_early(tmp_path: Path) -> None:
-    waits = [500, 1500, 2500, 2700, 4000, 3 * DAY]
-
-    def script(timers: Timers) -> None:
-        for wait in waits:
-            timers.put(str(wait), wait)
-        timers.pass_ms(6 * S)
-        timers.pass_ms(2 * DAY)
-        timers.close()
-
-    fs = Trouble()
-    timers = Timers(tmp_path / "whole", fs, index_slots=64, index_entries=256, consumequeue_units=64)
-    opened = len(fs.changes())
-    script(timers)
-    total = len(fs.changes()) - opened
-    assert sum("timer" in call.path for call in fs.changes()) > 20
-    for nth in range(1, total + 1, 2):
-        folder = tmp_path / f"crash-{nth}"
-        fs = Trouble()
-        timers = Timers(folder, fs, index_slots=64, index_entries=256, consumequeue_units=64)
-        fs.crash(nth, torn=nth % 4 == 1)
-        with pytest.raises(Crash):
-            script(timers)
-        timers.kill()
-        timers.open(Unsynced())
-        stored = {message.text() for message in timers.messages(TIMER_TOPIC)}
-        timers.pass_ms(5 * DAY)
-        counts = Counter(timers.bodies())
-        assert set(counts) == stored, nth
-        assert max(counts.values(), default=1) <= 2
-        assert all(at >= int(body) for body, at in timers.delivered())
-        timers.close()
-        shutil.rmtree(folder)
-    assert stored == set(map(str, waits))
 
 
 # --- against a model --------------------------------------------------------------------------------------------------
