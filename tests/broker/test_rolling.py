@@ -414,28 +414,6 @@ def test_never_is_more_rolled_than_others_put_and_what_waits_holds_twice_its_siz
 # -- is it worth it ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("records", "before", "boundary"),
-    [
-        ([(0, 50)], 100, 100),
-        ([(0, 51)], 100, None),
-        ([(0, 51)], 200, 200),
-        ([(0, 100), (100, 100)], 300, None),
-        ([(0, 100), (100, 100)], 400, 400),
-        ([(0, 10), (100, 91), (200, 90)], 300, 100),
-        ([(0, 10), (100, 91), (200, 90)], 400, 400),
-        ([(250, 40)], 300, 300),  # what lies before is free without it
-        ([(250, 60)], 300, None),
-        ([(250, 60)], 299, None),
-        ([(350, 60)], 300, None),
-        ([(0, 50), (350, 60)], 300, 300),  # what begins behind is not to be copied
-    ],
-)
-def test_up_to_where_rolling_is_worth_it(records: list[tuple[int, int]], before: int, boundary: int | None) -> None:
-    offsets, sizes = np.array(records, np.int64).T
-    assert worth_rolling(offsets, sizes, before, 100) == boundary
-
-
 @given(st.lists(st.tuples(st.integers(0, 999), st.integers(1, 80)), min_size=1), st.integers(0, 10))
 def test_it_is_the_last_boundary_that_frees_twice_what_is_copied(records: list[tuple[int, int]], last: int) -> None:
     offsets, sizes = np.array(records, np.int64).T

@@ -264,6 +264,22 @@ class Timers:
         return self.parts.statistics.snapshot().total(name, TIMER_TOPIC)
 
 
+def count_looks(timers: Timers) -> Counter[str]:
+    """Count looks at units and at records from now on."""
+    looked = Counter[str]()
+
+    def counted(call: Callable[[int], Any], name: str) -> Callable[[int], Any]:
+        def counting(position: int) -> Any:
+            looked[name] += 1
+            return call(position)
+
+        return counting
+
+    timers.timer._log.unit = counted(timers.timer._log.unit, "unit")  # type: ignore[method-assign]
+    timers.parts.store.at = counted(timers.parts.store.at, "record")  # type: ignore[method-assign]
+    return looked
+
+
 @pytest.fixture
 def timers(tmp_path: Path) -> Iterator[Timers]:
     made = Timers(tmp_path / "store")
@@ -370,9 +386,7 @@ def test_no_step_looks_at_more_than_some_thousands_of_one_second(timers: Timers)
         timers.put(str(n), 900, properties={"UNIQ_KEY": str(n), **cancels})
     timers.settle()
     timers.clock.advance(1000)
-    looked = Counter[str]()
-    timers.timer._log.unit = counted(timers.timer._log.unit, looked, "unit")  # type: ignore[method-assign]
-    timers.parts.store.at = counted(timers.parts.store.at, looked, "record")  # type: ignore[method-assign]
+    looked = count_looks(timers)
     steps: list[Counter[str]] = []
     while timers.timer.waiting():
         timers.timer.run_once(timers.clock.now_ms())
@@ -1106,14 +1120,6 @@ def test_a_clock_set_back_while_a_slot_is_read_stops_what_is_left_of_it(timers: 
 # --- cost -------------------------------------------------------------------------------------------------------------
 
 
-def counted(call: Callable[[int], Any], counter: Counter[str], name: str) -> Callable[[int], Any]:
-    def counting(position: int) -> Any:
-        counter[name] += 1
-        return call(position)
-
-    return counting
-
-
 def test_what_a_message_costs_does_not_depend_on_how_many_wait(tmp_path: Path) -> None:
     """Calls on files, units and records looked at: the same over a hundred that wait and over five thousand."""
     costs = []
@@ -1123,9 +1129,7 @@ def test_what_a_message_costs_does_not_depend_on_how_many_wait(tmp_path: Path) -
         for n in range(waiting):
             timers.put("w", 2 * HOUR + n * 7)
         timers.pass_ms(10 * S)
-        looked = Counter[str]()
-        timers.timer._log.unit = counted(timers.timer._log.unit, looked, "unit")  # type: ignore[method-assign]
-        timers.parts.store.at = counted(timers.parts.store.at, looked, "record")  # type: ignore[method-assign]
+        looked = count_looks(timers)
         before = len(fs.calls)
         for n in range(50):
             timers.put(str(n), 1 + 400 * n)
@@ -1152,9 +1156,7 @@ def test_what_a_recall_costs_does_not_depend_on_how_many_wait_for_its_second(tmp
         timers.pass_ms(10 * S)
         if reopened:
             timers.reopen(fs)
-        looked = Counter[str]()
-        timers.timer._log.unit = counted(timers.timer._log.unit, looked, "unit")  # type: ignore[method-assign]
-        timers.parts.store.at = counted(timers.parts.store.at, looked, "record")  # type: ignore[method-assign]
+        looked = count_looks(timers)
         recalled = {0, 1, 40, waiting // 2, waiting - 2, waiting - 1}
         before = len(fs.calls)
         for n in recalled:
@@ -1179,8 +1181,7 @@ def test_a_recall_is_cheap_where_not_every_message_got_a_place_of_its_own(timers
         if n % 10 == 0:
             timers.parts.store.append(TIMER_TOPIC, 0, b"odd", properties={})
     timers.pass_ms(10 * S)
-    looked = Counter[str]()
-    timers.timer._log.unit = counted(timers.timer._log.unit, looked, "unit")  # type: ignore[method-assign]
+    looked = count_looks(timers)
     for n in (0, 400, 999):
         assert timers.timer.recall(handles[n])
     assert looked["unit"] <= 3 * 14

@@ -145,8 +145,7 @@ class TimerService:
         fs, mode, tmp = parts.fs, parts.config.file_mode, store.path / "tmp"
         size = store.manifest.timerlog_segment_bytes
         self._log = TimerLog(store.path / "timerlog", tmp, size, fs, mode)
-        self._wheel = TimerWheel(store.path / "timerwheel", tmp, fs, mode)
-        self._units = TimerUnits(self._log, self._wheel)
+        self._units = TimerUnits(self._log, TimerWheel(store.path / "timerwheel", tmp, fs, mode))
         self._check = TimerCheck(store.path / "config" / "timercheck", fs, mode)
         self._begun = False
         """Whether there are files; until the first message of the timer topic there are none."""
@@ -218,7 +217,7 @@ class TimerService:
                 _log.warning("%s: %s", self._store.path, damage)
             finally:
                 self._begun = False
-                self._wheel.close()
+                self._units.wheel.close()
                 self._log.close()
 
     def _has_first_messages(self) -> bool:
@@ -426,7 +425,7 @@ class TimerService:
                 self._place(message)
                 self._queue_offset = message.offset + 1
         finally:
-            self._wheel.write()
+            self._units.wheel.write()
         unreadable = result.next_offset - begin - len(result.messages)
         if unreadable > 0:
             self._messages.count("TIMER_UNREADABLE", unreadable, f"damaged, near offset {begin} of {TIMER_TOPIC}")

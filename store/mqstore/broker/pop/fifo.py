@@ -23,7 +23,7 @@ from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.pop.ask import Ask, Delivery
 from mqstore.broker.pop.log import ACK, GIVE, REVIVE, order_members
 from mqstore.broker.pop.orderinfo import BATCH_MAX, OrderInfo
-from mqstore.broker.pop.receipts import Claim, expired
+from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.state import QueueState, Standing
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.time import pop_time
@@ -96,7 +96,7 @@ class FifoQueues:
         tables.order(state)
         tables.commit(state)
         tables.announce(state, visible_ms)
-        head = f"{offsets[0]} {pop_time_ms} {invisible_ms} 999 {mark} mqstore {key.queue_id} "
+        head = receipt_head(offsets[0], pop_time_ms, invisible_ms, mark, key.queue_id, fifo=True)
         for message in messages:
             offset = message.offset
             before = record.attempt(offset) - 1
@@ -168,8 +168,9 @@ class FifoQueues:
         state.fifo.note_failed(claim.offset, failed)
         self._orders.put(state.key, record.moved([claim.offset], visible_ms))
         self._tables.announce(state, visible_ms)
-        head = f"{record.offsets[0]} {record.pop_time_ms} {max(0, invisible_ms)} 999"
-        return f"{head} {claim.mark} mqstore {claim.queue_id} {claim.offset}"
+        start, shown_ms = record.offsets[0], max(0, invisible_ms)
+        head = receipt_head(start, record.pop_time_ms, shown_ms, claim.mark, claim.queue_id, fifo=True)
+        return f"{head}{claim.offset}"
 
     def attempt(self, state: QueueState, claim: Claim) -> int:
         """Which delivery of its message this is, from 1. ReceiptExpiredError when it came too late."""

@@ -30,14 +30,17 @@ __all__ = [
     "expired",
     "parse_recall_handle",
     "recall_handle",
+    "receipt_head",
 ]
 
 BROKER_NAME: Final = "mqstore"
 
+_FIFO: Final = 999
+"""In place of a revive queue: the batch was popped in order."""
 _I32_MAX = 2**31 - 1
 _I64_MAX = 2**63 - 1
 _N = "([0-9]{1,19})"  # none of the digits beyond ASCII that int() would take
-_RECEIPT = re.compile(rf"{_N} {_N} {_N} ([0-7]|999) ([0-2]) [^ ]{{1,255}} {_N} {_N}(?: (?:-1|{_N}))?").fullmatch
+_RECEIPT = re.compile(rf"{_N} {_N} {_N} ([0-7]|{_FIFO}) ([0-2]) [^ ]{{1,255}} {_N} {_N}(?: (?:-1|{_N}))?").fullmatch
 _HANDLE = re.compile(rf"v1 ([^ ]+) [^ ]+ {_N} (.+)", re.DOTALL).fullmatch
 _HANDLE_MAX = 65_536
 """A unique key is at most a record's properties, 32767 bytes; base64 makes four characters of three bytes."""
@@ -54,13 +57,20 @@ class Claim(NamedTuple):
     pop_time_ms: int
     """Wall clock of the pop; one for its whole batch, and what tells one delivery of a message from the next."""
     fifo: bool
-    """True if the batch was popped in order: 999 stands in place of a revive queue."""
+    """True if the batch was popped in order."""
     mark: int
     """Topic that was really read: 0 the one that was asked for, 1 and 2 its retry topic of that version."""
     queue_id: int
     start: int
     """First offset of the batch."""
     text: str
+
+
+def receipt_head(
+    start: int, pop_time_ms: int, invisible_ms: int, mark: int, queue_id: int, *, fifo: bool = False
+) -> str:
+    """A receipt up to its last field, the offset of the message, which alone differs within a batch."""
+    return f"{start} {pop_time_ms} {invisible_ms} {_FIFO if fifo else 0} {mark} {BROKER_NAME} {queue_id} "
 
 
 _new = tuple.__new__  # what `_make` is, without the look at the length
@@ -71,7 +81,7 @@ def claim_of(text: str) -> Claim:
     match = _RECEIPT(text) if type(text) is str else None
     if match is not None:
         start, pop_time, invisible, revive, mark, queue_id, offset, physical = match.groups()
-        claim = Claim(int(offset), int(pop_time), revive == "999", int(mark), int(queue_id), int(start), text)
+        claim = Claim(int(offset), int(pop_time), int(revive) == _FIFO, int(mark), int(queue_id), int(start), text)
         # Pop time and invisible time together must be a time, too: a sum beyond 64 bits would never expire.
         fits = claim.pop_time_ms + int(invisible) <= _I64_MAX and int(physical or 0) <= _I64_MAX
         if fits and claim.start <= claim.offset <= _I64_MAX and claim.queue_id <= _I32_MAX:

@@ -19,7 +19,7 @@ from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.names import is_retry_topic, pop_retry_topic
 from mqstore.broker.pop.ask import Ask, Delivery
 from mqstore.broker.pop.log import ACK, GIVE, REVIVE
-from mqstore.broker.pop.receipts import Claim, expired
+from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.state import Batch, QueueKey, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.time import pop_time
@@ -100,7 +100,7 @@ class StandardQueues:
         if state.announced_ms is None or visible_ms < state.announced_ms:
             self._tables.announce(state, visible_ms)
         queue_id = state.key.queue_id
-        head = f"{start} {pop_time_ms} {invisible_ms} 0 {mark} mqstore {queue_id} "
+        head = receipt_head(start, pop_time_ms, invisible_ms, mark, queue_id)
         for message, offset in zip(messages, offsets, strict=True):
             out.append(_new(Delivery, (message, f"{head}{offset}", visible_ms, topic, queue_id, None)))
 
@@ -179,8 +179,8 @@ class StandardQueues:
         self._tables.announce(state, pop_time_ms + invisible_ms)
         if renew:
             return claim.text
-        shown_ms = max(0, invisible_ms)
-        return f"{claim.offset} {pop_time_ms} {shown_ms} 0 {claim.mark} mqstore {claim.queue_id} {claim.offset}"
+        head = receipt_head(claim.offset, pop_time_ms, max(0, invisible_ms), claim.mark, claim.queue_id)
+        return f"{head}{claim.offset}"
 
     def attempt(self, state: QueueState, claim: Claim) -> int:
         """Which delivery of its message this is, from 1. ReceiptExpiredError when it came too late."""
