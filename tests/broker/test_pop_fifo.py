@@ -106,6 +106,15 @@ def test_a_nack_of_the_last_attempt_files_the_dead_letter(bench: PopBench) -> No
         bench.service.dead_letter("g", "t", first[1].receipt, "mine")
 
 
+def test_a_release_in_the_last_attempt_is_no_dead_letter(bench: PopBench) -> None:
+    bench.parts.groups.create("g", retry_max_times=0)
+    bench.put("t", 1)
+    bench.release(*pop(bench))
+    bench.advance(2 * INVISIBLE_MS)
+    assert bench.read(DLQ) == []
+    assert [d.attempt for d in pop(bench)] == [1]
+
+
 def test_a_filter_leaves_gaps_that_do_not_hold_the_commit(bench: PopBench) -> None:
     for i, tag in enumerate("abaabbab"):
         bench.put("t", 1, first=i, tag=tag)
