@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 import random
 import struct
 from pathlib import Path
@@ -171,6 +172,23 @@ def test_the_log_goes_on_at_any_promised_end(tmp_path: Path, end: int) -> None:
     position = again.append(units(1)[0])
     again.write()
     assert all_of(reloaded(tmp_path, end, again.end), end) == [(position, 0)]
+
+
+@pytest.mark.parametrize("harm", ["missing", "missing first", "short"])
+def test_a_log_that_lacks_a_part_is_damaged(tmp_path: Path, harm: str) -> None:
+    log = new_log(tmp_path)
+    for unit in units(12):
+        log.append(unit)
+    log.write()
+    path = tmp_path / "timerlog" / f"{0 if harm == 'missing first' else SEGMENT:020d}"
+    if harm == "short":
+        os.truncate(path, 100)
+    else:
+        path.unlink()
+    with pytest.raises(TimerFilesDamaged):
+        reloaded(tmp_path, 0, log.end)
+    # What is not needed may be missing.
+    assert len(all_of(reloaded(tmp_path, 2 * SEGMENT, log.end), 2 * SEGMENT)) == 4
 
 
 def test_positions_never_come_back_after_a_restart(tmp_path: Path) -> None:
