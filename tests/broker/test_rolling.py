@@ -285,9 +285,11 @@ def test_a_level_message_in_the_timer_is_nobodys_to_recall(bench: Bench) -> None
     bench.house()
     assert bench.counted("delay_rolled") == 1
     handle = recall_handle("orders", START_MS + 30 * DAY - S + 1, "u")
+    assert inspect.is_waiting(bench.broker._parts, handle, bench.clock.now_ms()) is False
     assert bench.broker.recall(handle) is False
     receipt = bench.broker.put("orders", b"timer", queue_id=0, deliver_at=(START_MS + 30 * DAY) / 1000, unique_key="u")
     assert receipt.recall_handle == handle
+    assert inspect.is_waiting(bench.broker._parts, handle, bench.clock.now_ms()) is True
     assert bench.broker.recall(handle) is True
     for _ in range(31):
         bench.jump(DAY)

@@ -497,6 +497,15 @@ def test_a_recalled_message_is_not_delivered(timers: Timers, wait_ms: int, at: s
     assert not timers.timer.recall(handle)
 
 
+def test_a_recall_comes_too_late_when_the_moment_has_come(timers: Timers) -> None:
+    handle = timers.put("a", 5 * S)
+    timers.pass_ms(4 * S + 1)
+    assert not timers.timer.recall(handle)
+    timers.pass_ms(2 * S)
+    assert timers.bodies() == ["a"]
+    assert not timers.timer.recall(handle)
+
+
 @pytest.mark.parametrize(
     ("topic", "after_ms", "key"),
     [

@@ -1,4 +1,4 @@
-"""The rules of delay, without files or state: who waits, where, until when, in which slot (delivery#timer-put).
+"""The rules of delay, without state: who waits, where, until when, in which slot (delivery#timer-put).
 
     a message with                         waits
     DELAY > 0                              in the queue of its level
@@ -27,10 +27,12 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
+from mqstore.broker.pop.receipts import RecallHandle
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
@@ -52,6 +54,7 @@ from mqstore.layout.properties import (
     WAIT,
 )
 from mqstore.log.message import Message
+from mqstore.log.store import MessageStore
 
 __all__ = [
     "DELAY_PIECE",
@@ -61,6 +64,7 @@ __all__ = [
     "TOUCHED_NAMES",
     "WINDOW_MS",
     "Cancellations",
+    "copies_of",
     "delay_route",
     "level_properties",
     "number",
@@ -140,6 +144,18 @@ class Cancellations:
         # 5.3 names the topic, too; 5.4 does only if it is told to (`appendTopicForTimerDeleteKey`).
         names = (f"{properties.get(REAL_TOPIC)}+{key}", key)
         return any(message.born_timestamp_ms <= self._born_ms.get(name, -1) for name in names if name is not None)
+
+
+def copies_of(store: MessageStore, wanted: RecallHandle) -> list[Message]:
+    """What the timer topic has of a handle's key, topic and moment: the message, where it was rolled to, and what
+    cancels it. Messages of a level are not among them: they cannot be recalled."""
+    real = {REAL_TOPIC: wanted.topic, TIMER_OUT_MS: str(slot_of(wanted.deliver_ms))}
+    found = []
+    for message in store.find(TIMER_TOPIC, unique_key=wanted.unique_key, limit=sys.maxsize):
+        properties = message.stored_properties()
+        if real.items() <= properties.items() and TIMER_DELAY_LEVEL not in properties:
+            found.append(message)
+    return found
 
 
 def delay_route(

@@ -49,7 +49,6 @@ Knows the store, the road and its files; knows nothing of consumers.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from array import array
 from collections.abc import Iterable
@@ -63,6 +62,7 @@ from mqstore.broker.delay.route import (
     PRECISION_MS,
     RECALLED_BORN_MS,
     Cancellations,
+    copies_of,
     number,
     placement,
     slot_of,
@@ -92,7 +92,6 @@ from mqstore.layout.properties import (
     REAL_QID,
     REAL_TOPIC,
     TIMER_DEL_UNIQKEY,
-    TIMER_DELAY_LEVEL,
     TIMER_DELIVER_MS,
     TIMER_OUT_MS,
     UNIQ_KEY,
@@ -253,7 +252,7 @@ class TimerService:
         with self._lock:
             if wanted.deliver_ms <= self._parts.clock.now_ms() or self._has_read(slot_ms):
                 return False
-            copies = self._copies(wanted, slot_ms)
+            copies = copies_of(self._store, wanted)
             waiting = [m for m in copies if TIMER_DEL_UNIQKEY not in m.stored_properties() and self._waits(m)]
             recalled = Cancellations(copies)
             if not all(map(recalled.cover, waiting)):
@@ -349,16 +348,6 @@ class TimerService:
     def _has_read(self, slot_ms: int) -> bool:
         reading = self._reading
         return self._begun and (slot_ms < self._read_ms or (reading is not None and reading.slot_ms == slot_ms))
-
-    def _copies(self, wanted: RecallHandle, slot_ms: int) -> list[Message]:
-        """What the timer topic has of the handle's key, topic and moment: the message, and where it was rolled to."""
-        real = {REAL_TOPIC: wanted.topic, TIMER_OUT_MS: str(slot_ms)}
-        found = []
-        for message in self._store.find(TIMER_TOPIC, unique_key=wanted.unique_key, limit=sys.maxsize):
-            properties = message.stored_properties()
-            if real.items() <= properties.items() and TIMER_DELAY_LEVEL not in properties:
-                found.append(message)
-        return found
 
     def _waits(self, message: Message) -> bool:
         """Whether a message of the timer topic is neither delivered nor rolled. Where it is placed tells; the time does
