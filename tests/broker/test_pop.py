@@ -686,7 +686,7 @@ def test_who_cannot_wait_is_not_left_parked(bench: PopBench) -> None:
 def test_a_waiter_can_leave(bench: PopBench) -> None:
     fired: list[bool] = []
     assert bench.pop() == []
-    assert bench.service.remove_waiter(bench.service.add_waiter("g", "t", -1, None, fired.append))
+    assert bench.waiters.remove_waiter(bench.service.add_waiter("g", "t", -1, None, fired.append))
     bench.put("t", 1)
     bench.settle()
     assert fired == []

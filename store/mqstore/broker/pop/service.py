@@ -273,10 +273,6 @@ class PopService:
             self._waiters.wake_one(topic, queue_id, group)
         return waiter
 
-    def remove_waiter(self, waiter: Waiter) -> bool:
-        """Let the waiter go; False: its callback has been called, or is about to be."""
-        return self._waiters.remove_waiter(waiter)
-
     def retry_topics(self, group: str, topic: str) -> list[str]:
         """Names of the topics that copies of popped messages may lie in, there or not."""
         return [name for _, name in self._routes.retry_topics(group, topic)]
