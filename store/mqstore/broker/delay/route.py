@@ -147,8 +147,8 @@ class Cancellations:
 
 
 def copies_of(store: MessageStore, wanted: RecallHandle) -> list[Message]:
-    """What the timer topic has of a handle's key, topic and moment: the message, where it was rolled to, and what
-    cancels it. Messages of a level are not among them: they cannot be recalled."""
+    """Return the messages of the timer topic with a handle's key, topic and moment: the first, its
+    rolled copies, and cancellations. Messages of a level are not among them: they cannot be recalled."""
     real = {REAL_TOPIC: wanted.topic, TIMER_OUT_MS: str(slot_of(wanted.deliver_ms))}
     found = []
     for message in store.find(TIMER_TOPIC, unique_key=wanted.unique_key, limit=sys.maxsize):

@@ -1,4 +1,4 @@
-"""What becomes of a message of the timer topic when its time has come, or cannot come.
+"""Outcome of a message of the timer topic when its time has come, or cannot come.
 
     delivered     to REAL_TOPIC, REAL_QID, without what delayed it
     rolled        to the timer topic again: on its way, or early, as it is

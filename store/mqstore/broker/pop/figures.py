@@ -1,4 +1,4 @@
-"""What is measured of pop: for statistics, and for retention, which asks what is in flight."""
+"""Measurements of pop: for statistics, and for retention, which asks what is in flight."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["PopFigures"]
 
 
 class PopFigures:
-    """Looks at all states, each under its lock."""
+    """A look at all states, each under its lock."""
 
     def __init__(self, tables: PopTables, fifo: FifoQueues) -> None:
         self._tables = tables
         self._fifo = fifo
 
     def counts(self) -> Iterator[tuple[QueueKey, Counts]]:
-        """What happened in each queue since the last call; queues in which nothing did are left out."""
+        """Yield the counts of each queue since the last call; queues in which nothing happened are left out."""
         while self._tables.last_counts:
             yield self._tables.last_counts.pop()
         for key, state in list(self._tables.states.items()):
@@ -33,7 +33,7 @@ class PopFigures:
                     yield key, found
 
     def standing(self, group: str, topic: str, queue_id: int) -> Standing | None:
-        """Where the group stands in a queue; None when it has not popped from it since the store was opened, and
+        """Return how far the group is in a queue; None when it has not popped from it since the store was opened, and
         nothing is in flight."""
         state = self._tables.states.get(QueueKey(topic, group, queue_id))
         if state is None or state.cursor < 0:

@@ -23,8 +23,8 @@ an *attempt entry* has pop time 0, so that it blocks no pop and takes no acknowl
 Either kind of record also says which of its messages have failed and are not settled (`Suspended`): since when, and
 why. This is for people: nothing depends on it, and RocketMQ passes over the member `susp` of the file.
 
-Records never change: each change makes another one, which takes the place of the first. Who changes that of a queue
-holds the queue's lock in the pop service. The lock of the table is a leaf below it.
+Records never change: each change makes another one, which takes the place of the first. A caller that changes the
+record of a queue holds the queue's lock in the pop service. The lock of the table is a leaf below it.
 """
 
 from __future__ import annotations
@@ -189,8 +189,7 @@ class OrderInfo:
         return replace(self, visible_ms={**(self.visible_ms or {}), **dict.fromkeys(offsets, visible_ms)})
 
     def given_back(self, offsets: Iterable[int], now_ms: int) -> OrderInfo:
-        """With these messages unseen (delivery#pop-log): visible at once, and their next delivery counts as this
-        one."""
+        """With these messages unseen (delivery#pop-log): visible at once, and the next delivery counts as this."""
         return replace(self.moved(offsets, now_ms), released=self.released | self._bits(offsets))
 
     def failed(self, offset: int, attempt: int, now_ms: int, error: str) -> OrderInfo:

@@ -123,7 +123,7 @@ def expired(texts: list[str]) -> ReceiptExpiredError:
 
 
 class RecallHandle(NamedTuple):
-    """What names a delayed message, so that it can be recalled before it is due."""
+    """Name of a delayed message, by which it can be recalled before it is due."""
 
     topic: str
     deliver_ms: int

@@ -1,4 +1,4 @@
-"""Which queues a group pops a topic from: looked up once, and kept until one of the tables changes."""
+"""Queues from which a group pops a topic: looked up once, and kept until one of the tables changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Route", "Routes"]
 
 @dataclass(slots=True)
 class Route:
-    """Where the messages of one topic are, for one group."""
+    """Queues with the messages of one topic, for one group."""
 
     group: str
     topic: str
