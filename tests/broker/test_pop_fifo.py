@@ -34,20 +34,6 @@ def offsets(deliveries: list[Delivery]) -> list[int]:
     return [delivery.message.offset for delivery in deliveries]
 
 
-def test_a_queue_is_blocked_until_its_batch_is_acknowledged(bench: PopBench) -> None:
-    bench.put("t", 5)
-    first = pop(bench, 3)
-    assert offsets(first) == [0, 1, 2]
-    assert first[0].receipt.split()[3] == "999"
-    assert pop(bench) == []
-    bench.ack(first[0], first[1])
-    assert bench.committed() == 2
-    assert pop(bench) == []
-    bench.ack(first[2])
-    assert bench.committed() == 3
-    assert offsets(pop(bench)) == [3, 4]
-
-
 def test_queues_block_each_for_itself(tmp_path: Path) -> None:
     with PopBench(tmp_path / "store") as bench:
         bench.parts.topics.create("t", queues=2)
@@ -55,58 +41,6 @@ def test_queues_block_each_for_itself(tmp_path: Path) -> None:
         bench.put("t", 2, queue_id=1)
         assert [(d.queue_id, d.message.offset) for d in pop(bench, 3)] == [(0, 0), (0, 1), (1, 0)]
         assert pop(bench) == []
-
-
-def test_what_is_not_acknowledged_comes_again_in_order_and_counted(bench: PopBench) -> None:
-    # V9, V10 and V14 of the order info, seen from outside.
-    bench.put("t", 5)
-    first = pop(bench, 3)
-    bench.ack(first[1])
-    assert bench.committed() == 0
-    bench.advance(INVISIBLE_MS - 1)
-    assert pop(bench) == []
-    bench.advance(1)
-    again = pop(bench)
-    assert offsets(again) == [0, 1, 2, 3, 4]
-    assert [d.attempt for d in again] == [2, 2, 2, 1, 1]
-    with pytest.raises(ReceiptExpiredError):
-        bench.ack(first[0])
-    bench.ack(*again)
-    assert bench.committed() == 5
-    assert bench.read(pop_retry_topic("g", "t")) == []
-
-
-def test_with_skip_acked_what_was_acknowledged_behind_does_not_come_again(bench: PopBench) -> None:
-    """Nor does what became a dead letter; over several batches, also such as are too small to name it."""
-    bench.put("t", 6)
-    first = pop(bench, 5)
-    bench.ack(first[1], first[4])
-    bench.service.dead_letter("g", "t", first[3].receipt, "no")
-    bench.advance(INVISIBLE_MS)
-    [again] = pop(bench, 1, skip_acked=True)
-    assert (again.message.offset, again.attempt) == (0, 2)
-    assert bench.committed() == 0
-    bench.advance(INVISIBLE_MS)
-    found = pop(bench, skip_acked=True)
-    assert [(d.message.offset, d.attempt) for d in found] == [(0, 3), (2, 2), (5, 1)]
-    bench.ack(found[2])
-    bench.ack(found[0])
-    assert bench.committed() == 2
-    bench.ack(found[1])
-    assert bench.committed() == 6
-    assert len(bench.read(DLQ)) == 1
-
-
-def test_with_skip_acked_failures_behind_stay_counted_however_little_is_popped(bench: PopBench) -> None:
-    """Else a message that always fails behind another one would never come to its last attempt."""
-    bench.put("t", 3)
-    for attempt in range(1, 4):
-        found = pop(bench, 3, skip_acked=True)
-        assert [d.attempt for d in found] == [attempt] * 3
-        bench.advance(INVISIBLE_MS)
-    bench.ack(*pop(bench, 1, skip_acked=True))
-    found = pop(bench, 2, skip_acked=True)
-    assert [(d.message.offset, d.attempt) for d in found] == [(1, 4), (2, 4)]
 
 
 def test_a_batch_with_what_it_keeps_names_no_more_than_63_messages(bench: PopBench) -> None:
@@ -123,46 +57,6 @@ def test_a_batch_with_what_it_keeps_names_no_more_than_63_messages(bench: PopBen
     bench.ack(found[0])
     assert bench.committed() == 63
     assert offsets(pop(bench, 2)) == [63, 64]
-
-
-def test_a_late_acknowledgement_counts_until_the_queue_is_popped_again(bench: PopBench) -> None:
-    bench.put("t", 2)
-    first = pop(bench, 2)
-    bench.advance(2 * INVISIBLE_MS)
-    bench.ack(first[0])
-    assert bench.committed() == 1
-    [again] = pop(bench)
-    assert again.message.offset == 1
-    with pytest.raises(ReceiptExpiredError) as caught:
-        bench.ack(first[1])
-    assert list(caught.value.receipts) == [first[1].receipt]
-    bench.ack(first[0])  # settled before
-
-
-def test_the_same_attempt_receives_again_what_its_lost_answer_held(bench: PopBench) -> None:
-    bench.put("t", 3)
-    first = pop(bench, 2, attempt_id="A")
-    assert pop(bench, attempt_id="B") == []
-    assert pop(bench) == []
-    again = pop(bench, 2, attempt_id="A")
-    assert offsets(again) == [0, 1]
-    assert [d.attempt for d in again] == [1, 1]
-    with pytest.raises(ReceiptExpiredError):
-        bench.ack(first[0])
-    bench.ack(*again)
-    assert bench.committed() == 2
-
-
-def test_acknowledging_twice_changes_nothing(bench: PopBench) -> None:
-    bench.put("t", 2)
-    first = pop(bench)
-    bench.ack(first[1])
-    size = bench.log_size()
-    bench.ack(first[1])
-    assert bench.log_size() == size
-    bench.ack(first[0])
-    bench.ack(first[0], first[1])
-    assert bench.committed() == 2
 
 
 def test_an_offset_that_was_not_in_the_batch_is_refused_and_nothing_settled(bench: PopBench) -> None:
@@ -190,31 +84,6 @@ def test_a_changed_time_holds_only_its_message(bench: PopBench) -> None:
     assert bench.committed() == 2
 
 
-def test_a_nack_blocks_the_queue_for_the_policys_delay(bench: PopBench) -> None:
-    bench.put("t", 2)
-    for attempt, delay_ms in enumerate((1_000, 5_000, 10_000), 1):
-        [delivery] = pop(bench, 1)
-        assert delivery.attempt == attempt
-        bench.service.nack("g", "t", delivery.receipt)
-        bench.advance(delay_ms - 1)
-        assert pop(bench) == []
-        bench.advance(1)
-
-
-def test_the_last_attempt_ends_as_a_dead_letter_and_the_queue_goes_on(bench: PopBench) -> None:
-    bench.parts.groups.create("g", retry_max_times=1)
-    bench.put("t", 3)
-    for attempt in (1, 2):
-        found = pop(bench, 2)
-        assert [d.attempt for d in found] == [attempt, attempt]
-        bench.ack(found[1])
-        bench.advance(INVISIBLE_MS)
-    [dead] = bench.read(DLQ)
-    assert (dead.body, dead.reconsume_times) == (b"0", 2)
-    assert bench.committed() == 2
-    assert offsets(pop(bench)) == [2]
-
-
 def test_a_pop_finds_the_dead_letter_due_even_before_the_housekeeper(bench: PopBench) -> None:
     bench.parts.groups.create("g", retry_max_times=0)
     bench.put("t", 2)
@@ -237,20 +106,6 @@ def test_a_nack_of_the_last_attempt_files_the_dead_letter(bench: PopBench) -> No
         bench.service.dead_letter("g", "t", first[1].receipt, "mine")
 
 
-def test_what_is_released_is_popped_again_and_not_counted(bench: PopBench) -> None:
-    bench.put("t", 3)
-    first = pop(bench)
-    bench.ack(first[0])
-    bench.release(first[1], first[2])
-    again = pop(bench)
-    assert offsets(again) == [1, 2]
-    assert [d.attempt for d in again] == [1, 1]
-    with pytest.raises(ReceiptExpiredError):
-        bench.ack(first[1])
-    with pytest.raises(ReceiptExpiredError):
-        bench.release(first[1])
-
-
 def test_a_release_in_the_last_attempt_is_no_dead_letter(bench: PopBench) -> None:
     bench.parts.groups.create("g", retry_max_times=0)
     bench.put("t", 1)
@@ -258,15 +113,6 @@ def test_a_release_in_the_last_attempt_is_no_dead_letter(bench: PopBench) -> Non
     bench.advance(2 * INVISIBLE_MS)
     assert bench.read(DLQ) == []
     assert [d.attempt for d in pop(bench)] == [1]
-
-
-def test_a_released_message_waits_for_the_others_of_its_batch(bench: PopBench) -> None:
-    bench.put("t", 3)
-    first = pop(bench)
-    bench.release(first[1])
-    assert pop(bench) == []
-    bench.ack(first[0], first[2])
-    assert offsets(pop(bench)) == [1, 2]
 
 
 def test_a_filter_leaves_gaps_that_do_not_hold_the_commit(bench: PopBench) -> None:
@@ -285,19 +131,6 @@ def test_a_filter_leaves_gaps_that_do_not_hold_the_commit(bench: PopBench) -> No
     bench.put("t", 2, tag="a")
     assert pop(bench, filter=parse_filter("b")) == []
     assert bench.committed() == 10
-
-
-def test_a_reset_unblocks_and_expires_what_is_out(bench: PopBench) -> None:
-    bench.put("t", 4)
-    first = pop(bench, 3)
-    bench.reset(1)
-    again = pop(bench)
-    assert offsets(again) == [1, 2, 3]
-    assert [d.attempt for d in again] == [1, 1, 1]
-    with pytest.raises(ReceiptExpiredError):
-        bench.ack(first[1])
-    bench.ack(*again)
-    assert bench.committed() == 4
 
 
 def test_parked_receivers_are_woken_when_the_queue_is_free(bench: PopBench) -> None:
@@ -422,20 +255,6 @@ def test_receipt_from_before_a_reset_acknowledges_nothing(tmp_path: Path) -> Non
         with pytest.raises(ReceiptExpiredError):
             bench.ack(*first)
         assert bodies(bench.pop(order=True, n=3)) == [b"0", b"1", b"2"]
-
-
-def test_receipt_from_before_a_restart_and_reset_is_refused(tmp_path: Path) -> None:
-    with PopBench(tmp_path) as bench:
-        bench.put("t", 2)
-        old = bench.pop(order=True, n=2)
-        bench.ack(*old)
-        bench.reopen()
-        bench.ack(old[0])  # again is harmless; and the queue is known now
-        bench.clock.advance(1)
-        bench.reset(0)
-        with pytest.raises(ReceiptExpiredError):
-            bench.ack(old[0])
-        assert bodies(bench.pop(order=True, n=2)) == [b"0", b"1"]
 
 
 def test_receipt_in_order_settles_nothing_popped_without_order(tmp_path: Path) -> None:

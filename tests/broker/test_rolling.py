@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from mqstore.broker import retention
 from mqstore.broker.admin import inspect
 from mqstore.broker.delay.route import level_properties
-from mqstore.broker.delay.timerfiles import Slot, TimerWheel
 from mqstore.broker.names import SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, dlq_topic
 from mqstore.broker.parts import open_parts
 from mqstore.broker.pop.receipts import recall_handle
@@ -39,7 +38,7 @@ from mqstore.options import Retention, StoreConfig
 from tests.broker import support
 from tests.broker.support import START_MS
 from tests.faults import FaultyFileSystem
-from tests.log.support import Unsynced, flip
+from tests.log.support import flip
 
 S, HOUR, DAY = 1_000, 3_600_000, 86_400_000
 SEGMENT = 1 << 14
@@ -286,9 +285,11 @@ def test_a_level_message_in_the_timer_is_nobodys_to_recall(bench: Bench) -> None
     bench.house()
     assert bench.counted("delay_rolled") == 1
     handle = recall_handle("orders", START_MS + 30 * DAY - S + 1, "u")
+    assert inspect.is_waiting(bench.broker._parts, handle, bench.clock.now_ms()) is False
     assert bench.broker.recall(handle) is False
     receipt = bench.broker.put("orders", b"timer", queue_id=0, deliver_at=(START_MS + 30 * DAY) / 1000, unique_key="u")
     assert receipt.recall_handle == handle
+    assert inspect.is_waiting(bench.broker._parts, handle, bench.clock.now_ms()) is True
     assert bench.broker.recall(handle) is True
     for _ in range(31):
         bench.jump(DAY)
@@ -310,17 +311,6 @@ def test_a_timer_that_has_rolled_all_it_had_is_not_taken_for_a_damaged_one(
             bench.jump(DAY)
     assert sorted(body for body, _ in bench.arrived()) == ["0", "1", "2"]
     assert caplog.records == []
-
-
-def test_a_slot_whose_units_were_all_rolled_is_an_empty_one(tmp_path: Path) -> None:
-    wheel = TimerWheel(tmp_path / "wheel", tmp_path / "tmp", S, Unsynced(), 0o644)
-    wheel.make(np.array([5 * S]), np.array([0]))
-    wheel.put(5 * S, Slot(0, 0, 0))
-    assert wheel.get(5 * S) is None
-    wheel.write()
-    assert wheel.get(5 * S) is None
-    assert wheel.first(0, 10 * S) is None
-    wheel.close()
 
 
 def test_the_timers_own_log_is_let_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,28 +414,6 @@ def test_never_is_more_rolled_than_others_put_and_what_waits_holds_twice_its_siz
 
 
 # -- is it worth it ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("records", "before", "boundary"),
-    [
-        ([(0, 50)], 100, 100),
-        ([(0, 51)], 100, None),
-        ([(0, 51)], 200, 200),
-        ([(0, 100), (100, 100)], 300, None),
-        ([(0, 100), (100, 100)], 400, 400),
-        ([(0, 10), (100, 91), (200, 90)], 300, 100),
-        ([(0, 10), (100, 91), (200, 90)], 400, 400),
-        ([(250, 40)], 300, 300),  # what lies before is free without it
-        ([(250, 60)], 300, None),
-        ([(250, 60)], 299, None),
-        ([(350, 60)], 300, None),
-        ([(0, 50), (350, 60)], 300, 300),  # what begins behind is not to be copied
-    ],
-)
-def test_up_to_where_rolling_is_worth_it(records: list[tuple[int, int]], before: int, boundary: int | None) -> None:
-    offsets, sizes = np.array(records, np.int64).T
-    assert worth_rolling(offsets, sizes, before, 100) == boundary
 
 
 @given(st.lists(st.tuples(st.integers(0, 999), st.integers(1, 80)), min_size=1), st.integers(0, 10))
@@ -761,23 +729,6 @@ def test_a_pass_is_logged_once_and_the_pins_show_what_is_so(bench: Bench, caplog
         offline_pin = inspect.oldest_pin(parts, transactions, inspect.delay_levels(parts), view)
         assert offline_pin is not None
         assert offline_pin.physical_offset == first.physical_offset
-
-
-@pytest.mark.parametrize("step", [1, 3, 1000])
-def test_the_size_of_a_step_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    monkeypatch.setattr(retention, "_ROLL_STEP", step)
-    bench = Bench(tmp_path / "store")
-    at_the_front(bench, *[(10 + n) * DAY for n in range(7)])
-    for number in range(7, 12):
-        bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
-    bench.busy()
-    bench.house()
-    bench.house()
-    assert (bench.counted("TIMER_ROLLED"), bench.counted("delay_rolled")) == (7, 5)
-    for _ in range(32):
-        bench.jump(DAY)
-    assert [body for body, _ in bench.arrived()] == [str(n) for n in range(12)]
-    bench.broker.close()
 
 
 def test_a_clock_set_back_finds_what_was_rolled_where_it_is(bench: Bench) -> None:

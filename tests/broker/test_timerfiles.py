@@ -16,9 +16,7 @@ import pytest
 from mqstore.broker.delay.timerfiles import (
     CANCELS,
     NOWHERE,
-    ROLLS,
     UNIT_BYTES,
-    UNIT_DTYPE,
     WAITS,
     WHEEL_BYTES,
     WHEEL_SLOTS,
@@ -32,9 +30,8 @@ from mqstore.broker.delay.timerfiles import (
     TimerWheel,
     decode_unit,
     encode_unit,
-    slots_of_units,
 )
-from mqstore.errors import FlushFailedError, StoreFullError, StoreIOError
+from mqstore.errors import FlushFailedError, StoreIOError
 from mqstore.files.filesystem import REAL, FileSystem
 from tests.faults import FaultyFileSystem
 
@@ -56,7 +53,7 @@ def reloaded(folder: Path, low: int, end: int) -> TimerLog:
 
 
 def new_wheel(folder: Path, fs: FileSystem = REAL) -> TimerWheel:
-    return TimerWheel(folder / "timerwheel", folder / "tmp", P, fs, 0o600)
+    return TimerWheel(folder / "timerwheel", folder / "tmp", fs, 0o600)
 
 
 def empty_wheel(folder: Path, fs: FileSystem = REAL) -> TimerWheel:
@@ -109,22 +106,9 @@ def test_a_unit_with_any_bit_flipped_is_no_unit() -> None:
             decode_unit(52, bytes(changed))
 
 
-@pytest.mark.parametrize("length", [0, 51, 53])
-def test_a_unit_of_another_length_is_no_unit(length: int) -> None:
-    with pytest.raises(TimerFilesDamaged):
-        decode_unit(0, encode_unit(0, UNIT).ljust(53, b"\0")[:length])
-
-
 def test_a_unit_is_no_unit_at_another_position() -> None:
     with pytest.raises(TimerFilesDamaged):
         decode_unit(104, encode_unit(52, UNIT))
-
-
-def test_slots_of_many_units_are_those_of_each() -> None:
-    many = [UNIT._replace(write_ms=UNIT.write_ms + i, delay_ms=1000 * i) for i in range(5)]
-    array = np.frombuffer(b"".join(encode_unit(52 * i, unit) for i, unit in enumerate(many)), dtype=np.uint8)
-    found = slots_of_units(array.view(UNIT_DTYPE))
-    assert found.tolist() == [unit.slot_ms for unit in many]
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------
@@ -143,11 +127,6 @@ def test_units_that_do_not_fit_go_to_the_next_segment_behind_a_blank(tmp_path: P
     assert sorted(path.name for path in (tmp_path / "timerlog").iterdir()) == [f"{n * size:020d}" for n in range(3)]
 
 
-def test_a_unit_that_leaves_exactly_the_spare_bytes_fits(tmp_path: Path) -> None:
-    log = new_log(tmp_path)
-    assert [log.append(unit) for unit in units(5)] == [0, 52, 104, 156, SEGMENT]
-
-
 @pytest.mark.parametrize("written", [0, 3, 4, 5, 11])
 def test_units_are_read_alike_before_and_after_they_are_written(tmp_path: Path, written: int) -> None:
     log = new_log(tmp_path)
@@ -160,40 +139,6 @@ def test_units_are_read_alike_before_and_after_they_are_written(tmp_path: Path, 
     assert [log.unit(position) for position in positions] == many
     again = reloaded(tmp_path, 0, log.end)
     assert [again.unit(position) for position in positions] == many
-
-
-@pytest.mark.parametrize("position", [-1, 1, 26, SEGMENT - 16, 10 * SEGMENT])
-def test_nothing_is_read_where_no_unit_is(tmp_path: Path, position: int) -> None:
-    log = new_log(tmp_path)
-    for unit in units(6):
-        log.append(unit)
-    log.write()
-    with pytest.raises(TimerFilesDamaged):
-        log.unit(position)
-
-
-@pytest.mark.parametrize("first", range(10))
-def test_a_scan_gives_every_unit_from_its_start_on(tmp_path: Path, first: int) -> None:
-    log = new_log(tmp_path)
-    positions = [log.append(unit) for unit in units(10)]
-    log.write()
-    expected = [(position, 1000 * i) for i, position in enumerate(positions)]
-    assert all_of(log, positions[first]) == expected[first:]
-    assert all_of(log, log.end) == []
-
-
-def test_a_scan_that_verifies_finds_a_damaged_unit(tmp_path: Path) -> None:
-    log = new_log(tmp_path)
-    positions = [log.append(unit) for unit in units(6)]
-    log.write()
-    path = tmp_path / "timerlog" / f"{SEGMENT:020d}"
-    with path.open("r+b") as file:
-        file.seek(52 + 30)
-        file.write(b"\xff")
-    log = reloaded(tmp_path, 0, log.end)
-    with pytest.raises(TimerFilesDamaged, match=str(positions[5])):
-        all_of(log)
-    assert len([p for at, _ in log.scan(0, verified=False) for p in at]) == 6
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -215,19 +160,6 @@ def test_the_unit_of_a_record_is_found_wherever_it_lies(tmp_path: Path, seed: in
         expected = UNIT._replace(physical_offset=wanted) if positions.get(wanted, -1) >= low else None
         assert log.find(wanted, low, behind) == expected
     log.close()
-
-
-def test_what_lies_behind_the_promised_end_is_no_part_of_the_log(tmp_path: Path) -> None:
-    log = new_log(tmp_path)
-    positions = [log.append(unit) for unit in units(14)]
-    log.write()
-    again = reloaded(tmp_path, 0, positions[6])
-    assert len(all_of(again)) == 6
-    other = UNIT._replace(previous=NOWHERE, physical_offset=99)
-    for _ in range(8):
-        again.append(other)
-    again.write()
-    assert [physical for _, physical in all_of(again)] == [0, 1000, 2000, 3000, 4000, 5000, *[99] * 8]
 
 
 @pytest.mark.parametrize("end", [0, SEGMENT, SEGMENT + 52, 3 * SEGMENT])
@@ -259,12 +191,6 @@ def test_a_log_that_lacks_a_part_is_damaged(tmp_path: Path, harm: str) -> None:
     assert len(all_of(reloaded(tmp_path, 2 * SEGMENT, log.end), 2 * SEGMENT)) == 4
 
 
-@pytest.mark.parametrize(("low", "end"), [(-1, 52), (104, 52)])
-def test_bounds_that_make_no_sense_are_damage(tmp_path: Path, low: int, end: int) -> None:
-    with pytest.raises(TimerFilesDamaged):
-        reloaded(tmp_path, low, end)
-
-
 def test_positions_never_come_back_after_a_restart(tmp_path: Path) -> None:
     log = new_log(tmp_path)
     for unit in units(6):
@@ -280,28 +206,6 @@ def test_positions_never_come_back_after_a_restart(tmp_path: Path) -> None:
     other = new_log(tmp_path)
     other.restart()
     assert other.end == 3 * SEGMENT
-
-
-def test_segments_below_the_first_unit_that_waits_are_removed(tmp_path: Path) -> None:
-    log = new_log(tmp_path)
-    positions = [log.append(unit) for unit in units(12)]
-    log.write()
-    log.drop_before(positions[5])
-    assert sorted(path.name for path in (tmp_path / "timerlog").iterdir()) == [f"{n * SEGMENT:020d}" for n in (1, 2)]
-
-
-@pytest.mark.parametrize("operation", ["create", "truncate_sparse", "pwrite", "replace"])
-def test_a_full_disk_leaves_units_in_memory_for_the_next_write(tmp_path: Path, operation: str) -> None:
-    fs = FaultyFileSystem()
-    log = new_log(tmp_path, fs)
-    positions = [log.append(unit) for unit in units(9)]
-    fs.fail(operation, errno.ENOSPC, nth=2)
-    with pytest.raises(StoreFullError):
-        log.write()
-    positions.append(log.append(UNIT))
-    assert log.unit(positions[0]) == units(1)[0]
-    log.write()
-    assert [position for position, _ in all_of(reloaded(tmp_path, 0, log.end))] == positions
 
 
 def test_a_failed_sync_is_final(tmp_path: Path) -> None:
@@ -340,13 +244,6 @@ def test_a_sync_that_finds_no_descriptor_free_is_made_by_the_next_write(
     fs.heal()
     log.write()
     assert [position for position, _ in all_of(reloaded(tmp_path, 0, log.end))] == positions
-
-
-def test_a_write_with_nothing_new_touches_no_file(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    log = new_log(tmp_path, fs)
-    log.write()
-    assert fs.calls == []
 
 
 # --- the wheel --------------------------------------------------------------------------------------------------------
@@ -445,33 +342,6 @@ def test_neighbours_are_written_together(tmp_path: Path) -> None:
         wheel.put(tick * P, Slot(0, 0, 1))
     wheel.write()
     assert [call.operation for call in fs.calls[before:]] == ["pwrite"] * 4
-    wheel.close()
-
-
-def test_a_wheel_that_cannot_be_made_leaves_the_old_one(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    wheel = empty_wheel(tmp_path, fs)
-    wheel.put(3 * P, Slot(0, 0, 1))
-    wheel.write()
-    for operation in ("create", "truncate_sparse", "pwrite", "replace"):
-        fs.fail(operation, errno.ENOSPC)
-        with pytest.raises(StoreFullError):
-            wheel.make(np.array([9 * P]), np.array([0]))
-        assert wheel.get(3 * P) == (0, 0, 1)
-        assert not list((tmp_path / "tmp").iterdir())
-    wheel.close()
-
-
-def test_slots_that_could_not_be_written_are_not_forgotten(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    wheel = empty_wheel(tmp_path, fs)
-    for tick in (3, 7, 11):
-        wheel.put(tick * P, Slot(tick, tick, 1))
-    fs.fail("pwrite", errno.ENOSPC, nth=2)
-    with pytest.raises(StoreFullError):
-        wheel.write()
-    assert wheel.get(7 * P) == (7, 7, 1)
-    assert wheel.first(4 * P, 20 * P) == 7 * P
     wheel.close()
 
 
@@ -593,19 +463,3 @@ def test_a_checkpoint_that_could_not_be_synced_is_not_tried_again(tmp_path: Path
         check.save(progress(2), 2)
     with pytest.raises(FlushFailedError):
         check.save(progress(3), 3)
-
-
-def test_a_full_disk_does_not_hurt_the_last_checkpoint(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    check = new_check(tmp_path, fs)
-    check.save(progress(1), 1)
-    fs.shorten(length=1100, fail_rest=errno.ENOSPC)
-    with pytest.raises(StoreFullError):
-        check.save(progress(2), 2)
-    assert new_check(tmp_path).load() in (progress(1), progress(2))
-    check.save(progress(3), 3)
-    assert new_check(tmp_path).load() == progress(3)
-
-
-def test_magics_are_bits() -> None:
-    assert (WAITS, ROLLS, CANCELS) == (1, 2, 4)

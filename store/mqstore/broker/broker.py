@@ -147,7 +147,7 @@ class Broker:
             "dead letters": DeadLetterExpiry(parts, wake("dead letters")),
         }
         self._retention = RetentionService(
-            parts, [*keepers.values()], rollers=(self._delay, self._timer), held=self._pop.held
+            parts, [*keepers.values()], rollers=(self._delay, self._timer), held=self._pop.figures.held
         )
         self._metrics = Metrics(
             parts,
@@ -526,7 +526,7 @@ class Broker:
     def pop_retry_topics(self, group: str, topic: str) -> list[str]:
         """Return the names of the topics in which a group that pops has its failed messages of `topic`; they need not
         be there. One that reads has them in `%RETRY%group`, be they of any topic."""
-        return [name for _, name in self._pop.retry_topics(group, topic)]
+        return self._pop.retry_topics(group, topic)
 
     def send_back(
         self,

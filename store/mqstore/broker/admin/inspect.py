@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -40,7 +39,7 @@ from mqstore.broker.admin.lag import measure
 from mqstore.broker.configfile import ConfigFile, object_member
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.delay.levels import deliver_time_ms
-from mqstore.broker.delay.route import PRECISION_MS, Cancellations, number, placement, slot_of
+from mqstore.broker.delay.route import PRECISION_MS, Cancellations, copies_of, number, placement, slot_of
 from mqstore.broker.delay.timerfiles import (
     CANCELS,
     ROLLS,
@@ -260,12 +259,7 @@ def is_waiting(parts: Parts, handle: str, now_ms: int) -> bool:
     wanted = parse_recall_handle(handle)
     if wanted.deliver_ms <= now_ms or parts.store.offsets_or_none(TIMER_TOPIC, 0) is None:
         return False
-    real = {REAL_TOPIC: wanted.topic, TIMER_OUT_MS: str(slot_of(wanted.deliver_ms))}
-    found = [
-        message
-        for message in parts.store.find(TIMER_TOPIC, unique_key=wanted.unique_key, limit=sys.maxsize)
-        if real.items() <= message.stored_properties().items()
-    ]
+    found = copies_of(parts.store, wanted)
     recalled = Cancellations(found)
     return any(TIMER_DEL_UNIQKEY not in m.stored_properties() and not recalled.cover(m) for m in found)
 

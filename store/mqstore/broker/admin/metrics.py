@@ -178,7 +178,7 @@ class Metrics:
         return count, size
 
     def _pops(self) -> Iterator[_Item]:
-        for (topic, group, queue_id), counts in self._pop.counts():
+        for (topic, group, queue_id), counts in self._pop.figures.counts():
             if counts.messages:
                 yield from _got(topic, group, queue_id, counts.pops, counts.messages, counts.size)
             # One checkpoint record for each batch that was popped.
@@ -243,7 +243,7 @@ class Metrics:
         """Series -> its samples, as of now. Costs a look at every queue that a group has progress in, two more where
         something waits."""
         now_ms = self._clock.now_ms()
-        overdue, overdue_ms, batches = self._pop.backlog(now_ms)
+        overdue, overdue_ms, batches = self._pop.figures.backlog(now_ms)
         waiting: Samples = [({"kind": "level"}, self._delay.waiting()), ({"kind": "moment"}, self._timer.waiting())]
         gauges: dict[str, int | Samples] = {
             "rocketmq_storage_size": stats.commitlog_bytes,
@@ -292,7 +292,7 @@ class Metrics:
         }
 
     def _lag(self, group: str, topic: str, queue_id: int, committed: int) -> Lag | None:
-        popped = self._pop.standing(group, topic, queue_id)
+        popped = self._pop.figures.standing(group, topic, queue_id)
         return measure(self._store, self._offsets, group, topic, queue_id, committed, popped)
 
     def _age_ms(self, physical_offset: int | None, now_ms: int) -> int:

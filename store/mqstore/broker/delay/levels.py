@@ -37,7 +37,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from operator import itemgetter
@@ -48,28 +48,16 @@ import numpy.typing as npt
 
 from mqstore.broker.admin.statistics import DELAY_LATENCY
 from mqstore.broker.configfile import QUICK_MS, ConfigFile, DataVersion, object_member
-from mqstore.broker.delay.route import level_properties
+from mqstore.broker.delay.route import DELAY_PIECE, TOUCHED_NAMES, level_properties, parted, restored_end
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.parts import Parts, Pin, Wake
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.consumequeue import LAST_ADDRESS, is_message
-from mqstore.layout.properties import (
-    CRC32,
-    DELAY,
-    NAME_END,
-    PAIR_END,
-    REAL_QID,
-    REAL_TOPIC,
-    TIMER_DELAY_MS,
-    TIMER_DELAY_SEC,
-    TIMER_DELIVER_MS,
-    WAIT,
-)
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Copy
 from mqstore.native import kernel
 
-__all__ = ["DelayService", "check_delay_offsets", "deliver_time_ms", "restored"]
+__all__ = ["DelayService", "check_delay_offsets", "deliver_time_ms"]
 
 _log = logging.getLogger("mqstore")
 
@@ -82,8 +70,7 @@ _SAVE_MS = 10_000
 _VERSION_STEP = 200
 """Deliveries for which RocketMQ counts the file's version up by one (delivery#tables)."""
 _UNKNOWN_LEVEL_MS = 1_000
-_MEMO_ENTRIES = 1024
-_LOGGED_UNITS = 10
+_LEVEL = re.compile("[1-9][0-9]{0,8}")
 
 
 def deliver_time_ms(table_ms: Sequence[int], level: int, store_timestamp_ms: int) -> int:
@@ -96,98 +83,32 @@ def deliver_time_ms(table_ms: Sequence[int], level: int, store_timestamp_ms: int
     return store_timestamp_ms + delay_ms
 
 
-# -- restoring -------------------------------------------------------------------------------------------------------
-
-_REMOVED = frozenset(name.encode() for name in (DELAY, TIMER_DELIVER_MS, TIMER_DELAY_SEC, TIMER_DELAY_MS, WAIT, CRC32))
-"""What would delay the copy once more, or describes the record that it was copied from."""
-_REAL_TOPIC, _REAL_QID = REAL_TOPIC.encode(), REAL_QID.encode()
-_NO_WAIT = f"{WAIT}\x01false".encode()
-_LEVEL = re.compile("[1-9][0-9]{0,8}")
-_INTEGER = re.compile(rb"[+-]?[0-9]{1,10}")
-_NAMES = tuple(name + NAME_END for name in (*_REMOVED, _REAL_TOPIC, _REAL_QID))
-"""What begins a pair that `restored` does more about than to copy it."""
-_TOUCHED = re.compile(rb"(?:\A|\x02)(?:" + rb"|".join(map(re.escape, _NAMES)) + rb")")
-_DELAY_PIECE = b"\x02" + DELAY.encode() + NAME_END
-
-
-def restored(properties: bytes) -> tuple[str, int, bytes]:
-    """(topic, queue id, properties) of the copy that is delivered, of the stored properties of the delayed message
-    (delivery#restore). Works on the bytes: what it does not know stays as it is. ValueError says what is missing.
-
-    >>> restored(b"TAGS\\x01a\\x02DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02")
-    ('orders', 2, b'TAGS\\x01a\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02WAIT\\x01false\\x02')
-    """
-    kept: list[bytes] = []
-    real: dict[bytes, bytes] = {}
-    for piece in properties.removesuffix(PAIR_END).split(PAIR_END):
-        name, _, value = piece.partition(NAME_END)
-        if name in _REMOVED:
-            continue
-        if value and name in (_REAL_TOPIC, _REAL_QID):
-            real[name] = value
-        kept.append(piece)
-    kept += (_NO_WAIT, b"")
-    topic, queue_id = real.get(_REAL_TOPIC, b""), real.get(_REAL_QID, b"")
-    if not topic:
-        raise ValueError(f"no {REAL_TOPIC}")
-    if topic == SCHEDULE_TOPIC.encode():
-        raise ValueError(f"{REAL_TOPIC} is {SCHEDULE_TOPIC}: it would come back for ever")
-    if not _INTEGER.fullmatch(queue_id):
-        raise ValueError(f"{REAL_QID} is no queue id: {queue_id[:40]!r}")
-    return topic.decode(), int(queue_id), PAIR_END.join(kept)
-
-
-_restored_end = lru_cache(_MEMO_ENTRIES)(restored)
-
-
-def _parted(properties: bytes) -> tuple[bytes, bytes]:
-    """(a beginning that the copy has as well, the rest, which is to be restored). The engine writes DELAY and what it
-    adds last (delivery#level-put), so few different rests follow upon many different beginnings.
-
-    >>> _parted(b"TAGS\\x01a\\x02DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02")
-    (b'TAGS\\x01a\\x02', b'DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02')
-    """
-    at = properties.rfind(_DELAY_PIECE) + 1
-    begin = properties[:at]
-    return (b"", properties) if _TOUCHED.search(begin) else (begin, properties[at:])
-
-
 # -- delivering ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
 class _Level:
     """One level's queue. Only `run_once` changes it, but for `grown`."""
 
-    __slots__ = (
-        "ahead_ms",
-        "delay_ms",
-        "due_ms",
-        "failures",
-        "grown",
-        "number",
-        "offset",
-        "queue_id",
-        "saved",
-        "stuck",
-    )
+    number: int
+    delay_ms: int | None
+    """Delay by the table; None: the table has no such level, and its messages are due now."""
+    offset: int
+    """Progress: the next unit to look at."""
+    saved: int
+    """The same as the file on disk has it."""
+    due_ms: int | None = 0
+    """When to look next; None: when the queue grows."""
+    ahead_ms: int = 0
+    """`due_ms` was so far ahead when it was set: farther now means that the clock was set back since."""
+    failures: int = 0
+    grown: bool = False
+    stuck: int | None = None
+    """Offset of a message that cannot wait elsewhere."""
 
-    def __init__(self, number: int, delay_ms: int | None, offset: int) -> None:
-        self.number = number
-        self.queue_id = number - 1
-        self.delay_ms = delay_ms
-        """Delay by the table; None: the table has no such level, and its messages are due now."""
-        self.offset = offset
-        """Progress: the next unit to look at."""
-        self.saved = offset
-        """The same as the file on disk has it."""
-        self.due_ms: int | None = 0
-        """When to look next; None: when the queue grows."""
-        self.ahead_ms = 0
-        """`due_ms` was so far ahead when it was set: farther now means that the clock was set back since."""
-        self.failures = 0
-        self.grown = False
-        self.stuck: int | None = None
-        """Offset of a message that cannot wait elsewhere."""
+    @property
+    def queue_id(self) -> int:
+        return self.number - 1
 
     def ready(self, now_ms: int) -> bool:
         if self.due_ms is None:
@@ -199,10 +120,9 @@ class DelayService:
     """Delivers what the delay levels hold, each message when it is due: never early by the wall clock it is given, and
     as late as `run_once` is called after the time it named.
 
-    `dead_letter(message, group, reason)` stores a dead letter; it must leave out DELAY. `orphans` are levels that the
-    table no longer has although messages wait in them, with how many; `orphan_level_policy="deliver_now"` delivers
-    those at once, "keep" leaves them alone until the level is back. `problems` says what was found at opening.
-    Raises CorruptStoreError when the progress file and its backup are damaged.
+    `dead_letter(message, group, reason)` stores a dead letter; it must leave out DELAY. Where the table no longer has a
+    level in which messages wait, `orphan_level_policy="deliver_now"` delivers those at once, "keep" leaves them alone
+    until the level is back. Raises CorruptStoreError when the progress file and its backup are damaged.
     """
 
     def __init__(self, parts: Parts, wake: Wake, dead_letter: Callable[[Message, str, str], object]) -> None:
@@ -215,8 +135,8 @@ class DelayService:
         self._dead_letter = dead_letter
         self.errors: dict[int, str] = {}
         """By level: what hinders its delivery right now."""
-        self.problems: list[str] = []
-        self.orphans: dict[int, int] = {}
+        self._kept: list[int] = []
+        """Levels that the table no longer has, whose messages are kept."""
         self._table_ms = self._store.delay_table_ms
         self._file = ConfigFile(self._store, "delayOffset.json", check_delay_offsets, log_end=self._store.max_offset)
         value = self._file.load() or {}
@@ -239,29 +159,27 @@ class DelayService:
 
     def _open(self, orphan_level_policy: str) -> Iterator[_Level]:
         """The levels to serve, from where the file says they were left."""
-        stored = self._stored_offsets()
         for number, delay_ms in enumerate(self._table_ms, 1):
-            yield self._level(number, delay_ms, stored.get(number, 0))
+            yield self._level(number, delay_ms, self._table.get(str(number), 0))
         for number, high in self._queues_beyond_the_table():
-            offset = min(stored.get(number, 0), high)
+            offset = min(self._table.get(str(number), 0), high)
             if offset < high:
-                self.orphans[number] = high - offset
-                self._note(
+                self._warn(
                     f"{high - offset} messages wait in delay level {number}, but the table has {len(self._table_ms)} "
                     f"levels: they stay until it has that level again, or orphan_level_policy is 'deliver_now'"
                 )
                 if orphan_level_policy == "deliver_now":
                     yield self._level(number, None, offset)
+                else:
+                    self._kept.append(number)
 
     def _level(self, number: int, delay_ms: int | None, stored: int) -> _Level:
         """A level at its stored offset, lowered to where its queue ends: a crash may have taken the end, and its
         numbers are given to the messages that come next, which must not be passed over (delivery#level-progress)."""
         high = (self._store.offsets_or_none(SCHEDULE_TOPIC, number - 1) or (0, 0))[1]
-        level = _Level(number, delay_ms, stored)
         if stored > high:
-            self._note(f"delay level {number} was at {stored}, but its queue ends at {high}: goes on from there")
-            level.offset = high
-        return level
+            self._warn(f"delay level {number} was at {stored}, but its queue ends at {high}: goes on from there")
+        return _Level(number, delay_ms, min(stored, high), stored)
 
     def _queues_beyond_the_table(self) -> Iterator[tuple[int, int]]:
         """(level, end of its queue) of the schedule queues that no level of the table serves."""
@@ -271,18 +189,7 @@ class DelayService:
             if ref.queue_id >= len(self._table_ms):
                 yield ref.queue_id + 1, self._store.offsets(*ref)[1]
 
-    def _stored_offsets(self) -> dict[int, int]:
-        """What the file says: level -> offset."""
-        offsets: dict[int, int] = {}
-        for key, offset in self._table.items():
-            if not _LEVEL.fullmatch(key) or offset < 0:
-                self._note(f"delayOffset.json has {key!r}: {offset}, which is no progress of a level and was left out")
-            else:
-                offsets[int(key)] = offset
-        return offsets
-
-    def _note(self, problem: str) -> None:
-        self.problems.append(problem)
+    def _warn(self, problem: str) -> None:
         _log.warning("%s: %s", self._store.path, problem)
 
     # -- looking at it ----------------------------------------------------------------------------------------------
@@ -308,8 +215,8 @@ class DelayService:
                 why = f"delay level {level.number} is at {level.offset}, on disk at {level.saved}"
                 rolls = level.offset != level.stuck
                 yield Pin(record, SCHEDULE_TOPIC, level.queue_id, SCHEDULE_GROUP, why, rolls)
-        for number in self.orphans.keys() - {level.number for level in self._levels.values()}:
-            record = self._first_record(number - 1, max(0, self._table.get(str(number), 0)))
+        for number in self._kept:
+            record = self._first_record(number - 1, self._table.get(str(number), 0))
             if record is not None:
                 why = f"delay level {number} is not in the table, and its messages are kept"
                 yield Pin(record, SCHEDULE_TOPIC, number - 1, SCHEDULE_GROUP, why)
@@ -511,15 +418,15 @@ class DelayService:
         at = 0
         while at < len(messages):
             if kernel is not None and ways:  # the same, for those that are restored as one before them was
-                at += kernel.restore(messages, at, _DELAY_PIECE, ways, _NAMES, copies)
+                at += kernel.restore(messages, at, DELAY_PIECE, ways, TOUCHED_NAMES, copies)
                 if at == len(messages):
                     break
             message = messages[at]
             at += 1
             reason, home, settles = "", None, False
-            begin, end = _parted(message.encoded_properties)
+            begin, end = parted(message.encoded_properties)
             try:
-                topic, queue_id, rest = _restored_end(end)
+                topic, queue_id, rest = restored_end(end)
             except ValueError as error:
                 reason = f"a delayed message that cannot be restored: {error}"
             else:
@@ -659,5 +566,5 @@ def check_delay_offsets(value: Mapping[str, Any]) -> None:
     """ValueError unless `value` has the shape of the progress file."""
     DataVersion.from_json(object_member(value, "dataVersion"))
     for level, offset in object_member(value, "offsetTable").items():
-        if type(offset) is not int:
-            raise ValueError(f"offsetTable: {level!r} has {offset!r:.80}, not an offset")
+        if type(offset) is not int or offset < 0 or not _LEVEL.fullmatch(level):
+            raise ValueError(f"offsetTable: {level!r} has {offset!r:.80}, which is not progress of a level")

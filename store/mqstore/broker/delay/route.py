@@ -1,4 +1,4 @@
-"""The rules of delay, without files or state: who waits, where, until when, in which slot (delivery#timer-put).
+"""The rules of delay, without state: who waits, where, until when, in which slot (delivery#timer-put).
 
     a message with                         waits
     DELAY > 0                              in the queue of its level
@@ -27,12 +27,16 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
+from mqstore.broker.pop.receipts import RecallHandle
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
+    CRC32,
     DELAY,
     NAME_END,
     ORIGIN_MESSAGE_ID,
@@ -47,19 +51,27 @@ from mqstore.layout.properties import (
     TIMER_OUT_MS,
     TIMER_ROLL_TIMES,
     UNIQ_KEY,
+    WAIT,
 )
 from mqstore.log.message import Message
+from mqstore.log.store import MessageStore
 
 __all__ = [
+    "DELAY_PIECE",
     "LEVEL_MARKS",
     "PRECISION_MS",
     "RECALLED_BORN_MS",
+    "TOUCHED_NAMES",
     "WINDOW_MS",
     "Cancellations",
+    "copies_of",
     "delay_route",
     "level_properties",
     "number",
+    "parted",
     "placement",
+    "restored",
+    "restored_end",
     "slot_of",
     "timer_route",
 ]
@@ -80,19 +92,30 @@ _LEVEL_MARKS = frozenset(name.encode() for name in LEVEL_MARKS)
 _TIMER_NAMES = frozenset({TIMER_DELIVER_MS, TIMER_DELAY_MS, TIMER_DELAY_SEC})
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
+_REMOVED = frozenset(name.encode() for name in (DELAY, TIMER_DELIVER_MS, TIMER_DELAY_SEC, TIMER_DELAY_MS, WAIT, CRC32))
+"""What would delay the copy of a message once more, or describes the record that it was copied from."""
+_REAL_TOPIC, _REAL_QID = REAL_TOPIC.encode(), REAL_QID.encode()
+_NO_WAIT = f"{WAIT}\x01false".encode()
+_QUEUE_ID = re.compile(rb"[+-]?[0-9]{1,10}")
+TOUCHED_NAMES = tuple(name + NAME_END for name in (*_REMOVED, _REAL_TOPIC, _REAL_QID))
+"""Beginnings of the pairs that `restored` does more about than to copy them."""
+_TOUCHED = re.compile(rb"(?:\A|\x02)(?:" + rb"|".join(map(re.escape, TOUCHED_NAMES)) + rb")")
+DELAY_PIECE = b"\x02" + DELAY.encode() + NAME_END
+_MEMO_ENTRIES = 1024
+
 
 def number(text: str | None) -> int | None:
     """What Java's `parseLong` makes of `text` (18 digits at most, which is more than any time), None if nothing."""
     return int(text) if text is not None and _NUMBER.fullmatch(text) else None
 
 
-def slot_of(deliver_ms: int, precision_ms: int = PRECISION_MS) -> int:
+def slot_of(deliver_ms: int) -> int:
     """Start of the slot of what is due at `deliver_ms`: the last that is over by then.
 
     >>> slot_of(2000), slot_of(2001), slot_of(3000)
     (1000, 2000, 2000)
     """
-    return (deliver_ms - 1) // precision_ms * precision_ms
+    return (deliver_ms - 1) // PRECISION_MS * PRECISION_MS
 
 
 class Cancellations:
@@ -123,6 +146,18 @@ class Cancellations:
         return any(message.born_timestamp_ms <= self._born_ms.get(name, -1) for name in names if name is not None)
 
 
+def copies_of(store: MessageStore, wanted: RecallHandle) -> list[Message]:
+    """Return the messages of the timer topic with a handle's key, topic and moment: the first, its
+    rolled copies, and cancellations. Messages of a level are not among them: they cannot be recalled."""
+    real = {REAL_TOPIC: wanted.topic, TIMER_OUT_MS: str(slot_of(wanted.deliver_ms))}
+    found = []
+    for message in store.find(TIMER_TOPIC, unique_key=wanted.unique_key, limit=sys.maxsize):
+        properties = message.stored_properties()
+        if real.items() <= properties.items() and TIMER_DELAY_LEVEL not in properties:
+            found.append(message)
+    return found
+
+
 def delay_route(
     topic: str,
     queue_id: int,
@@ -150,13 +185,7 @@ def delay_route(
 
 
 def timer_route(
-    topic: str,
-    queue_id: int,
-    properties: Mapping[str, str],
-    now_ms: int,
-    *,
-    precision_ms: int = PRECISION_MS,
-    max_delay_ms: int,
+    topic: str, queue_id: int, properties: Mapping[str, str], now_ms: int, *, max_delay_ms: int
 ) -> tuple[str, int, dict[str, str]] | None:
     """Where a message with these properties goes instead of to queue `queue_id` of `topic`: the timer topic, with the
     properties it is stored with there. None when it is not to wait.
@@ -181,7 +210,7 @@ def timer_route(
             f"the message is to wait {deliver_ms - now_ms} ms; max_delay allows {max_delay_ms}", "properties"
         )
     stored = dict(properties)
-    stored[TIMER_OUT_MS] = str(slot_of(deliver_ms, precision_ms))
+    stored[TIMER_OUT_MS] = str(slot_of(deliver_ms))
     stored[REAL_TOPIC] = topic
     stored[REAL_QID] = str(queue_id)
     if UNIQ_KEY not in stored:  # of a copy that the retries made, the key it is known by already
@@ -203,6 +232,49 @@ def _deliver_ms(properties: Mapping[str, str], now_ms: int) -> int | None:
             raise InvalidMessageError(f"property {name} is {text[:40]!r}, not a number from 0 on", "properties")
         return origin_ms + value * unit_ms
     return None
+
+
+def restored(properties: bytes) -> tuple[str, int, bytes]:
+    """(topic, queue id, properties) of the copy that is delivered, of the stored properties of the delayed message
+    (delivery#restore). Works on the bytes: what it does not know stays as it is. ValueError says what is missing.
+
+    >>> restored(b"TAGS\\x01a\\x02DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02")
+    ('orders', 2, b'TAGS\\x01a\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02WAIT\\x01false\\x02')
+    """
+    kept: list[bytes] = []
+    real: dict[bytes, bytes] = {}
+    for piece in properties.removesuffix(PAIR_END).split(PAIR_END):
+        name, _, value = piece.partition(NAME_END)
+        if name in _REMOVED:
+            continue
+        if value and name in (_REAL_TOPIC, _REAL_QID):
+            real[name] = value
+        kept.append(piece)
+    kept += (_NO_WAIT, b"")
+    topic, queue_id = real.get(_REAL_TOPIC, b""), real.get(_REAL_QID, b"")
+    if not topic:
+        raise ValueError(f"no {REAL_TOPIC}")
+    if topic == SCHEDULE_TOPIC.encode():
+        raise ValueError(f"{REAL_TOPIC} is {SCHEDULE_TOPIC}: it would come back for ever")
+    if not _QUEUE_ID.fullmatch(queue_id):
+        raise ValueError(f"{REAL_QID} is no queue id: {queue_id[:40]!r}")
+    return topic.decode(), int(queue_id), PAIR_END.join(kept)
+
+
+restored_end = lru_cache(_MEMO_ENTRIES)(restored)
+"""`restored`, for the second part of what `parted` gives."""
+
+
+def parted(properties: bytes) -> tuple[bytes, bytes]:
+    """(a beginning that the copy has as well, the rest, which is to be restored). The engine writes DELAY and what it
+    adds last (delivery#level-put), so few different rests follow upon many different beginnings.
+
+    >>> parted(b"TAGS\\x01a\\x02DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02")
+    (b'TAGS\\x01a\\x02', b'DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02')
+    """
+    at = properties.rfind(DELAY_PIECE) + 1
+    begin = properties[:at]
+    return (b"", properties) if _TOUCHED.search(begin) else (begin, properties[at:])
 
 
 def level_properties(delivered: bytes, level: int, due_ms: int) -> bytes:

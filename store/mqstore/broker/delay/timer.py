@@ -1,16 +1,16 @@
 """Arbitrary delay: messages that wait for a moment of their own, on a timer wheel (delivery#timer).
 
-    put (`delayroute.py`) -> rmq_sys_wheel_timer, queue 0 --place-> slot of the wheel --read-> REAL_TOPIC, REAL_QID
+    put (`route.py`)      -> rmq_sys_wheel_timer, queue 0 --place-> slot of the wheel --read-> REAL_TOPIC, REAL_QID
                                       ^                                      |
                                       +--- rolled: half way, or early -------+
 
 One step (`run_once`) does, in this order, a bounded amount of
 
     place    each message that came into the timer topic goes to the slot in which it is due, or is to be rolled: a unit
-             in the timer log, chained to the others of its slot (`timerfiles.py`)
+             in the timer log, chained to the others of its slot (`timerunits.py`)
     read     each slot that is over, oldest first, once nothing is left to be placed: its chain is looked through from
              the newest unit on, then dealt with from the oldest: what was cancelled there is left out, what is due is
-             put to its real queue, what is to be rolled is put to the timer topic again
+             put to its real queue, what is to be rolled is put to the timer topic again (`timermessages.py`)
     flush    every second: commitlog, timer log, checkpoint; at the end of each step until it has caught up after
              opening, and after messages were rolled early
 
@@ -31,16 +31,10 @@ a process that crashes within each second repeats a message once, not each time.
 built again from the timer topic's queue: `placement` tells of each message, and of each copy that was rolled, whether
 it was done by then. Retention keeps the oldest record that waits (`pins`).
 
-Rolled early (`roll`): what waits where all else in the log is dead is put to the timer topic again, as it is. The
-timer log is in the order of the commitlog, so what holds the front of that are the first units from `_low` on; `_low`
-moves over those that were rolled, and a chain ends where it goes on below:
-
-    unit                 before `_low`                    from `_low` on
-    slot before `read`   done                             done
-    slot from `read` on  put again, another stands for it waits
-
-A crash falls back to the `_low` of the checkpoint, which is written when the copies are on disk: what was rolled since
-comes twice. So does, if the files have to be built again, what was rolled and its first record not yet deleted.
+Rolled early (`roll`): what waits where all else in the log is dead is put to the timer topic again, as it is. Units
+before `TimerUnits.low` are done by that. A crash falls back to the one of the checkpoint, which is written when the
+copies are on disk: what was rolled since comes twice. So does, if the files have to be built again, what was rolled and
+its first record not yet deleted.
 
 A cancellation is a message with the same moment, and is read first. A recall that returned True holds: it is refused
 once its slot is being read, and no slot is read before all that came into the topic is placed.
@@ -55,69 +49,56 @@ Knows the store, the road and its files; knows nothing of consumers.
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.broker.admin.statistics import DELAY_LATENCY
 from mqstore.broker.delay.route import (
-    LEVEL_MARKS,
     PRECISION_MS,
     RECALLED_BORN_MS,
     Cancellations,
+    copies_of,
     number,
     placement,
     slot_of,
-    timer_route,
 )
 from mqstore.broker.delay.timerfiles import (
     CANCELS,
     NOWHERE,
     ROLLS,
-    UNIT_BYTES,
     WAITS,
     JavaProgress,
     Progress,
-    Slot,
     TimerCheck,
     TimerFilesDamaged,
     TimerLog,
     TimerUnit,
     TimerWheel,
-    slots_of_units,
 )
-from mqstore.broker.names import SCHEDULE_GROUP, TIMER_TOPIC
+from mqstore.broker.delay.timermessages import TimerMessages
+from mqstore.broker.delay.timerunits import REACH_MS, TimerUnits, unit_times, within
+from mqstore.broker.names import TIMER_TOPIC
 from mqstore.broker.parts import Parts, Pin, Wake
 from mqstore.broker.pop.receipts import RecallHandle, parse_recall_handle
 from mqstore.broker.retention import physical_of
-from mqstore.broker.retry import Retries
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import (
-    CRC32,
-    DELAY,
     REAL_QID,
     REAL_TOPIC,
     TIMER_DEL_UNIQKEY,
-    TIMER_DELAY_LEVEL,
-    TIMER_DELAY_MS,
-    TIMER_DELAY_SEC,
     TIMER_DELIVER_MS,
-    TIMER_DEQUEUE_MS,
-    TIMER_ENQUEUE_MS,
     TIMER_OUT_MS,
-    TIMER_ROLL_TIMES,
     UNIQ_KEY,
 )
 from mqstore.log.message import Message
 
-__all__ = ["TimerService", "timer_route"]
+__all__ = ["TimerService"]
 
 _log = logging.getLogger("mqstore")
 
@@ -128,19 +109,10 @@ _LOOKS: Final = 4_000
 _FLUSH_MS: Final = 1_000
 _PENDING_BYTES: Final = 4 << 20
 """Units in memory that make a flush worth it before its time."""
-_REACH_MS: Final = (7 * 86_400 - 60) * PRECISION_MS
-"""How far beyond `read` a slot may lie: half the wheel."""
-_LAG_MS: Final = 86_400_000
-"""A slot farther ahead than that, beyond reach, was never placed: the checkpoint is a second old."""
 _TURN_MS: Final = 5_000
 """A clock set back by less is waited for: what then comes late does so by less than this."""
 _JAVA_MARGIN_MS: Final = 60_000
 """RocketMQ places by the time of looking, not of storing: what its log does not tell of is delivered rather twice."""
-_DELIVERED_WITHOUT: Final = frozenset(
-    {REAL_TOPIC, REAL_QID, TIMER_DELAY_SEC, TIMER_DELAY_MS, TIMER_DELIVER_MS, DELAY, CRC32}
-)
-_DELIVERED_BY_LEVEL_WITHOUT: Final = LEVEL_MARKS | {DELAY, CRC32}
-_ROLLED_WITHOUT: Final = frozenset({DELAY, CRC32})
 
 
 @dataclass(slots=True)
@@ -151,7 +123,7 @@ class _Reading:
     count: int
     """How many units it has."""
     next: int
-    """The newest unit that was not looked at yet; below `_low`: there is none."""
+    """The newest unit that was not looked at yet; below `TimerUnits.low`: there is none."""
     done: int
     """How many of `positions` are dealt with, from the last one on."""
     looked: int = 0
@@ -167,12 +139,12 @@ class TimerService:
         self._parts = parts
         self._store = store = parts.store
         self._wake = wake
-        self._retries = Retries(parts)
+        self._messages = TimerMessages(parts)
         self._lock = threading.RLock()
         fs, mode, tmp = parts.fs, parts.config.file_mode, store.path / "tmp"
         size = store.manifest.timerlog_segment_bytes
         self._log = TimerLog(store.path / "timerlog", tmp, size, fs, mode)
-        self._wheel = TimerWheel(store.path / "timerwheel", tmp, PRECISION_MS, fs, mode)
+        self._units = TimerUnits(self._log, TimerWheel(store.path / "timerwheel", tmp, fs, mode))
         self._check = TimerCheck(store.path / "config" / "timercheck", fs, mode)
         self._begun = False
         """Whether there are files; until the first message of the timer topic there are none."""
@@ -195,18 +167,12 @@ class TimerService:
         """The state of a timer without units."""
         self._read_ms = read_ms
         self._queue_offset = queue_offset
-        self._low = self._log.end
         self._reading = None
         self._skip_ms = self._skip_until = 0
         """Whatever was read, messages before that offset whose slot lies before that time are done."""
         self._java: _JavaPlaces | None = None
         """Which of them a Java broker had placed, and where, when it was the last to have the store."""
         self._late_offset = self._late_slot_ms = NOWHERE
-        self._newest_ms = NOWHERE
-        """No unit lies in a later slot than this one."""
-        self._next_ms: int | None = None
-        """The first slot from `_read_ms` on that holds a unit, once it was looked for."""
-        self._waiting = 0
 
     # -- the mechanism ----------------------------------------------------------------------------------------------
 
@@ -229,7 +195,7 @@ class TimerService:
                 self._flushes_each_step &= more
                 return now_ms if more else self._next_due()
             except TimerFilesDamaged as damage:
-                self._rebuild(str(damage), self._read_ms, self._queue_offset)
+                self._rebuild(damage)
                 return now_ms
 
     def close(self) -> None:
@@ -250,7 +216,7 @@ class TimerService:
                 _log.warning("%s: %s", self._store.path, damage)
             finally:
                 self._begun = False
-                self._wheel.close()
+                self._units.wheel.close()
                 self._log.close()
 
     def _has_first_messages(self) -> bool:
@@ -274,7 +240,7 @@ class TimerService:
         """How many messages wait."""
         low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
         not_in_the_wheel_yet = max(0, high - max(low, self._queue_offset))
-        return self._waiting + not_in_the_wheel_yet
+        return self._units.waiting + not_in_the_wheel_yet
 
     def recall(self, handle: str) -> bool:
         """Cancel the message of a recall handle. True: it waits no more, and will not be delivered. False: it is
@@ -286,7 +252,7 @@ class TimerService:
         with self._lock:
             if wanted.deliver_ms <= self._parts.clock.now_ms() or self._has_read(slot_ms):
                 return False
-            copies = self._copies(wanted, slot_ms)
+            copies = copies_of(self._store, wanted)
             waiting = [m for m in copies if TIMER_DEL_UNIQKEY not in m.stored_properties() and self._waits(m)]
             recalled = Cancellations(copies)
             if not all(map(recalled.cover, waiting)):
@@ -315,7 +281,7 @@ class TimerService:
         offsets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         with self._lock:
             try:
-                for _, units in self._old_units(physical_offset):
+                for _, units in self._units.old(physical_offset, self._read_ms) if self._begun else ():
                     offsets.append(units["physical_offset"].astype(np.int64))
                     sizes.append(units["record_size"].astype(np.int64))
             except TimerFilesDamaged:
@@ -327,19 +293,19 @@ class TimerService:
         with self._lock:
             try:
                 over_ms = now_ms // PRECISION_MS * PRECISION_MS
-                next_ms = self._next_slot() if self._begun else None
+                next_ms = self._units.next_slot(self._read_ms) if self._begun else None
                 if next_ms is None or next_ms < over_ms or self._reading is not None:
                     return 0
                 return self._roll_some(physical_offset, count, now_ms)
             except TimerFilesDamaged as damage:
-                self._rebuild(str(damage), self._read_ms, self._queue_offset)
+                self._rebuild(damage)
                 self._wake()
                 return 0
 
     def _roll_some(self, physical_offset: int, count: int, now_ms: int) -> int:
         """How many of the first `count` units were dealt with."""
         positions: list[int] = []
-        for found, _ in self._old_units(physical_offset):
+        for found, _ in self._units.old(physical_offset, self._read_ms):
             positions += found[: count - len(positions)].tolist()
             if len(positions) >= count:
                 break
@@ -353,71 +319,35 @@ class TimerService:
                 return rolled
         return len(positions)
 
-    def _old_units(self, physical_offset: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
-        """(positions, units) of what waits and has its record below `physical_offset`, as far as it is written. These
-        are the first from `_low` on: whoever is placed later lies farther on in the commitlog as well."""
-        if not self._begun:
-            return
-        for positions, units in self._log.scan(self._low, max(self._low, self._log.written), verified=False):
-            young = np.flatnonzero(units["physical_offset"] >= physical_offset)
-            count = int(young[0]) if len(young) else len(units)
-            waits = slots_of_units(units[:count]) >= self._read_ms
-            yield positions[:count][waits], units[:count][waits]
-            if len(young):
-                return
-
     def _roll(self, position: int) -> bool:
         """Put the message of the unit at `position` to the timer topic again, and be done with the unit. False: that
         cannot be. A record that cannot be read is counted, and waits no longer."""
         unit = self._log.unit(position)
-        slot = self._wheel.get(unit.slot_ms)
-        if slot is None:
-            raise TimerFilesDamaged(f"timer wheel: slot {unit.slot_ms} does not hold the unit at {position}")
-        message = self._record(unit)
-        properties = {} if message is None else message.stored_properties()
-        topic = properties.get(REAL_TOPIC, "")
-        if message is not None and self._parts.road.home(message, topic, 0) is None:
-            self._pass_over(message, topic)
-        elif message is not None:
-            kept = {k: v for k, v in properties.items() if k not in _ROLLED_WITHOUT}
-            try:
-                self._parts.road.copy(message, TIMER_TOPIC, 0, kept, durability="append")
-            except InvalidMessageError as error:  # by a limit that has changed since it was put
-                if self._stuck != unit.physical_offset:
-                    _log.error(
-                        "%s: timer: the message at %d cannot be put again, and holds the log until it is due: %s",
-                        self._store.path,
-                        unit.physical_offset,
-                        error,
-                    )
-                self._stuck = unit.physical_offset
-                return False
-            self._parts.statistics.add("TIMER_ROLLED", TIMER_TOPIC)
-        self._wheel.put(unit.slot_ms, slot._replace(num=slot.num - 1))
-        self._low = position + UNIT_BYTES
-        self._next_ms = None
-        self._waiting -= not unit.magic & CANCELS
+        self._units.chain(unit.slot_ms)  # before the message is put: it is not put again and again
+        try:
+            self._messages.put_again(unit)
+        except InvalidMessageError as error:  # by a limit that has changed since it was put
+            if self._stuck != unit.physical_offset:
+                _log.error(
+                    "%s: timer: the message at %d cannot be put again, and holds the log until it is due: %s",
+                    self._store.path,
+                    unit.physical_offset,
+                    error,
+                )
+            self._stuck = unit.physical_offset
+            return False
+        self._units.put_again(position, unit)
         return True
 
     def _next_due(self) -> int | None:
         due = [] if self._dirty_ms is None else [self._dirty_ms + _FLUSH_MS]
-        if (slot_ms := self._next_slot()) is not None:
+        if (slot_ms := self._units.next_slot(self._read_ms)) is not None:
             due.append(slot_ms + PRECISION_MS)
         return min(due, default=None)
 
     def _has_read(self, slot_ms: int) -> bool:
         reading = self._reading
         return self._begun and (slot_ms < self._read_ms or (reading is not None and reading.slot_ms == slot_ms))
-
-    def _copies(self, wanted: RecallHandle, slot_ms: int) -> list[Message]:
-        """What the timer topic has of the handle's key, topic and moment: the message, and where it was rolled to."""
-        real = {REAL_TOPIC: wanted.topic, TIMER_OUT_MS: str(slot_ms)}
-        found = []
-        for message in self._store.find(TIMER_TOPIC, unique_key=wanted.unique_key, limit=sys.maxsize):
-            properties = message.stored_properties()
-            if real.items() <= properties.items() and TIMER_DELAY_LEVEL not in properties:
-                found.append(message)
-        return found
 
     def _waits(self, message: Message) -> bool:
         """Whether a message of the timer topic is neither delivered nor rolled. Where it is placed tells; the time does
@@ -427,7 +357,7 @@ class TimerService:
             return True
         try:
             # Hardly ever does a message get no unit, so its own is the one counted off from the end.
-            unit = self._log.find(message.physical_offset, self._low, behind)
+            unit = self._log.find(message.physical_offset, self._units.low, behind)
         except TimerFilesDamaged:
             return True  # what is built again from the topic finds the cancellation there
         return unit is not None and unit.slot_ms >= self._read_ms
@@ -468,7 +398,9 @@ class TimerService:
             return 0, False
         low, end = bounds
         if self._queue_offset < low:
-            self._count("TIMER_LOST", low - self._queue_offset, "messages were deleted before they were placed")
+            self._messages.count(
+                "TIMER_LOST", low - self._queue_offset, "messages were deleted before they were placed"
+            )
             self._queue_offset = low
         if self._queue_offset >= end:
             return 0, False
@@ -482,10 +414,10 @@ class TimerService:
                 self._place(message)
                 self._queue_offset = message.offset + 1
         finally:
-            self._wheel.write()
+            self._units.wheel.write()
         unreadable = result.next_offset - begin - len(result.messages)
         if unreadable > 0:
-            self._count("TIMER_UNREADABLE", unreadable, f"damaged, near offset {begin} of {TIMER_TOPIC}")
+            self._messages.count("TIMER_UNREADABLE", unreadable, f"damaged, near offset {begin} of {TIMER_TOPIC}")
         self._queue_offset = result.next_offset
         return self._queue_offset - begin, self._queue_offset < end
 
@@ -493,7 +425,7 @@ class TimerService:
         properties = message.stored_properties()
         topic, out_ms = properties.get(REAL_TOPIC), number(properties.get(TIMER_OUT_MS))
         if not topic or topic == TIMER_TOPIC or out_ms is None or number(properties.get(REAL_QID)) is None:
-            self._bury(message, f"{REAL_TOPIC}, {REAL_QID} or {TIMER_OUT_MS} is missing or wrong")
+            self._messages.bury(message, f"{REAL_TOPIC}, {REAL_QID} or {TIMER_OUT_MS} is missing or wrong")
             return
         stored_ms = message.store_timestamp_ms
         slot_ms, rolls = placement(stored_ms, slot_of(out_ms + 1))
@@ -510,38 +442,15 @@ class TimerService:
             if self._late_offset < 0:
                 self._late_offset = message.offset
         magic = WAITS | (ROLLS if rolls else 0) | (CANCELS if TIMER_DEL_UNIQKEY in properties else 0)
-        times = _times(stored_ms, slot_ms)
+        times = unit_times(stored_ms, slot_ms)
         unit = TimerUnit(NOWHERE, magic, *times, message.physical_offset, message.size, java_hash(topic))
         # Beyond reach after a long stop, or when the clock was ahead: rolled from there. It cannot wait for its turn:
         # a cancellation may lie behind it, of what is read next.
-        self._add(_within(unit, self._read_ms + _REACH_MS))
-
-    def _add(self, unit: TimerUnit) -> None:
-        """Append a unit to the log and to the chain of its slot."""
-        slot_ms = unit.slot_ms
-        slot = self._wheel.get(slot_ms)
-        position = self._log.append(unit if slot is None else unit._replace(previous=slot.last))
-        self._wheel.put(
-            slot_ms, Slot(position, position, 1) if slot is None else Slot(slot.first, position, slot.num + 1)
-        )
-        self._newest_ms = max(self._newest_ms, slot_ms)
-        if self._next_ms is not None:
-            self._next_ms = min(self._next_ms, slot_ms)
-        self._waiting += not unit.magic & CANCELS
-
-    def _next_slot(self) -> int | None:
-        """The first slot from `_read_ms` on that holds a unit."""
-        if self._next_ms is None and self._newest_ms >= self._read_ms:
-            self._next_ms = self._wheel.first(self._read_ms, self._newest_ms + PRECISION_MS)
-            if self._next_ms is None:
-                if self._waiting:
-                    raise TimerFilesDamaged(f"timer wheel: empty up to {self._newest_ms}")
-                self._newest_ms = NOWHERE  # all were rolled
-        return self._next_ms
+        self._units.add(within(unit, self._read_ms + REACH_MS))
 
     def _open_slot(self, over_ms: int) -> bool:
         """Begin to read the next slot that is over; whether there is one."""
-        slot_ms = self._next_slot()
+        slot_ms = self._units.next_slot(self._read_ms)
         if slot_ms is None or slot_ms >= over_ms:
             # Nothing was there, so there is nothing to write down. The last slot that is over stays open: what comes
             # too late for its own is read there at once.
@@ -553,9 +462,7 @@ class TimerService:
 
     def _read_on(self, done: int) -> None:
         """Be about to read slot `_read_ms`, of which `done` units are dealt with."""
-        chain = self._wheel.get(self._read_ms)
-        if chain is None:
-            raise TimerFilesDamaged(f"timer wheel: slot {self._read_ms} has become empty")
+        chain = self._units.chain(self._read_ms)
         self._reading = _Reading(self._read_ms, chain.num, chain.last, done)
 
     def _look_some(self, count: int) -> tuple[int, bool]:
@@ -563,7 +470,7 @@ class TimerService:
         reading = self._reading
         assert reading is not None
         begin = reading.looked
-        while reading.next >= self._low:  # NOWHERE, or one that was rolled
+        while reading.next >= self._units.low:  # NOWHERE, or one that was rolled
             if reading.looked - begin >= count:
                 return count, True
             position = reading.next
@@ -572,7 +479,7 @@ class TimerService:
                 raise TimerFilesDamaged(f"timer log: the chain of slot {reading.slot_ms} is broken at {position}")
             if unit.magic & (CANCELS | ROLLS) != CANCELS:
                 reading.positions.append(position)
-            elif (message := self._record(unit)) is not None:
+            elif (message := self._messages.record(unit)) is not None:
                 reading.cancelled.add(message)
             reading.looked += 1
             reading.next = unit.previous
@@ -590,117 +497,16 @@ class TimerService:
         begin = reading.done
         for at in range(begin, min(begin + count, len(reading.positions))):
             unit = self._log.unit(reading.positions[-1 - at])
-            self._finish(unit, reading.cancelled, over_ms, now_ms)
+            self._messages.finish(unit, reading.cancelled, over_ms, now_ms)
             reading.done += 1  # only now: an error leaves this one to be done again
-            self._waiting -= not unit.magic & CANCELS
+            self._units.done(unit)
         if reading.done >= len(reading.positions):
-            self._reading = self._next_ms = None
+            self._reading = None
+            self._units.slot_done()
             self._read_ms += PRECISION_MS
             if self._late_slot_ms < self._read_ms:
                 self._late_offset = self._late_slot_ms = NOWHERE
         return max(1, reading.done - begin)
-
-    # -- one message ------------------------------------------------------------------------------------------------
-
-    def _finish(self, unit: TimerUnit, cancelled: Cancellations, over_ms: int, now_ms: int) -> None:
-        """Deliver, roll or leave out what a unit stands for."""
-        message = self._record(unit)
-        if message is None:
-            return
-        properties = message.stored_properties()
-        topic, out_ms = properties.get(REAL_TOPIC, ""), number(properties.get(TIMER_OUT_MS))
-        assert out_ms is not None, "placed without a time"
-        home = self._parts.road.home(message, topic, int(properties[REAL_QID]))
-        if home is None:
-            self._pass_over(message, topic)
-            return
-        # One that was to be rolled is, even if it is overdue by now: its cancellation waits in its own slot.
-        if unit.magic & ROLLS or out_ms >= over_ms:
-            hops = str((number(properties.get(TIMER_ROLL_TIMES)) or 0) + 1)
-            self._put(message, TIMER_TOPIC, 0, properties, _ROLLED_WITHOUT, {TIMER_ROLL_TIMES: hops})
-            return
-        by_level = TIMER_DELAY_LEVEL in properties  # such cannot be recalled, and comes as from its level
-        if not by_level and cancelled.cover(message):
-            self._parts.statistics.add("TIMER_CANCELLED", topic)
-            return
-        without = _DELIVERED_BY_LEVEL_WITHOUT if by_level else _DELIVERED_WITHOUT
-        marks = {} if by_level else {TIMER_ENQUEUE_MS: str(unit.write_ms), TIMER_DEQUEUE_MS: str(now_ms)}
-        self._put(message, topic, home, properties, without, marks)
-        late_ms = self._parts.clock.now_ms() - (out_ms + PRECISION_MS)  # from when its slot was over
-        self._parts.statistics.add(DELAY_LATENCY, topic, max(0, late_ms))
-
-    def _pass_over(self, message: Message, topic: str) -> None:
-        _log.warning(
-            "%s: timer: the message at %d of the log waited for %s, which was deleted since, and is passed over",
-            self._store.path,
-            message.physical_offset,
-            topic,
-        )
-        self._parts.statistics.add("TIMER_PASSED_OVER", topic)
-
-    def _put(
-        self,
-        message: Message,
-        topic: str,
-        queue_id: int,
-        properties: Mapping[str, str],
-        without: frozenset[str],
-        marks: Mapping[str, str],
-    ) -> None:
-        """Copy a message to where it goes now. One that cannot be stored there, now or ever, is a dead letter; any
-        other error is raised, and the put tried again (5.4 c)."""
-        kept = {name: value for name, value in properties.items() if name not in without}
-        copy = self._parts.road.copy
-        try:
-            copy(message, topic, queue_id, {**kept, **marks}, durability="append")
-        except InvalidMessageError:
-            # It may have been so large that our marks are what is too much.
-            try:
-                copy(message, topic, queue_id, kept, durability="append")
-            except InvalidMessageError as error:
-                self._bury(message, str(error))
-
-    def _bury(self, message: Message, reason: str) -> None:
-        """A message that can never be delivered goes to the dead letters of delay."""
-        text = f"message at {message.physical_offset} of {TIMER_TOPIC}: {reason}"
-        try:
-            self._retries.dead_letter(message, SCHEDULE_GROUP, text)
-        except InvalidMessageError as error:
-            # No room for it anywhere. It stays where it is until retention comes there.
-            text += f"; and it cannot be dead-lettered: {error}"
-        self._count("TIMER_UNDELIVERABLE", 1, text)
-
-    def _record(self, unit: TimerUnit) -> Message | None:
-        """The record of a unit; None, counted, when the commitlog no longer has it whole."""
-        try:
-            message = self._store.at(unit.physical_offset)
-        except LookupError:
-            message = None
-        if message is not None and message.topic == TIMER_TOPIC and message.size == unit.record_size:
-            return message
-        if unit.physical_offset >= self._store.min_offset and not self._in_queue(unit):
-            raise TimerFilesDamaged(f"timer log: no record of the timer topic lies at {unit.physical_offset}")
-        self._count("TIMER_UNREADABLE", 1, f"damaged or deleted, at {unit.physical_offset} of the log")
-        return None
-
-    def _in_queue(self, unit: TimerUnit) -> bool:
-        """Whether the timer topic's queue has a message at that place: then the record is what is damaged."""
-        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
-        low, high = bounds or (0, 0)
-        while low < high:
-            middle = (low + high) // 2
-            units = self._store.units(TIMER_TOPIC, 0, middle, 1)
-            if len(units) == 0:
-                return False
-            physical, size, _ = units[0].tolist()
-            if physical == unit.physical_offset:
-                return bool(size == unit.record_size)
-            low, high = (middle + 1, high) if physical < unit.physical_offset else (low, middle)
-        return False
-
-    def _count(self, name: str, number_of: int, text: str) -> None:
-        _log.error("%s: timer: %d lost: %s", self._store.path, number_of, text)
-        self._parts.statistics.add(name, TIMER_TOPIC, number_of)
 
     # -- what is on disk --------------------------------------------------------------------------------------------
 
@@ -722,7 +528,7 @@ class TimerService:
             read_ms=self._read_ms,
             log_end=self._log.end,
             queue_offset=self._queue_offset,
-            log_low=self._low,
+            log_low=self._units.low,
             slot_done=0 if reading is None else reading.done,
             skip_ms=self._skip_ms,
             skip_until=self._skip_until,
@@ -737,17 +543,10 @@ class TimerService:
         self._settle()
 
     def _settle(self) -> None:
-        """Move `_low` over units that are done by the checkpoint, and pin the record of the first that is not."""
+        """Pin the record of the first unit that is not done by the checkpoint."""
         durable = self._durable
         assert durable is not None
-        for positions, units in self._log.scan(self._low, verified=False):
-            live = np.flatnonzero(slots_of_units(units) >= durable.read_ms)
-            if len(live):
-                self._low = int(positions[live[0]])
-                self._pinned = (int(units["physical_offset"][live[0]]), durable.queue_offset)
-                return
-        self._low = max(self._low, durable.log_end)
-        self._pinned = (None, durable.queue_offset)
+        self._pinned = (self._units.settle(durable.read_ms, durable.log_end), durable.queue_offset)
 
     def _load(self) -> None:
         """Take up the state of the last run, or build it again."""
@@ -756,7 +555,7 @@ class TimerService:
         if found is None:
             if bounds is not None:
                 # The first second of the first timer message; or the checkpoint was lost, which nobody can tell.
-                self._rebuild("no checkpoint: all that the log still holds is delivered, perhaps again", 0, 0)
+                self._rebuild("no checkpoint: all that the log still holds is delivered, perhaps again")
             return
         if isinstance(found, JavaProgress):
             self._left = found
@@ -767,13 +566,13 @@ class TimerService:
         try:
             if bounds is None or found.queue_offset > bounds[1]:
                 raise TimerFilesDamaged("the commitlog ends before what the checkpoint says was placed")
-            self._log.load(found.log_low, found.log_end)
-            self._low = found.log_low
-            self._make_wheel(found.slot_done)
+            self._units.load(found.log_low, found.log_end, found.read_ms, found.slot_done)
+            if self._late_offset >= 0:
+                self._late_slot_ms = self._units.newest_ms  # which of them is late is forgotten; this is late enough
             if found.slot_done:
                 self._read_on(found.slot_done)
         except TimerFilesDamaged as damage:
-            self._rebuild(str(damage), found.read_ms, found.queue_offset)
+            self._rebuild(damage)
             return
         self._begun = True
         self._durable = found
@@ -800,46 +599,21 @@ class TimerService:
             self._begun = False  # all of it is done again
             raise
 
-    def _make_wheel(self, done: int) -> None:
-        """A wheel of all units that are not done, and of the first `done` of slot `_read_ms`, which are."""
-        slots, positions, waiting, left = [], [], 0, done
-        for at, units in self._log.scan(self._low, verified=True):
-            slots_ms = slots_of_units(units)
-            live = slots_ms >= self._read_ms
-            slots.append(slots_ms[live])
-            positions.append(at[live])
-            magic = units["magic"]
-            waiting += int(np.count_nonzero(magic[live] & CANCELS == 0))
-            over = magic[(slots_ms == self._read_ms) & (magic & (CANCELS | ROLLS) != CANCELS)][:left]
-            left -= len(over)
-            waiting -= int(np.count_nonzero(over & CANCELS == 0))
-        if left:
-            raise TimerFilesDamaged(f"timer log: {done} of {done - left} units of a slot are done")
-        none = [np.empty(0, np.int64)]
-        all_slots = np.concatenate(slots or none)
-        if len(all_slots) and int(all_slots.max()) > self._read_ms + _REACH_MS + _LAG_MS:
-            raise TimerFilesDamaged("timer log: slots farther ahead than any is placed")
-        self._wheel.make(all_slots, np.concatenate(positions or none))
-        self._newest_ms = int(all_slots.max(initial=NOWHERE))
-        self._next_ms = None
-        self._waiting = waiting
-        if self._late_offset >= 0:
-            self._late_slot_ms = self._newest_ms  # which of them is late is forgotten; this is late enough
-
     def _begin(self, now_ms: int) -> None:
         """Make the files; the log was restarted."""
-        self._wheel.make(np.empty(0, np.int64), np.empty(0, np.int64))
+        self._units.clear()
         # The slot before this one is over: what came too late for it goes there, and is read at once.
         self._start(now_ms // PRECISION_MS * PRECISION_MS - PRECISION_MS, 0)
         self._begun = True
         self._touch(now_ms)
 
-    def _rebuild(self, why: str, read_ms: int, queue_offset: int) -> None:
+    def _rebuild(self, why: object) -> None:
         """Forget log and wheel, and place every message of the timer topic again but those that were done: those before
-        `queue_offset` whose slot lies before `read_ms`. Not those that were placed late, and are perhaps not done.
+        `_queue_offset` whose slot lies before `_read_ms`. Not those that were placed late, and are perhaps not done.
 
         The checkpoint keeps what it says until the next flush, so a crash meanwhile leads here again."""
-        if self._queue_offset < self._skip_until:  # not the first time, and not done the last time
+        read_ms, queue_offset = self._read_ms, self._queue_offset
+        if queue_offset < self._skip_until:  # not the first time, and not done the last time
             read_ms, queue_offset = self._skip_ms, self._skip_until
         elif self._late_offset >= 0:
             queue_offset = min(queue_offset, self._late_offset)
@@ -854,33 +628,22 @@ class TimerService:
 
     def _turn_back(self, over_ms: int, now_ms: int) -> None:
         """Follow a wall clock that was set back: place again, behind the others, all units that are not done, and read
-        on from the present. What was read before stays done, for it lies below `_low` now.
+        on from the present. What was read before stays done, for its units lie below `TimerUnits.low` now.
 
         Costs as much as wait, once for each time that the clock is set back."""
         if self._log.pending_bytes:
             self._flush(now_ms)
-        units = []
-        for _, found in self._log.scan(self._low, verified=True):
-            live = found[slots_of_units(found) >= self._read_ms]
-            units += [TimerUnit(*unit[1:8]) for unit in live.tolist()]
-        self._wheel.make(np.empty(0, np.int64), np.empty(0, np.int64))
+        count = self._units.place_again(self._read_ms, over_ms)
         _log.warning(
             "%s: the clock was set back by %d s; %d messages that wait are placed again",
             self._store.path,
             (self._read_ms - over_ms) // 1000,
-            len(units),
+            count,
         )
         self._skip_ms, self._skip_until = self._read_ms, self._queue_offset
-        self._read_ms, self._low = over_ms, self._log.end
-        self._newest_ms, self._next_ms, self._waiting = NOWHERE, None, 0
-        try:
-            for unit in units:
-                self._add(_within(unit, over_ms + _REACH_MS))
-            self._wheel.write()
-        except OSError as error:  # some are placed and some are not
-            raise TimerFilesDamaged(f"timer wheel: {error}") from error
+        self._read_ms = over_ms
         if self._late_offset >= 0:
-            self._late_slot_ms = self._newest_ms
+            self._late_slot_ms = self._units.newest_ms
         self._touch(now_ms)
 
 
@@ -896,17 +659,3 @@ class _JavaPlaces:
         if at == len(self._offsets) or self._offsets[at] != physical_offset:
             return None
         return bool(self._slots_ms[at] < self._read_ms)
-
-
-def _within(unit: TimerUnit, last_ms: int) -> TimerUnit:
-    """`unit` for another chain, rolled on the way if its slot lies beyond `last_ms`: the wheel reaches no farther."""
-    slot_ms, magic = unit.slot_ms, unit.magic
-    if slot_ms > last_ms:
-        slot_ms, magic = last_ms, magic | ROLLS
-    return TimerUnit(NOWHERE, magic, *_times(unit.write_ms, slot_ms), *unit[4:])
-
-
-def _times(stored_ms: int, slot_ms: int) -> tuple[int, int]:
-    """writeTime and delay of a unit: the slot is their sum, and the delay has 32 bits."""
-    begin_ms = stored_ms // PRECISION_MS * PRECISION_MS
-    return (begin_ms, slot_ms - begin_ms) if 0 <= slot_ms - begin_ms < 1 << 31 else (slot_ms, 0)

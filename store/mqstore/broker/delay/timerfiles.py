@@ -49,7 +49,6 @@ import os
 import struct
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -58,6 +57,7 @@ import crc32c
 import numpy as np
 import numpy.typing as npt
 
+from mqstore.broker.delay.route import PRECISION_MS
 from mqstore.errors import FlushFailedError
 from mqstore.files.filesystem import FileSystem, SyncNotBegunError
 from mqstore.files.segments import SegmentRun
@@ -361,16 +361,15 @@ class Slot(NamedTuple):
 
 
 class TimerWheel:
-    """Slots by time. Times are in ms and multiples of `precision_ms`.
+    """Slots by time. Times are in ms and multiples of `PRECISION_MS`.
 
     Times that are used at once must lie less than the wheel's length apart (14 days of seconds): the later of two that
     share a place would take it from the other. `timer.py` keeps them within half of that.
     """
 
-    def __init__(self, path: Path, tmp: Path, precision_ms: int, fs: FileSystem, file_mode: int) -> None:
+    def __init__(self, path: Path, tmp: Path, fs: FileSystem, file_mode: int) -> None:
         self._path = path
         self._tmp = tmp
-        self._precision_ms = precision_ms
         self._fs = fs
         self._file_mode = file_mode
         self._fd = -1
@@ -380,8 +379,8 @@ class TimerWheel:
     def make(self, slots_ms: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
         """A new wheel in place of the old one: of units at ascending `positions`, each in the slot of `slots_ms`. When
         it fails the old one is still there."""
-        ticks, first_at, nums = np.unique(slots_ms // self._precision_ms, return_index=True, return_counts=True)
-        backwards = (slots_ms // self._precision_ms)[::-1]
+        ticks, first_at, nums = np.unique(slots_ms // PRECISION_MS, return_index=True, return_counts=True)
+        backwards = (slots_ms // PRECISION_MS)[::-1]
         last_at = len(backwards) - 1 - np.unique(backwards, return_index=True)[1]
         slots = np.zeros(len(ticks), _SLOT_DTYPE)
         slots["tick"], slots["first"], slots["last"] = ticks, positions[first_at], positions[last_at]
@@ -415,7 +414,7 @@ class TimerWheel:
 
     def get(self, slot_ms: int) -> Slot | None:
         """The slot of that time, None when it is empty."""
-        tick = slot_ms // self._precision_ms
+        tick = slot_ms // PRECISION_MS
         if tick in self._dirty:
             return self._dirty[tick] if self._dirty[tick].num else None
         found, *chain, magic = _SLOT.unpack(self._fs.pread(self._fd, SLOT_BYTES, tick % WHEEL_SLOTS * SLOT_BYTES))
@@ -423,7 +422,7 @@ class TimerWheel:
 
     def put(self, slot_ms: int, slot: Slot) -> None:
         """Set a slot, in memory until `write`."""
-        self._dirty[slot_ms // self._precision_ms] = slot
+        self._dirty[slot_ms // PRECISION_MS] = slot
 
     def write(self) -> None:
         """Bring what `put` changed into the file: a call for each run of neighbours. May be tried again."""
@@ -443,7 +442,7 @@ class TimerWheel:
     def first(self, start_ms: int, stop_ms: int) -> int | None:
         """The time of the first slot in [start_ms, stop_ms) that holds a unit; one read for half an hour of them."""
         self.write()
-        tick, stop = start_ms // self._precision_ms, stop_ms // self._precision_ms
+        tick, stop = start_ms // PRECISION_MS, stop_ms // PRECISION_MS
         while tick < stop:
             place = tick % WHEEL_SLOTS
             count = min(stop - tick, WHEEL_SLOTS - place, _BLOCK_SLOTS)
@@ -454,7 +453,7 @@ class TimerWheel:
                 raise TimerFilesDamaged("timer wheel: shorter than it was made")
             hits = np.flatnonzero((slots["tick"] == np.arange(tick, tick + count)) & (slots["num"] > 0))
             if len(hits):
-                return (tick + int(hits[0])) * self._precision_ms
+                return (tick + int(hits[0])) * PRECISION_MS
             tick += count
         return None
 
@@ -478,8 +477,7 @@ _EXTENSION_AT: Final = (2048, 1024)
 CHECK_BYTES: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """How far the timer is. Durable before it is written: the commitlog to its end, and the timer log to `log_end`."""
 
     read_ms: int
@@ -537,7 +535,7 @@ class TimerCheck:
         if found:
             self._counter, progress = max(found, key=lambda each: each[0])
             # Of a torn page either record may be the one that the first bytes belong to.
-            if any((*java, java_counter) == (*_fields(each)[:3], counter) for counter, each in found):
+            if any((*java, java_counter) == (*each[:3], counter) for counter, each in found):
                 return progress
         left = JavaProgress(*java)
         return left if left.read_ms > 0 and left.queue_offset >= 0 else None
@@ -574,13 +572,8 @@ class TimerCheck:
         self._counter = counter
 
 
-def _fields(progress: Progress) -> tuple[int, ...]:
-    p = progress
-    return p.read_ms, p.log_end, p.queue_offset, p.log_low, p.slot_done, p.skip_ms, p.skip_until, p.late_offset
-
-
 def _encode_extension(page: bytearray, at: int, counter: int, progress: Progress) -> None:
-    _EXTENSION.pack_into(page, at, _EXTENSION_MAGIC, _EXTENSION_VERSION, counter, *_fields(progress))
+    _EXTENSION.pack_into(page, at, _EXTENSION_MAGIC, _EXTENSION_VERSION, counter, *progress)
     end = at + _EXTENSION.size
     _CRC.pack_into(page, end, crc32c.crc32c(bytes(page[at:end])))
 

@@ -38,17 +38,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import struct
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mqstore.broker.delay.route import number, slot_of
+from mqstore.broker.delay.timerfiles import TimerCheck
 from mqstore.broker.names import TIMER_TOPIC, popped_topic
-from mqstore.broker.pop.log import POP, Record, deltas_text
 from mqstore.broker.pop.state import QueueKey
 from mqstore.broker.pop.tables import PopTables
 from mqstore.errors import MQStoreError
@@ -73,20 +72,8 @@ _CHUNK = 1_024
 _I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
 _BATCH_MAX = 127
 """A checkpoint counts its messages in a signed byte."""
-_TIMERCHECK = struct.Struct(">3q")
 _LATE_MS = 1_000
 """How far ahead the answer to an overdue checkpoint is due: behind it, whoever's timer delivers both."""
-_LONG_NAMES = {
-    "t": "topic",
-    "c": "consumerGroup",
-    "q": "queueId",
-    "so": "startOffset",
-    "pt": "popTime",
-    "bn": "brokerName",
-    "ao": "ackOffset",
-    "aol": "ackOffsetList",
-}
-"""How the members of acknowledgements were called by the first 5.x brokers, which current ones still read."""
 
 
 class _Marked(TagFilter):
@@ -109,28 +96,18 @@ class _Batch(NamedTuple):
     pop_time_ms: int
 
 
+@dataclass(slots=True)
 class _Checkpoint:
     """One checkpoint."""
 
-    __slots__ = ("acked", "batch", "broker", "home", "invisible_ms", "offsets")
-
-    def __init__(
-        self,
-        batch: _Batch,
-        broker: str,
-        invisible_ms: int,
-        offsets: list[int],
-        acked: set[int],
-        home: tuple[str, int],
-    ) -> None:
-        self.batch = batch
-        self.broker = broker
-        self.invisible_ms = invisible_ms
-        self.offsets = offsets
-        """Of the messages delivered, ascending."""
-        self.acked = acked
-        self.home = home
-        """Revive topic and queue in which it is, or to which the timer will deliver it."""
+    batch: _Batch
+    broker: str
+    invisible_ms: int
+    offsets: list[int]
+    """Of the messages delivered, ascending."""
+    acked: set[int]
+    home: tuple[str, int]
+    """Revive topic and queue in which it is, or to which the timer will deliver it."""
 
     @property
     def visible_ms(self) -> int:
@@ -160,11 +137,11 @@ class JavaTakeover:
 
     # -- the steps --------------------------------------------------------------------------------------------------
 
-    def take(self) -> Iterator[Record]:
-        """Put what is in flight into the pop log; the records, for the replay to go on with.
+    def take(self) -> None:
+        """Put what is in flight into the pop log, and into the states.
 
-        Empty, and nothing is written, for a store that no Java broker popped from. Raises what a put raises: what was
-        taken by then stays taken, and the next opening goes on.
+        Nothing is written for a store that no Java broker popped from. Raises what a put raises: what was taken by then
+        stays taken, and the next opening goes on.
         """
         if not self._topics and self._store.manifest.profile != "rocketmq":
             return
@@ -187,9 +164,7 @@ class JavaTakeover:
                         key.group,
                     )
                 continue
-            for record in self._take_queue(key, checkpoints):
-                taken += len(record.value["d"])
-                yield record
+            taken += self._take_queue(key, checkpoints)
         if taken:
             _log.info("%s: %d deliveries of a Java broker are taken over", self._store.path, taken)
 
@@ -234,7 +209,8 @@ class JavaTakeover:
         bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
         if bounds is None:
             return
-        read_ms, placed = self._timer_progress()
+        check = TimerCheck(self._store.path / "config" / "timercheck", self._parts.fs, self._parts.config.file_mode)
+        progress = check.load()
         begin = max(bounds[0], self._offsets.committed(REVIVE_GROUP, TIMER_TOPIC, 0) or 0)
         for message in self._records(TIMER_TOPIC, 0, begin):
             properties = message.stored_properties()
@@ -242,7 +218,7 @@ class JavaTakeover:
             out_ms = number(properties.get(TIMER_OUT_MS))
             if not topic.startswith(REVIVE_PREFIX) or queue_id is None or out_ms is None:
                 continue
-            if out_ms < read_ms and message.offset < placed:
+            if progress is not None and out_ms < progress.read_ms and message.offset < progress.queue_offset:
                 continue  # in its revive queue by now
             if self._first_waiting is None:
                 self._first_waiting = message.offset
@@ -250,23 +226,6 @@ class JavaTakeover:
         if self._topics or self._first_waiting is not None:
             first = bounds[1] if self._first_waiting is None else self._first_waiting
             self._marks.append((TIMER_TOPIC, 0, first))
-
-    def _timer_progress(self) -> tuple[int, int]:
-        """(time before which every slot is delivered, queue offset up to which messages have a slot), as a Java broker
-        or we wrote them into `timercheck`; zeros without the file."""
-        fs = self._parts.fs
-        try:
-            fd = fs.open(self._store.path / "config" / "timercheck", os.O_RDONLY)
-        except FileNotFoundError:
-            return 0, 0
-        try:
-            data = fs.pread(fd, _TIMERCHECK.size, 0)
-        finally:
-            fs.close(fd)
-        if len(data) < _TIMERCHECK.size:
-            return 0, 0
-        read_ms, _, queue_offset = _TIMERCHECK.unpack(data)
-        return read_ms, queue_offset
 
     def _records(self, topic: str, queue_id: int, begin: int) -> Iterator[Message]:
         """The records of a queue that bear one of the three tags. Those that cannot be read are counted and told."""
@@ -349,17 +308,23 @@ class JavaTakeover:
             return False
         return True
 
-    def _take_queue(self, key: QueueKey, checkpoints: list[_Checkpoint]) -> Iterator[Record]:
-        """Take over what is in flight in one queue."""
+    def _take_queue(self, key: QueueKey, checkpoints: list[_Checkpoint]) -> int:
+        """Take over what is in flight in one queue. Return how many messages that is."""
         offsets = self._offsets
         offsets.begin(key.group, key.topic, key.queue_id)  # the file of offsets may have been lost
         committed = offsets.committed(key.group, key.topic, key.queue_id) or 0
         cursor = self._cursor(key, committed, checkpoints)
         if cursor > committed:  # where nothing is in flight no record of ours will say so
             offsets.commit(key.group, key.topic, key.queue_id, cursor)
+        taken = 0
         for checkpoint, mine in self._newest(key, cursor, checkpoints):
-            yield self._put(checkpoint, mine, cursor)
+            taken += len(mine)
+            state = self._tables.state(key)
+            pop_time_ms, invisible_ms = checkpoint.batch.pop_time_ms, checkpoint.invisible_ms
+            state.replace(self._tables.log_batch(state, mine, pop_time_ms, invisible_ms, cursor, local=False), mine)
+            state.cursor = max(state.cursor, cursor)
         self._answers += [each for each in checkpoints if each.open_offsets]
+        return taken
 
     def _cursor(self, key: QueueKey, committed: int, checkpoints: Iterable[_Checkpoint]) -> int:
         """Next offset to pop: the committed one, and past the checkpoints that follow it without a gap."""
@@ -392,28 +357,7 @@ class JavaTakeover:
             if mine:
                 yield each, mine
 
-    # -- take and answer --------------------------------------------------------------------------------------------
-
-    def _put(self, checkpoint: _Checkpoint, offsets: list[int], cursor: int) -> Record:
-        """One `ck` of our own."""
-        topic, group, queue_id = key = checkpoint.batch.key
-        pop_time_ms, invisible_ms = checkpoint.batch.pop_time_ms, checkpoint.invisible_ms
-        start = offsets[0]
-        deltas = [offset - start for offset in offsets]
-        state = self._tables.state(key)
-        text = deltas_text(deltas, len(deltas))
-        position = self._tables.log.put_pop(state.head, start, pop_time_ms, invisible_ms, text, cursor, "")
-        value = {
-            "t": topic,
-            "c": group,
-            "q": queue_id,
-            "so": start,
-            "pt": pop_time_ms,
-            "it": invisible_ms,
-            "d": deltas,
-            "nx": cursor,
-        }
-        return Record(position, POP, value)
+    # -- answer -----------------------------------------------------------------------------------------------------
 
     def _answer(self, checkpoint: _Checkpoint, now_ms: int) -> None:
         """Acknowledge the whole checkpoint to whoever reads the revive queue. Those of its messages that were not taken
@@ -448,20 +392,15 @@ class JavaTakeover:
 # -- what records say -------------------------------------------------------------------------------------------------
 
 
-def _member(value: dict[str, Any], name: str) -> Any:
-    found = value.get(name)
-    return value.get(_LONG_NAMES.get(name, name)) if found is None else found
-
-
 def _whole(value: dict[str, Any], name: str, limit: int) -> int:
-    found = _member(value, name)
+    found = value.get(name)
     if type(found) is not int or not 0 <= found <= limit:
         raise ValueError(f"{name} is {found!r:.80}, not a number from 0 to {limit}")
     return found
 
 
 def _name(value: dict[str, Any], name: str) -> str:
-    found = _member(value, name)
+    found = value.get(name)
     if type(found) is not str:
         raise ValueError(f"{name} is {found!r:.80}, not a name")
     return found
@@ -470,7 +409,7 @@ def _name(value: dict[str, Any], name: str) -> str:
 def _batch_of(value: dict[str, Any]) -> tuple[_Batch, str]:
     """(which delivery is meant, the broker's name, empty if it is not said)."""
     key = QueueKey(_name(value, "t"), _name(value, "c"), _whole(value, "q", _I32_MAX))
-    broker = _member(value, "bn")
+    broker = value.get("bn")
     if broker is not None and type(broker) is not str:
         raise ValueError(f"bn is {broker!r:.80}, not a name")
     return _Batch(key, _whole(value, "so", _I64_MAX), _whole(value, "pt", _I64_MAX)), (broker or "").strip()
@@ -501,7 +440,7 @@ def _checkpoint_of(value: dict[str, Any], home: tuple[str, int]) -> _Checkpoint:
 def _acked(value: dict[str, Any], tag: str) -> list[int]:
     if tag == _ACK:
         return [_whole(value, "ao", _I64_MAX)]
-    found = _member(value, "aol")
+    found = value.get("aol")
     if type(found) is not list or any(type(each) is not int for each in found):
         raise ValueError(f"aol is {found!r:.80}, not a list of offsets")
     return found

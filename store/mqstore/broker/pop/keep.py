@@ -172,15 +172,8 @@ class PopKeeper:
         """Write `consumerOrderInfo.json`, never ahead of the log that it sums up."""
         parts, orders = self._parts, self._orders
         with self._save_lock:
-            for (topic, group, queue_id), record in orders.records().items():
-                if record.counts_attempts:
-                    committed = parts.offsets.committed(group, topic, queue_id)
-                    orders.drop_attempts(group, topic, queue_id, committed or 0)
             orders.clean(
-                now_ms,
-                self._read_queues,
-                lambda group: parts.groups.get(group) is not None,
-                lambda topic, group, queue_id: parts.offsets.committed(group, topic, queue_id),
+                now_ms, self._read_queues, lambda group: parts.groups.get(group) is not None, self._tables.committed
             )
             version, looked_to, value = orders.version, self._looked_to, orders.as_json()
             self._store.flush()

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from mqstore.broker.names import POP_LOG_TOPIC
+from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import TAGS
 from mqstore.log.store import MessageStore
@@ -38,8 +39,7 @@ __all__ = [
     "REVIVE",
     "PopLog",
     "Record",
-    "deltas_text",
-    "fifo_members",
+    "order_members",
     "queue_head",
 ]
 
@@ -75,13 +75,6 @@ def queue_head(topic: str, group: str, queue_id: int) -> str:
 _RUNS = [",".join(map(str, range(n))) for n in range(33)]
 
 
-def deltas_text(deltas: Sequence[int] | None, count: int) -> str:
-    """The distances of a batch's offsets to its first; None: 0 to `count` - 1."""
-    if deltas is not None:
-        return ",".join(map(str, deltas))
-    return _RUNS[count] if count < len(_RUNS) else ",".join(map(str, range(count)))
-
-
 def _numbers(table: Mapping[int, int]) -> str:
     return "{" + ",".join(f'"{key}":{value}' for key, value in table.items()) + "}"
 
@@ -90,25 +83,19 @@ LOCAL: Final = ',"l":1'
 """For `more`: the receiver lives in this process, and dies with it."""
 
 
-def fifo_members(
-    attempt_id: str | None,
-    counts: Mapping[int, int] | None,
-    visible: Mapping[int, int] | None,
-    acked: int = 0,
-    released: int = 0,
-) -> str:
+def order_members(record: OrderInfo) -> str:
     """For `more`: what makes a batch a FIFO one."""
     text = ',"f":1'
-    if attempt_id is not None:
-        text += f',"a":{json.dumps(attempt_id)}'
-    if counts is not None:
-        text += f',"oc":{_numbers(counts)}'
-    if visible:
-        text += f',"ot":{_numbers(visible)}'
-    if acked:
-        text += f',"cm":{acked}'
-    if released:
-        text += f',"rel":{released}'
+    if record.attempt_id is not None:
+        text += f',"a":{json.dumps(record.attempt_id)}'
+    if record.counts is not None:
+        text += f',"oc":{_numbers(record.counts)}'
+    if record.visible_ms:
+        text += f',"ot":{_numbers(record.visible_ms)}'
+    if record.acked:
+        text += f',"cm":{record.acked}'
+    if record.released:
+        text += f',"rel":{record.released}'
     return text
 
 
@@ -128,11 +115,15 @@ class PopLog:
     # -- appending --------------------------------------------------------------------------------------------------
 
     def put_pop(
-        self, head: str, start: int, pop_time_ms: int, invisible_ms: int, deltas: str, cursor: int, more: str
+        self, head: str, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, cursor: int, more: str = ""
     ) -> int:
-        """A batch: the distances of its offsets to `start` (`deltas_text`), the cursor behind it, further members
-        (`more`)."""
-        body = f'{head}"so":{start},"pt":{pop_time_ms},"it":{invisible_ms},"d":[{deltas}],"nx":{cursor}{more}}}'
+        """A batch: its offsets, ascending, the cursor behind it, further members (`more`)."""
+        start, count = offsets[0], len(offsets)
+        if offsets[-1] - start == count - 1 < len(_RUNS) - 1:
+            distances = _RUNS[count]
+        else:
+            distances = ",".join([str(offset - start) for offset in offsets])
+        body = f'{head}"so":{start},"pt":{pop_time_ms},"it":{invisible_ms},"d":[{distances}],"nx":{cursor}{more}}}'
         return self._put[POP](body.encode(), "append")[1]
 
     def put_settled(self, kind: str, batch: int, offsets: Iterable[int]) -> int:

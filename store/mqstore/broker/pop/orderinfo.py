@@ -6,12 +6,12 @@ One record a (topic, group, queue). Pure state: no clock (`now_ms` is a paramete
 
 A record says of each message of the batch whether it is acknowledged and, if not, until when it stays invisible::
 
-                      update: popped                            ack (same pop time)
+                      popped                                 acknowledged (same pop time)
     (no record)  ───────────────────►  unacked, invisible  ──────────────────────────►  acked
                                         │            ▲
-              now >= its visible time   │            │  change of its visible time
+              now >= its visible time   │            │  moved to another visible time
                                         ▼            │
-                                       unacked, visible ── next update: a new record, redeliveries + 1
+                                       unacked, visible ── next pop: a new record, redeliveries + 1
 
 The queue is *blocked* while one unacked message is invisible. Once none is, the next pop begins at the first unacked
 message and replaces the record: order is kept, and receipts of the old batch are dead because their pop time differs.
@@ -23,48 +23,33 @@ an *attempt entry* has pop time 0, so that it blocks no pop and takes no acknowl
 Either kind of record also says which of its messages have failed and are not settled (`Suspended`): since when, and
 why. This is for people: nothing depends on it, and RocketMQ passes over the member `susp` of the file.
 
-Locking: a pop, an ack or a change spans several calls here and the offsets besides, so each (topic, group, queue) has a
-lock of its own in the pop service. The lock of this table is a leaf below it; it makes one call atomic, and
-`as_json` a copy of whole records.
+Records never change: each change makes another one, which takes the place of the first. A caller that changes the
+record of a queue holds the queue's lock in the pop service. The lock of the table is a leaf below it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from operator import attrgetter
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
-from mqstore.broker.pop import receipts
 from mqstore.broker.pop.time import is_visible
 
-__all__ = [
-    "BATCH_MAX",
-    "ERROR_CHARS",
-    "ILLEGAL",
-    "NO_COMMIT",
-    "Counts",
-    "OrderInfo",
-    "OrderInfoTable",
-    "Suspended",
-    "check_order_info",
-]
+__all__ = ["BATCH_MAX", "OrderInfo", "OrderInfoTable", "Suspended", "check_order_info"]
 
-ILLEGAL: Final = -1
-"""From an acknowledgement: the offset is not of the batch. The caller raises InvalidReceiptError."""
-NO_COMMIT: Final = -2
-"""From an acknowledgement: not of the batch that counts; nothing was changed and there is nothing to commit."""
 BATCH_MAX: Final = 63
 """Most offsets in one record: Java's shift of the bitmap wraps at 64, and bit 63 is its sign (delivery#order-info)."""
-IDLE_MS: Final = 86_400_000
+_IDLE_MS: Final = 86_400_000
 """A record not popped again for longer than this is dropped, unless it holds attempts that are still to count."""
-
-ERROR_CHARS: Final = 300
-"""Longest text of an error that is kept of a suspended queue."""
-
+_ERROR_CHARS: Final = 300
 _I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
+
+Queue = tuple[str, str, int]
+"""Topic, group, queue id."""
+Committed = Callable[[str, str, int], int | None]
+"""Progress of a group: (topic, group, queue id) -> the first offset that is not settled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,35 +75,21 @@ class Suspended:
     """Of the last failure, at most 300 characters; empty if nothing was said."""
 
 
-class Counts(NamedTuple):
-    """How often the messages of a batch were delivered before, as a pop answers it (delivery#order-rules)."""
-
-    queue_id: int
-    per_offset: dict[int, int]
-    """Queue offset -> redeliveries, those with any."""
-    queue: int
-    """The fewest redeliveries in the batch; 0 as soon as one message is new."""
-
-    def of(self, offset: int) -> int:
-        """`reconsume_times` of a delivered message: its own entry, else that of the queue (delivery#receipt)."""
-        return self.per_offset.get(offset, self.queue)
-
-    def count_string(self, mark: int = 0) -> str:
-        """orderCountInfo of delivery#info-strings; `mark` is `receipts.topic_mark` of the topic that was read."""
-        items = [receipts.offset_count_item(mark, self.queue_id, x, n) for x, n in self.per_offset.items()]
-        return receipts.join_items([*items, receipts.count_item(mark, self.queue_id, self.queue)])
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class OrderInfo:
-    """One batch of one queue. Offsets are absolute here; distances to the first are the file's affair."""
+    """One batch of one queue. Offsets are absolute here; distances to the first are the file's affair.
+
+    >>> record = OrderInfo((0, 1, 2), 1_000_000, 60_000, 1_000_000).acknowledged([1])
+    >>> record.next_offset(), record.blocks(None, 1_059_999), record.blocks(None, 1_060_000)
+    (0, True, False)
+    """
 
     offsets: tuple[int, ...]
     """Queue offsets that were delivered, ascending; with gaps where a filter passed messages over."""
     pop_time_ms: int
     """Of the pop; acknowledgements must carry it. 0: an attempt entry, or a file from before there were pop times."""
     invisible_ms: int | None
-    """As the pop asked for; None or 0 in files of old: `blocks` then takes that of the pop which asks."""
+    """As the pop asked for; None in files of old, whose messages are visible."""
     updated_ms: int
     """When the record was made; only for dropping idle ones."""
     attempt_id: str | None = None
@@ -136,13 +107,101 @@ class OrderInfo:
     unknown: dict[str, Any] = field(default_factory=dict)
     """Members of the file's entry that are not understood here, kept on rewriting (delivery#tables)."""
 
+    # --- what it says ----------------------------------------------------------------------------------------------
+
     @property
     def counts_attempts(self) -> bool:
         """Whether this is an attempt entry (delivery#order-file)."""
         return self.pop_time_ms == 0 and bool(self.counts)
 
+    def attempt(self, offset: int) -> int:
+        """Which delivery of its message this is, from 1."""
+        return (self.counts or {}).get(offset, 0) + 1
+
+    def suspended_at(self, committed: int) -> Suspended | None:
+        """The first message from offset `committed` on that has failed and is not settled."""
+        unsettled = (offset for offset in self.unacked(committed) if offset in self.suspended)
+        return next((self.suspended[offset] for offset in unsettled), None)
+
+    def visible_at(self, offset: int) -> int:
+        """When a message of the batch becomes visible."""
+        return (self.visible_ms or {}).get(offset, self.pop_time_ms + (self.invisible_ms or 0))
+
+    def is_visible(self, offset: int, now_ms: int) -> bool:
+        """Whether that delivery is over."""
+        return is_visible(self.pop_time_ms, self.visible_at(offset), now_ms)
+
+    def unacked(self, begin: int = 0) -> list[int]:
+        """Offsets from `begin` on that are not acknowledged."""
+        return [offset for i, offset in enumerate(self.offsets) if offset >= begin and not self.acked >> i & 1]
+
+    def held(self, begin: int, now_ms: int) -> list[int]:
+        """Offsets from `begin` on that are in flight: not acknowledged and not visible."""
+        return [offset for offset in self.unacked(begin) if not self.is_visible(offset, now_ms)]
+
+    def among(self, bits: int) -> list[int]:
+        """The offsets whose bits are set."""
+        return [offset for i, offset in enumerate(self.offsets) if bits >> i & 1]
+
+    def blocks(self, attempt_id: str | None, now_ms: int) -> bool:
+        """Whether a pop by `attempt_id` (None: by someone else) finds the queue blocked (delivery#order-rules)."""
+        if self.pop_time_ms == 0 or (attempt_id is not None and attempt_id == self.attempt_id):
+            return False
+        return bool(self.held(0, now_ms))
+
+    def next_offset(self) -> int:
+        """First unacked offset, one past the last when there is none. The batch must not be empty."""
+        first = (~self.acked & self.acked + 1).bit_length() - 1  # the lowest bit that is not set
+        return self.offsets[first] if first < len(self.offsets) else self.offsets[-1] + 1
+
+    def redelivered(self, attempt_id: str | None, offsets: Iterable[int]) -> dict[int, int]:
+        """Redeliveries of a batch `offsets` that is popped after this one, those with any."""
+        before = self.counts or {}
+        if attempt_id is not None and attempt_id == self.attempt_id:
+            return dict(before)
+        # What an attempt entry counts has failed already; what a pop delivered counts as failed by coming again.
+        ended = 0 if self.counts_attempts else 1
+        index = {offset: i for i, offset in enumerate(self.offsets)}
+        now = {
+            offset: before.get(offset, 0) + (0 if self.released >> index[offset] & 1 else ended)
+            for offset in offsets
+            if offset in index
+        }
+        return {offset: n for offset, n in now.items() if n}
+
+    # --- what becomes of it ----------------------------------------------------------------------------------------
+
+    def followed_by(
+        self, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, now_ms: int, attempt_id: str | None
+    ) -> OrderInfo:
+        """The record of the batch that is popped next: its messages may have come before."""
+        counts = self.redelivered(attempt_id, offsets)
+        failed = {offset: self.suspended[offset] for offset in offsets if offset in self.suspended}
+        return OrderInfo(tuple(offsets), pop_time_ms, invisible_ms, now_ms, attempt_id, counts=counts, suspended=failed)
+
+    def acknowledged(self, offsets: Iterable[int]) -> OrderInfo:
+        """With these messages of the batch settled."""
+        suspended = {offset: each for offset, each in self.suspended.items() if offset not in offsets}
+        return replace(self, acked=self.acked | self._bits(offsets), suspended=suspended)
+
+    def moved(self, offsets: Iterable[int], visible_ms: int) -> OrderInfo:
+        """With these messages visible at another time."""
+        return replace(self, visible_ms={**(self.visible_ms or {}), **dict.fromkeys(offsets, visible_ms)})
+
+    def given_back(self, offsets: Iterable[int], now_ms: int) -> OrderInfo:
+        """With these messages unseen (delivery#pop-log): visible at once, and the next delivery counts as this."""
+        return replace(self.moved(offsets, now_ms), released=self.released | self._bits(offsets))
+
+    def failed(self, offset: int, attempt: int, now_ms: int, error: str) -> OrderInfo:
+        """With an attempt at a message noted as failed, for people."""
+        before = self.suspended.get(offset)
+        since_ms = now_ms if before is None else before.since_ms
+        return replace(
+            self, suspended={**self.suspended, offset: Suspended(offset, attempt, since_ms, error[:_ERROR_CHARS])}
+        )
+
     def before(self, end: int) -> OrderInfo:
-        """The record without the offsets from `end` on."""
+        """Without the offsets from `end` on."""
         count = sum(offset < end for offset in self.offsets)
         bits = (1 << count) - 1
 
@@ -159,76 +218,10 @@ class OrderInfo:
             suspended={offset: each for offset, each in self.suspended.items() if offset < end},
         )
 
-    def suspend(self, offset: int, attempt: int, now_ms: int, error: str) -> None:
-        """Note that an attempt at a message failed."""
-        before = self.suspended.get(offset)
-        since_ms = now_ms if before is None else before.since_ms
-        self.suspended[offset] = Suspended(offset, attempt, since_ms, error[:ERROR_CHARS])
+    def _bits(self, offsets: Iterable[int]) -> int:
+        return sum(1 << i for i, offset in enumerate(self.offsets) if offset in offsets)
 
-    def suspended_at(self, committed: int) -> Suspended | None:
-        """The first message from offset `committed` on that has failed and is not settled."""
-        unsettled = (offset for offset in self.unacked() if offset >= committed)
-        return next((self.suspended[offset] for offset in unsettled if offset in self.suspended), None)
-
-    def visible_at(self, offset: int) -> int:
-        """When a message of the batch becomes visible."""
-        return (self.visible_ms or {}).get(offset, self.pop_time_ms + (self.invisible_ms or 0))
-
-    def is_visible(self, offset: int, now_ms: int) -> bool:
-        """Whether that delivery is over."""
-        return is_visible(self.pop_time_ms, self.visible_at(offset), now_ms)
-
-    def unacked(self) -> list[int]:
-        return [offset for i, offset in enumerate(self.offsets) if not self.acked >> i & 1]
-
-    def blocks(self, attempt_id: str | None, invisible_ms: int, now_ms: int) -> bool:
-        """`check_block` of delivery#order-rules. May set `invisible_ms`, as RocketMQ does."""
-        if self.pop_time_ms == 0 or not self.offsets or (attempt_id is not None and attempt_id == self.attempt_id):
-            return False
-        if not self.invisible_ms or self.invisible_ms <= 0:
-            self.invisible_ms = invisible_ms
-        return not all(self.is_visible(offset, now_ms) for offset in self.unacked())
-
-    def next_offset(self) -> int:
-        """First unacked offset, one past the last when there is none, NO_COMMIT for an empty batch."""
-        if not self.offsets:
-            return NO_COMMIT
-        first = (~self.acked & self.acked + 1).bit_length() - 1  # the lowest bit that is not set
-        return self.offsets[first] if first < len(self.offsets) else self.offsets[-1] + 1
-
-    def lock_free_ms(self, now_ms: int) -> int | None:
-        """`lock_free_time` of delivery#order-rules: when to look again whether the queue is free.
-
-        The time of the first message that is invisible, not of the last: looking may find the queue still blocked.
-        """
-        if not self.offsets:
-            return None
-        unacked = self.unacked()
-        if not unacked:
-            return now_ms
-        if not self.invisible_ms or self.invisible_ms <= 0:
-            return None
-        times = (self.visible_at(offset) for offset in unacked if not self.is_visible(offset, now_ms))
-        return next(times, now_ms)
-
-    def redelivered(self, attempt_id: str | None, offsets: Sequence[int]) -> dict[int, int]:
-        """Redeliveries of a batch `offsets` that is popped after this one, those with any."""
-        before = self.counts or {}
-        if attempt_id is not None and attempt_id == self.attempt_id:
-            return dict(before)
-        # What an attempt entry counts has failed already; what a pop delivered counts as failed by coming again.
-        ended = 0 if self.counts_attempts else 1
-        index = {offset: i for i, offset in enumerate(self.offsets)}
-        now = {
-            offset: before.get(offset, 0) + (0 if self.released >> index[offset] & 1 else ended)
-            for offset in offsets
-            if offset in index
-        }
-        return {offset: n for offset, n in now.items() if n}
-
-    def counts_from(self, committed: int) -> bool:
-        """Whether the next delivery of any message from offset `committed` on would count an attempt by this record."""
-        return bool(self.redelivered(None, [offset for offset in self.unacked() if offset >= committed]))
+    # --- in the file -----------------------------------------------------------------------------------------------
 
     def as_json(self) -> dict[str, Any]:
         """The entry of the file (delivery#order-file); members without a value are left out."""
@@ -254,15 +247,13 @@ class OrderInfo:
         """Read any of the three shapes of delivery#order-info. ValueError says what of `where` cannot be."""
         if not isinstance(entry, dict):
             _refuse(where, f"an object is expected, not {type(entry).__name__}")
-        offsets = _offsets(entry.get("o"), f"{where}.o")
-        acked = _integer(entry.get("cm") or 0, f"{where}.cm")
         info = cls(
-            offsets=offsets,
+            offsets=_offsets(entry.get("o"), f"{where}.o"),
             pop_time_ms=_integer(entry.get("popTime") or 0, f"{where}.popTime"),
             invisible_ms=None if entry.get("i") is None else _integer(entry["i"], f"{where}.i", minimum=-_I64_MAX),
             updated_ms=_integer(entry.get("l") or 0, f"{where}.l"),
             attempt_id=entry.get("a"),
-            acked=acked,
+            acked=_integer(entry.get("cm") or 0, f"{where}.cm"),
             counts=_numbers(entry.get("oc"), f"{where}.oc"),
             visible_ms=_numbers(entry.get("ot"), f"{where}.ot"),
             released=_integer(entry.get("rel") or 0, f"{where}.rel"),
@@ -272,8 +263,8 @@ class OrderInfo:
         if info.attempt_id is not None and not isinstance(info.attempt_id, str):
             _refuse(f"{where}.a", f"a string is expected, not {type(info.attempt_id).__name__}")
         # An attempt entry has no bits set, so no shift can wrap: a batch of the queue model may be longer.
-        if len(offsets) > BATCH_MAX and (info.pop_time_ms or acked or info.released):
-            _refuse(f"{where}.o", f"{len(offsets)} offsets; a batch has at most {BATCH_MAX}")
+        if len(info.offsets) > BATCH_MAX and (info.pop_time_ms or info.acked or info.released):
+            _refuse(f"{where}.o", f"{len(info.offsets)} offsets; a batch has at most {BATCH_MAX}")
         return info
 
 
@@ -281,22 +272,13 @@ _MEMBERS = frozenset({"a", "c", "cm", "i", "l", "o", "oc", "ot", "popTime", "rel
 
 
 class OrderInfoTable:
-    """The records of all queues (delivery#order-rules). Safe to call from many threads; each call is atomic.
-
-    >>> table = OrderInfoTable()
-    >>> table.update(None, "orders", "billing", 0, 1_000_000, 60_000, [0, 1, 2], 1_000_000).count_string()
-    '0 0 0'
-    >>> table.commit_and_next("orders", "billing", 0, 1, 1_000_000, committed=0)
-    0
-    >>> table.check_block(None, "orders", "billing", 0, 60_000, 1_059_999)
-    True
-    """
+    """The records of all queues (delivery#order-rules). Safe to call from many threads; each call is atomic."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By "topic@group", the file's key: a key of another form, which cleaning must keep, needs no place of its
-        # own, and topic and group cannot hold an "@".
-        self._queues: dict[str, dict[int, OrderInfo]] = {}
+        self._records: dict[Queue, OrderInfo] = {}
+        self._others: dict[str, Any] = {}
+        """Entries of the file's table whose key does not name a topic and a group; they are kept."""
         self._unknown: dict[str, Any] = {}
         self._version = 0
 
@@ -305,88 +287,32 @@ class OrderInfoTable:
         """Grows with every change: what was written at one version need not be written again while it stands."""
         return self._version
 
-    # --- pop, ack, change (delivery#order-rules) ----------------------------------------------------------------------
+    def get(self, queue: Queue) -> OrderInfo | None:
+        return self._records.get(queue)
 
-    def update(
-        self,
-        attempt_id: str | None,
-        topic: str,
-        group: str,
-        queue_id: int,
-        pop_time_ms: int,
-        invisible_ms: int,
-        offsets: Sequence[int],
-        now_ms: int,
-    ) -> Counts:
-        """Note that `offsets` (ascending) were popped, in place of the batch before; how often each came before.
+    def records(self) -> dict[Queue, OrderInfo]:
+        """All records, as of one moment."""
+        return dict(self._records)
 
-        ValueError for a batch that cannot be: empty, too long, not ascending, or popped at no time.
-        """
-        batch = tuple(offsets)
-        if not 0 < len(batch) <= BATCH_MAX or any(a >= b for a, b in pairwise((-1, *batch))):
-            raise ValueError(f"a batch is 1 to {BATCH_MAX} ascending offsets, not {batch!r:.200}")
-        if pop_time_ms <= 0 or invisible_ms < 0:
-            raise ValueError(f"pop time {pop_time_ms} must be positive, invisible time {invisible_ms} not negative")
-        new = OrderInfo(batch, pop_time_ms, invisible_ms, now_ms, attempt_id)
+    def put(self, queue: Queue, record: OrderInfo | None) -> None:
+        """Put `record` in place of whatever is there; None: forget the queue."""
         with self._lock:
-            queues = self._queues.setdefault(_key(topic, group), {})
-            old = queues.get(queue_id)
-            if old is not None:
-                new.counts = old.redelivered(attempt_id, batch)
-                new.suspended = {offset: old.suspended[offset] for offset in batch if offset in old.suspended}
-            queues[queue_id] = new
-            self._version += 1
-        counts = new.counts or {}
-        return Counts(queue_id, dict(counts), min(counts.get(offset, 0) for offset in batch))
+            self._put(queue, record)
 
-    def check_block(
-        self, attempt_id: str | None, topic: str, group: str, queue_id: int, invisible_ms: int, now_ms: int
-    ) -> bool:
-        """Whether a pop by `attempt_id` (None: by someone else) finds the queue blocked. `invisible_ms` is what that
-        pop asks for, and counts only for records that know none of their own."""
-        with self._lock:
-            record = self._find(topic, group, queue_id)
-            return record is not None and record.blocks(attempt_id, invisible_ms, now_ms)
+    def _put(self, queue: Queue, record: OrderInfo | None) -> None:
+        if record is not None:
+            self._records[queue] = record
+        elif self._records.pop(queue, None) is None:
+            return
+        self._version += 1
 
-    def commit_and_next(
-        self, topic: str, group: str, queue_id: int, offset: int, pop_time_ms: int, committed: int | None
-    ) -> int:
-        """Acknowledge `offset`, popped at `pop_time_ms`; the offset to commit, `ILLEGAL`, or `NO_COMMIT`.
+    def blocks(self, queue: Queue, now_ms: int) -> bool:
+        """Whether somebody holds a message of the queue's last batch."""
+        record = self._records.get(queue)
+        return record is not None and record.blocks(None, now_ms)
 
-        Without a record only the message at `committed` may be acknowledged: after a lost record any other would
-        take the ones before it along, which nobody has consumed.
-        """
-        with self._lock:
-            record = self._find(topic, group, queue_id)
-            if record is None:
-                return offset + 1 if offset == committed else NO_COMMIT
-            if not record.offsets:
-                return ILLEGAL
-            if pop_time_ms != record.pop_time_ms or pop_time_ms == 0:
-                return NO_COMMIT
-            if offset not in record.offsets:
-                return ILLEGAL
-            record.acked |= 1 << record.offsets.index(offset)
-            record.suspended.pop(offset, None)
-            self._version += 1
-            return record.next_offset()
-
-    def note_failed(
-        self, topic: str, group: str, queue_id: int, offset: int, attempt: int, now_ms: int, error: str
-    ) -> None:
-        """Note that delivery number `attempt` of a popped message failed, and why: its queue is suspended. Nothing is
-        noted of a message that is settled, or not of the last batch."""
-        with self._lock:
-            record = self._find(topic, group, queue_id)
-            if record is not None and offset in record.unacked():
-                record.suspend(offset, attempt, now_ms, error)
-                self._version += 1
-
-    def suspended(
-        self, group: str, committed: Callable[[str, str, int], int | None]
-    ) -> dict[tuple[str, int], Suspended]:
-        """(topic, queue id) -> the failed message that holds the queue up. `committed(topic, group, queue_id)` is the
-        group's progress."""
+    def suspended(self, group: str, committed: Committed) -> dict[tuple[str, int], Suspended]:
+        """(topic, queue id) -> the failed message that holds the queue up."""
         found = {
             (topic, queue_id): record.suspended_at(committed(topic, group, queue_id) or 0)
             for (topic, name, queue_id), record in self.records().items()
@@ -394,105 +320,23 @@ class OrderInfoTable:
         }
         return {queue: suspended for queue, suspended in sorted(found.items()) if suspended is not None}
 
-    def update_next_visible_time(
-        self, topic: str, group: str, queue_id: int, offset: int, pop_time_ms: int, visible_ms: int
-    ) -> bool:
-        """Let `offset` become visible at `visible_ms`, sooner or later than now. False, and nothing changed, when there
-        is no batch of that pop time. The offset is not checked, as in RocketMQ: an unknown one has no effect."""
-        with self._lock:
-            record = self._of_pop(topic, group, queue_id, pop_time_ms)
-            if record is None:
-                return False
-            record.visible_ms = {**(record.visible_ms or {}), offset: visible_ms}
-            self._version += 1
-            return True
-
-    def release(
-        self, topic: str, group: str, queue_id: int, offsets: Iterable[int], pop_time_ms: int, now_ms: int
-    ) -> bool:
-        """Take unseen messages back (delivery#pop-log): visible at once, and their next delivery counts as this one.
-
-        Releasing twice changes nothing more. False when there is no batch of that pop time; offsets that are not in it
-        are passed over.
-        """
-        with self._lock:
-            record = self._of_pop(topic, group, queue_id, pop_time_ms)
-            if record is None:
-                return False
-            given = [offset for offset in offsets if offset in record.offsets]
-            for offset in given:
-                record.released |= 1 << record.offsets.index(offset)
-            record.visible_ms = {**(record.visible_ms or {}), **dict.fromkeys(given, now_ms)}
-            self._version += 1
-            return True
-
-    def clear_block(self, topic: str, group: str, queue_id: int) -> None:
-        """Forget the batch: the queue's offset was reset."""
-        with self._lock:
-            if self._queues.get(_key(topic, group), {}).pop(queue_id, None) is not None:
-                self._version += 1
-
-    def next_offset(self, topic: str, group: str, queue_id: int) -> int:
-        """First unacked offset of the batch, one past its last when all are acked, `NO_COMMIT` without a batch."""
-        with self._lock:
-            record = self._find(topic, group, queue_id)
-            return NO_COMMIT if record is None else record.next_offset()
-
-    def lock_free_ms(self, topic: str, group: str, queue_id: int, now_ms: int) -> int | None:
-        """When to look again whether the queue is free: `now_ms` when it is, None when no time will free it."""
-        with self._lock:
-            record = self._find(topic, group, queue_id)
-            return None if record is None else record.lock_free_ms(now_ms)
-
-    # --- records as they are: replay, inspection -------------------------------------------------------------------
-
-    def get(self, topic: str, group: str, queue_id: int) -> OrderInfo | None:
-        """A copy of the record."""
-        with self._lock:
-            record = self._find(topic, group, queue_id)
-            return None if record is None else _copy(record)
-
-    def restore(self, topic: str, group: str, queue_id: int, record: OrderInfo) -> None:
-        """Put `record` in place of whatever is there: what replaying the pop log found (delivery#pop-log)."""
-        with self._lock:
-            self._queues.setdefault(_key(topic, group), {})[queue_id] = _copy(record)
-            self._version += 1
-
-    def records(self) -> dict[tuple[str, str, int], OrderInfo]:
-        """(topic, group, queue id) -> a copy of its record, of all keys that name a topic and a group."""
-        with self._lock:
-            return {
-                (parts[0], parts[1], queue_id): _copy(record)
-                for key, queues in self._queues.items()
-                if len(parts := key.split("@")) == 2
-                for queue_id, record in queues.items()
-            }
-
     def cut(self, end_of: Callable[[str, int], int]) -> bool:
         """Forget what is said of offsets from the end of their queue on, (topic, queue id) -> end: other messages will
-        bear them. Whether there was anything."""
-        changed = False
+        have them. Return True if there was anything."""
+        version = self._version
         for (topic, group, queue_id), record in self.records().items():
             end = end_of(topic, queue_id)
-            if max((*record.offsets, *(record.counts or ())), default=-1) < end:
-                continue
-            changed = True
-            kept = record.before(end)
-            if kept.offsets:
-                self.restore(topic, group, queue_id, kept)
-            else:
-                with self._lock:
-                    self._queues[_key(topic, group)].pop(queue_id, None)
-                    self._version += 1
-        return changed
+            if max((*record.offsets, *(record.counts or ())), default=-1) >= end:
+                kept = record.before(end)
+                self.put((topic, group, queue_id), kept if kept.offsets else None)
+        return self._version != version
 
     # --- attempts of the queue model (delivery#order-file) ------------------------------------------------------------
 
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
         """Queue offset -> failed attempts, as noted; {} for a queue whose group pops."""
-        with self._lock:
-            record = self._find(topic, group, queue_id)
-            return dict(record.counts or {}) if record is not None and record.counts_attempts else {}
+        record = self._records.get((topic, group, queue_id))
+        return dict(record.counts or {}) if record is not None and record.counts_attempts else {}
 
     def note_attempt(
         self, group: str, topic: str, queue_id: int, offset: int, count: int, now_ms: int, error: str = ""
@@ -500,49 +344,29 @@ class OrderInfoTable:
         """Note that the message at `offset` has failed `count` times, the last time by `error`; 0 forgets it. Takes the
         place of a batch left over from when the group popped. ValueError for what the file could not be read with
         again."""
-        for what, number, most in (
-            ("queue id", queue_id, _I32_MAX),
-            ("offset", offset, _I64_MAX),
-            ("count", count, _I32_MAX),
-        ):
+        limits = (("queue id", queue_id, _I32_MAX), ("offset", offset, _I64_MAX), ("count", count, _I32_MAX))
+        for what, number, most in limits:
             if type(number) is not int or not 0 <= number <= most:
                 raise ValueError(f"{what} {number!r:.40} must be an int, neither negative nor above {most}")
         if "@" in topic or "@" in group:
             raise ValueError(f"topic {topic[:150]!r} and group {group[:150]!r} must be names without an '@'")
+        queue = topic, group, queue_id
         with self._lock:
-            record = self._find(topic, group, queue_id)
+            record = self._records.get(queue)
             if record is None or not record.counts_attempts:
                 record = OrderInfo((), 0, None, now_ms)
-            record.suspend(offset, count, now_ms, error)
-            counts = {**(record.counts or {}), offset: count}
-            self._put_attempts(topic, group, queue_id, counts, record.suspended, now_ms)
+            record = record.failed(offset, count, now_ms, error)
+            self._put(queue, _of_attempts({**(record.counts or {}), offset: count}, record.suspended, now_ms))
 
     def drop_attempts(self, group: str, topic: str, queue_id: int, below: int) -> None:
         """Forget the attempts of messages before offset `below`: the queue has moved on. Free when there are none."""
+        queue = topic, group, queue_id
         with self._lock:
-            record = self._find(topic, group, queue_id)
+            record = self._records.get(queue)
             if record is None or not record.counts_attempts or not record.counts or min(record.counts) >= below:
                 return
             counts = {offset: n for offset, n in record.counts.items() if offset >= below}
-            self._put_attempts(topic, group, queue_id, counts, record.suspended, record.updated_ms)
-
-    def _put_attempts(
-        self,
-        topic: str,
-        group: str,
-        queue_id: int,
-        counts: dict[int, int],
-        suspended: dict[int, Suspended],
-        now_ms: int,
-    ) -> None:
-        counts = {offset: counts[offset] for offset in sorted(counts) if counts[offset]}
-        suspended = {offset: suspended[offset] for offset in counts if offset in suspended}
-        queues = self._queues.setdefault(_key(topic, group), {})
-        if counts:
-            queues[queue_id] = OrderInfo(tuple(counts), 0, None, now_ms, counts=counts, suspended=suspended)
-        else:
-            queues.pop(queue_id, None)
-        self._version += 1
+            self._put(queue, _of_attempts(counts, record.suspended, record.updated_ms))
 
     # --- the file (delivery#order-clean, delivery#order-file) ---------------------------------------------------------
 
@@ -551,74 +375,43 @@ class OrderInfoTable:
         now_ms: int,
         read_queues: Callable[[str], int | None],
         has_group: Callable[[str], bool],
-        committed: Callable[[str, str, int], int | None],
-    ) -> int:
-        """Drop what nobody will ask for again, before the file is written; how many records went.
+        committed: Committed,
+    ) -> None:
+        """Drop what nobody will ask for again, before the file is written.
 
-        `read_queues(topic)` is None for a topic that is gone; `committed(topic, group, queue_id)` its progress.
-        Unlike RocketMQ a record stays, however old, while one of its messages is invisible: its receiver still works
-        on it, and dropping the record would break the order. And while it counts attempts of a message that is not
-        settled: a group that rests over a weekend must not give a poison message all its attempts anew. There is one
-        such record a queue, and it goes when the queue moves on.
+        `read_queues(topic)` is None for a topic that is gone. Unlike RocketMQ a record stays, however old, while one of
+        its messages is invisible: its receiver still works on it, and dropping the record would break the order. And
+        while it counts attempts of a message that is not settled: a group that rests over a weekend must not give a
+        poison message all its attempts anew. There is one such record a queue, and it goes when the queue moves on.
         """
-        with self._lock:
-            seen = [
-                (key, parts, dict(queues)) for key, queues in self._queues.items() if len(parts := key.split("@")) == 2
-            ]
-            records = [record for _, _, queues in seen for record in queues.values()]
-            idle = {id(record): _copy(record) for record in records if _idle(record, now_ms)}
         # The callbacks take locks of their own (topics, groups, offsets), so they are asked with ours open.
-        dropped = 0
-        for key, (topic, group), queues in seen:
-            limit = (read_queues(topic) if has_group(group) else None) or 0
-            gone = {
-                queue_id: record
-                for queue_id, record in queues.items()
-                if queue_id >= limit
-                or (
-                    (old := idle.get(id(record))) is not None
-                    and not old.counts_from(committed(topic, group, queue_id) or 0)
-                )
-            }
+        for queue, record in self.records().items():
+            topic, group, queue_id = queue
+            gone = queue_id >= ((read_queues(topic) if has_group(group) else None) or 0)
+            settled = 0 if gone else committed(topic, group, queue_id) or 0
+            self.drop_attempts(group, topic, queue_id, settled)
+            if not gone and now_ms - record.updated_ms > _IDLE_MS and not record.blocks(None, now_ms):
+                # Does the next delivery of no message count an attempt by this record?
+                gone = not record.redelivered(None, record.unacked(settled))
             with self._lock:
-                dropped += self._drop(key, gone)
-        return dropped
-
-    def _drop(self, key: str, gone: dict[int, OrderInfo]) -> int:
-        """Take out the records of `gone` that are still there: another may have come while the callbacks were asked."""
-        queues = self._queues.get(key, {})
-        dropped = [queue_id for queue_id, record in gone.items() if queues.get(queue_id) is record]
-        for queue_id in dropped:
-            del queues[queue_id]
-        if not queues:
-            self._queues.pop(key, None)
-        self._version += 1 if dropped else 0
-        return len(dropped)
+                if gone and self._records.get(queue) is record:  # another may have come meanwhile
+                    self._put(queue, None)
 
     def as_json(self) -> dict[str, Any]:
         """The content of ``consumerOrderInfo.json``: whole records, as of one moment."""
-        with self._lock:
-            table = {
-                key: {str(queue_id): record.as_json() for queue_id, record in queues.items()}
-                for key, queues in self._queues.items()
-            }
-            return {**self._unknown, "table": table}
+        table: dict[str, Any] = dict(self._others)
+        for (topic, group, queue_id), record in self.records().items():
+            table.setdefault(f"{topic}@{group}", {})[str(queue_id)] = record.as_json()
+        return {**self._unknown, "table": table}
 
     def load(self, value: Mapping[str, Any]) -> None:
         """Take the content of the file in place of everything here. ValueError, and nothing changed, for another
         shape."""
-        table, unknown = _read(value)
+        records, others = _read(value)
         with self._lock:
-            self._queues, self._unknown = table, unknown
+            self._records, self._others = records, others
+            self._unknown = {name: member for name, member in value.items() if name != "table"}
             self._version += 1
-
-    def _find(self, topic: str, group: str, queue_id: int) -> OrderInfo | None:
-        queues = self._queues.get(_key(topic, group))
-        return None if queues is None else queues.get(queue_id)
-
-    def _of_pop(self, topic: str, group: str, queue_id: int, pop_time_ms: int) -> OrderInfo | None:
-        record = self._find(topic, group, queue_id)
-        return record if record is not None and 0 != record.pop_time_ms == pop_time_ms else None
 
 
 def check_order_info(value: Mapping[str, Any]) -> None:
@@ -626,45 +419,39 @@ def check_order_info(value: Mapping[str, Any]) -> None:
     _read(value)
 
 
-def _key(topic: str, group: str) -> str:
-    return f"{topic}@{group}"
-
-
-def _idle(record: OrderInfo, now_ms: int) -> bool:
-    """Whether the cleaning drops a record by its age. Asked of a copy: `blocks` may note an invisible time."""
-    return now_ms - record.updated_ms > IDLE_MS and not _copy(record).blocks(None, 0, now_ms)
-
-
-_values = attrgetter(*(each.name for each in fields(OrderInfo)))
-
-
-def _copy(record: OrderInfo) -> OrderInfo:
-    copied = OrderInfo(*_values(record))  # `replace` is slower, and each ordered acknowledgement makes two copies
-    copied.counts = None if record.counts is None else dict(record.counts)
-    copied.visible_ms = None if record.visible_ms is None else dict(record.visible_ms)
-    copied.suspended, copied.unknown = dict(record.suspended), dict(record.unknown)
-    return copied
+def _of_attempts(counts: Mapping[int, int], suspended: Mapping[int, Suspended], now_ms: int) -> OrderInfo | None:
+    """An attempt entry; None when there are no attempts."""
+    left = {offset: counts[offset] for offset in sorted(counts) if counts[offset]}
+    failed = {offset: suspended[offset] for offset in left if offset in suspended}
+    return OrderInfo(tuple(left), 0, None, now_ms, counts=left, suspended=failed) if left else None
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _read(value: Mapping[str, Any]) -> tuple[dict[str, dict[int, OrderInfo]], dict[str, Any]]:
-    table = value.get("table")
-    if table is None:
-        table = {}
-    if not isinstance(table, dict):
-        _refuse("table", f"an object is expected, not {type(table).__name__}")
-    found: dict[str, dict[int, OrderInfo]] = {}
-    for key, queues in table.items():
-        if not isinstance(queues, dict):
-            _refuse(key, f"an object is expected, not {type(queues).__name__}")
-        found[key] = {
-            _key_number(queue_id, key): OrderInfo.from_json(entry, f"{key}[{queue_id}]")
-            for queue_id, entry in queues.items()
-            if entry is not None
-        }
-    return found, {name: member for name, member in value.items() if name != "table"}
+def _read(value: Mapping[str, Any]) -> tuple[dict[Queue, OrderInfo], dict[str, Any]]:
+    """The records, and the entries of another form."""
+    records: dict[Queue, OrderInfo] = {}
+    others: dict[str, Any] = {}
+    for key, queues in _object(value.get("table"), "table").items():
+        topic, at, group = key.partition("@")
+        if not at or "@" in group:
+            others[key] = queues
+            continue
+        for queue_id, entry in _object(queues, key).items():
+            if entry is not None:
+                where = f"{key}[{queue_id}]"
+                records[topic, group, _key_number(queue_id, key)] = OrderInfo.from_json(entry, where)
+    return records, others
+
+
+def _object(value: object, where: str) -> dict[str, Any]:
+    """A JSON object; none is one without members."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        _refuse(where, f"an object is expected, not {type(value).__name__}")
+    return value
 
 
 def _offsets(value: object, where: str) -> tuple[int, ...]:
@@ -683,18 +470,12 @@ def _offsets(value: object, where: str) -> tuple[int, ...]:
 def _numbers(value: object, where: str) -> dict[int, int] | None:
     if value is None:
         return None
-    if not isinstance(value, dict):
-        _refuse(where, f"an object is expected, not {type(value).__name__}")
-    return {_key_number(name, where): _integer(number, f"{where}[{name}]") for name, number in value.items()}
+    return {_key_number(name, where): _integer(n, f"{where}[{name}]") for name, n in _object(value, where).items()}
 
 
 def _suspended(value: object, where: str) -> dict[int, Suspended]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        _refuse(where, f"an object is expected, not {type(value).__name__}")
     found = {}
-    for name, each in value.items():
+    for name, each in _object(value, where).items():
         if not (isinstance(each, list) and len(each) == 3 and isinstance(each[2], str)):
             _refuse(f"{where}[{name}]", "[attempt, ms, error] is expected")
         offset = _key_number(name, where)

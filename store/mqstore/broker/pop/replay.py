@@ -3,7 +3,7 @@
     order info file     FIFO batches as of its last save; of directories of a Java broker all there is of order
     + pop log           from the replay position: every batch with something unsettled, and what happened to it
     + offset table      where queues stand that the log says nothing of
-    + a Java broker's   what it had handed out, if there is any, which the log is told first (`popjava.py`)
+    + a Java broker's   what it had handed out, if there is any, which the log is told first (`java.py`)
 
     cursor     = where the last reset put it, else what the table says; then every nx seen
     committed  = the first offset that is in flight or released, else the cursor
@@ -23,19 +23,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from mqstore.broker.begun import Address, Begun
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.java import JavaTakeover
-from mqstore.broker.pop.log import ACK, CHANGE, GIVE, LOCAL, POP, RESET, REVIVE, Record, deltas_text
+from mqstore.broker.pop.log import ACK, CHANGE, GIVE, POP, RESET, REVIVE
 from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.broker.pop.state import MAX_BATCH, Batch, QueueKey, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.time import SAME_MOMENT_MS
 
-__all__ = ["Replay"]
+__all__ = ["Replay", "count_begun"]
 
 _log = logging.getLogger("mqstore")
 
@@ -49,6 +50,7 @@ class Replay:
 
     def __init__(self, tables: PopTables, fifo: FifoQueues) -> None:
         self._tables = tables
+        self._orders = tables.orders
         self._fifo = fifo
         self._batches: dict[int, tuple[QueueState, Batch]] = {}
         self._placed: set[QueueKey] = set()
@@ -61,11 +63,9 @@ class Replay:
             GIVE: self._give,
             RESET: self._reset,
         }
-
         self._before: dict[str, Callable[[int, dict[str, Any]], None]] = {
             POP: self._pop_before,
             REVIVE: self._revived_before,
-            RESET: self._reset_before,
         }
         self._in_order: set[QueueKey] = set()
         """Queues whose order info is the log's by now, not the file's."""
@@ -76,23 +76,15 @@ class Replay:
         """Whether records are missing from the log."""
         self._unsaid: dict[QueueKey, set[int]] = {}
         """Offsets that no batch has though a later one begins behind them, of a log with holes."""
-        self._popped_before: dict[QueueKey, int] = {}
-        """The last pop time of queues, of batches that are settled."""
 
     def run(self, *, release: bool) -> None:
         """Rebuild the states; `release`: what receivers in this process held is visible again."""
         self.read()
-        java = JavaTakeover(self._tables)
-        for record in java.take():
-            self._apply(record, self._handlers)
         tables = self._tables
+        java = JavaTakeover(tables)
+        java.take()
         now_ms = tables.clock.now_ms()
         self._say(now_ms)
-        for key, pop_time_ms in self._popped_before.items():
-            # Ahead of the clock, as many pops within a moment are: what is popped from now on must lie behind.
-            if pop_time_ms >= now_ms and tables.offsets.committed(key.group, key.topic, key.queue_id) is not None:
-                state = self._state(key)
-                state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
         for state in list(tables.states.values()):
             self._finish(state, release, now_ms)
         self._adopt(now_ms)
@@ -102,8 +94,7 @@ class Replay:
         """As `run` will find things: nothing is released, written, or taken over from a Java broker. For who looks at a
         store."""
         self.read()
-        tables = self._tables
-        for state in list(tables.states.values()):
+        for state in list(self._tables.states.values()):
             self._settle_position(state)
         for key, record in self._in_file():
             state = self._state(key)
@@ -117,53 +108,44 @@ class Replay:
         tables = self._tables
         begin = self._next_position = tables.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0
         for record in tables.log.records(max(0, begin - _LOOK_BACK)):
+            handlers = self._before
             if record.position >= begin:
                 self._is_holed |= record.position > self._next_position
                 self._next_position = record.position + 1
-                self._apply(record, self._handlers)
-            else:
-                self._apply(record, self._before)
-
-    def _apply(self, record: Record, handlers: dict[str, Callable[[int, dict[str, Any]], None]]) -> None:
-        handler = handlers.get(record.kind)
-        if handler is None:
-            return
-        try:
-            handler(record.position, record.value)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            # A record that says what none of ours could say: not said, then, which redelivers and never loses.
-            _log.error("record %d of the pop log makes no sense (%r): %.200s", record.position, error, record.value)
+                handlers = self._handlers
+            try:
+                if (handler := handlers.get(record.kind)) is not None:
+                    handler(record.position, record.value)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                # A record that says what none of ours could say: not said, then, which redelivers and never loses.
+                _log.error("record %d of the pop log makes no sense (%r): %.200s", record.position, error, record.value)
 
     # -- what records say -------------------------------------------------------------------------------------------
 
     def _pop(self, position: int, value: dict[str, Any]) -> None:
         key = QueueKey(value["t"], value["c"], value["q"])
-        start, pop_time_ms, invisible_ms = value["so"], value["pt"], value["it"]
+        start, pop_time_ms, invisible_ms, cursor = value["so"], value["pt"], value["it"], value["nx"]
         distances = value["d"]
-        numbers = (key.queue_id, start, pop_time_ms, invisible_ms, value["nx"], *distances)
+        numbers = (key.queue_id, start, pop_time_ms, invisible_ms, cursor, *distances)
         if not distances or not all(map(_is_number, numbers)):
             raise ValueError("a batch of no messages")
         if type(key.topic) is not str or type(key.group) is not str:
             raise ValueError("a batch of nobody")
-        contiguous = distances[-1] == len(distances) - 1
-        deltas = None if contiguous else tuple(distances)
-        local = value.get("l") == 1
-        batch = Batch(position, start, pop_time_ms, invisible_ms, deltas, len(distances), local)
+        offsets = [start + distance for distance in distances]
+        batch = Batch(position, offsets, pop_time_ms, invisible_ms, value.get("l") == 1)
         state = self._state(key)
         self._batches[position] = state, batch
-        state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
-        offsets = list(range(start, start + len(distances))) if contiguous else [start + each for each in distances]
         if value.get("f") == 1:
+            state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
             self._pop_in_order(state, batch, offsets, value)
-        else:
-            if self._is_holed and 0 <= state.cursor < start:
-                low, high = self._tables.store.offsets_or_none(key.topic, key.queue_id) or (0, 0)
-                between = range(max(low, state.cursor), min(high, start))
-                self._unsaid.setdefault(key, set()).update(between)
-            elif key in self._unsaid:  # said by an opening before
-                self._unsaid[key].difference_update(offsets)
-            state.replace(batch, offsets)
-            state.cursor = max(state.cursor, value["nx"])
+            return
+        if self._is_holed and 0 <= state.cursor < start:
+            low, high = self._tables.store.offsets_or_none(key.topic, key.queue_id) or (0, 0)
+            self._unsaid.setdefault(key, set()).update(range(max(low, state.cursor), min(high, start)))
+        elif key in self._unsaid:  # said by an opening before
+            self._unsaid[key].difference_update(offsets)
+        state.replace(batch, offsets)
+        state.cursor = max(state.cursor, cursor)
 
     def _say(self, now_ms: int) -> None:
         """Let the log have the batches that it has lost: acknowledgements to come name them."""
@@ -180,16 +162,11 @@ class Replay:
             state, ordered = self._state(key), sorted(lost)
             for at in range(0, len(lost), MAX_BATCH):
                 offsets = ordered[at : at + MAX_BATCH]
-                start, stop = offsets[0], offsets[-1] + 1
-                deltas = [offset - start for offset in offsets]
-                value = {"t": key.topic, "c": key.group, "q": key.queue_id, "so": start, "pt": now_ms, "it": 0}
-                value |= {"d": deltas, "nx": stop, "l": 1}
-                text = deltas_text(deltas, len(deltas))
-                position = self._tables.log.put_pop(state.head, start, now_ms, 0, text, stop, LOCAL)
-                self._apply(Record(position, POP, value), self._handlers)
+                batch = self._tables.log_batch(state, offsets, now_ms, 0, offsets[-1] + 1, local=True)
+                state.replace(batch, offsets)
 
     def _pop_in_order(self, state: QueueState, batch: Batch, offsets: list[int], value: dict[str, Any]) -> None:
-        there = self._tables.orders.get(*state.key)
+        there = self._orders.get(state.key)
         state.fifo = batch
         state.cursor = offsets[0]
         # The file may be newer than the batches we come to: written after its batch was logged, or by a Java broker. By
@@ -201,9 +178,13 @@ class Replay:
         if newer and state.key not in self._in_order:
             return
         self._in_order.add(state.key)
-        acked = _bits(value.get("cm", 0), len(offsets))
-        if there is not None and (there.pop_time_ms, there.offsets) == (batch.pop_time_ms, tuple(offsets)):
-            acked |= there.acked  # a Java broker went on with our batch
+        bits = (1 << len(offsets)) - 1
+        acked = value.get("cm", 0)
+        suspended = {}
+        if there is not None:  # the log does not say why they failed
+            suspended = {offset: there.suspended[offset] for offset in offsets if offset in there.suspended}
+            if (there.pop_time_ms, there.offsets) == (batch.pop_time_ms, tuple(offsets)):
+                acked |= there.acked  # a Java broker went on with our batch
         record = OrderInfo(
             tuple(offsets),
             batch.pop_time_ms,
@@ -212,12 +193,16 @@ class Replay:
             value.get("a"),
             counts=_numbers(value.get("oc")),
             visible_ms=_numbers(value.get("ot")),
-            acked=acked,
-            released=_bits(value.get("rel", 0), len(offsets)),
+            acked=acked & bits,
+            released=value.get("rel", 0) & bits,
+            suspended=suspended,
         )
-        if there is not None:  # the log does not say why they failed
-            record.suspended = {offset: there.suspended[offset] for offset in offsets if offset in there.suspended}
-        self._tables.orders.restore(*state.key, record)
+        self._orders.put(state.key, record)
+
+    def _order(self, state: QueueState, batch: Batch) -> OrderInfo | None:
+        """The order info of that FIFO batch; None if the file has another."""
+        record = self._orders.get(state.key)
+        return record if record is not None and record.pop_time_ms == batch.pop_time_ms else None
 
     def _settled(self, _position: int, value: dict[str, Any]) -> None:
         found = self._batches.get(value["k"])
@@ -226,10 +211,10 @@ class Replay:
         state, batch = found
         if state.fifo is not batch:
             state.settle(batch, value["o"])
-            return
-        for offset in value["o"]:
-            after = self._tables.orders.commit_and_next(*state.key, offset, batch.pop_time_ms, state.cursor)
-            state.cursor = max(state.cursor, after)
+        elif (record := self._order(state, batch)) is not None:
+            record = record.acknowledged(value["o"])
+            self._orders.put(state.key, record)
+            state.cursor = max(state.cursor, record.next_offset())
 
     def _revived(self, position: int, value: dict[str, Any]) -> None:
         self._settled(position, value)
@@ -248,7 +233,9 @@ class Replay:
         state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
         batch.note_failed(offset, value.get("n") == 1)
         if state.fifo is batch:
-            self._tables.orders.update_next_visible_time(*state.key, offset, pop_time_ms, pop_time_ms + invisible_ms)
+            record = self._order(state, batch)
+            if record is not None:
+                self._orders.put(state.key, record.moved([offset], pop_time_ms + invisible_ms))
         elif state.in_flight.get(offset) is batch:
             state.change(batch, offset, pop_time_ms, invisible_ms)
 
@@ -257,11 +244,11 @@ class Replay:
         if found is None:
             return
         state, batch = found
-        if state.fifo is batch:
-            at_ms = min(batch.pop_time_ms, self._tables.clock.now_ms())  # a pop time may be ahead of the clock
-            self._tables.orders.release(*state.key, value["o"], batch.pop_time_ms, at_ms)
-        else:
+        if state.fifo is not batch:
             state.give_back(batch, value["o"])
+        elif (record := self._order(state, batch)) is not None:
+            at_ms = min(batch.pop_time_ms, self._tables.clock.now_ms())  # a pop time may be ahead of the clock
+            self._orders.put(state.key, record.given_back(value["o"], at_ms))
 
     def _reset(self, _position: int, value: dict[str, Any]) -> None:
         key, offset = QueueKey(value["t"], value["c"], value["q"]), value["o"]
@@ -270,8 +257,8 @@ class Replay:
         state = self._state(key)
         self._unsaid.pop(key, None)
         state.clear(offset)
-        state.reset_ms = max(state.last_pop_ms, self._popped_before.get(key, 0)) or self._tables.clock.now_ms()
-        self._tables.orders.clear_block(*key)
+        state.reset_ms = state.last_pop_ms or self._tables.clock.now_ms()
+        self._orders.put(key, None)
         if offset < 0:
             self._placed.discard(key)
             del self._tables.states[key]
@@ -281,31 +268,18 @@ class Replay:
     # -- what is settled, but may be acknowledged too late ----------------------------------------------------------
 
     def _pop_before(self, position: int, value: dict[str, Any]) -> None:
-        key = QueueKey(value["t"], value["c"], value["q"])
-        self._popped_before[key] = max(self._popped_before.get(key, 0), value["pt"])
         if value.get("f") != 1:
-            self._settled_before[position] = key
+            self._settled_before[position] = QueueKey(value["t"], value["c"], value["q"])
 
     def _revived_before(self, _position: int, value: dict[str, Any]) -> None:
         key = self._settled_before.get(value["k"])
         if key is not None:
             self._state(key).note_revived(value["o"])
 
-    def _reset_before(self, _position: int, value: dict[str, Any]) -> None:
-        key, offset = QueueKey(value["t"], value["c"], value["q"]), value["o"]
-        if offset >= 0 and self._tables.offsets.committed(key.group, key.topic, key.queue_id) is not None:
-            self._state(key)
-        state = self._tables.states.get(key)
-        if state is not None:
-            state.revived.clear()
-            # What was popped since left a record.
-            last_ms = max(self._popped_before.get(key, 0), self._tables.clock.now_ms())
-            state.reset_ms = last_ms if offset >= 0 else 0
-
     def _state(self, key: QueueKey) -> QueueState:
         state = self._tables.state(key)
         if state.cursor < 0 and key not in self._placed:
-            state.cursor = self._tables.offsets.committed(key.group, key.topic, key.queue_id) or 0
+            state.cursor = self._tables.committed(*key) or 0
         return state
 
     # -- what follows from them -------------------------------------------------------------------------------------
@@ -328,11 +302,11 @@ class Replay:
         topic, group, queue_id = key
         if tables.parts.groups.get(group) is None:
             del tables.states[key]
-            tables.orders.clear_block(*key)
+            self._orders.put(key, None)
             return False
         low = tables.offsets.start_of(topic, queue_id)
         high = (tables.store.offsets_or_none(topic, queue_id) or (0, 0))[1]
-        table = tables.offsets.committed(group, topic, queue_id)
+        table = tables.committed(*key)
         if key not in self._placed and table is not None:
             state.cursor = max(state.cursor, table)
         state.cursor = max(min(state.cursor, high), min(low, high))
@@ -355,64 +329,59 @@ class Replay:
                 batch.moved = later or None
                 batch.invisible_ms = min(0, now_ms - batch.pop_time_ms)
                 state.timeline.add(batch.pop_time_ms + batch.invisible_ms, batch)
-        if state.fifo is not None and state.fifo.local:
-            record = self._tables.orders.get(*state.key)
-            if record is not None:
-                record.visible_ms = {
-                    **(record.visible_ms or {}),
-                    **{o: now_ms for o in record.unacked() if state.fifo.holds(o) and record.visible_at(o) > now_ms},
-                }
-                self._tables.orders.restore(*state.key, record)
+        record = self._orders.get(state.key)
+        if record is not None and state.fifo is not None and state.fifo.local:
+            held = [o for o in record.unacked() if state.fifo.holds(o) and record.visible_at(o) > now_ms]
+            self._orders.put(state.key, record.moved(held, now_ms))
 
     def _tell_apart(self, state: QueueState, begun: Begun, now_ms: int) -> None:
         """Release what was only fetched; say of the rest that its attempt has failed, so that no later open needs to
         be told which handlers had begun. A push consumer renews what it holds, so however late it is by now, time had
         not run out."""
-        log, orders = self._tables.log, self._tables.orders
+        log = self._tables.log
         for batch in dict.fromkeys(state.in_flight.values()):
             held = [o for o in batch.open_offsets() if state.in_flight.get(o) is batch and batch.holds(o)]
             fetched, ended = _parted(state.key, held, begun)
+            past_ms = min(0, now_ms - batch.pop_time_ms)
             if fetched:
                 log.put_settled(GIVE, batch.name, fetched)
                 state.give_back(batch, fetched)
             for offset in ended:
-                past_ms = min(0, now_ms - batch.pop_time_ms)
                 log.put_change(batch.name, offset, batch.pop_time_ms, past_ms, failed=True)
                 state.change(batch, offset, batch.pop_time_ms, past_ms)
                 batch.note_failed(offset, True)
         record = self._tables.order(state)
         if record is None or state.fifo is None:
             return
-        held = [o for o in record.unacked() if o >= state.cursor and state.fifo.holds(o)]
+        held = [o for o in record.unacked(state.cursor) if state.fifo.holds(o)]
         fetched, ended = _parted(state.key, held, begun)
         if fetched:
             log.put_settled(GIVE, state.fifo.name, fetched)
-            orders.release(*state.key, fetched, record.pop_time_ms, now_ms)
+            record = record.given_back(fetched, now_ms)
         for offset in ended:
             log.put_change(state.fifo.name, offset, record.pop_time_ms, now_ms - record.pop_time_ms, failed=True)
-            orders.update_next_visible_time(*state.key, offset, record.pop_time_ms, now_ms)
             state.fifo.note_failed(offset, True)
+        if held:
+            self._orders.put(state.key, record.moved(ended, now_ms))
 
     def _in_file(self) -> Iterator[tuple[QueueKey, OrderInfo]]:
         """The FIFO batches of groups that there are, as the file knows them."""
-        tables = self._tables
-        for (topic, group, queue_id), record in tables.orders.records().items():
-            if record.pop_time_ms != 0 and record.offsets and tables.parts.groups.get(group) is not None:
-                yield QueueKey(topic, group, queue_id), record
+        for key, record in self._orders.records().items():
+            if record.pop_time_ms != 0 and record.offsets and self._tables.parts.groups.get(key[1]) is not None:
+                yield QueueKey(*key), record
 
     def _adopt(self, now_ms: int) -> None:
         """Take over the FIFO batches that the file knows: mark what is settled by now, name the others in the log."""
         tables = self._tables
-        tables.orders.cut(lambda topic, queue_id: (tables.store.offsets_or_none(topic, queue_id) or (0, 0))[1])
-        for key, record in self._in_file():
+        self._orders.cut(lambda topic, queue_id: (tables.store.offsets_or_none(topic, queue_id) or (0, 0))[1])
+        for key, known in self._in_file():
             state = tables.state(key)
             if state.cursor < 0:
                 tables.open(state)
             # The file is older than the table: what lies before `committed` was acknowledged since.
-            for i, offset in enumerate(record.offsets):
-                if offset < state.cursor:
-                    record.acked |= 1 << i
-            tables.orders.restore(*key, record)
+            settled = sum(1 << i for i, offset in enumerate(known.offsets) if offset < state.cursor)
+            record = replace(known, acked=known.acked | settled)
+            self._orders.put(key, record)
             if state.fifo is None and record.unacked():
                 self._fifo.put_anew(state)
             elif state.fifo is None and record.offsets[-1] < state.cursor:
@@ -421,6 +390,27 @@ class Replay:
             tables.commit(state)
             if tables.order(state) is not None and record.unacked():
                 tables.announce(state, now_ms)
+
+
+def count_begun(tables: PopTables, begun: Begun) -> bool:
+    """Count an attempt of what handlers had begun in the queue model. Returns True if there was anything to count."""
+    counted = False
+    for group, addresses in begun.groups.items():
+        ended = []
+        for address in addresses if tables.parts.groups.get(group) is not None else ():
+            topic, queue_id, offset = address
+            key = QueueKey(topic, group, queue_id)
+            state = tables.states.get(key)
+            record = None if state is None else tables.order(state)
+            passed = max(tables.committed(*key) or 0, 0 if state is None else state.cursor)
+            if offset < passed or (record is not None and offset in record.offsets):
+                continue  # settled, or a batch says what became of it
+            attempts = tables.orders.attempts(group, topic, queue_id).get(offset, 0) + 1
+            tables.orders.note_attempt(group, topic, queue_id, offset, attempts, tables.clock.now_ms())
+            ended.append(address)
+        begun.suspects.add(group, ended)
+        counted |= bool(ended)
+    return counted
 
 
 def _parted(key: QueueKey, held: list[int], begun: Begun) -> tuple[list[int], list[int]]:
@@ -438,12 +428,7 @@ def _is_number(value: object) -> bool:
 
 def _unnamed(record: OrderInfo) -> Batch:
     """The batch of a record of which the log does not know."""
-    start, count = record.offsets[0], len(record.offsets)
-    return Batch(-1, start, record.pop_time_ms, record.invisible_ms or 0, None, count, False)
-
-
-def _bits(value: int, count: int) -> int:
-    return value & (1 << count) - 1
+    return Batch(-1, record.offsets, record.pop_time_ms, record.invisible_ms or 0, False)
 
 
 def _numbers(value: dict[str, int] | None) -> dict[int, int] | None:

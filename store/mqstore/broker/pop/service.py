@@ -6,7 +6,8 @@
     run_once: queues whose deliveries became visible; the log's replay position; consumerOrderInfo.json
 
     module      knows
-    ask         arguments, deliveries, receipts as values
+    ask         arguments, deliveries as values             receipts   receipts as text
+    routes      which queues a group pops a topic from
     state       what is in flight in one queue, in memory
     quick       its fields, where compiled code hands out and takes back single messages
     log         how records look
@@ -14,6 +15,7 @@
     time        pop times and visible times, by a clock that may be set back
     standard    redelivery by copies              fifo    redelivery by reading again
     replay      start-up                          keep    how long the log is, consumerOrderInfo.json
+    figures     what is measured
 
 Nothing here blocks but `wait_for` and a pop that is given time. Locks: one for each (topic, group, queue); under it the
 tables' own, then the store's. No callback is called under one. What a call appends it appends with durability "append",
@@ -25,25 +27,28 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mqstore.broker.begun import Begun
 from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.filters import Filter
-from mqstore.broker.names import is_retry_topic, pop_retry_topic
+from mqstore.broker.names import pop_retry_topic
 from mqstore.broker.parts import Pin
-from mqstore.broker.pop.ask import Ask, Claim, Delivery, Pending, Start, claim_of, claims_of, expired
+from mqstore.broker.pop.ask import Ask, Delivery, Pending, Start
 from mqstore.broker.pop.fifo import FifoQueues
+from mqstore.broker.pop.figures import PopFigures
 from mqstore.broker.pop.keep import PopKeeper
+from mqstore.broker.pop.log import ACK, GIVE
 from mqstore.broker.pop.orderinfo import Suspended, check_order_info
-from mqstore.broker.pop.replay import Replay
+from mqstore.broker.pop.receipts import Claim, claim_of, claims_of, expired
+from mqstore.broker.pop.replay import Replay, count_begun
+from mqstore.broker.pop.routes import Route, Routes
 from mqstore.broker.pop.standard import StandardQueues
-from mqstore.broker.pop.state import MAX_BATCH, Counts, QueueKey, QueueState, Standing
+from mqstore.broker.pop.state import MAX_BATCH, QueueKey, QueueState
 from mqstore.broker.pop.tables import DeadLetter, PopTables
 from mqstore.broker.pop.time import SAME_MOMENT_MS
-from mqstore.broker.retention import physical_of
-from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError, NotPermittedError
-from mqstore.native import kernel
+from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError
 from mqstore.options import Durability, Duration, waits_for_disk
 
 if TYPE_CHECKING:
@@ -53,7 +58,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_BATCH", "Delivery", "Pending", "PopService"]
 
-"""Most messages of one pop (delivery#pop-request): a batch's bitmap has room for no more than 63."""
 _MIN_INVISIBLE_MS, _MAX_INVISIBLE_MS = 100, 12 * 3_600_000
 _RETRY_PERCENT = 20
 """How often the retry topic is looked at first."""
@@ -61,30 +65,6 @@ _PopOne = Callable[[QueueState, Ask, int, int, list[Delivery]], bool]
 _ATTEMPTS_MS = 1_000
 _CHUNKS = 4
 """Chunks of a queue's deliveries that are put up again in one run: some thousand messages."""
-
-
-class _Route:
-    """Where the messages of one topic are, for one group."""
-
-    __slots__ = ("choices", "group", "max_attempts", "queues", "quick", "retries")
-
-    def __init__(
-        self,
-        group: str,
-        max_attempts: int | None,
-        queues: list[QueueState],
-        retries: list[tuple[int, QueueState]],
-        quick: bool,
-    ) -> None:
-        self.group = group
-        self.quick = quick
-        """Whether compiled code may hand out from `queues`, and take back."""
-        self.max_attempts = max_attempts
-        self.queues = queues
-        self.retries = retries
-        """(mark, state) of the retry topics that exist."""
-        self.choices = len(queues) > 1 or bool(retries)
-        """Whether there is anything to be chosen by chance."""
 
 
 class PopService:
@@ -112,7 +92,6 @@ class PopService:
         self._flush_by_default = parts.store.durability == "flush"
         self._latest_ms: float = math.inf
         """The wall clock's latest time since it was set back; at first nobody knows what became of it while closed."""
-        self._routes: dict[tuple[str, str], _Route] = {}
         file = ConfigFile(parts.store, "consumerOrderInfo.json", check_order_info)
         self._tables = PopTables(parts, wake, waiters, reads, dead_letter)
         self._orders = self._tables.orders
@@ -120,14 +99,15 @@ class PopService:
         as_loaded = self._orders.version
         self._standard = StandardQueues(self._tables)
         self._fifo = FifoQueues(self._tables)
+        self.figures = PopFigures(self._tables, self._fifo)
         self._tables.begun = begun
         Replay(self._tables, self._fifo).run(release=parts.config.release_in_flight)
         self._keeper = PopKeeper(self._tables, wake, self._standard, self._fifo, file, as_loaded)
+        if begun is not None and count_begun(self._tables, begun):
+            self._keeper.save(self._clock.now_ms())
         if begun is not None:
-            self._count_begun(begun)
-        parts.topics.on_change.append(self._topic_changed)
-        parts.groups.on_change.append(self._group_changed)
-        parts.topics.in_order.append(self._in_order)
+            begun.forget()
+        self._routes = Routes(self._tables)
 
     # -- popping ----------------------------------------------------------------------------------------------------
 
@@ -170,18 +150,18 @@ class PopService:
             )
         if attempt_id is not None and type(attempt_id) is not str:
             raise ConfigError(f"an attempt id is a str, not {attempt_id!r:.80}")
-        waits = self._flush_by_default if durability is None else self._waits(durability)
+        waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
         end_ms = self._clock.monotonic_ms() + (int(poll_s * 1000) if poll_s < math.inf else math.inf) if poll_s else 0
         while True:
             # Looked up each time: the topic may have been altered while we waited.
-            route = self._routes.get((group, topic)) or self._route(group, topic)
+            route = self._routes.known.get((group, topic)) or self._routes.need(group, topic)
             now_ms, limit = self._clock.now_ms(), route.max_attempts
-            lucky = int(self._rng() * 100) if route.choices else 0
+            lucky = int(self._rng() * 100) if route.has_choice else 0
             quick = route.quick and (lucky >= _RETRY_PERCENT or not route.retries)
             if quick and n == 1 and filter is None and not order:
                 # As `_pop` for one message, as long as there is nothing to it.
                 if queue_id != -1:
-                    self._check_queue(route, topic, queue_id)
+                    route.check_queue(queue_id)
                 state = route.queues[lucky % len(route.queues) if queue_id == -1 else queue_id]
                 delivery = self._tables.hand_out(state, now_ms, invisible_ms, topic, local)
                 if delivery is not None:
@@ -202,14 +182,14 @@ class PopService:
             self._store.flush()
         return found
 
-    def _pop(self, route: _Route, ask: Ask, queue_id: int, n: int, order: bool, lucky: int) -> list[Delivery]:
+    def _pop(self, route: Route, ask: Ask, queue_id: int, n: int, order: bool, lucky: int) -> list[Delivery]:
         """`lucky`: 0 to 99, by chance."""
         found: list[Delivery] = []
         more = False
         queues, count = route.queues, len(route.queues)
         at = lucky % count
         if queue_id != -1:
-            self._check_queue(route, ask.topic, queue_id)
+            route.check_queue(queue_id)
             at, count = queue_id, 1
         retries_first = route.retries and lucky < _RETRY_PERCENT
         pop = self._fifo.pop if order else self._standard.pop
@@ -236,7 +216,7 @@ class PopService:
         return found
 
     @staticmethod
-    def _pop_retries(route: _Route, pop: _PopOne, ask: Ask, n: int, found: list[Delivery]) -> bool:
+    def _pop_retries(route: Route, pop: _PopOne, ask: Ask, n: int, found: list[Delivery]) -> bool:
         # Copies were chosen by a filter when they were first delivered.
         ask = ask._replace(filter=None)
         more = False
@@ -246,65 +226,13 @@ class PopService:
                     more |= pop(state, ask, n - len(found), mark, found)
         return more
 
-    def _route(self, group: str, topic: str) -> _Route:
-        """Look everything up that a pop needs to know of group and topic; kept until one of their tables changes."""
-        routes = self._routes
-        config = self._parts.groups.need(group)
-        if not config.consume_enable:
-            raise NotPermittedError(f"group {group!r} may not consume; alter it with consume_enable=True")
-        found = self._parts.topics.need(topic)
-        if not found.readable:
-            raise NotPermittedError(f"topic {topic!r} may not be read; alter it with a perm that has 4 (READ)")
-        if found.read_queues < 1:  # only a file can say so
-            raise NotPermittedError(f"topic {topic!r} has {found.read_queues} queues to read; alter read_queues")
-        if not self._parts.groups.may_read(group, topic):
-            raise NotPermittedError(f"group {group!r} is forbidden to read topic {topic!r}")
-        queues = [self._tables.state(QueueKey(topic, group, i)) for i in range(found.read_queues)]
-        retries = [
-            (mark, self._tables.state(QueueKey(name, group, 0)))
-            for mark, name in self.retry_topics(group, topic)
-            if self._parts.topics.get(name) is not None
-        ]
-        routes[group, topic] = route = _Route(
-            group, config.max_attempts, queues, retries, kernel is not None and not is_retry_topic(topic)
-        )
-        return route
-
-    def retry_topics(self, group: str, topic: str) -> list[tuple[int, str]]:
-        """(mark, name) of the topics that copies of popped messages may lie in, there or not. Version 1 may be another
-        group's: its name is ambiguous (delivery#system-names)."""
-        names = [(2, pop_retry_topic(group, topic, 2))]
-        if self._parts.config.pop_retry_version == 1 or self._parts.groups.get(f"{group}_{topic}") is None:
-            names.append((1, pop_retry_topic(group, topic, 1)))
-        return names
-
-    @staticmethod
-    def _check_queue(route: _Route, topic: str, queue_id: int) -> None:
-        if type(queue_id) is not int or not 0 <= queue_id < len(route.queues):
-            raise ConfigError(f"topic {topic!r} has queues 0..{len(route.queues) - 1} for readers, not {queue_id!r}")
-
-    def _topic_changed(self, topic: str) -> None:
-        if self._parts.topics.get(topic) is None:
-            self._tables.drop(lambda key: key.topic == topic)
-        # A new dict, so that a route just being made from old tables is kept where nobody looks.
-        self._routes = {}
-
-    def _group_changed(self, group: str) -> None:
-        if self._parts.groups.get(group) is None:
-            self._tables.drop(lambda key: key.group == group)
-        self._routes = {}
-
-    def _in_order(self, topic: str, group: str) -> bool:
-        """Whether the group popped the topic in order, or has attempts of its messages counted."""
-        return any(key[:2] == (topic, group) for key in self._orders.records())
-
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def wait_for(
         self, group: str, topic: str, queue_id: int, filter: Filter | None, order: bool, timeout_s: Duration
     ) -> bool:
         """Block until a pop by `group` may find something; False: the time is over."""
-        also = self._also(group, topic)
+        also = self.retry_topics(group, topic)
         seen = self._waiters.seen(topic, also)
         if self._may_find(group, topic, queue_id, order):
             return True
@@ -324,9 +252,8 @@ class PopService:
         """Have `callback(worth_a_pop)` called once, by whoever dispatches, when a pop by `group` may find something, or
         at `deadline_ms` (monotonic). Of several that wait one is called for each message; who then does not pop has to
         pass it on with `Waiters.wake_one`. Errors as of `Waiters.add_waiter` and `pop`."""
-        if (group, topic) not in self._routes:  # a group that this makes is news, and nobody is to be woken by that
-            self._route(group, topic)
-        also = self._also(group, topic)
+        self._routes.need(group, topic)  # first: a group that this makes is news, and nobody is to be woken by that
+        also = self.retry_topics(group, topic)
         waiter = self._waiters.add_waiter(topic, queue_id, None, filter, callback, deadline_ms, group=group, also=also)
         try:
             worth_a_look = self._may_find(group, topic, queue_id, order)
@@ -337,17 +264,14 @@ class PopService:
             self._waiters.wake_one(topic, queue_id, group)
         return waiter
 
-    def remove_waiter(self, waiter: Waiter) -> bool:
-        """Let the waiter go; False: its callback has been called, or is about to be."""
-        return self._waiters.remove_waiter(waiter)
-
-    def _also(self, group: str, topic: str) -> list[str]:
-        return [name for _, name in self.retry_topics(group, topic)]
+    def retry_topics(self, group: str, topic: str) -> list[str]:
+        """Names of the topics that copies of popped messages may lie in, there or not."""
+        return [name for _, name in self._routes.retry_topics(group, topic)]
 
     def _may_find(self, group: str, topic: str, queue_id: int, order: bool) -> bool:
-        route = self._routes.get((group, topic)) or self._route(group, topic)
+        route = self._routes.need(group, topic)
         if queue_id != -1:
-            self._check_queue(route, topic, queue_id)
+            route.check_queue(queue_id)
         queues = route.queues if queue_id == -1 else [route.queues[queue_id]]
         queues = [*queues, *(state for _, state in route.retries)]
         return any(self._holds_something(state, order) for state in queues)
@@ -357,7 +281,7 @@ class PopService:
             topic, group, queue_id = state.key
             # A queue that is popped one way is no use to who pops the other way until what is in flight has ended.
             blocked = order or state.fifo is not None
-            if blocked and self._orders.check_block(None, topic, group, queue_id, 0, self._clock.now_ms()):
+            if blocked and self._orders.blocks(state.key, self._clock.now_ms()):
                 return False
             if order and (state.in_flight or state.released):
                 return False
@@ -378,12 +302,12 @@ class PopService:
         ReceiptExpiredError for those of messages that were put up for redelivery already (its `receipts`): the others
         are settled.
         """
-        waits = self._flush_by_default if durability is None else self._waits(durability)
+        waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
         if len(receipts) == 1 and not waits:
-            route = self._routes.get((group, topic))
+            route = self._routes.known.get((group, topic))
             if route is not None and route.quick and self._tables.settle_one(route.queues, receipts[0]):
                 return
-        late = self._each_queue(group, topic, receipts, self._standard.settle, self._fifo.settle)
+        late = self._settle(group, topic, receipts, ACK)
         if waits:
             self._store.flush()
         if late:
@@ -394,38 +318,35 @@ class PopService:
     ) -> None:
         """Give deliveries back unseen: popped again before anything new, the attempt not counted. Durability and errors
         as of `ack`, here and in the calls below."""
-        waits = self._waits(durability)
-        late = self._each_queue(group, topic, receipts, self._standard.give_back, self._fifo.give_back)
-        if waits:
-            self._store.flush()
+        with self._durably(durability):
+            late = self._settle(group, topic, receipts, GIVE)
         if late:
             raise expired(late)
-
-    def change_invisible(
-        self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None = None
-    ) -> str:
-        """Let a delivery become visible in `invisible_ms` (0 to 12 h) from now; the receipt that takes the place of the
-        given one. Errors as `ack`, and ConfigError for the time."""
-        return self._change(group, topic, receipt, invisible_ms, durability, renew=False)
 
     def renew(
         self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None = None
     ) -> str:
         """As `change_invisible`, but the given receipt stays good, and is what is returned."""
-        return self._change(group, topic, receipt, invisible_ms, durability, renew=True)
+        return self.change_invisible(group, topic, receipt, invisible_ms, durability, renew=True)
 
-    def _change(
-        self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None, *, renew: bool
+    def change_invisible(
+        self,
+        group: str,
+        topic: str,
+        receipt: str,
+        invisible_ms: int,
+        durability: Durability | None = None,
+        *,
+        renew: bool = False,
     ) -> str:
-        waits = self._waits(durability)
-        _check_delay(invisible_ms)
-        claim = claim_of(receipt)
-        state = self._state_of(group, topic, claim)
-        with state.lock:
-            changed = self._kind(claim).change(state, claim, invisible_ms, renew=renew)
-        if waits:
-            self._store.flush()
-        return changed
+        """Let a delivery become visible in `invisible_ms` (0 to 12 h) from now; the receipt that takes the place of the
+        given one. Errors as `ack`, and ConfigError for the time."""
+        with self._durably(durability):
+            _check_delay(invisible_ms)
+            claim = claim_of(receipt)
+            state = self._state_of(group, topic, claim)
+            with state.lock:
+                return self._kind(claim).change(state, claim, invisible_ms, renew=renew)
 
     def nack(
         self,
@@ -441,56 +362,40 @@ class PopService:
         this attempt. The last attempt ends as a dead letter, and None is returned; else the receipt that takes the
         place of the given one. `error` is shown by `suspended`, for a queue that is popped in order. Errors as `ack`,
         and ConfigError for the time."""
-        waits = self._waits(durability)
-        if delay_ms is not None:
-            _check_delay(delay_ms)
-        failed = self._fail(group, topic, receipt, delay_ms, error)
-        if waits:
-            self._store.flush()
-        return failed
-
-    def _fail(self, group: str, topic: str, receipt: str, delay_ms: int | None, error: str) -> str | None:
-        claim = claim_of(receipt)
-        state = self._state_of(group, topic, claim)
-        config = self._parts.groups.need(group)
-        kind = self._kind(claim)
-        with state.lock:
-            attempt = kind.attempt(state, claim)
-            if config.max_attempts is not None and attempt >= config.max_attempts:
-                kind.bury(state, claim, f"attempt {attempt} of {config.max_attempts} failed")
-                return None
-            delay_ms = min(config.delay_ms(attempt), _MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
-            changed = kind.change(state, claim, delay_ms, failed=True)
-            if kind is self._fifo:
-                now_ms = self._clock.now_ms()
-                self._orders.note_failed(*state.key, claim.offset, attempt, now_ms, error)
-                self._save_soon(now_ms)
-            return changed
+        with self._durably(durability):
+            if delay_ms is not None:
+                _check_delay(delay_ms)
+            claim = claim_of(receipt)
+            state = self._state_of(group, topic, claim)
+            config = self._parts.groups.need(group)
+            kind = self._kind(claim)
+            with state.lock:
+                attempt = kind.attempt(state, claim)
+                if config.max_attempts is not None and attempt >= config.max_attempts:
+                    kind.bury(state, claim, f"attempt {attempt} of {config.max_attempts} failed")
+                    return None
+                delay_ms = min(config.delay_ms(attempt), _MAX_INVISIBLE_MS) if delay_ms is None else delay_ms
+                changed = kind.change(state, claim, delay_ms, failed=True)
+                if kind is self._fifo:
+                    self._fifo.note_failed(state, claim, attempt, error)
+                    self._save_soon()
+                return changed
 
     def dead_letter(
         self, group: str, topic: str, receipt: str, reason: str, durability: Durability | None = None
     ) -> None:
         """Move a delivery's message to the group's dead letters and settle it. Errors as `ack`; settled before:
         ReceiptExpiredError."""
-        waits = self._waits(durability)
-        claim = claim_of(receipt)
-        state = self._state_of(group, topic, claim)
-        with state.lock:
-            self._kind(claim).bury(state, claim, reason)
-        if waits:
-            self._store.flush()
+        with self._durably(durability):
+            claim = claim_of(receipt)
+            state = self._state_of(group, topic, claim)
+            with state.lock:
+                self._kind(claim).bury(state, claim, reason)
 
     def _kind(self, claim: Claim) -> StandardQueues | FifoQueues:
         return self._fifo if claim.fifo else self._standard
 
-    def _each_queue(
-        self,
-        group: str,
-        topic: str,
-        texts: Sequence[str] | str,
-        standard: Callable[[QueueState, Iterable[Claim]], list[str]],
-        fifo: Callable[[QueueState, Iterable[Claim]], list[str]],
-    ) -> list[str]:
+    def _settle(self, group: str, topic: str, texts: Sequence[str] | str, kind: str) -> list[str]:
         """Hand each queue the receipts that concern it; the receipts that came too late."""
         if isinstance(texts, str):
             texts = (texts,)
@@ -498,7 +403,7 @@ class PopService:
             claim = claim_of(texts[0])
             state = self._state_of(group, topic, claim)
             with state.lock:
-                return (fifo if claim.fifo else standard)(state, (claim,))
+                return self._kind(claim).settle(state, (claim,), kind)
         queues: dict[tuple[int, int, bool], list[Claim]] = {}
         for claim in claims_of(texts):
             queues.setdefault((claim.mark, claim.queue_id, claim.fifo), []).append(claim)
@@ -506,7 +411,7 @@ class PopService:
         late: list[str] = []
         for state, claims in concerned:
             with state.lock:
-                late += (fifo if claims[0].fifo else standard)(state, claims)
+                late += self._kind(claims[0]).settle(state, claims, kind)
         return late
 
     def _state_of(self, group: str, topic: str, *claims: Claim) -> QueueState:
@@ -514,7 +419,7 @@ class PopService:
         when it has no such message."""
         first = claims[0]
         last = max(claims, key=lambda claim: claim.offset) if len(claims) > 1 else first
-        route = self._routes.get((group, topic))
+        route = self._routes.known.get((group, topic))
         if route is not None and first.mark == 0 and first.queue_id < len(route.queues):
             known = route.queues[first.queue_id]
             if last.offset < known.cursor:  # it was popped, and needs no look at tables and queue
@@ -539,9 +444,13 @@ class PopService:
                 )
         return state
 
-    def _waits(self, durability: Durability | None) -> bool:
-        """Whether a call is to wait for the disk, once it has let go of its locks; None: as the store does."""
-        return waits_for_disk(durability, self._flush_by_default)
+    @contextmanager
+    def _durably(self, durability: Durability | None) -> Iterator[None]:
+        """Wait for the disk behind the block, which has given its locks back by then. None: as the store does."""
+        waits = waits_for_disk(durability, self._flush_by_default)
+        yield
+        if waits:
+            self._store.flush()
 
     # -- what is in flight ------------------------------------------------------------------------------------------
 
@@ -562,11 +471,9 @@ class PopService:
         ]
         record = self._tables.order(state)
         if record is not None:
-            now_ms = self._clock.now_ms()
             found += [
                 Pending(topic, queue_id, offset, record.pop_time_ms, record.visible_at(offset), True)
-                for offset in record.unacked()
-                if offset >= state.cursor and not record.is_visible(offset, now_ms)
+                for offset in record.held(state.cursor, self._clock.now_ms())
             ]
         return found
 
@@ -578,43 +485,6 @@ class PopService:
                 count += len(state.in_flight) + (0 if state.fifo is None else len(self._pending(state)))
         return count
 
-    # -- what is counted and measured -------------------------------------------------------------------------------
-
-    def counts(self) -> Iterator[tuple[QueueKey, Counts]]:
-        """What happened in each queue since the last call; queues in which nothing did are left out."""
-        while self._tables.last_counts:
-            yield self._tables.last_counts.pop()
-        for key, state in list(self._tables.states.items()):
-            if state.pops or state.acked:  # a look without the lock: what comes just now is for the next call
-                with state.lock:
-                    found = state.counts()
-                if found is not None:
-                    yield key, found
-
-    def standing(self, group: str, topic: str, queue_id: int) -> Standing | None:
-        """Where the group stands in a queue; None when it has not popped from it since the store was opened, and
-        nothing is in flight."""
-        state = self._tables.states.get(QueueKey(topic, group, queue_id))
-        if state is None or state.cursor < 0:
-            return None
-        with state.lock:
-            record = self._tables.order(state)
-            if record is not None:
-                return self._fifo.standing(state, record, self._clock.now_ms())
-            return state.standing()
-
-    def backlog(self, now_ms: int) -> tuple[int, int, int]:
-        """(deliveries that wait to be put up again, milliseconds that the first of them has waited, batches with a
-        message that is not settled)."""
-        overdue, first_ms, batches = 0, now_ms, 0
-        for state in list(self._tables.states.values()):
-            with state.lock:
-                batches += state.open_batches
-                for at_ms in state.overdue(now_ms):
-                    overdue += 1
-                    first_ms = min(first_ms, at_ms)
-        return overdue, now_ms - first_ms, batches
-
     # -- forced restarts --------------------------------------------------------------------------------------------
 
     def reset(self, topic: str, group: str, queue_id: int, offset: int) -> None:
@@ -623,7 +493,7 @@ class PopService:
         key = QueueKey(topic, group, queue_id)
         state = self._tables.states.get(key)
         if state is None:
-            self._orders.clear_block(*key)
+            self._orders.put(key, None)
             return
         with state.lock:
             if not state.gone:
@@ -654,46 +524,17 @@ class PopService:
     def note_attempt(self, group: str, topic: str, queue_id: int, offset: int, count: int, error: str = "") -> None:
         """Note that the message at `offset` has failed `count` times, the last time by `error`; on disk within a second
         (delivery#order-file)."""
-        now_ms = self._clock.now_ms()
-        self._orders.note_attempt(group, topic, queue_id, offset, count, now_ms, error)
-        self._save_soon(now_ms)
+        self._orders.note_attempt(group, topic, queue_id, offset, count, self._clock.now_ms(), error)
+        self._save_soon()
 
     def suspended(self, group: str) -> dict[tuple[str, int], Suspended]:
         """(topic, queue id) -> the failed message that holds the queue up, in either model."""
-        offsets = self._parts.offsets
-        return self._orders.suspended(group, lambda topic, name, queue_id: offsets.committed(name, topic, queue_id))
+        return self._orders.suspended(group, self._tables.committed)
 
-    def _save_soon(self, now_ms: int) -> None:
+    def _save_soon(self) -> None:
         """Have the order info on disk within a second: a message has failed."""
-        self._keeper.save_within(_ATTEMPTS_MS, now_ms)
+        self._keeper.save_within(_ATTEMPTS_MS, self._clock.now_ms())
         self._wake()
-
-    def _count_begun(self, begun: Begun) -> None:
-        """Count an attempt of what handlers had begun in the queue model, and let `begun` forget what is on disk."""
-        now_ms, counted = self._clock.now_ms(), False
-        for group, addresses in begun.groups.items():
-            ended = []
-            for address in addresses if self._parts.groups.get(group) is not None else ():
-                topic, queue_id, offset = address
-                committed = self._parts.offsets.committed(group, topic, queue_id) or 0
-                if offset < committed or self._was_popped(QueueKey(topic, group, queue_id), offset):
-                    continue
-                attempts = self._orders.attempts(group, topic, queue_id).get(offset, 0) + 1
-                self._orders.note_attempt(group, topic, queue_id, offset, attempts, now_ms)
-                ended.append(address)
-            begun.suspects.add(group, ended)
-            counted |= bool(ended)
-        if counted:
-            self._keeper.save(now_ms)
-        begun.forget()
-
-    def _was_popped(self, key: QueueKey, offset: int) -> bool:
-        """Whether a batch says what became of a message."""
-        state = self._tables.states.get(key)
-        if state is None:
-            return False
-        record = self._tables.order(state)
-        return offset < state.cursor or (record is not None and offset in record.offsets)
 
     # -- as a mechanism ---------------------------------------------------------------------------------------------
 
@@ -731,30 +572,11 @@ class PopService:
     def close(self) -> None:
         """Persist."""
         self._keeper.close()
-        for changes, listener in (
-            (self._parts.topics.on_change, self._topic_changed),
-            (self._parts.groups.on_change, self._group_changed),
-        ):
-            if listener in changes:
-                changes.remove(listener)
-        if self._in_order in self._parts.topics.in_order:
-            self._parts.topics.in_order.remove(self._in_order)
+        self._routes.close()
 
     def pins(self) -> Iterable[Pin]:
         """The record from which a replay begins. Messages in flight are kept by the offset committed."""
         return self._keeper.pins()
-
-    def held(self) -> Iterable[Pin]:
-        """The oldest message of each queue that is in flight: for retention that keeps nothing else for a group. What
-        waits for a group to come is not: released, or in order and visible again."""
-        store, now_ms = self._tables.store, self._tables.clock.now_ms()
-        for key, state in list(self._tables.states.items()):
-            with state.lock:
-                offset = self._tables.first_held(state, now_ms)
-            if offset is not None and store.offsets_or_none(key.topic, key.queue_id) is not None:
-                physical = physical_of(store, key.topic, key.queue_id, offset)
-                if physical is not None:
-                    yield Pin(physical, key.topic, key.queue_id, key.group, "in flight")
 
 
 def _check_delay(delay_ms: int) -> None:

@@ -2,8 +2,8 @@
 
     pop      ck record, then in flight                           attempt ended by expiry (`visit`) or `bury`:
     settle   ack record, then settled                               copy to the retry topic, or dead letter
-    change   chg record, then visible at another time               then rev record, then settled
-    give_back  rel record, then popped again first
+    settle, to give back: rel record, then popped again first       then rev record, then settled
+    change   chg record, then visible at another time
 
 Each record is appended under the queue's lock before memory changes, so memory is always what a replay would make of
 the log. A crash between copy and `rev` copies once more; nothing else happens twice, and nothing is lost.
@@ -17,21 +17,20 @@ from operator import attrgetter
 
 from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.names import is_retry_topic, pop_retry_topic
-from mqstore.broker.pop.ask import Ask, Claim, Delivery, expired
-from mqstore.broker.pop.log import ACK, GIVE, LOCAL, REVIVE, deltas_text
+from mqstore.broker.pop.ask import Ask, Delivery
+from mqstore.broker.pop.log import ACK, GIVE, REVIVE
+from mqstore.broker.pop.receipts import Claim, expired, receipt_head
 from mqstore.broker.pop.state import Batch, QueueKey, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.time import pop_time
-from mqstore.broker.retry import origin_topic
 from mqstore.errors import InvalidMessageError
-from mqstore.layout.properties import DELAY
+from mqstore.layout.properties import DELAY, FIRST_POP_TIME
 from mqstore.log.message import Message, stored_bytes
 
 __all__ = ["StandardQueues"]
 
 _log = logging.getLogger("mqstore")
 
-FIRST_POP_TIME = "1ST_POP_TIME"
 _CHUNK = 64
 """Batches redelivered in one go: how long the queue is locked for it."""
 _NEAR = 8
@@ -91,12 +90,8 @@ class StandardQueues:
         count = len(messages)
         start = messages[0].offset
         offsets = (start,) if count == 1 else [message.offset for message in messages]
-        deltas = None if offsets[-1] - start == count - 1 else tuple([offset - start for offset in offsets])
-        text = deltas_text(deltas, count)
-        name = self._log.put_pop(
-            state.head, start, pop_time_ms, invisible_ms, text, state.cursor, LOCAL if local else ""
-        )
-        state.add(Batch(name, start, pop_time_ms, invisible_ms, deltas, count, local), offsets)
+        batch = self._tables.log_batch(state, offsets, pop_time_ms, invisible_ms, state.cursor, local=local)
+        state.add(batch, offsets)
         state.pops += 1
         state.popped += count
         state.popped_bytes += stored_bytes(messages)
@@ -105,7 +100,7 @@ class StandardQueues:
         if state.announced_ms is None or visible_ms < state.announced_ms:
             self._tables.announce(state, visible_ms)
         queue_id = state.key.queue_id
-        head = f"{start} {pop_time_ms} {invisible_ms} 0 {mark} mqstore {queue_id} "
+        head = receipt_head(start, pop_time_ms, invisible_ms, mark, queue_id)
         for message, offset in zip(messages, offsets, strict=True):
             out.append(_new(Delivery, (message, f"{head}{offset}", visible_ms, topic, queue_id, None)))
 
@@ -129,15 +124,14 @@ class StandardQueues:
         over = [message for message in messages if message.reconsume_times >= limit]
         for message in over:
             reason = f"{message.reconsume_times} attempts ended, of {limit}"
-            self._tables.dead_letter(message, key.group, reason, origin_topic=origin_topic(message, key.group))
+            self._tables.file_dead_letter(key.group, message, reason)
         return [message for message in messages if message.reconsume_times < limit] if over else messages
 
     def _leave_fifo(self, state: QueueState, ask: Ask) -> bool:
         """The group popped this queue in order before. Wait for that batch; then what is not settled of it counts as
         not popped yet."""
-        key = state.key
         if self._tables.order(state) is not None:
-            if self._tables.orders.check_block(None, *key, ask.invisible_ms, ask.now_ms):
+            if self._tables.orders.blocks(state.key, ask.now_ms):
                 return False
             self._tables.reset(state, state.cursor)
         return True
@@ -145,7 +139,7 @@ class StandardQueues:
     # -- settling ---------------------------------------------------------------------------------------------------
 
     def settle(self, state: QueueState, claims: Iterable[Claim], kind: str = ACK) -> list[str]:
-        """Acknowledge; the receipts that came too late. One acknowledged before is fine."""
+        """Acknowledge, or give back unseen (`GIVE`). The receipts that came too late; one settled before is fine."""
         late: list[str] = []
         found: dict[Batch, list[int]] = {}
         for claim in claims:
@@ -164,12 +158,7 @@ class StandardQueues:
             else:
                 state.acked += state.settle(batch, offsets)
         self._tables.commit(state)
-        return late
-
-    def give_back(self, state: QueueState, claims: Iterable[Claim]) -> list[str]:
-        """Take deliveries back unseen."""
-        late = self.settle(state, claims, GIVE)
-        if state.released:
+        if kind == GIVE and state.released:
             self._tables.waiters.wake_one(state.key.topic, state.key.queue_id, state.key.group)
         return late
 
@@ -190,8 +179,8 @@ class StandardQueues:
         self._tables.announce(state, pop_time_ms + invisible_ms)
         if renew:
             return claim.text
-        shown_ms = max(0, invisible_ms)
-        return f"{claim.offset} {pop_time_ms} {shown_ms} 0 {claim.mark} mqstore {claim.queue_id} {claim.offset}"
+        head = receipt_head(claim.offset, pop_time_ms, max(0, invisible_ms), claim.mark, claim.queue_id)
+        return f"{head}{claim.offset}"
 
     def attempt(self, state: QueueState, claim: Claim) -> int:
         """Which delivery of its message this is, from 1. ReceiptExpiredError when it came too late."""
@@ -202,13 +191,7 @@ class StandardQueues:
     def bury(self, state: QueueState, claim: Claim, reason: str) -> None:
         """File the message as a dead letter, then settle it."""
         batch = self._need(state, claim)
-        message = self._tables.message(state.key, claim.offset)
-        if message is None:
-            self._tables.lost(state, claim.offset)
-        else:
-            self._tables.dead_letter(
-                message, state.key.group, reason, origin_topic=origin_topic(message, state.key.group)
-            )
+        self._tables.bury(state, claim.offset, reason)
         self._settle(state, REVIVE, batch, [claim.offset])
         state.note_revived([claim.offset])
 
@@ -321,7 +304,7 @@ class StandardQueues:
             if ended:
                 reason = PROCESS_ENDED
                 self._tables.comes_again(state, message.offset, None)
-            self._tables.dead_letter(message, key.group, reason, origin_topic=origin_topic(message, key.group))
+            self._tables.file_dead_letter(key.group, message, reason)
             return
         topic = key.topic
         if not is_retry_topic(topic):
@@ -339,7 +322,7 @@ class StandardQueues:
         except InvalidMessageError as error:
             # No later try will fare better: its properties leave no room for those of a copy.
             reason = f"cannot be retried: {error}"
-            self._tables.dead_letter(message, key.group, reason, origin_topic=origin_topic(message, key.group))
+            self._tables.file_dead_letter(key.group, message, reason)
 
     # -- keeping the log short --------------------------------------------------------------------------------------
 
@@ -350,15 +333,10 @@ class StandardQueues:
         for offset in batch.open_offsets():
             alike.setdefault((*batch.times(offset), batch.holds(offset)), []).append(offset)
         for (pop_time_ms, invisible_ms, local), offsets in alike.items():
-            start, count = offsets[0], len(offsets)
-            deltas = None if offsets[-1] - start == count - 1 else tuple(offset - start for offset in offsets)
-            more = LOCAL if local else ""
-            text = deltas_text(deltas, count)
-            name = self._log.put_pop(state.head, start, pop_time_ms, invisible_ms, text, state.cursor, more)
-            new = Batch(name, start, pop_time_ms, invisible_ms, deltas, count, local)
+            new = self._tables.log_batch(state, offsets, pop_time_ms, invisible_ms, state.cursor, local=local)
             state.replace(new, offsets)
             given = [offset for offset in offsets if offset in released]
             if given:
-                self._log.put_settled(GIVE, name, given)
+                self._log.put_settled(GIVE, new.name, given)
                 state.give_back(new, given)
         self._announce_next(state)

@@ -78,21 +78,14 @@ class Batch(Lent):
 
     __slots__ = ()
 
-    def __init__(
-        self,
-        name: int,
-        start: int,
-        pop_time_ms: int,
-        invisible_ms: int,
-        deltas: tuple[int, ...] | None,
-        count: int,
-        local: bool,
-    ) -> None:
+    def __init__(self, name: int, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, local: bool) -> None:
+        """`offsets`: of its messages, ascending."""
+        start, count = offsets[0], len(offsets)
         self.name = name
         self.start = start
         self.pop_time_ms = pop_time_ms
         self.invisible_ms = invisible_ms
-        self.deltas = deltas
+        self.deltas = None if offsets[-1] - start == count - 1 else tuple([offset - start for offset in offsets])
         self.left = (1 << count) - 1
         self.moved = None
         self.local = local
@@ -265,12 +258,13 @@ class QueueState(Lending):
         self.timeline.add(batch.pop_time_ms + batch.invisible_ms, batch)
 
     def replace(self, batch: Batch, offsets: Sequence[int]) -> None:
-        """As `add`, for a replay: what an older record said of these offsets no longer counts."""
+        """As `add`, for what was popped before: what an older record said of these offsets no longer counts."""
         for offset in offsets:
             old = self.in_flight.pop(offset, None)
             if old is not None:
                 self._strike(old, old.bit(offset))
         self.add(batch, offsets)
+        self.last_pop_ms = max(self.last_pop_ms, batch.pop_time_ms)
 
     def change(self, batch: Batch, offset: int, pop_time_ms: int, invisible_ms: int) -> None:
         """A delivery becomes visible at another time."""

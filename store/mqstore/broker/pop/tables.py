@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from mqstore.broker.begun import Address, Begun
 from mqstore.broker.filters import Filter
 from mqstore.broker.pop.ask import Delivery, Start
-from mqstore.broker.pop.log import ACK, POP, PopLog
+from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable
 from mqstore.broker.pop.quick import Desk
 from mqstore.broker.pop.state import Batch, Counts, QueueKey, QueueState
+from mqstore.broker.retry import origin_topic
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
@@ -105,8 +106,8 @@ class PopTables(Desk):
         """Forget states: their group or topic is gone. The log is told, or a group of the same name would inherit
         them at the next start."""
         for key in self.orders.records():  # also those that only count attempts, and have no state
-            if concerned(QueueKey(key[0], key[1], key[2])):
-                self.orders.clear_block(*key)
+            if concerned(QueueKey(*key)):
+                self.orders.put(key, None)
         for key, state in list(self.states.items()):
             if concerned(key):
                 with state.lock:
@@ -121,7 +122,7 @@ class PopTables(Desk):
                         counts = state.counts()
                         if counts is not None:
                             self.last_counts.append((key, counts))
-                        self.orders.clear_block(*key)
+                        self.orders.put(key, None)
                         self.states.pop(key, None)
 
     def reset(self, state: QueueState, offset: int) -> None:
@@ -129,8 +130,12 @@ class PopTables(Desk):
         self.log.put_reset(state.head, offset)
         state.clear(offset)
         state.reset_ms = state.last_pop_ms or self.clock.now_ms()  # not popped since it was opened: before, perhaps
-        self.orders.clear_block(*state.key)
+        self.orders.put(state.key, None)
         self.commit(state)
+
+    def committed(self, topic: str, group: str, queue_id: int) -> int | None:
+        """Progress of a group, by the order in which a state's key names things."""
+        return self.offsets.committed(group, topic, queue_id)
 
     def commit(self, state: QueueState) -> None:
         """Tell the offset table how far the queue is settled. Under the state's lock."""
@@ -219,7 +224,7 @@ class PopTables(Desk):
         """The queue's FIFO batch, None without one. `state.fifo` keeps up with it: it may have been cleaned away."""
         if state.fifo is None:
             return None
-        record = self.orders.get(*state.key)
+        record = self.orders.get(state.key)
         if record is None:
             state.fifo = None
             return None
@@ -228,14 +233,23 @@ class PopTables(Desk):
         )
         return record
 
-    def first_held(self, state: QueueState, now_ms: int) -> int | None:
-        """The first offset that is in flight: not settled nor put again, in order not yet visible again. None without
-        one. Under the state's lock."""
-        offsets = [min(state.in_flight)] if state.in_flight else []
-        record = self.order(state)
-        if record is not None:
-            offsets += [o for o in record.unacked() if o >= state.cursor and not record.is_visible(o, now_ms)]
-        return min(offsets, default=None)
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    def log_batch(
+        self,
+        state: QueueState,
+        offsets: Sequence[int],
+        pop_time_ms: int,
+        invisible_ms: int,
+        cursor: int,
+        *,
+        local: bool,
+        more: str = "",
+    ) -> Batch:
+        """Append a batch of the queue to the pop log. `more`: members of its record that make it a FIFO one."""
+        more += LOCAL if local else ""
+        name = self.log.put_pop(state.head, offsets, pop_time_ms, invisible_ms, cursor, more)
+        return Batch(name, offsets, pop_time_ms, invisible_ms, local)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -245,6 +259,21 @@ class PopTables(Desk):
             return None
         found = self.store.get(key.topic, key.queue_id, offset, 1).messages
         return found[0] if found and found[0].offset == offset else None
+
+    def bury(self, state: QueueState, offset: int, reason: str, *, reconsume_times: int | None = None) -> None:
+        """File the message at `offset` as a dead letter, if it is still there."""
+        message = self.message(state.key, offset)
+        if message is None:
+            self.lost(state, offset)
+        else:
+            self.file_dead_letter(state.key.group, message, reason, reconsume_times=reconsume_times)
+
+    def file_dead_letter(
+        self, group: str, message: Message, reason: str, *, reconsume_times: int | None = None
+    ) -> None:
+        """As `Retries.dead_letter`, for a group that pops."""
+        origin = origin_topic(message, group)
+        self.dead_letter(message, group, reason, origin_topic=origin, reconsume_times=reconsume_times)
 
     # -- the agenda -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,173 @@
+"""Outcome of a message of the timer topic when its time has come, or cannot come.
+
+    delivered     to REAL_TOPIC, REAL_QID, without what delayed it
+    rolled        to the timer topic again: on its way, or early, as it is
+    left out      cancelled; or its topic was deleted since
+    dead letter   it can never be delivered
+    lost          its record is damaged, or retention took it: counted and logged
+
+Knows the store and the road, and nothing of slots.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+from mqstore.broker.admin.statistics import DELAY_LATENCY
+from mqstore.broker.delay.route import LEVEL_MARKS, PRECISION_MS, Cancellations, number
+from mqstore.broker.delay.timerfiles import ROLLS, TimerFilesDamaged, TimerUnit
+from mqstore.broker.names import SCHEDULE_GROUP, TIMER_TOPIC
+from mqstore.broker.parts import Parts
+from mqstore.broker.retry import Retries
+from mqstore.errors import InvalidMessageError
+from mqstore.layout.properties import (
+    CRC32,
+    DELAY,
+    REAL_QID,
+    REAL_TOPIC,
+    TIMER_DELAY_LEVEL,
+    TIMER_DELAY_MS,
+    TIMER_DELAY_SEC,
+    TIMER_DELIVER_MS,
+    TIMER_DEQUEUE_MS,
+    TIMER_ENQUEUE_MS,
+    TIMER_OUT_MS,
+    TIMER_ROLL_TIMES,
+)
+from mqstore.log.message import Message
+
+__all__ = ["TimerMessages"]
+
+_log = logging.getLogger("mqstore")
+
+_DELIVERED_WITHOUT: Final = frozenset(
+    {REAL_TOPIC, REAL_QID, TIMER_DELAY_SEC, TIMER_DELAY_MS, TIMER_DELIVER_MS, DELAY, CRC32}
+)
+_DELIVERED_BY_LEVEL_WITHOUT: Final = LEVEL_MARKS | {DELAY, CRC32}
+_ROLLED_WITHOUT: Final = frozenset({DELAY, CRC32})
+
+
+class TimerMessages:
+    """The records behind the timer's units."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._store = parts.store
+        self._retries = Retries(parts)
+
+    def finish(self, unit: TimerUnit, cancelled: Cancellations, over_ms: int, now_ms: int) -> None:
+        """Deliver, roll or leave out what a unit stands for."""
+        message = self.record(unit)
+        if message is None:
+            return
+        properties = message.stored_properties()
+        topic, out_ms = properties.get(REAL_TOPIC, ""), number(properties.get(TIMER_OUT_MS))
+        assert out_ms is not None, "placed without a time"
+        home = self._parts.road.home(message, topic, int(properties[REAL_QID]))
+        if home is None:
+            self._pass_over(message, topic)
+            return
+        # One that was to be rolled is, even if it is overdue by now: its cancellation waits in its own slot.
+        if unit.magic & ROLLS or out_ms >= over_ms:
+            hops = str((number(properties.get(TIMER_ROLL_TIMES)) or 0) + 1)
+            self._put(message, TIMER_TOPIC, 0, properties, _ROLLED_WITHOUT, {TIMER_ROLL_TIMES: hops})
+            return
+        by_level = TIMER_DELAY_LEVEL in properties  # such cannot be recalled, and comes as from its level
+        if not by_level and cancelled.cover(message):
+            self._parts.statistics.add("TIMER_CANCELLED", topic)
+            return
+        without = _DELIVERED_BY_LEVEL_WITHOUT if by_level else _DELIVERED_WITHOUT
+        marks = {} if by_level else {TIMER_ENQUEUE_MS: str(unit.write_ms), TIMER_DEQUEUE_MS: str(now_ms)}
+        self._put(message, topic, home, properties, without, marks)
+        late_ms = self._parts.clock.now_ms() - (out_ms + PRECISION_MS)  # from when its slot was over
+        self._parts.statistics.add(DELAY_LATENCY, topic, max(0, late_ms))
+
+    def _pass_over(self, message: Message, topic: str) -> None:
+        _log.warning(
+            "%s: timer: the message at %d of the log waited for %s, which was deleted since, and is passed over",
+            self._store.path,
+            message.physical_offset,
+            topic,
+        )
+        self._parts.statistics.add("TIMER_PASSED_OVER", topic)
+
+    def _put(
+        self,
+        message: Message,
+        topic: str,
+        queue_id: int,
+        properties: Mapping[str, str],
+        without: frozenset[str],
+        marks: Mapping[str, str],
+    ) -> None:
+        """Copy a message to where it goes now. One that cannot be stored there, now or ever, is a dead letter; any
+        other error is raised, and the put tried again (5.4 c)."""
+        kept = {name: value for name, value in properties.items() if name not in without}
+        copy = self._parts.road.copy
+        try:
+            copy(message, topic, queue_id, {**kept, **marks}, durability="append")
+        except InvalidMessageError:
+            # It may have been so large that our marks are what is too much.
+            try:
+                copy(message, topic, queue_id, kept, durability="append")
+            except InvalidMessageError as error:
+                self.bury(message, str(error))
+
+    def bury(self, message: Message, reason: str) -> None:
+        """A message that can never be delivered goes to the dead letters of delay."""
+        text = f"message at {message.physical_offset} of {TIMER_TOPIC}: {reason}"
+        try:
+            self._retries.dead_letter(message, SCHEDULE_GROUP, text)
+        except InvalidMessageError as error:
+            # No room for it anywhere. It stays where it is until retention comes there.
+            text += f"; and it cannot be dead-lettered: {error}"
+        self.count("TIMER_UNDELIVERABLE", 1, text)
+
+    def record(self, unit: TimerUnit) -> Message | None:
+        """The record of a unit; None, counted, when the commitlog no longer has it whole."""
+        try:
+            message = self._store.at(unit.physical_offset)
+        except LookupError:
+            message = None
+        if message is not None and message.topic == TIMER_TOPIC and message.size == unit.record_size:
+            return message
+        if unit.physical_offset >= self._store.min_offset and not self._in_queue(unit):
+            raise TimerFilesDamaged(f"timer log: no record of the timer topic lies at {unit.physical_offset}")
+        self.count("TIMER_UNREADABLE", 1, f"damaged or deleted, at {unit.physical_offset} of the log")
+        return None
+
+    def _in_queue(self, unit: TimerUnit) -> bool:
+        """Whether the timer topic's queue has a message at that place: then the record is what is damaged."""
+        bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
+        low, high = bounds or (0, 0)
+        while low < high:
+            middle = (low + high) // 2
+            units = self._store.units(TIMER_TOPIC, 0, middle, 1)
+            if len(units) == 0:
+                return False
+            physical, size, _ = units[0].tolist()
+            if physical == unit.physical_offset:
+                return bool(size == unit.record_size)
+            low, high = (middle + 1, high) if physical < unit.physical_offset else (low, middle)
+        return False
+
+    def count(self, name: str, number_of: int, text: str) -> None:
+        _log.error("%s: timer: %d lost: %s", self._store.path, number_of, text)
+        self._parts.statistics.add(name, TIMER_TOPIC, number_of)
+
+    def put_again(self, unit: TimerUnit) -> None:
+        """Put the message of a unit to the timer topic again, as it is, for the rest of its time. One that cannot be
+        read is counted. InvalidMessageError if it cannot be put."""
+        message = self.record(unit)
+        if message is None:
+            return
+        properties = message.stored_properties()
+        topic = properties.get(REAL_TOPIC, "")
+        if self._parts.road.home(message, topic, 0) is None:
+            self._pass_over(message, topic)
+            return
+        kept = {name: value for name, value in properties.items() if name not in _ROLLED_WITHOUT}
+        self._parts.road.copy(message, TIMER_TOPIC, 0, kept, durability="append")
+        self._parts.statistics.add("TIMER_ROLLED", TIMER_TOPIC)

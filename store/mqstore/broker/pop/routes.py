@@ -1,0 +1,109 @@
+"""Queues from which a group pops a topic: looked up once, and kept until one of the tables changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mqstore.broker.names import is_retry_topic, pop_retry_topic
+from mqstore.broker.pop.state import QueueKey, QueueState
+from mqstore.broker.pop.tables import PopTables
+from mqstore.errors import ConfigError, NotPermittedError
+from mqstore.native import kernel
+
+__all__ = ["Route", "Routes"]
+
+
+@dataclass(slots=True)
+class Route:
+    """Queues with the messages of one topic, for one group."""
+
+    group: str
+    topic: str
+    max_attempts: int | None
+    queues: list[QueueState]
+    retries: list[tuple[int, QueueState]]
+    """(mark, state) of the retry topics that exist."""
+    has_choice: bool
+    """Whether there is anything to be chosen by chance."""
+    quick: bool
+    """Whether compiled code may hand out from `queues`, and take back."""
+
+    def check_queue(self, queue_id: int) -> None:
+        """ConfigError unless the topic has that queue."""
+        if type(queue_id) is not int or not 0 <= queue_id < len(self.queues):
+            last = len(self.queues) - 1
+            raise ConfigError(f"topic {self.topic!r} has queues 0..{last} for readers, not {queue_id!r}")
+
+
+class Routes:
+    """The routes of one store. States go with their topic or group."""
+
+    def __init__(self, tables: PopTables) -> None:
+        self.known: dict[tuple[str, str], Route] = {}
+        """By group and topic."""
+        self._tables = tables
+        self._topics, self._groups = tables.parts.topics, tables.parts.groups
+        self._topics.on_change.append(self._topic_changed)
+        self._groups.on_change.append(self._group_changed)
+        self._topics.in_order.append(self._in_order)
+
+    def need(self, group: str, topic: str) -> Route:
+        """The route of a group that pops a topic; a group may come into being by that. Raises TopicNotFoundError,
+        GroupNotFoundError, NotPermittedError."""
+        known = self.known
+        if (route := known.get((group, topic))) is not None:
+            return route
+        config = self._groups.need(group)
+        if not config.consume_enable:
+            raise NotPermittedError(f"group {group!r} may not consume; alter it with consume_enable=True")
+        found = self._topics.need(topic)
+        if not found.readable:
+            raise NotPermittedError(f"topic {topic!r} may not be read; alter it with a perm that has 4 (READ)")
+        if found.read_queues < 1:  # only a file can say so
+            raise NotPermittedError(f"topic {topic!r} has {found.read_queues} queues to read; alter read_queues")
+        if not self._groups.may_read(group, topic):
+            raise NotPermittedError(f"group {group!r} is forbidden to read topic {topic!r}")
+        queues = [self._tables.state(QueueKey(topic, group, i)) for i in range(found.read_queues)]
+        retries = [
+            (mark, self._tables.state(QueueKey(name, group, 0)))
+            for mark, name in self.retry_topics(group, topic)
+            if self._topics.get(name) is not None
+        ]
+        quick = kernel is not None and not is_retry_topic(topic)
+        has_choice = len(queues) > 1 or bool(retries)
+        route = Route(group, topic, config.max_attempts, queues, retries, has_choice, quick)
+        known[group, topic] = route
+        return route
+
+    def retry_topics(self, group: str, topic: str) -> list[tuple[int, str]]:
+        """(mark, name) of the topics that copies of popped messages may lie in, there or not. Version 1 may be another
+        group's: its name is ambiguous (delivery#system-names)."""
+        names = [(2, pop_retry_topic(group, topic, 2))]
+        if self._tables.parts.config.pop_retry_version == 1 or self._groups.get(f"{group}_{topic}") is None:
+            names.append((1, pop_retry_topic(group, topic, 1)))
+        return names
+
+    def _topic_changed(self, topic: str) -> None:
+        if self._topics.get(topic) is None:
+            self._tables.drop(lambda key: key.topic == topic)
+        # A new dict, so that a route just being made from old tables is kept where nobody looks.
+        self.known = {}
+
+    def _group_changed(self, group: str) -> None:
+        if self._groups.get(group) is None:
+            self._tables.drop(lambda key: key.group == group)
+        self.known = {}
+
+    def _in_order(self, topic: str, group: str) -> bool:
+        """Whether the group popped the topic in order, or has attempts of its messages counted."""
+        return any(key[:2] == (topic, group) for key in self._tables.orders.records())
+
+    def close(self) -> None:
+        """Listen no longer."""
+        for listeners, mine in (
+            (self._topics.on_change, self._topic_changed),
+            (self._groups.on_change, self._group_changed),
+            (self._topics.in_order, self._in_order),
+        ):
+            if mine in listeners:
+                listeners.remove(mine)  # type: ignore[arg-type]
