@@ -28,7 +28,7 @@ from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.log.splicesupport import Row, stage
 from tests.log.support import Unsynced, flip, open_store
 from tests.tools.damages import DAMAGES, filled, flipped
-from tests.tools.support import mqstore, process
+from tests.tools.support import mqstore, process, seen_on_a_terminal
 
 Golden = Callable[[str], GoldenStore]
 
@@ -232,7 +232,9 @@ def test_damage_costs_only_the_messages_it_hit(ten: Path, victims: list[int]) ->
         "messages": 10 - len(victims),
         "queues": int(len(victims) < 10),
         "missing": len(victims),
+        "findings": summary["findings"],
     }
+    assert summary["findings"] > 0
 
 
 def test_a_body_that_does_not_inflate_is_left_out_and_told(tmp_path: Path) -> None:
@@ -429,3 +431,11 @@ def test_what_comes_while_it_writes_is_not_written(tmp_path: Path, monkeypatch: 
     assert result.exit_code == 0
     assert {base64.b64decode(row["body"]) for row in lines(result.stdout)} == {b"before"}
     assert len(lines(result.stdout)) == 30
+
+
+def test_a_progress_bar_on_a_terminal_leaves_the_output_alone(ten: Path) -> None:
+    """With a terminal at stderr the messages went there, and a file or pipe at stdout stayed empty."""
+    code, out, seen = seen_on_a_terminal("export", ten)
+
+    assert (code, len(lines(out.decode()))) == (0, 10)
+    assert b"queue_offset" not in seen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -19,10 +18,8 @@ from mqstore_tools import shared
 from mqstore_tools.main import COMMANDS, cli
 from tests.tools.support import mqstore, process
 
-THERE = [name for name in COMMANDS if importlib.util.find_spec(f"mqstore_tools.{name}") is not None]
 
-
-@pytest.mark.parametrize("name", THERE)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help_with_an_example(name: str) -> None:
     result = mqstore(name, "--help")
 
@@ -31,7 +28,7 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
     assert f"\n    mqstore {name}" in result.stdout
 
 
-@pytest.mark.parametrize("name", THERE)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_explained_or_explains_itself(name: str) -> None:
     command = cli.get_command(click.Context(cli), name)
     assert command is not None
@@ -44,13 +41,13 @@ def test_every_option_is_explained_or_explains_itself(name: str) -> None:
 
 
 def test_every_command_can_speak_json() -> None:
-    for name in THERE:
+    for name in COMMANDS:
         assert "--json" in mqstore(name, "--help").stdout, name
 
 
 SUB_COMMANDS = [
     (name, each)
-    for name in THERE
+    for name in COMMANDS
     if isinstance(command := cli.get_command(click.Context(cli), name), click.Group)
     for each in command.commands
 ]
@@ -85,7 +82,7 @@ def test_the_version_and_the_help_are_told() -> None:
     assert mqstore("--version").stdout.startswith("mqstore, version ")
     assert " compiled parts" in mqstore("--version").stdout
     help_text = mqstore("--help").stdout
-    assert all(f"\n  {name} " in help_text for name in THERE)
+    assert all(f"\n  {name} " in help_text for name in COMMANDS)
 
 
 def test_wrong_usage_is_2() -> None:
@@ -138,7 +135,7 @@ def test_one_command_does_not_load_the_others() -> None:
 
     loaded = run.stdout.splitlines()[-1]
     assert "mqstore_tools.produce" in loaded
-    assert not any(f"mqstore_tools.{name}'" in loaded for name in THERE if name != "produce")
+    assert not any(f"mqstore_tools.{name}'" in loaded for name in COMMANDS if name != "produce")
 
 
 def test_a_mistake_of_ours_is_told_escaped_and_is_no_finding() -> None:
@@ -271,7 +268,7 @@ def test_what_is_printed_without_a_command_says_in_a_line_that_the_output_is_ful
 
 
 LEAVES = [
-    *((name,) for name in THERE if name != "spark" and name not in {group for group, _ in SUB_COMMANDS}),
+    *((name,) for name in COMMANDS if name != "spark" and name not in {group for group, _ in SUB_COMMANDS}),
     *SUB_COMMANDS,
 ]
 
