@@ -40,6 +40,7 @@ from mqstore.jobs.verifying import verify
 from mqstore.log.walk import walk_queue
 from mqstore_tools.main import main
 from tests.children import speaking_child
+from tests.commands import looking
 
 ROUNDS = os.environ.get("MQSTORE_CAMPAIGN_ROUNDS")
 ONLY = os.environ.get("MQSTORE_CAMPAIGN_SEED")
@@ -225,24 +226,22 @@ def _inspect(path: Path) -> None:
     assert inspect_store(path)["problems"] == []
 
 
+_NOT_BESIDE = [
+    name for name in looking("", "") if ", dry" in name or name.startswith(("groups show", "dlq", "traffic", "trace"))
+]
+"""Refused beside a writer, of a group that the writer does not have, or told what retention took."""
+
 LOOKS = [
-    Look("inspect", ("inspect", "DIR", "--json")),
-    Look("verify", ("verify", "DIR", "--json")),
-    Look("export", ("export", "DIR", "--topic", "orders"), complete=True),
-    Look("export everything", ("export", "DIR", "--output", "OUT")),
-    # On a busy machine all that the queue held when the look began may be gone.
-    Look("get", ("get", "DIR", "--topic", "orders", "--json", "--max-messages", "500"), codes=(0, 1)),
+    # Of a busy machine all that the queue held when the look began may be gone, and so may a key.
+    *(
+        Look(name, tuple(words), codes=(0, 1))
+        for name, words in looking("DIR", "OUT").items()
+        if name not in _NOT_BESIDE
+    ),
+    Look("export of a topic", ("export", "DIR", "--topic", "orders"), complete=True),
+    Look("get many", ("get", "DIR", "--topic", "orders", "--json", "--max-messages", "500"), codes=(0, 1)),
     Look("get by tag", ("get", "DIR", "--topic", "orders", "--json", "--max-messages", "500", "--tag", "even")),
-    Look("get by key", ("get", "DIR", "--topic", "orders", "--key", "k1500"), codes=(0, 1)),  # it may be gone
-    Look("get the newest", ("get", "DIR", "--topic", "orders", "--last", "5000", "--json")),
     Look("get the newest by tag", ("get", "DIR", "--topic", "orders", "--tag", "odd", "--last", "500", "--json")),
-    Look("lag", ("lag", "DIR", "--json")),
-    Look("delay", ("delay", "DIR", "--json")),
-    Look("dlq", ("dlq", "DIR", "--json")),
-    Look("topics", ("topics", "DIR", "--json")),
-    Look("groups", ("groups", "DIR", "--json")),
-    Look("offsets", ("offsets", "DIR", "--json")),
-    Look("snapshot", ("snapshot", "DIR", "OUT", "--json")),
     Look("MessageStore.read", call=_read, complete=True),
     Look("MessageStore.iter", call=_iter, complete=True),
     Look("Store.iter", call=_iter_all, complete=True),

@@ -37,6 +37,7 @@ import mqstore_tools.main
 from mqstore.broker.published import publish
 from mqstore.errors import MQStoreError
 from mqstore.layout.record import Checksum, encode_record
+from tests.commands import looking
 from tests.log.splicesupport import Row, bundle
 
 ROUNDS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", "40"))
@@ -157,23 +158,7 @@ def _read(store: Path, out: Path) -> None:
 
 READERS: dict[str, Command] = {
     "read": _read,
-    "inspect": _cli("inspect", "DIR", "--json"),
-    "verify": _cli("verify", "DIR"),
-    "export": _cli("export", "DIR"),
-    "get": _cli("get", "DIR", "--topic", "orders", "--key", "k1"),
-    "lag": _cli("lag", "DIR"),
-    "topics": _cli("topics", "DIR"),
-    "groups": _cli("groups", "DIR"),
-    "dlq": _cli("dlq", "DIR", "--group", "billing"),
-    "delay": _cli("delay", "DIR"),
-    "cut": _cli("cut", "DIR"),
-    "cut export": _cli("cut", "export", "DIR"),
-    "cut restore --dry-run": _cli("cut", "restore", "DIR", "--dry-run"),
-    "recover --dry-run": _cli("recover", "DIR", "--dry-run"),
-    "recover --rebuild config --dry-run": _cli("recover", "DIR", "--rebuild", "config", "--dry-run"),
-    "topics delete --dry-run": _cli("topics", "delete", "DIR", "orders", "--force", "--dry-run"),
-    "snapshot": _cli("snapshot", "DIR", "OUT/copy"),
-    "spark clean": _cli("spark", "clean", "DIR", "--older-than", "0s", "--dry-run"),
+    **{name: _cli(*words) for name, words in looking("DIR", "OUT/copy").items()},
 }
 WRITERS: dict[str, Command] = {
     "open and put": _put,

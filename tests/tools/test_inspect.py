@@ -20,6 +20,7 @@ from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.files import jsonfile
 from mqstore.options import Profile
+from tests.commands import looking
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.log.support import kill, open_store
 from tests.tools.brokers import broker, clock_now
@@ -205,44 +206,18 @@ def test_beside_a_writer_it_says_so(tmp_path: Path) -> None:
     assert found["topics"]["orders"]["queues"]["0"]["max_offset"] == 1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["inspect"],
-        ["inspect", "--json"],
-        ["verify"],
-        ["export"],
-        ["get", "--topic", "orders"],
-        ["get", "--topic", "orders", "--key", "K3"],
-        ["get", "--topic", "orders", "--last", "10"],
-        ["recover", "--dry-run"],
-        ["recover", "--dry-run", "--rebuild", "config"],
-        ["recover", "--dry-run", "--rebuild", "index"],
-        ["produce", "--dry-run", "--body", "hello"],
-        ["topics", "--system"],
-        ["groups"],
-        ["offsets"],
-        ["lag"],
-        ["delay"],
-        ["dlq"],
-        ["dlq", "--group", "billing"],
-        ["dlq", "--group", "billing", "--json"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("command", looking("", ""))
 @pytest.mark.parametrize("name", ["clean", "crashed"])
-def test_looking_leaves_no_trace(golden: Golden, name: str, arguments: list[str]) -> None:
+def test_looking_leaves_no_trace(golden: Golden, tmp_path: Path, name: str, command: str) -> None:
     """Not a byte, not a time: neither of files nor of folders, access times included where the system lets us."""
     path = golden(name).path
     for each in [path, *path.rglob("*")]:
         os.utime(each, (1_000_000_000, 1_600_000_000))  # read before it was written: relatime would update that
     before = snapshot(path)
 
-    command, *options = arguments
-    rest = ["orders"] if command == "produce" else []
-    result = mqstore(command, path, *rest, *options)
+    result = mqstore(*looking(path, tmp_path / "copy")[command])
 
-    assert result.exit_code in (0, 1), result.output
+    assert result.exit_code in (0, 1, 2), result.output  # the crashed store knows no group
     assert snapshot(path) == before
 
 
@@ -315,34 +290,20 @@ def damage(path: Path, rng: random.Random) -> str:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_damage_makes_a_tool_fall_over(golden: Golden, seed: int) -> None:
+def test_no_damage_makes_a_tool_fall_over(golden: Golden, tmp_path: Path, seed: int) -> None:
     """Findings or an error: never a crash, a hang or a control sequence (which `mqstore` checks). Seeded, so that a
     failure can be looked at again."""
     rng = random.Random(seed)
     path = golden(rng.choice(GOLDEN_NAMES)).path
     done = [damage(path, rng) for _ in range(rng.randrange(1, 5))]
 
-    codes: dict[str, int] = {}
-    for command in (
-        ["inspect"],
-        ["verify"],
-        ["export"],
-        ["recover", "--dry-run"],
-        ["get", "--topic", "orders"],
-        ["topics", "--system"],
-        ["lag"],
-        ["delay"],
-        ["dlq"],
-        ["dlq", "--group", "billing"],
-    ):
+    for name, words in looking(path, tmp_path / "copy").items():
         before = snapshot(path)
-        result = mqstore(command[0], path, *command[1:])
-        codes[command[0]] = result.exit_code
-        assert "should not happen" not in result.output, (done, result.output)
-        assert snapshot(path) == before, done
-
-    assert set(codes.values()) <= {0, 1, 2, 3}, (done, codes)
-    assert codes["inspect"] in (0, 1, 3), done
+        result = mqstore(*words)
+        shutil.rmtree(tmp_path / "copy", ignore_errors=True)
+        assert "should not happen" not in result.output, (done, name, result.output)
+        assert snapshot(path) == before, (done, name)
+        assert result.exit_code in (0, 1, 2, 3), (done, name)
 
 
 def test_human_output_names_what_matters(golden: Golden) -> None:

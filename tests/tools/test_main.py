@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 import mqstore as library
-from mqstore_tools import shared
+from mqstore_tools import shared, spark
 from mqstore_tools.main import COMMANDS, cli
+from tests.commands import CHANGING, looking
 from tests.tools.support import mqstore, process
 
 
@@ -271,6 +272,14 @@ LEAVES = [
     *((name,) for name in COMMANDS if name != "spark" and name not in {group for group, _ in SUB_COMMANDS}),
     *SUB_COMMANDS,
 ]
+
+
+def test_each_command_looks_or_changes_something() -> None:
+    looked = {name.partition(",")[0] for name in looking("", "")}
+    leaves = {*LEAVES, *(("spark", name) for name in spark.COMMANDS)}
+
+    assert looked | CHANGING == set(map(" ".join, leaves))
+    assert {name for name in looked & CHANGING if f"{name}, dry" not in looking("", "")} == set()
 
 
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)

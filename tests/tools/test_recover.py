@@ -14,10 +14,11 @@ import pytest
 
 import mqstore as library
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
+from tests.commands import looking
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.log.support import reboot
 from tests.tools.brokers import broker
-from tests.tools.support import mqstore, mqstore_json, process, snapshot
+from tests.tools.support import mqstore, mqstore_json, snapshot
 
 Golden = Callable[[str], GoldenStore]
 CONFIG = StoreConfig(segment_bytes=1 << 14)
@@ -330,18 +331,6 @@ def test_json_files_outside_of_config_are_found_and_mended(tmp_path: Path, name:
     assert mqstore("verify", tmp_path / "s").exit_code == 0
 
 
-@pytest.mark.parametrize("dry", [[], ["--dry-run"]], ids=["real", "dry"])
-def test_a_store_that_is_being_written_is_left_alone(tmp_path: Path, dry: list[str]) -> None:
-    with library.engine.MessageStore(tmp_path / "s") as store:
-        store.put("orders", b"hello")
-        child = process("recover", tmp_path / "s", *dry)
-        _, error = child.communicate(timeout=60)
-        store.put("orders", b"still here")
-
-    assert child.returncode == 3
-    assert b"open" in error
-
-
 def test_for_people_it_says_what_was_done(hundred: tuple[Path, list[SendReceipt]]) -> None:
     path, receipts = hundred
     flip(path, receipts[40])
@@ -358,12 +347,6 @@ def test_for_people_it_says_what_was_done(hundred: tuple[Path, list[SendReceipt]
     assert (plan.exit_code, run.exit_code, again.exit_code) == (1, 1, 0)
 
 
-LOOKING = [
-    *(("inspect",), ("lag",), ("topics",), ("groups",), ("offsets", "show"), ("delay",), ("dlq",)),
-    *(("consume", "orders", "--group", "billing", "--dry-run"), ("topics", "create", "new", "--dry-run")),
-]
-
-
 def test_a_store_that_lost_what_a_group_had_consumed_can_be_looked_at_and_put_to(tmp_path: Path) -> None:
     """Until a broker had been there once, each of these said that the store was opened for reading: the group's offset
     lies behind the end now, and who only reads it tried to write down that it is lowered."""
@@ -376,10 +359,9 @@ def test_a_store_that_lost_what_a_group_had_consumed_can_be_looked_at_and_put_to
     assert mqstore("recover", path).exit_code == 1
     before = snapshot(path)
 
-    for verb, *rest in LOOKING:
-        words = [rest.pop(0)] if verb in ("offsets", "topics") and rest else []
-        result = mqstore(verb, *words, path, *rest)
-        assert (result.exit_code, "for reading" in result.stderr) == (0, False), result.output
+    for words in looking(path, tmp_path / "copy").values():
+        result = mqstore(*words)
+        assert (result.exit_code in (0, 1), "for reading" in result.stderr) == (True, False), result.output
     [lag] = mqstore_json("lag", path)["groups"]
 
     assert snapshot(path) == before
