@@ -190,19 +190,6 @@ def test_neither_blocks_nor_pieces_show(
     assert found["messages"] == sum(queue["messages"] for queue in found["queues"]) == len(bodies(tmp_path / "s"))
 
 
-def test_message_groups_keep_their_order_over_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE", 3)
-    text = "".join(json.dumps({"body": str(i), "message_group": f"g{i % 3}"}) + "\n" for i in range(30))
-
-    run(tmp_path / "s", text, "--format", "jsonl")
-
-    messages = stored(tmp_path / "s")
-    for group in ("g0", "g1", "g2"):
-        mine = [message for message in messages if message.message_group == group]
-        assert len({message.queue for message in mine}) == 1
-        assert [int(message.body) for message in mine] == sorted(int(message.body) for message in mine)
-
-
 def test_one_body_is_given_on_the_command_line(tmp_path: Path) -> None:
     options = ["--unique-key", "u", "--queue-id", 3]
 
@@ -245,12 +232,6 @@ def test_json_tells_counts_and_first_and_last_of_each_queue(tmp_path: Path) -> N
             "message_id": message.message_id,
             "unique_key": message.unique_key,
         }
-
-
-def test_nothing_in_nothing_out(tmp_path: Path) -> None:
-    result = run(tmp_path / "s", "")
-    assert result.exit_code == 0
-    assert "sent 0 messages" in result.stdout
 
 
 # -- bad lines ---------------------------------------------------------------------------------------------------------
