@@ -21,6 +21,7 @@ from mqstore.jobs import export_parquet
 from mqstore.jobs.export import read_manifest
 from mqstore.spark import select
 from tests.conftest import GoldenStore
+from tests.log.support import flip
 from tests.spark.support import SEGMENT, Odd, as_exported, as_row, exported, many, write_store
 
 Golden = Callable[[str], GoldenStore]
@@ -182,9 +183,7 @@ def test_damage_stops_an_export_or_is_counted(store: Path, tmp_path: Path) -> No
     log = store / "commitlog" / f"{0:020d}"
     with MessageStore(store, "r") as opened:
         place = opened.get("t", 0, 4, 1).messages[0].physical_offset
-    data = bytearray(log.read_bytes())
-    data[place + 100] ^= 1
-    log.write_bytes(data)
+    flip(log, place + 100)
 
     with pytest.raises(CorruptStoreError):
         export_parquet(store, tmp_path / "out")

@@ -24,7 +24,7 @@ from mqstore.layout.record import BODY_AT_V4, encode_record
 from mqstore.spark.columns import ColumnReader, arrow_schema, default_columns
 from mqstore.spark.rows import Policy
 from tests.conftest import GOLDEN_NAMES, GoldenStore
-from tests.log.support import open_store
+from tests.log.support import flip, open_store
 from tests.spark.support import (
     Odd,
     as_exported,
@@ -230,12 +230,10 @@ def damaged(tmp_path: Path) -> tuple[Path, list[int]]:
     with MessageStore(path, "r") as store:
         places = store.units("t", 0, 0, 40)["physical_offset"].tolist()
     log = path / "commitlog" / f"{0:020d}"
-    data = bytearray(log.read_bytes())
-    data[places[3] + 90] ^= 1  # body: the checksum
-    data[places[10] + 35] ^= 1  # its own offset
-    data[places[11] + 3] ^= 1  # its length
-    data[places[39] + 4] ^= 1  # its magic
-    log.write_bytes(data)
+    flip(log, places[3] + 90)  # body: the checksum
+    flip(log, places[10] + 35)  # its own offset
+    flip(log, places[11] + 3)  # its length
+    flip(log, places[39] + 4)  # its magic
     return path, [3, 10, 11, 39]
 
 
@@ -310,10 +308,8 @@ def test_a_filter_passes_damaged_messages_that_are_kept_and_no_others(tmp_path: 
     with MessageStore(path, "r") as store:
         places = store.units("t", 0, 0, 12)["physical_offset"].tolist()
     log = path / "commitlog" / f"{0:020d}"
-    data = bytearray(log.read_bytes())
     for row in (2, 5):
-        data[places[row] + 88] ^= 1
-    log.write_bytes(data)
+        flip(log, places[row] + 88)
     names = ["topic", "queue_offset", "error"]
     for options, wanted in (({"tags": "a"}, {0, 2, 4, 6, 8, 10}), ({"where": "n > 7"}, {2, 5, 8, 9, 10, 11})):
         rows = rows_of(read_all(path, names, policy=Policy(on_corrupt="keep"), **options))
@@ -502,10 +498,8 @@ def test_records_of_a_queue_that_shares_the_log_are_checked_each(
         places = [int(store.units("orders", 1, slot, 1)["physical_offset"][0]) for slot in (0, 40, 99)]
     at = {"body": 90, "size": 3, "number": 27, "checksum": 10}
     log = path / "commitlog" / f"{0:020d}"
-    data = bytearray(log.read_bytes())
     for place in places if damage != "none" else ():
-        data[place + at[damage]] ^= 4
-    log.write_bytes(data)
+        flip(log, place + at[damage], 2)
     if damage != "none":
         expected = [row for row in expected if row["physical_offset"] not in places]
     for compiled in (scan.kernel, None):

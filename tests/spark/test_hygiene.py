@@ -24,6 +24,7 @@ from mqstore.spark.plan import StoreName, plan
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.views import VIEWS, view_batch
 from tests.holding import held, linux_only, open_files
+from tests.log.support import flip
 from tests.spark.damages import (
     DAMAGES,
     Damage,
@@ -259,9 +260,7 @@ def test_damage_is_told_with_the_store_that_it_is_in(tmp_path: Path) -> None:
     for name in "abc":
         write_store(tmp_path / name, many(20))
     log = tmp_path / "b" / "commitlog" / f"{0:020d}"
-    data = bytearray(log.read_bytes())
-    data[1000] ^= 1
-    log.write_bytes(data)
+    flip(log, 1000)
     says = rf"^{re.escape(str(tmp_path / 'b'))}: bad_record: commitlog/0+ at byte \d+: .*onCorrupt 'skip'"
     fleet = f"{tmp_path}/[abc]"
     for options in ({"readBy": "queue"}, {"readBy": "log"}):
@@ -279,10 +278,8 @@ def test_what_a_query_leaves_out_is_told(tmp_path: Path, caplog: pytest.LogCaptu
     """With onCorrupt=skip, and failOnDataLoss=false, a query had fewer rows, and nobody knew."""
     path = write_store(tmp_path / "s", [Odd(body=bytes(1000))] * 40)
     log = path / "commitlog" / f"{SEGMENT:020d}"
-    data = bytearray(log.read_bytes())
     for at in (500, 1500):
-        data[at] ^= 1
-    log.write_bytes(data)
+        flip(log, at)
     given = SourceOptions.parse({"path": str(path), "onCorrupt": "skip", "failOnDataLoss": "false"})
     slices = [piece for group in plan(given) for piece in group]
     (path / "commitlog" / f"{0:020d}").unlink()

@@ -46,6 +46,7 @@ from mqstore.spark.publish import Commit, abort, clean_target, commit, plan_targ
 from mqstore.spark.staging import STAGING, clean, transaction_folder, write_shards
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.faults import STEP, Crash, FaultyFileSystem
+from tests.log.support import flip
 from tests.spark.staged import batch_of, bodies, manifest, options_of, set_bodies, stage, write
 from tests.tools.support import mqstore as mqstore_command
 from tests.tools.support import mqstore_json
@@ -410,9 +411,7 @@ def test_a_damaged_shard_is_refused_whole(root: Path) -> None:
     options = options_of(root)
     shards = stage(options, "a", 0, [batch_of(ONE), batch_of(TWO)])
     path = transaction_folder(root, "a", 0) / shards[1].name / "records.bin"
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 1
-    path.write_bytes(data)
+    flip(path, path.stat().st_size - 3)
 
     with pytest.raises(FormatError, match=r"records\.bin"):
         commit(options, Commit("a", 0, shards))

@@ -14,6 +14,7 @@ import pytest
 
 from mqstore.engine import MessageStore
 from tests.conftest import GoldenStore
+from tests.log.support import flip
 from tests.spark.support import Odd, as_exported, as_row, exported, many, write_store
 
 pytestmark = pytest.mark.spark
@@ -179,9 +180,7 @@ def test_our_message_stands_at_the_top_of_what_spark_shows(spark: Any, store: Pa
     log = path / "commitlog" / f"{0:020d}"
     with MessageStore(path, "r") as opened:
         place = int(opened.units("t", 0, 1, 1)["physical_offset"][0])
-    data = bytearray(log.read_bytes())
-    data[place + 90] ^= 1
-    log.write_bytes(data)
+    flip(log, place + 90)
     wrong = spark.read.format("mqstore").schema("bodies binary")
     for ask, begins in (
         (

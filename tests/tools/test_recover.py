@@ -16,7 +16,7 @@ import mqstore as library
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from tests.commands import looking
 from tests.conftest import GOLDEN_NAMES, GoldenStore
-from tests.log.support import reboot
+from tests.log.support import flip, reboot
 from tests.tools.brokers import broker
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
@@ -36,11 +36,9 @@ def hundred(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
     return tmp_path / "s", receipts
 
 
-def flip(path: Path, receipt: SendReceipt) -> None:
+def spoil(path: Path, receipt: SendReceipt) -> None:
     start = receipt.physical_offset // (1 << 14) * (1 << 14)
-    with open(path / "commitlog" / f"{start:020d}", "r+b") as file:
-        file.seek(receipt.physical_offset - start + 95)
-        file.write(b"\xff")
+    flip(path / "commitlog" / f"{start:020d}", receipt.physical_offset - start + 95)
 
 
 def bodies(path: Path) -> list[bytes]:
@@ -98,7 +96,7 @@ def test_whole_messages_behind_damage_are_kept_or_moved_to_cut(tmp_path: Path, m
         shutil.copytree(tmp_path / "live", tmp_path / "s")
     if machine == "went down":
         reboot(tmp_path / "s")
-    flip(tmp_path / "s", receipts[15])
+    spoil(tmp_path / "s", receipts[15])
 
     if way == "opening":
         with library.engine.MessageStore(tmp_path / "s") as store:
@@ -123,8 +121,8 @@ def test_whole_messages_behind_damage_are_kept_or_moved_to_cut(tmp_path: Path, m
 
 def test_people_are_told_how_many_messages_lie_behind_damage(hundred: tuple[Path, list[SendReceipt]]) -> None:
     path, receipts = hundred
-    flip(path, receipts[40])
-    flip(path, receipts[50])
+    spoil(path, receipts[40])
+    spoil(path, receipts[50])
 
     assert "would move 58 whole messages to cut/" in mqstore("recover", path, "--prefix", "--dry-run").stdout
     assert "kept 58 messages behind the first damage; 2 damaged ranges" in mqstore("recover", path).stdout
@@ -178,7 +176,7 @@ def test_who_gives_a_damaged_directory_back_to_a_broker_is_warned(tmp_path: Path
     with library.engine.MessageStore(tmp_path / "s", profile=profile, config=CONFIG) as store:
         receipts = [store.put("orders", b"%03d" % i * 100) for i in range(100)]
     assert "broker" not in mqstore("recover", tmp_path / "s").output
-    flip(tmp_path / "s", receipts[40])
+    spoil(tmp_path / "s", receipts[40])
     assert ("docs/recovery.md" in mqstore("recover", tmp_path / "s").output) == (profile == "rocketmq")
 
 
@@ -292,7 +290,7 @@ def test_json_files_outside_of_config_are_found_and_mended(tmp_path: Path, name:
 
 def test_for_people_it_says_what_was_done(hundred: tuple[Path, list[SendReceipt]]) -> None:
     path, receipts = hundred
-    flip(path, receipts[40])
+    spoil(path, receipts[40])
     shutil.rmtree(path / "consumequeue")
 
     plan, run, again = (mqstore("recover", path, *options) for options in (["--dry-run"], [], []))
@@ -347,12 +345,12 @@ def overwrite(path: Path, first: SendReceipt, last: SendReceipt) -> None:
 
 #: What no recovery brings back, in a store of a hundred messages.
 LOSSES: dict[str, Callable[[Path, list[SendReceipt]], Any]] = {
-    "a flipped bit": lambda path, receipts: flip(path, receipts[50]),
-    "two flipped bits": lambda path, receipts: [flip(path, receipts[n]) for n in (20, 50)],
+    "a flipped bit": lambda path, receipts: spoil(path, receipts[50]),
+    "two flipped bits": lambda path, receipts: [spoil(path, receipts[n]) for n in (20, 50)],
     "zeros over three records": lambda path, receipts: overwrite(path, receipts[60], receipts[62]),
     "a missing segment": lambda path, receipts: segment_of(path, receipts[50]).unlink(),
     "a missing segment behind a flipped bit": lambda path, receipts: [
-        flip(path, receipts[receipts.index(next(r for r in receipts if r.physical_offset >= 1 << 14)) - 1]),
+        spoil(path, receipts[receipts.index(next(r for r in receipts if r.physical_offset >= 1 << 14)) - 1]),
         (path / "commitlog" / f"{1 << 14:020d}").unlink(),
     ],
     "a short segment": lambda path, receipts: os.truncate(segment_of(path, receipts[50]), 5000),
@@ -395,7 +393,7 @@ def test_damage_that_recover_has_reported_is_known(tmp_path: Path, profile: libr
 @pytest.mark.parametrize(
     ("new", "count"),
     [
-        (lambda path, receipts: flip(path, receipts[70]), 1),
+        (lambda path, receipts: spoil(path, receipts[70]), 1),
         (lambda path, receipts: overwrite(path, receipts[50], receipts[51]), 0),  # the same place, but longer
         (lambda path, receipts: overwrite(path, receipts[49], receipts[50]), 0),
         (lambda path, receipts: segment_of(path, receipts[50]).unlink(), 0),  # of another kind
@@ -406,7 +404,7 @@ def test_damage_that_reaches_beyond_what_is_known_is_new(
     hundred: Store, new: Callable[[Path, list[SendReceipt]], None], count: int
 ) -> None:
     path, receipts = hundred
-    flip(path, receipts[50])
+    spoil(path, receipts[50])
     mqstore_json("recover", path, exit_code=1)
 
     new(path, receipts)
@@ -425,7 +423,7 @@ def test_damage_that_reaches_beyond_what_is_known_is_new(
 
 def test_an_opening_settles_nothing(hundred: Store) -> None:
     path, receipts = hundred
-    flip(path, receipts[50])
+    spoil(path, receipts[50])
 
     assert mqstore("produce", path, "orders", "--body", "next").exit_code == 0
     mqstore("recover", path, "--dry-run")
@@ -437,7 +435,7 @@ def test_an_opening_settles_nothing(hundred: Store) -> None:
 def test_known_damage_that_retention_has_taken_is_forgotten(hundred: Store) -> None:
     path, receipts = hundred
     for n in (3, 90):
-        flip(path, receipts[n])
+        spoil(path, receipts[n])
     mqstore_json("recover", path, exit_code=1)
     table = path / "config" / "knownDamage.json"
     assert len(json.loads(table.read_bytes())["ranges"]["bad_record"]) == 2
@@ -470,7 +468,7 @@ def test_a_segment_that_was_put_back_is_forgotten(hundred: Store) -> None:
 @pytest.mark.parametrize("content", [b"{", b'{"ranges": {"bad_record": [[5, 3]]}}', b'{"ranges": []}'])
 def test_a_damaged_table_of_known_damage_makes_all_damage_new(hundred: Store, content: bytes) -> None:
     path, receipts = hundred
-    flip(path, receipts[50])
+    spoil(path, receipts[50])
     mqstore_json("recover", path, exit_code=1)
     (path / "config" / "knownDamage.json").write_bytes(content)
 
