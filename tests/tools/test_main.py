@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -14,59 +15,38 @@ import pytest
 from click.testing import CliRunner
 
 import mqstore as library
-from mqstore_tools import shared, spark
+from mqstore_tools import shared
 from mqstore_tools.main import COMMANDS, cli
 from tests.commands import CHANGING, looking
 from tests.tools.support import mqstore, process
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_an_example(name: str) -> None:
-    result = mqstore(name, "--help")
+def registered(group: click.Group, *above: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yield the words of each command, and the command; of a group first itself, then its own."""
+    ctx = click.Context(group)
+    for name in group.list_commands(ctx):
+        command = group.get_command(ctx, name)
+        assert command is not None
+        yield (*above, name), command
+        if isinstance(command, click.Group):
+            yield from registered(command, *above, name)
+
+
+REGISTERED = dict(registered(cli))
+LEAVES = [words for words, command in REGISTERED.items() if not isinstance(command, click.Group)]
+PLAIN = {"topic", "queue_id", "max_messages", "body_bytes", "format_"}
+"""Options that explain themselves."""
+
+
+@pytest.mark.parametrize("words", REGISTERED, ids=" ".join)
+def test_every_command_has_help_with_an_example_and_explains_its_options(words: tuple[str, ...]) -> None:
+    result = mqstore(*words, "--help")
 
     assert result.exit_code == 0
-    assert "Example" in result.stdout
-    assert f"\n    mqstore {name}" in result.stdout
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_is_explained_or_explains_itself(name: str) -> None:
-    command = cli.get_command(click.Context(cli), name)
-    assert command is not None
+    assert f"\n    mqstore {' '.join(words)}" in result.stdout
+    command = REGISTERED[words]
     assert command.short_help or command.help
-
-    plain = {"topic", "queue_id", "max_messages", "body_bytes", "format_"}
-    for option in command.params:
-        if isinstance(option, click.Option) and option.name not in plain:
-            assert option.help, (name, option.name)
-
-
-def test_every_command_can_speak_json() -> None:
-    for name in COMMANDS:
-        assert "--json" in mqstore(name, "--help").stdout, name
-
-
-SUB_COMMANDS = [
-    (name, each)
-    for name in COMMANDS
-    if isinstance(command := cli.get_command(click.Context(cli), name), click.Group)
-    for each in command.commands
-]
-
-
-@pytest.mark.parametrize(("name", "each"), SUB_COMMANDS, ids=[" ".join(pair) for pair in SUB_COMMANDS])
-def test_every_sub_command_has_help_an_example_and_json(name: str, each: str) -> None:
-    result = mqstore(name, each, "--help")
-
-    assert result.exit_code == 0
-    assert f"\n    mqstore {name} {each} " in result.stdout
-    assert "--json" in result.stdout
-    group = cli.get_command(click.Context(cli), name)
-    assert isinstance(group, click.Group)
-    assert group.commands[each].short_help
-    for option in group.commands[each].params:
-        if isinstance(option, click.Option) and option.name not in {"topic", "queue_id", "max_messages"}:
-            assert option.help, (name, each, option.name)
+    assert [o.name for o in command.params if isinstance(o, click.Option) and not (o.help or o.name in PLAIN)] == []
 
 
 def test_the_first_sub_command_is_meant_when_none_is_named(tmp_path: Path) -> None:
@@ -268,17 +248,10 @@ def test_what_is_printed_without_a_command_says_in_a_line_that_the_output_is_ful
     assert err == b"mqstore: [Errno 28] No space left on device: 'standard output'\n"
 
 
-LEAVES = [
-    *((name,) for name in COMMANDS if name != "spark" and name not in {group for group, _ in SUB_COMMANDS}),
-    *SUB_COMMANDS,
-]
-
-
 def test_each_command_looks_or_changes_something() -> None:
     looked = {name.partition(",")[0] for name in looking("", "")}
-    leaves = {*LEAVES, *(("spark", name) for name in spark.COMMANDS)}
 
-    assert looked | CHANGING == set(map(" ".join, leaves))
+    assert looked | CHANGING == set(map(" ".join, LEAVES))
     assert {name for name in looked & CHANGING if f"{name}, dry" not in looking("", "")} == set()
 
 
