@@ -125,18 +125,6 @@ def test_a_full_disk_while_staging_is_told_and_leaves_no_shard(tmp_path: Path) -
     assert os.listdir(transaction_folder(tmp_path / "s", "a", 0)) == []
 
 
-def test_records_are_on_disk_before_the_file_that_says_so_and_that_before_the_task_does(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    stage(options_of(tmp_path / "s"), "a", 0, [batch_of(ONE)], fs=fs)
-    calls = [(call.operation, Path(call.path).name) for call in fs.changes() if "a-0/" in call.path]
-
-    [folder] = os.listdir(transaction_folder(tmp_path / "s", "a", 0))
-    written = [("pwrite", "records.bin"), ("pwrite", "records.idx")]
-    synced = [("fdatasync", "records.idx"), ("fdatasync", "records.bin")]
-    said = [("create", "shard.json"), ("pwrite", "shard.json"), ("fdatasync", "shard.json"), ("sync_directory", folder)]
-    assert calls[-8:] == [*written, *synced, *said]
-
-
 # -- leftovers ---------------------------------------------------------------------------------------------------------
 
 
@@ -791,18 +779,6 @@ def test_an_abort_that_fails_does_not_hide_why_there_was_one(root: Path, caplog:
     assert "could not be deleted" in caplog.text
 
 
-def test_cleaning_up_that_fails_after_the_batch_is_in_is_no_failure_of_it(
-    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    fs = FaultyFileSystem()
-    fs.fail("rmdir", errno.EIO, path_part=STAGING, times=None)
-
-    assert write(options_of(root), "a", 0, ONE, fs=fs) == 5
-
-    assert sorted(bodies(root)) == ONE
-    assert "mqstore spark clean" in caplog.text
-
-
 _EVERYTHING = [
     *("open", "create", "pread", "read_into", "pwrite", "pwritev_dsync", "fdatasync", "sync_directory", "allocate"),
     *("replace", "link", "unlink", "mkdir", "rmdir", "scandir", "stat", "exists", "truncate_sparse"),
@@ -926,19 +902,6 @@ def test_a_bundle_that_waits_is_not_handed_over_twice(root: Path) -> None:
     assert (os.listdir(root / "inbox"), staged(root)) == (["a-0"], [])
 
 
-def test_a_bundle_that_was_refused_is_not_said_to_be_in(root: Path) -> None:
-    """Batch 3 was damaged, batch 4 went in, and batch 3 that came again was passed over as if it were in."""
-    options = options_of(root, target="inbox")
-    with MessageStore(root, config=StoreConfig(clock=SimulatedClock(1))) as owner:
-        write(options, "a", 3, ONE)
-        (root / "inbox" / "a-3" / "bundle.json").write_text("{")
-        write(options, "a", 4, TWO)
-        owner.take_inbox()
-
-        with pytest.raises(ConfigError, match=r"refused/a-3 holds version 3 of 'a'.*reason\.txt"):
-            write(options, "a", 3, ONE)
-
-
 @pytest.mark.parametrize("query", [True, False])
 def test_who_had_a_bundle_refused_hands_over_nothing_until_that_is_settled(root: Path, query: bool) -> None:
     """A stream went on behind a batch that its owner had put aside: its rows were missing, and nobody was told."""
@@ -958,6 +921,8 @@ def test_who_had_a_bundle_refused_hands_over_nothing_until_that_is_settled(root:
         ):
             hand_over("a", 4)
         hand_over("b", 4)
+        with pytest.raises(ConfigError, match=r"refused/a-3 holds version 3 of 'a'"):
+            hand_over("a", 3)  # it is not said to be in
         shutil.rmtree(root / "inbox" / "refused" / "a-3")
         hand_over("a", 4)
         owner.take_inbox()

@@ -151,13 +151,11 @@ def produce(
         format_ = "file"
     recipe = _Recipe(
         "jsonl" if exported else format_,
-        keys=keys,
-        tag=tag,
-        message_group=message_group,
-        unique_key=unique_key,
-        properties=pairs("--property", properties),
-        delay=delay,
-        body_field=body_field,
+        {"tag": tag, "message_group": message_group, "unique_key": unique_key},
+        keys,
+        pairs("--property", properties),
+        delay,
+        body_field,
         exported=exported,
         whole=whole,
     )
@@ -365,13 +363,8 @@ class _Done:
 
 
 def _receipt(receipt: SendReceipt) -> dict[str, object]:
-    return {
-        "queue_offset": receipt.offset,
-        "physical_offset": receipt.physical_offset,
-        "store_timestamp_ms": receipt.store_timestamp_ms,
-        "message_id": receipt.message_id,
-        "unique_key": receipt.unique_key,
-    }
+    names = ("physical_offset", "store_timestamp_ms", "message_id", "unique_key")
+    return {"queue_offset": receipt.offset, **{name: getattr(receipt, name) for name in names}}
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------
@@ -549,31 +542,25 @@ def _rows(lines: Lines) -> Iterator[tuple[int, _Record]]:
 
 
 class _Recipe:
-    """How a record becomes a message."""
+    """How a record becomes a message: `texts` are the options --tag, --message-group and --unique-key as given."""
 
     def __init__(
         self,
         format_: Format,
-        *,
-        keys: tuple[str, ...],
-        tag: str | None,
-        message_group: str | None,
-        unique_key: str | None,
+        texts: Mapping[str, str | None],
+        keys: Sequence[str],
         properties: Mapping[str, str],
         delay: float | None,
         body_field: str,
+        *,
         exported: bool,
         whole: bool,
     ) -> None:
         self.format: Format = format_
-        given = {"tag": tag, "message_group": message_group, "unique_key": unique_key}
-        self._texts = {name: _source(value) for name, value in given.items() if value is not None}
+        self._texts = {name: _source(value) for name, value in texts.items() if value is not None}
         self._keys = [_source(value) for value in keys]
         self._properties = {name: _source(value) for name, value in properties.items()}
-        self._delay = delay
-        self._body_field = body_field
-        self._exported = exported
-        self._whole = whole
+        self._delay, self._body_field, self._exported, self._whole = delay, body_field, exported, whole
         self._config = StoreConfig()
         fields = [is_field for is_field, _ in (*self._texts.values(), *self._keys, *self._properties.values())]
         if format_ in ("lines", "file"):
