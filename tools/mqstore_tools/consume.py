@@ -183,15 +183,7 @@ def consume(
     if dry_run:
         _dry_run(directory, dict.fromkeys(topics), group, start, json_output=json_output)
         return
-    asked = Asked(
-        topics=tuple(dict.fromkeys(topics)),
-        group=group,
-        ordered=ordered,
-        tags=tags,
-        sql=sql,
-        start=start,
-        workers=workers,
-    )
+    asked = Asked(tuple(dict.fromkeys(topics)), group, ordered, tags, sql, start, workers)
     work = Printer(format_ == "jsonl", body_bytes) if argv is None else Commands(argv, group, exec_timeout, reject_code)
     run = Run(work, max_messages)
     with mqstore.open(directory, create=False) as store:
