@@ -86,16 +86,6 @@ def test_who_owns_the_store_keeps_its_lock_while_it_is_queried_in_the_same_proce
 
 LIMITED = """
 import resource, sys
-from tests.spark.damages import (
-    DAMAGES,
-    Damage,
-    Row,
-    cut_segment,
-    lose_queues,
-    lose_segment,
-    spoil_body,
-    spoil_segment,
-)
 from tests.spark.support import query
 from pathlib import Path
 query(Path(sys.argv[1]), subscribe="seed")  # all modules are there
