@@ -105,8 +105,9 @@ def test_the_produce_command_of_the_readme_takes_key_and_message_group_from_each
 
 def _anchors(page: Path) -> set[str]:
     """The names that a page's headings can be linked by."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    headings = {re.sub(r"[^\w\- ]", "", found.lower()) for found in re.findall(r"^#+ (.*)$", text, re.M)}
+    return {heading.replace(" ", "-") for heading in headings} | {*re.findall(r'<a id="([^"]*)"></a>', text)}
 
 
 def _leads_somewhere(page: Path, target: str) -> bool:
@@ -117,7 +118,9 @@ def _leads_somewhere(page: Path, target: str) -> bool:
 
 def test_every_link_to_a_file_or_a_heading_leads_somewhere() -> None:
     links: list[tuple[Path, str]] = [
-        (page, target) for page in PAGES for target in re.findall(r"\]\(([^):]+)\)", page.read_text())
+        (page, target)
+        for page in [*PAGES, *(ROOT / "docs" / "internals").glob("*.md")]
+        for target in re.findall(r"\]\(([^):]+)\)", page.read_text())
     ]
 
     assert [f"{page.name}: {target}" for page, target in links if not _leads_somewhere(page, target)] == []

@@ -134,6 +134,7 @@ _BEFORE = np.array([-1], np.int64)
 _OUT = np.zeros(1, np.bool_)
 _END = np.zeros(1, np.int64)
 _BUFFER = bytes(200)
+_UNITS = (_BUFFER, _ONE, _ONE, _ONE)
 
 
 @compiled
@@ -184,27 +185,11 @@ _BUFFER = bytes(200)
         ("renumber", (_BUFFER, _ONE, _ONE, _ONE, 0), BufferError),
         ("record_holds", (_BUFFER, 0, 200), TypeError),
         ("read_units", (int, None, _BUFFER, 0, bytes(20), 0, None, 0, b"t", -1), TypeError),
-        (
-            "check_units",
-            (_BUFFER, _ONE, _ONE, _ONE, np.zeros(2, np.int64), 0, b"t", _OUT, np.zeros(1, np.int64), None, None, True),
-            ValueError,
-        ),
-        (
-            "check_units",
-            (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(2, np.int64), None, None, True),
-            ValueError,
-        ),
-        (
-            "check_units",
-            (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(1, np.int64), b"x", None, True),
-            BufferError,
-        ),
-        (
-            "check_units",
-            (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT, np.zeros(1, np.int64), None, np.zeros(5, np.int64), True),
-            ValueError,
-        ),
-        ("check_units", (_BUFFER, _ONE, _ONE, _ONE, _ONE, 0, b"t", _OUT), TypeError),
+        ("check_units", (*_UNITS, np.zeros(2, np.int64), 0, b"t", _OUT, _END, None, None, True), ValueError),
+        ("check_units", (*_UNITS, _ONE, 0, b"t", _OUT, np.zeros(2, np.int64), None, None, True), ValueError),
+        ("check_units", (*_UNITS, _ONE, 0, b"t", _OUT, _END, b"x", None, True), BufferError),
+        ("check_units", (*_UNITS, _ONE, 0, b"t", _OUT, _END, None, np.zeros(5, np.int64), True), ValueError),
+        ("check_units", (*_UNITS, _ONE, 0, b"t", _OUT), TypeError),
         ("lengths", ((b"a",),), TypeError),
         ("read_at", (_ONE, _ONE), TypeError),
         ("read_at", (_ONE, np.zeros(2, np.int64), _ONE), ValueError),

@@ -30,8 +30,9 @@ from typing import Any
 import mqstore
 from mqstore.files import filesystem
 from mqstore_tools.main import COMMANDS, cli
+from tests.commands import looking
 
-__all__ = ["COMMAND_LINES", "DOORS", "make_stores"]
+__all__ = ["DOORS", "make_stores"]
 
 TOPICS, QUEUES, MESSAGES = 25, 4, 1000
 SECONDS = 60
@@ -39,22 +40,6 @@ SECONDS = 60
 CONFIG = mqstore.StoreConfig(
     segment_bytes=2048, consumequeue_units=8, index_slots=32, index_entries=48, default_queues=QUEUES
 )
-
-COMMAND_LINES = {
-    "inspect": ["inspect", "STORE"],
-    "verify": ["verify", "STORE"],
-    "recover": ["recover", "STORE", "--dry-run"],
-    "snapshot": ["snapshot", "STORE", "COPY"],
-    "export": ["export", "STORE"],
-    "get": ["get", "STORE", "--topic", "t3", "--queue-id", "1"],
-    "get the newest": ["get", "STORE", "--topic", "t3", "--last", "10"],
-    "topics": ["topics", "list", "STORE"],
-    "groups": ["groups", "list", "STORE"],
-    "offsets": ["offsets", "show", "STORE", "--group", "billing"],
-    "lag": ["lag", "STORE"],
-    "delay": ["delay", "show", "STORE"],
-    "dlq": ["dlq", "list", "STORE", "--group", "billing"],
-}
 
 
 def body_of(number: int) -> bytes:
@@ -153,14 +138,14 @@ def opening(path: Path, done: list[bytes]) -> None:
 
 def _command(name: str) -> Callable[[Path, list[bytes]], None]:
     def run(path: Path, done: list[bytes]) -> None:
-        words = {"STORE": str(path), "COPY": f"{path}-copy-{os.getpid()}"}
+        copy = f"{path}-copy-{os.getpid()}"
         out, err = StringIO(), StringIO()
         with redirect_stdout(out), redirect_stderr(err):
             try:
-                cli.main([words.get(word, word) for word in COMMAND_LINES[name]], prog_name="mqstore")
+                cli.main(looking(path, copy, topic="t3")[name], prog_name="mqstore")
             except SystemExit as end:
                 code = end.code
-        shutil.rmtree(words["COPY"], ignore_errors=True)
+        shutil.rmtree(copy, ignore_errors=True)
         if code == 3:
             raise CommandError(err.getvalue())
         assert code == 0, f"exit code {code}: {err.getvalue()}"
@@ -176,7 +161,7 @@ DOORS: dict[str, tuple[str, Callable[[Path, list[bytes]], None]]] = {
     **{f"open {kind}": (kind, opening) for kind in ("clean", "killed", "full")},
     **{f"write {kind}": (kind, writer) for kind in ("clean", "killed", "full")},
     "read": ("clean", reader),
-    **{name: ("clean", _command(name)) for name in COMMAND_LINES},
+    **{name: ("clean", _command(name)) for name in looking("", "")},
 }
 
 

@@ -12,21 +12,18 @@ or a special file, and say which.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import random
-import select
 import shutil
-import signal
 import stat
 import struct
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +34,15 @@ import mqstore_tools.main
 from mqstore.broker.published import publish
 from mqstore.errors import MQStoreError
 from mqstore.layout.record import Checksum, encode_record
+from tests.children import in_child
+from tests.commands import looking
 from tests.log.splicesupport import Row, bundle
 
 ROUNDS = int(os.environ.get("MQSTORE_CAMPAIGN_ROUNDS", "40"))
 ONE = os.environ.get("MQSTORE_CAMPAIGN_CASE", "")
 PARTS = max(2, min(ROUNDS, 30_000) // 200)
 """Tests that share the cases, so that several processors can, and each ends in time."""
-DEADLINE_S = 30.0
+DEADLINE_S = 30
 CHECKSUMS: dict[str, Checksum] = {"mqstore": "crc32c-record", "rocketmq": "crc32-body"}
 PROFILES = tuple(CHECKSUMS)
 CUT_AT = 10 << 20
@@ -157,23 +156,7 @@ def _read(store: Path, out: Path) -> None:
 
 READERS: dict[str, Command] = {
     "read": _read,
-    "inspect": _cli("inspect", "DIR", "--json"),
-    "verify": _cli("verify", "DIR"),
-    "export": _cli("export", "DIR"),
-    "get": _cli("get", "DIR", "--topic", "orders", "--key", "k1"),
-    "lag": _cli("lag", "DIR"),
-    "topics": _cli("topics", "DIR"),
-    "groups": _cli("groups", "DIR"),
-    "dlq": _cli("dlq", "DIR", "--group", "billing"),
-    "delay": _cli("delay", "DIR"),
-    "cut": _cli("cut", "DIR"),
-    "cut export": _cli("cut", "export", "DIR"),
-    "cut restore --dry-run": _cli("cut", "restore", "DIR", "--dry-run"),
-    "recover --dry-run": _cli("recover", "DIR", "--dry-run"),
-    "recover --rebuild config --dry-run": _cli("recover", "DIR", "--rebuild", "config", "--dry-run"),
-    "topics delete --dry-run": _cli("topics", "delete", "DIR", "orders", "--force", "--dry-run"),
-    "snapshot": _cli("snapshot", "DIR", "OUT/copy"),
-    "spark clean": _cli("spark", "clean", "DIR", "--older-than", "0s", "--dry-run"),
+    **{name: _cli(*words) for name, words in looking("DIR", "OUT/copy").items()},
 }
 WRITERS: dict[str, Command] = {
     "open and put": _put,
@@ -333,48 +316,31 @@ def _seen(folder: Path) -> dict[str, Any]:
 
 def _run(case: Case, store: Path, out: Path) -> str:
     """Run a command in a process of its own; what it said, with the class of an error that it raised before it."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        _in_child(case, store, out, write)
-    os.close(write)
-    said, deadline = b"", time.monotonic() + DEADLINE_S
-    try:
-        while True:
-            ready, _, _ = select.select([read], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                os.kill(child, signal.SIGKILL)
-                raise AssertionError(f"it hangs; it had said {said!r:.500}")
-            part = os.read(read, 1 << 16)
-            if not part:
-                return said.decode("utf-8", "replace")
-            said += part
-    finally:
-        os.close(read)
-        os.waitpid(child, 0)
+    file = out.parent / "said"
+    code = in_child(partial(_say, case, store, out, file), DEADLINE_S)
+    said = file.read_text("utf-8")
+    assert not code, f"it hangs, or ended by {code}; it had said {said!r:.500}"
+    return said
 
 
-def _in_child(case: Case, store: Path, out: Path, write: int) -> None:
-    text = io.StringIO()
-    try:
-        signal.alarm(int(2 * DEADLINE_S))
-        sys.stdin = open(os.devnull)  # noqa: SIM115  (as long as the process)
-        with redirect_stdout(text), redirect_stderr(text):
-            for name, command in COMMANDS[case.command].items():
-                text.write(f"\n-- {name}\n")
-                try:
-                    command(store, out)
-                except SystemExit as end:
-                    text.write(f"\nexit {end.code}")
-                except MQStoreError as error:
-                    text.write(f"\nMQStoreError {error}")
-                except BaseException as error:
-                    text.write(f"\nraw {type(error).__name__}: {error}")
-                    traceback.print_exc(file=text)
-    finally:
-        with os.fdopen(write, "wb") as pipe:
-            pipe.write(text.getvalue().encode("utf-8", "replace"))
-        os._exit(0)
+def _say(case: Case, store: Path, out: Path, file: Path) -> None:
+    sys.stdin = open(os.devnull)  # noqa: SIM115  (as long as the process)
+    with (
+        open(file, "w", buffering=1, encoding="utf-8", errors="replace") as text,
+        redirect_stdout(text),
+        redirect_stderr(text),
+    ):
+        for name, command in COMMANDS[case.command].items():
+            text.write(f"\n-- {name}\n")
+            try:
+                command(store, out)
+            except SystemExit as end:
+                text.write(f"\nexit {end.code}")
+            except MQStoreError as error:
+                text.write(f"\nMQStoreError {error}")
+            except BaseException as error:
+                text.write(f"\nraw {type(error).__name__}: {error}")
+                traceback.print_exc(file=text)
 
 
 def _check(case: Case, rich: Path, work: Path) -> None:

@@ -14,7 +14,6 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from mqstore import SimulatedClock, StoreConfig
 from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, OffsetOutOfRangeError
 from mqstore.jobs import export as module
@@ -22,6 +21,7 @@ from mqstore.jobs import export_parquet
 from mqstore.jobs.export import read_manifest
 from mqstore.spark import select
 from tests.conftest import GoldenStore
+from tests.log.support import flip
 from tests.spark.support import SEGMENT, Odd, as_exported, as_row, exported, many, write_store
 
 Golden = Callable[[str], GoldenStore]
@@ -183,9 +183,7 @@ def test_damage_stops_an_export_or_is_counted(store: Path, tmp_path: Path) -> No
     log = store / "commitlog" / f"{0:020d}"
     with MessageStore(store, "r") as opened:
         place = opened.get("t", 0, 4, 1).messages[0].physical_offset
-    data = bytearray(log.read_bytes())
-    data[place + 100] ^= 1
-    log.write_bytes(data)
+    flip(log, place + 100)
 
     with pytest.raises(CorruptStoreError):
         export_parquet(store, tmp_path / "out")
@@ -248,34 +246,6 @@ def test_what_a_start_bound_leaves_out_is_left_out_in_every_queue_for_good(tmp_p
         *(("busy", 0, at) for at in range(6, 10)),
         *(("quiet", 0, at) for at in (4, 5)),
     ]
-
-
-def test_a_later_start_bound_leaves_out_likewise_what_came_since_the_last_run(tmp_path: Path) -> None:
-    path, clock = tmp_path / "s", SimulatedClock(T0)
-
-    def put(**counts: int) -> None:
-        with MessageStore(path, config=StoreConfig(clock=clock)) as store:
-            for topic, count in counts.items():
-                store.put_many(topic, [b"x"] * count, queue_id=0)
-        clock.advance(1000)
-
-    put(a=3, b=3)
-    export_parquet(select(path, topics="a,b"), tmp_path / "out")
-    put(a=3, b=2)
-    put(a=2)
-    export_parquet(select(path, topics="a,b", start=str(T0 + 2000)), tmp_path / "out")
-    rest = export_parquet(select(path, topics="a,b"), tmp_path / "out")
-
-    assert rest.folder is None
-    assert rest.high_water[str(path)] == {"a": {"0": 8}, "b": {"0": 5}}
-    assert [key for key in offsets(tmp_path / "out") if key[0] == "a"] == [("a", 0, at) for at in (0, 1, 2, 6, 7)]
-
-
-def test_a_store_is_the_same_by_whatever_path(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    export_parquet("s", "out")
-
-    assert export_parquet(store, tmp_path / "out").folder is None
 
 
 def test_a_store_that_was_moved_goes_on_under_its_old_name_or_by_a_link(store: Path, tmp_path: Path) -> None:

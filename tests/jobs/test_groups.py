@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -24,7 +22,6 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName
 from mqstore.spark.views import view_batch
 from tests.conftest import GoldenStore
-from tests.spark.support import many, write_store
 from tests.tools.brokers import broker
 
 Golden = Callable[[str], GoldenStore]
@@ -88,19 +85,6 @@ def test_the_lag_of_a_java_store_is_what_its_listing_says(golden: Golden) -> Non
     for row in (row for group in lag_report(store.path).groups for row in group.queues):
         assert row.end == queues[row.topic, row.queue_id]["max_offset"]
         assert row.messages == (None if row.committed is None else row.end - row.committed)
-
-
-def test_a_look_keeps_the_lock_of_an_owner_in_the_same_process(tmp_path: Path) -> None:
-    """POSIX record locks vanish when their process closes any descriptor of the file."""
-    path = fill(tmp_path / "s", {0: 3}, {("a", 0): 1})
-    with broker(path) as running:
-        lag_report(path)
-        dlq_report(path)
-        trace(path, "k")
-        code = f"import mqstore; mqstore.engine.MessageStore({str(path)!r})"
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert "StoreLockedError" in other.stderr
-        running.put("orders", b"still mine", queue_id=0)
 
 
 # -- dead letters ------------------------------------------------------------------------------------------------------
@@ -314,20 +298,6 @@ def test_what_index_files_do_not_tell_is_searched_in_the_log(travelled: Path, tm
 
     assert trace({"a": path}, "k").hops == whole.hops
     assert [len(trace(path, f"o-{i}").hops) for i in (0, 9, 20, 30, 39)] == [1] * 5
-
-
-@pytest.mark.parametrize("damage", ["gone", "zeroed"])
-def test_a_trace_searches_the_log_where_an_index_file_between_others_is_lost(tmp_path: Path, damage: str) -> None:
-    path = write_store(tmp_path / "s", many(400))
-    lost = sorted((path / "index").iterdir())[2]
-    if damage == "gone":
-        lost.unlink()
-    else:
-        lost.write_bytes(bytes(lost.stat().st_size))
-
-    found = [trace(path, f"k{i}") for i in range(0, 400, 9)]
-
-    assert [len(each.hops) for each in found] == [1] * 45
 
 
 def test_a_unique_key_leads_to_the_copies_of_one_message(travelled: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from mqstore.broker.parts import open_parts
 from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, FilterError, InvalidMessageError, StoreLockedError
 from mqstore.jobs import dlq_report, dlq_resend, select
+from tests.log.support import files
 from tests.tools.brokers import broker, clock_now
 
 
@@ -45,14 +45,6 @@ def left(path: Path, group: str = "billing") -> list[bytes]:
         return [bytes(letter.body) for letter in DeadLetters(open_parts(store), group)]
 
 
-def tree(path: Path) -> dict[str, bytes]:
-    return {
-        os.path.join(folder, name): Path(folder, name).read_bytes()
-        for folder, _, names in os.walk(path)
-        for name in names
-    }
-
-
 def rows(report: Any) -> list[tuple[str, str, int, dict[str, int]]]:
     return [(row.store, row.group, row.count, dict(row.topics)) for row in report.letters]
 
@@ -76,17 +68,6 @@ def test_all_letters_of_all_stores_are_sent_once(stores: dict[str, Path]) -> Non
         bodies = [bytes(message.body) for message in store.iter("orders")]
     assert sorted(bodies) == sorted(2 * [b"%d" % i for i in range(6)])
     assert dlq_resend(stores, all_groups=True).count == 0
-
-
-def test_a_letter_goes_to_the_group_alone_unless_it_is_said_otherwise(stores: dict[str, Path]) -> None:
-    assert dlq_resend(stores["a"]).count == 6
-
-    with broker(stores["a"], clock_now()) as running:
-        running.run_once()
-        got = [delivery for _ in range(8) for delivery in running.pop("billing", "orders", 16)]
-        other = [delivery for _ in range(8) for delivery in running.pop("new", "orders", 16)]
-    assert sorted(int(each.message.body) for each in got) == [*range(6)]
-    assert len(other) == 6  # as they were sent at first, once
 
 
 @pytest.mark.parametrize(
@@ -130,7 +111,7 @@ def test_letters_are_chosen_by_offset_in_one_group_of_one_store(stores: dict[str
 def test_what_cannot_be_sent_leaves_all_stores_as_they_were(
     stores: dict[str, Path], arguments: dict[str, Any], error: type[Exception], says: str
 ) -> None:
-    before = {name: tree(path) for name, path in stores.items()}
+    before = {name: files(path) for name, path in stores.items()}
 
     with pytest.raises(error, match=says):
         dlq_resend(stores, **arguments)
@@ -139,7 +120,7 @@ def test_what_cannot_be_sent_leaves_all_stores_as_they_were(
     with MessageStore(stores["b"]), pytest.raises(StoreLockedError, match="open for writing"):
         dlq_resend(stores)
 
-    assert tree(stores["a"]) == before["a"]
+    assert files(stores["a"]) == before["a"]
     assert {name: dlq_report(path).total for name, path in stores.items()} == {"a": 6, "b": 5}
 
 
@@ -156,10 +137,10 @@ def test_what_cannot_be_sent_leaves_all_stores_as_they_were(
 )
 def test_an_option_that_would_choose_is_not_passed_over(stores: dict[str, Path], options: dict[str, str]) -> None:
     """All letters were sent, whatever the option said, and counted."""
-    before = tree(stores["a"])
+    before = files(stores["a"])
     chosen = select(stores["a"], options=options)
 
     for job in (dlq_resend, dlq_report):
         with pytest.raises(ConfigError, match=f"option {next(iter(options))}: this job does not go by it"):
             job(chosen)
-    assert tree(stores["a"]) == before
+    assert files(stores["a"]) == before

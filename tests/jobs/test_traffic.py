@@ -21,6 +21,7 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName
 from mqstore.spark.views import view_batch
 from tests.conftest import GoldenStore
+from tests.log.support import flip
 from tests.spark.support import Odd, many, odd_records, write_store
 
 Golden = Callable[[str], GoldenStore]
@@ -170,9 +171,7 @@ def test_damaged_messages_stop_it_or_are_counted_apart(tmp_path: Path, on_corrup
     log = path / "commitlog" / f"{0:020d}"
     with MessageStore(path, "r") as store:
         place = store.get("t", 0, 4, 1).messages[0].physical_offset
-    data = bytearray(log.read_bytes())
-    data[place + 100] ^= 1
-    log.write_bytes(data)
+    flip(log, place + 100)
 
     with pytest.raises(CorruptStoreError):
         traffic_report(select(path, options={"verify": "true"}))
@@ -180,8 +179,7 @@ def test_damaged_messages_stop_it_or_are_counted_apart(tmp_path: Path, on_corrup
     assert (report.damaged, report.total.messages) == (1, 80)
     # Without checksums what is wrong inside does not matter, and a header that is wrong does.
     assert traffic_report(path).total.messages == 81
-    data[place + 4 : place + 8] = b"\0" * 4
-    log.write_bytes(data)
+    flip(log, place + 4)
     with pytest.raises(CorruptStoreError):
         traffic_report(path)
     assert traffic_report(select(path, options={"onCorrupt": on_corrupt})).damaged == 1

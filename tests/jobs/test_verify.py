@@ -60,10 +60,10 @@ def one_process(path: Path) -> tuple[list[Told], int, int]:
 def in_ranges(path: Path, range_bytes: int) -> tuple[list[Told], int, int]:
     """As `verify` does it, with all ranges in one task."""
     name = StoreName("s", str(path))
-    pieces, [whole] = job._cut([name], range_bytes, None)
-    for part in job._read(1 << 30, None, pieces):
+    pieces, [whole] = job._cut([name], range_bytes)
+    for part in job._read(1 << 30, pieces):
         whole.add(part)
-    row, findings = job._join(1 << 30, None, whole)
+    row, findings = job._join(1 << 30, whole)
     assert (row.error, row.unlisted) == (None, 0)
     return told(findings), row.messages, row.bytes
 
@@ -268,11 +268,11 @@ def test_segments_that_nobody_has_read_are_read_when_the_store_is_joined(tmp_pat
     """A writer rolls on between the planning of a job and its end."""
     path = write_store(tmp_path / "s", many(200), segment_bytes=6_000)
     name = StoreName("s", str(path))
-    pieces, [whole] = job._cut([name], 1_000, None)
+    pieces, [whole] = job._cut([name], 1_000)
 
-    for part in job._read(100, None, pieces[::2]):
+    for part in job._read(100, pieces[::2]):
         whole.add(part)
-    row, findings = job._join(100, None, whole)
+    row, findings = job._join(100, whole)
 
     assert (findings, row.messages) == ([], 201)
 
@@ -362,8 +362,8 @@ def test_a_writer_that_comes_while_a_task_is_at_it_is_noticed(tmp_path: Path, mo
 
         monkeypatch.setattr(Verifier, "check", come)
         name = StoreName("s", str(path))
-        ranges = [piece for piece in job._cut([name], 5_000, None)[0] if piece.range is not None]
-        [outcome] = job._read(100, None, ranges)
+        ranges = [piece for piece in job._cut([name], 5_000)[0] if piece.range is not None]
+        [outcome] = job._read(100, ranges)
 
     assert outcome.error is None
     assert sum(result.records for result in outcome.results) > 101

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.engine import MessageStore
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.spark.encode import Encoder
+from mqstore.spark.encode import Encoded, Encoder
 from mqstore.spark.options import SinkOptions
 from mqstore.spark.publish import Commit, commit, make_member, plan_target
 from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
@@ -27,6 +27,23 @@ def batch_of(bodies: Sequence[str], **columns: Sequence[Any]) -> pa.RecordBatch:
     arrays = [pa.array(list(bodies), pa.string())]
     arrays += [pa.array(list(values), types.get(name)) for name, values in columns.items()]
     return pa.RecordBatch.from_arrays(arrays, names=["body", *columns])
+
+
+def records(pieces: Iterable[Encoded]) -> list[bytes]:
+    """Each record of what was encoded; they lie side by side, and are as many as was said."""
+    found: list[bytes] = []
+    for piece in pieces:
+        start = 0
+        data = bytes(piece.data)
+        count = len(found)
+        while start < len(data):
+            size = int.from_bytes(data[start : start + 4], "big")
+            found.append(data[start : start + size])
+            start += size
+        assert (start, len(found) - count) == (len(data), piece.records)
+        assert [*map(len, found[count:])] == piece.sizes.tolist()
+        assert sum(piece.queues.values()) == piece.records
+    return found
 
 
 def stage(

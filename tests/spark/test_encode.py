@@ -19,8 +19,9 @@ from mqstore.layout.properties import RESERVED, decode_properties
 from mqstore.layout.record import Record, decode_record
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.store import MessageStore
-from mqstore.spark.encode import Encoded, Encoder, Rules, TopicRule, derived_prefix
+from mqstore.spark.encode import Encoder, Rules, TopicRule, derived_prefix
 from mqstore.spark.inputs import INPUTS, as_markdown, check_columns
+from tests.spark.staged import records
 
 NOW = 1_700_000_000_000
 TYPES = {
@@ -64,23 +65,6 @@ def encoder(rules: Rules | None = None, **options: Any) -> Encoder:
 
 def encode(rows: Sequence[Mapping[str, Any]], rules: Rules | None = None, **options: Any) -> list[bytes]:
     return records([*encoder(rules, **options).encode(frame(rows))])
-
-
-def records(pieces: Iterable[Encoded]) -> list[bytes]:
-    """Each record of what was encoded; they lie side by side, and are as many as was said."""
-    found: list[bytes] = []
-    for piece in pieces:
-        start = 0
-        data = bytes(piece.data)
-        count = len(found)
-        while start < len(data):
-            size = int.from_bytes(data[start : start + 4], "big")
-            found.append(data[start : start + size])
-            start += size
-        assert (start, len(found) - count) == (len(data), piece.records)
-        assert [*map(len, found[count:])] == piece.sizes.tolist()
-        assert sum(piece.queues.values()) == piece.records
-    return found
 
 
 def decoded(rows: Sequence[Mapping[str, Any]], rules: Rules | None = None, **options: Any) -> list[Record]:

@@ -7,10 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,6 +24,17 @@ from mqstore.spark.plan import StoreName, plan
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.views import VIEWS, view_batch
 from tests.holding import held, linux_only, open_files
+from tests.log.support import flip
+from tests.spark.damages import (
+    DAMAGES,
+    Damage,
+    Row,
+    cut_segment,
+    lose_queues,
+    lose_segment,
+    spoil_body,
+    spoil_segment,
+)
 from tests.spark.support import SEGMENT, Odd, many, query, rows_of, write_store
 
 NAMES = ("topic", "queue_id", "queue_offset", "body")
@@ -113,87 +123,6 @@ def test_where_the_address_space_is_too_small_the_error_says_what_to_do(tmp_path
 # -- damage and retention ----------------------------------------------------------------------------------------------
 
 
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Damage:
-    """What is done to a store, and which of its messages that hits: `unlisted` are no longer in their queues, which a
-    query takes for the end of a queue or for retention; of `damaged` a queue tells, and the log has something else."""
-
-    apply: Callable[[Path], None]
-    unlisted: Callable[[Row], bool] = lambda row: False
-    damaged: Callable[[Row], bool] = lambda row: False
-
-    def __str__(self) -> str:
-        return self.apply.__name__
-
-
-def in_t0(row: Row) -> bool:
-    return (row["topic"], row["queue_id"]) == ("t", 0)
-
-
-def in_first_segment(row: Row) -> bool:
-    return bool(row["physical_offset"] < SEGMENT)
-
-
-def change(file: Path, at: int, data: bytes) -> None:
-    old = file.read_bytes()
-    file.write_bytes(old[:at] + data + old[at + len(data) :])
-
-
-def queue_file(path: Path) -> Path:
-    return path / "consumequeue" / "t" / "0" / f"{0:020d}"
-
-
-def first_segment(path: Path) -> Path:
-    return path / "commitlog" / f"{0:020d}"
-
-
-def cut_queue(path: Path) -> None:
-    queue_file(path).write_bytes(queue_file(path).read_bytes()[:50])
-
-
-def spoil_queue(path: Path) -> None:
-    change(queue_file(path), 0, b"\xff" * 100)
-
-
-def point_past_the_end(path: Path) -> None:
-    change(queue_file(path), 20, (1 << 40).to_bytes(8, "big"))
-
-
-def spoil_body(path: Path) -> None:
-    place = int.from_bytes(queue_file(path).read_bytes()[60:68], "big")
-    change(first_segment(path), place + 90, b"\xff")
-
-
-def spoil_segment(path: Path) -> None:
-    change(first_segment(path), 0, b"\xff" * SEGMENT)
-
-
-def cut_segment(path: Path) -> None:
-    first_segment(path).write_bytes(first_segment(path).read_bytes()[:CUT])
-
-
-def lose_segment(path: Path) -> None:
-    first_segment(path).unlink()
-
-
-def lose_queues(path: Path) -> None:
-    shutil.rmtree(path / "consumequeue")
-
-
-CUT = 333
-DAMAGES = [
-    Damage(cut_queue, unlisted=lambda row: in_t0(row) and row["queue_offset"] >= 2),
-    Damage(spoil_queue, unlisted=lambda row: in_t0(row) and row["queue_offset"] < 5),
-    Damage(point_past_the_end, damaged=lambda row: in_t0(row) and row["queue_offset"] == 1),
-    Damage(spoil_body, damaged=lambda row: in_t0(row) and row["queue_offset"] == 3),
-    Damage(spoil_segment, damaged=in_first_segment),
-    Damage(cut_segment, damaged=lambda row: in_first_segment(row) and row["physical_offset"] + row["size"] > CUT),
-    Damage(lose_segment, unlisted=in_first_segment),
-    Damage(lose_queues, unlisted=lambda row: True),
-]
 IN_LOG = (spoil_body, spoil_segment, cut_segment, lose_segment)
 PLACES = (*NAMES, "physical_offset", "size", "store_timestamp")
 
@@ -218,13 +147,6 @@ def view_of(path: Path, view: str, **options: str) -> list[Row]:
         {name: value for name, value in row.items() if name not in ("modified", "lag_seconds")}
         for row in batch.to_pylist()
     ]
-
-
-def by_queue(rows: list[Row]) -> dict[tuple[str, int], list[Row]]:
-    found: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["topic"], row["queue_id"]), []).append(row)
-    return found
 
 
 @dataclass(frozen=True)
@@ -294,114 +216,33 @@ def test_a_query_of_a_damaged_store_fails_or_has_all_that_was_not_hit(
         assert [place_of(row) for row in told] == [place_of(row) for row in listed if row not in left]
 
 
-def test_traffic_of_a_damaged_store_fails_or_counts_all_that_was_not_hit(
-    damaged: Path, damage: Damage, undamaged: Undamaged
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_of_a_damaged_store_keeps_the_rows_that_were_not_hit(
+    damaged: Path, damage: Damage, undamaged: Undamaged, view: str
 ) -> None:
-    listed = [row for row in undamaged.messages if not damage.unlisted(row)]
-    left = [row for row in listed if not damage.damaged(row)]
-
-    if left == listed:
-        found = view_of(damaged, "traffic")
-    else:
+    """Of what was hit a view of messages says where the damage is, and `verify` that there is some."""
+    hit = [row for row in undamaged.messages if damage.unlisted(row) or damage.damaged(row)]
+    if view == "traffic" and any(map(damage.damaged, undamaged.messages)):
         with pytest.raises(CorruptStoreError, match=re.escape(str(damaged)) + SAYS):
-            view_of(damaged, "traffic")
-        found = view_of(damaged, "traffic", onCorrupt="skip")
-    assert {(row["topic"], row["queue_id"]): (row["messages"], row["bytes"], row["size_max"]) for row in found} == {
-        ref: (len(rows), sum(sizes := [len(row["body"]) for row in rows]), max(sizes))
-        for ref, rows in by_queue(left).items()
-    }
-    hit = by_queue([row for row in undamaged.messages if row not in left])
-    whole = undamaged.views["traffic"]
-    assert [row for row in whole if (row["topic"], row["queue_id"]) not in hit] == [
-        row for row in found if (row["topic"], row["queue_id"]) not in hit
-    ]
-
-
-def test_the_view_of_queues_is_of_what_a_damaged_store_lists(
-    damaged: Path, damage: Damage, undamaged: Undamaged
-) -> None:
-    """Records are not looked at but for their times, which are those of the first and of the last that can be read."""
-    expected = []
-    for row in undamaged.views["queues"]:
-        listed = [
-            each for each in by_queue(undamaged.messages)[row["topic"], row["queue_id"]] if not damage.unlisted(each)
-        ]
-        times = [each["store_timestamp"] for each in listed if not damage.damaged(each)]
-        high = listed[-1]["queue_offset"] + 1 if listed else row["max_offset"]
-        expected.append(
-            {
-                **row,
-                "min_offset": listed[0]["queue_offset"] if listed else high,
-                "max_offset": high,
-                "messages": len(listed),
-                "bytes": sum(each["size"] for each in listed),
-                "first_store_timestamp": times[0] if times else None,
-                "last_store_timestamp": times[-1] if times else None,
-            }
-        )
-    assert view_of(damaged, "queues") == (expected if damage.apply is not lose_queues else [])
-
-
-def test_the_view_of_segments_is_of_what_can_be_read_of_a_damaged_log(
-    damaged: Path, damage: Damage, undamaged: Undamaged
-) -> None:
-    """Checksums are not compared for it."""
-    first, *others = undamaged.views["segments"]
-    seed, t, *_ = sorted(undamaged.messages, key=lambda row: row["physical_offset"])
-    none = {"used_bytes": 0, "messages": 0, "first_store_timestamp": None, "last_store_timestamp": None}
-    two = {"used_bytes": seed["size"] + t["size"], "messages": 2, "last_store_timestamp": t["store_timestamp"]}
-    expected = {spoil_segment: [{**first, **none}], cut_segment: [{**first, **two}], lose_segment: []}
-    assert view_of(damaged, "segments") == [*expected.get(damage.apply, [first]), *others]
-
-
-def test_groups_and_what_waits_are_told_of_a_damaged_store(damaged: Path, damage: Damage, undamaged: Undamaged) -> None:
-    """What a group has lost is what its queue no longer lists from its offset on."""
-    t0, t1 = undamaged.views["groups"]
-    listed = [row for row in undamaged.messages if in_t0(row) and not damage.unlisted(row)]
-    ahead = [row for row in listed if row["queue_offset"] >= 4]
-    high = listed[-1]["queue_offset"] + 1 if listed else t0["max_offset"]
-    expected = {
-        **t0,
-        "max_offset": high,
-        "lag": len(ahead),
-        "lost": max(0, high - 4 - len(ahead)),
-        "oldest_store_timestamp": ahead[0]["store_timestamp"] if ahead and not damage.damaged(ahead[0]) else None,
-    }
-    if damage.apply is lose_queues:
-        nothing = {"max_offset": 0, "lag": 0, "lost": 0, "oldest_store_timestamp": None}
-        assert view_of(damaged, "groups") == [{**t0, **nothing}]
-        assert view_of(damaged, "delay") == []
+            view_of(damaged, view)
+    whole = undamaged.views[view]
+    if view == "segments":
+        spared = whole[damage.apply in IN_LOG :]
+    elif view in ("verify", "delay"):
+        spared = [] if damage.apply is lose_queues else whole[view == "verify" :]
     else:
-        assert view_of(damaged, "groups") == [expected, t1]
-        assert view_of(damaged, "delay") == undamaged.views["delay"]
+        queues = {(row["topic"], row["queue_id"]) for row in hit}
+        spared = [row for row in whole if (row["topic"], row["queue_id"]) not in queues]
 
+    found = view_of(damaged, view, onCorrupt="skip")
 
-def test_the_view_of_verify_tells_of_damage_in_the_range_that_it_is_in(
-    damaged: Path, damage: Damage, undamaged: Undamaged
-) -> None:
-    first, *others = undamaged.views["verify"]
-    assert {row["errors"] for row in (first, *others)} == {0}
-    kind = {
-        cut_queue: r"missing_units at 40 of consumequeue/t/0/",
-        spoil_queue: r"bad_unit at 0 of consumequeue/t/0/",
-        point_past_the_end: r"bad_unit at 20 of consumequeue/t/0/",
-        spoil_body: r"bad_record at \d+ of commitlog/0{20}: ",
-        lose_queues: r"missing_units at 0 of consumequeue/seed/0/",
-        spoil_segment: r"bad_record at 0 of commitlog/0{20}: ",
-        cut_segment: r"segment_size at 212 of commitlog/0{20}: ",
-    }
-    found = view_of(damaged, "verify")
-    if damage.apply in kind:
+    assert [row for row in found if row in spared] == spared
+    if view == "verify" and damage.apply is not lose_segment:
         assert found[0]["errors"] > 0
-        assert re.match(kind[damage.apply], found[0]["first_error"])
-    if damage.apply in kind and damage.apply not in (spoil_segment, cut_segment):
-        assert [(row["file"], row["first"], row["end"]) for row in found] == [
-            (row["file"], row["first"], row["end"]) for row in (first, *others)
-        ]
-    if damage.apply is lose_queues:
-        assert all(row["errors"] > 0 for row in found)
-    else:
-        assert found[-len(others) :] == others
+        assert re.match(r"\w+ at \d+ of (commitlog|consumequeue)/", found[0]["first_error"])
+    if view == "traffic":
+        left = sum(row["topic"] != "seed" for row in undamaged.messages) - sum(row["topic"] != "seed" for row in hit)
+        assert sum(row["messages"] for row in found if row["topic"] != "seed") == left
 
 
 def test_damage_is_told_with_the_store_that_it_is_in(tmp_path: Path) -> None:
@@ -409,9 +250,7 @@ def test_damage_is_told_with_the_store_that_it_is_in(tmp_path: Path) -> None:
     for name in "abc":
         write_store(tmp_path / name, many(20))
     log = tmp_path / "b" / "commitlog" / f"{0:020d}"
-    data = bytearray(log.read_bytes())
-    data[1000] ^= 1
-    log.write_bytes(data)
+    flip(log, 1000)
     says = rf"^{re.escape(str(tmp_path / 'b'))}: bad_record: commitlog/0+ at byte \d+: .*onCorrupt 'skip'"
     fleet = f"{tmp_path}/[abc]"
     for options in ({"readBy": "queue"}, {"readBy": "log"}):
@@ -429,10 +268,8 @@ def test_what_a_query_leaves_out_is_told(tmp_path: Path, caplog: pytest.LogCaptu
     """With onCorrupt=skip, and failOnDataLoss=false, a query had fewer rows, and nobody knew."""
     path = write_store(tmp_path / "s", [Odd(body=bytes(1000))] * 40)
     log = path / "commitlog" / f"{SEGMENT:020d}"
-    data = bytearray(log.read_bytes())
     for at in (500, 1500):
-        data[at] ^= 1
-    log.write_bytes(data)
+        flip(log, at)
     given = SourceOptions.parse({"path": str(path), "onCorrupt": "skip", "failOnDataLoss": "false"})
     slices = [piece for group in plan(given) for piece in group]
     (path / "commitlog" / f"{0:020d}").unlink()

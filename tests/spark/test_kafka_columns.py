@@ -17,6 +17,7 @@ from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import Record, decode_record
 from mqstore.spark.encode import Encoder, Rules
 from mqstore.spark.inputs import check_columns
+from tests.spark.staged import records
 from tests.spark.support import Odd, instant, read_all, write_store
 
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
@@ -61,13 +62,7 @@ def test_a_compressed_value_is_inflated(tmp_path: Path) -> None:
 def encoded(rows: Sequence[Mapping[str, Any]], **options: Any) -> list[Record]:
     schema = pa.schema([(name, kind) for name, kind in TYPES.items() if any(name in row for row in rows)])
     encoder = Encoder(Rules(), app="job", version=3, partition=1, **options)
-    found = []
-    for piece in encoder.encode(pa.RecordBatch.from_pylist([*rows], schema=schema)):
-        start = 0
-        for size in piece.sizes.tolist():
-            found.append(decode_record(bytes(piece.data[start : start + size])))
-            start += size
-    return found
+    return [decode_record(each) for each in records(encoder.encode(pa.RecordBatch.from_pylist([*rows], schema=schema)))]
 
 
 def test_a_frame_for_kafka_becomes_messages() -> None:

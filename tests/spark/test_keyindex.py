@@ -21,6 +21,7 @@ from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import QueueSlice, plan
 from mqstore.spark.tasks import read_slices
 from tests.conftest import GoldenStore
+from tests.log.support import flip
 from tests.spark.support import Odd, many, odd_records, read_all, rows_of, write_store
 
 
@@ -91,9 +92,7 @@ def test_without_an_index_to_rely_on_the_queue_is_scanned(tmp_path: Path, damage
         with MessageStore(path, "r") as store:
             place = int(store.units("orders", 0, 3, 1)["physical_offset"][0])
         log = path / "commitlog" / f"{0:020d}"
-        data = bytearray(log.read_bytes())
-        data[place + 90] ^= 1
-        log.write_bytes(data)
+        flip(log, place + 90)
         found, planned = read(path, "k13", onCorrupt="skip")  # k13 is in it: all of its topic is read
         assert found == []
         assert planned > 30

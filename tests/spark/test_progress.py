@@ -320,33 +320,6 @@ def test_a_first_batch_that_is_done_again_does_not_end_a_run_that_reads_what_the
     assert [row[3] for row in engine.rows] == [*range(10)]
 
 
-@pytest.mark.parametrize(
-    ("given", "missing"),
-    [
-        ({"assign": '{"t":[0],"no":[0]}'}, "'no', queue 0"),
-        ({"assign": '{"t":[0,9]}'}, "'t', queue 9"),
-        ({"startingOffsets": '{"t":{"9":3}}'}, "'t', queue 9"),
-        ({"startingOffsets": '{"PATH":{"no":{"0":-1},"t":{"0":3}}}'}, "'no', queue 0"),
-        ({"startingOffsets": '{"no":{"0":-2}}', "subscribe": "t"}, "'no', queue 0"),
-        ({"subscribe": "t,no"}, "'no'"),
-    ],
-)
-def test_what_is_counted_on_must_be_there_when_a_stream_begins(
-    world: World, given: dict[str, str], missing: str
-) -> None:
-    world.append(0, "t", 0, 10)
-    path = world.folder / "s0"
-    given = {name: value.replace("PATH", str(path)) for name, value in given.items()}
-    with pytest.raises(TopicNotFoundError, match=f"the topic {missing}, .*failOnDataLoss=false"):
-        StreamProgress(options(path, **given)).initial()
-    StreamProgress(options(path, **given, failOnDataLoss="false")).initial()
-    # A start by time wins over one by offsets, which then count on nothing.
-    if "startingOffsets" in given:
-        StreamProgress(options(path, **given, startingTimestamp="0")).initial()
-    # Later it is for the checkpoint to say what is missing.
-    assert StreamProgress(options(path, **given)).latest(at(path, "t", 0, 10)) == at(path, "t", 0, 10)
-
-
 def test_a_subscribed_topic_that_no_store_has_fails_the_stream(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """A misspelt name was no row for ever, with a warning that nobody reads. Kafka's source fails."""
     world.append(0, "t", 0, 10)
@@ -370,22 +343,6 @@ def test_a_subscribed_topic_that_no_store_has_fails_the_stream(world: World, cap
 
 
 # -- offsets -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scan", ["queue", "log"])
-def test_a_store_is_the_same_one_however_its_path_is_spelled(
-    world: World, monkeypatch: pytest.MonkeyPatch, scan: str
-) -> None:
-    monkeypatch.chdir(world.folder)
-    world.append(0, "t", 0, 10)
-    store = str(world.folder / "s0")
-    engine = Engine(path="s0", startingOffsets="earliest", readBy=scan)
-    for spelled in ("s0/", "./s0", store, f"{store}/", f"file:{store}", "*"):
-        engine.run()
-        engine.options = Engine(path=spelled, readBy=scan).options
-        world.append(0, "t", 0, 1)
-    engine.run()
-    assert engine.rows == [(store, "t", 0, offset) for offset in range(16)]
 
 
 def test_a_name_that_a_store_was_given_is_no_path(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,13 +443,6 @@ def test_a_start_behind_the_end_is_an_empty_batch(store: Path) -> None:
     start, end = ({"v": 1, "s": {str(store): {"t": {"0": n}}}} for n in (15, 10))
     assert StreamProgress(options(store)).partitions(start, end) == []
     assert StreamProgress(options(store)).partitions(start, start) == []
-
-
-def test_slices_are_cut_as_those_of_a_batch_are(store: Path) -> None:
-    progress = StreamProgress(options(store, subscribe="t", minPartitions="4", startingOffsets="earliest"))
-    groups = progress.partitions(start := progress.initial(), progress.latest(start))
-    assert len(groups) == 4
-    assert sum(piece.stop - piece.start for group in groups for piece in group) == 40
 
 
 def test_only_what_no_power_cut_takes_back_is_read_if_so_wished(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from mqstore.spark.options import SinkOptions
 from mqstore.spark.publish import Commit, commit
 from mqstore.spark.rows import Policy
 from tests.conftest import GOLDEN_NAMES, GoldenStore
-from tests.spark.staged import stage
+from tests.spark.staged import records, stage
 from tests.spark.support import Odd, many, odd_records, read_all, write_store
 
 Queues = dict[tuple[str, int], list[Record]]
@@ -134,13 +134,7 @@ def encoded(rows: Sequence[dict[str, Any]], rules: Rules | None = None, **option
     kinds = {"record": pa.binary(), "topic": pa.string(), "queue_id": pa.int32()}
     arrays = [pa.array([row[name] for row in rows], kinds[name]) for name in names]
     encoder = Encoder(rules or Rules(), app="job", version=3, partition=1, **options)
-    found = []
-    for piece in encoder.encode(pa.RecordBatch.from_arrays(arrays, names)):
-        start = 0
-        for size in piece.sizes.tolist():
-            found.append(decode_record(bytes(piece.data[start : start + size])))
-            start += size
-    return found
+    return [decode_record(each) for each in records(encoder.encode(pa.RecordBatch.from_arrays(arrays, names)))]
 
 
 def test_a_row_or_the_option_gives_another_place() -> None:

@@ -122,7 +122,7 @@ _FOREIGN = """
 import sys
 from pyspark.sql import SparkSession
 
-path, options = sys.argv[1:]
+path, target, options = sys.argv[1:]
 builder = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false")
 spark = builder.config("spark.driver.extraJavaOptions", options).getOrCreate()
 
@@ -138,6 +138,9 @@ from mqstore.spark import session
 assert session("mine", {"spark.sql.session.timeZone": "Asia/Tokyo"}) is spark
 assert spark.conf.get("spark.sql.session.timeZone") != "Asia/Tokyo"
 print("registered", count())
+spark.sql(f"CREATE TEMPORARY VIEW m USING mqstore OPTIONS (path '{path}')")
+print("sql", spark.sql("SELECT * FROM m WHERE topic = 'orders'").count())
+spark.read.format("mqstore").load(path).select("topic", "body").write.format("mqstore").mode("append").save(target)
 spark.stop()
 """
 
@@ -150,7 +153,7 @@ def test_a_session_of_somebody_else_gets_the_format_registered(store: Path, tmp_
     if broken:
         (folder / "pyspark_broken.py").write_text("raise RuntimeError('this package is broken')")
     done = subprocess.run(
-        [sys.executable, "-c", _FOREIGN, str(store), BRIEF],
+        [sys.executable, "-c", _FOREIGN, str(store), str(tmp_path / "t"), BRIEF],
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -159,7 +162,9 @@ def test_a_session_of_somebody_else_gets_the_format_registered(store: Path, tmp_
     )
 
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == ["DATA_SOURCE_NOT_FOUND" if broken else "found 30", "registered 30"]
+    found = "DATA_SOURCE_NOT_FOUND" if broken else "found 30"
+    assert done.stdout.splitlines() == [found, "registered 30", "sql 30"]
+    assert sorted(bodies(tmp_path / "t")) == sorted(bodies(store))
 
 
 _CUT_DOWN = """#!/bin/sh

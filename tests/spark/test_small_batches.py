@@ -3,10 +3,8 @@ whatever has become of the store between two triggers. Without Spark."""
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,16 @@ from hypothesis import strategies as st
 
 from mqstore import MQStoreError
 from mqstore.engine import MessageStore
-from mqstore.errors import CorruptStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
+from mqstore.errors import OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.spark import tasks
-from mqstore.spark.columns import COLUMNS, default_columns
+from mqstore.spark.columns import default_columns
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.pacing import Limit
-from mqstore.spark.plan import QueueSlice, StoreName, plan
+from mqstore.spark.plan import QueueSlice, StoreName
 from mqstore.spark.progress import StreamProgress
 from mqstore.spark.rows import Policy
 from mqstore.spark.tasks import read_slices
-from tests.holding import held, linux_only, open_files
-from tests.log.support import open_store
+from tests.spark.damages import DAMAGES
 from tests.spark.support import Odd, many, odd_records, rows_of, write_store
 
 NAMES = ("topic", "queue_id", "queue_offset", "body")
@@ -107,20 +103,6 @@ def test_one_batch_has_all_small_slices(tmp_path: Path) -> None:
     assert batch.num_rows == 41
 
 
-@pytest.mark.parametrize("column", [name for name in COLUMNS if name != "error"])
-def test_each_column_is_the_same_of_several_queues(tmp_path: Path, column: str) -> None:
-    path = write_store(tmp_path / "s", many(40))
-    together, alone = both_ways(path, pieces_of(path, 3), [column])
-    assert together == alone
-
-
-def spoil_body(path: Path) -> None:
-    log = path / "commitlog" / f"{0:020d}"
-    data = log.read_bytes()
-    at = data.index(b"000021")
-    log.write_bytes(data[:at] + b"x" + data[at + 1 :])
-
-
 def spoil_unit(path: Path) -> None:
     """It points at a sound record of another queue."""
     ours, theirs = (path / "consumequeue" / topic / "0" / f"{0:020d}" for topic in ("t", "orders"))
@@ -135,34 +117,9 @@ def repeat_unit(path: Path) -> None:
     file.write_bytes(data[:60] + data[100:120] + data[80:])
 
 
-def cut_hole(path: Path) -> None:
-    file = path / "consumequeue" / "t" / "0" / f"{0:020d}"
-    data = file.read_bytes()
-    file.write_bytes(data[:60] + bytes(20) + data[80:])
-
-
-def point_far(path: Path) -> None:
-    file = path / "consumequeue" / "t" / "0" / f"{0:020d}"
-    data = file.read_bytes()
-    file.write_bytes(data[:60] + (1 << 50).to_bytes(8, "big") + data[68:])
-
-
-def lose_log(path: Path) -> None:
-    (path / "commitlog" / f"{0:020d}").unlink()
-
-
-def lose_queue(path: Path) -> None:
-    shutil.rmtree(path / "consumequeue" / "t" / "0")
-
-
-def cut_log(path: Path) -> None:
-    log = path / "commitlog" / f"{0:020d}"
-    log.write_bytes(log.read_bytes()[:2000])
-
-
 @pytest.mark.parametrize("given", [{}, {"failOnDataLoss": "false"}, {"onCorrupt": "skip"}, {"onCorrupt": "keep"}])
 @pytest.mark.parametrize(
-    "harm", [spoil_body, spoil_unit, repeat_unit, cut_hole, point_far, lose_log, lose_queue, cut_log]
+    "harm", [spoil_unit, repeat_unit, *(each.apply for each in DAMAGES)], ids=lambda harm: harm.__name__
 )
 def test_what_is_not_as_it_should_be_is_told_as_of_each_alone(
     tmp_path: Path, harm: Callable[[Path], None], given: dict[str, str]
@@ -208,191 +165,3 @@ def test_a_checkpoint_that_names_no_queue_leads_nowhere_else(tmp_path: Path, top
     assert StreamProgress(SourceOptions.parse(given).for_stream()).partitions(start, end) == []
     with pytest.raises(TopicNotFoundError, match="is not in"):
         StreamProgress(SourceOptions.parse({"path": str(path)}).for_stream()).partitions(start, end)
-
-
-# -- between two triggers ----------------------------------------------------------------------------------------------
-
-
-class Run:
-    """One run of a stream over a store that things happen to, trigger by trigger."""
-
-    def __init__(self, path: Path, **given: str) -> None:
-        self.path = path
-        self.options = SourceOptions.parse({"path": str(path), "startingOffsets": "earliest", **given}).for_stream()
-        self.progress = StreamProgress(self.options)
-        self.at = self.progress.initial()
-        self.rows: list[tuple[str, int, int, bytes]] = []
-
-    def trigger(self, before_planning: Callable[[], None] = lambda: None) -> int:
-        """A batch; how many messages it has."""
-        end = json.loads(json.dumps(self.progress.latest(self.at, Limit(16, "messages"))))
-        before_planning()
-        groups = self.progress.partitions(self.at, end)
-        found = [row for group in groups for row in rows_of(read_slices(self.options, NAMES, "binary", group))]
-        self.progress.commit(end)
-        self.at = end
-        self.rows += [tuple(row.values()) for row in found]
-        return len(found)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[MessageStore]:
-    with open_store(tmp_path / "s") as opened:
-        fill(opened, "t", 4, 4)
-        yield opened
-
-
-def fill(store: MessageStore, topic: str, queues: int, each: int, body: bytes = b"x" * 200) -> None:
-    for queue_id in range(queues):
-        for _ in range(each):
-            store.put(topic, body, queue_id)
-    store.dispatch()
-
-
-def drop_half(store: MessageStore) -> None:
-    store.flush()
-    store.drop_before((store.min_offset + store.max_offset) // 2)
-
-
-def test_new_messages_queues_and_topics_are_seen_at_the_next_trigger(store: MessageStore) -> None:
-    run = Run(store.path)
-    assert (run.trigger(), run.trigger()) == (16, 0)
-    fill(store, "t", 1, 3)
-    assert run.trigger() == 3
-    fill(store, "t", 5, 1)
-    fill(store, "u", 1, 2)
-    assert (run.trigger(), run.trigger()) == (7, 0)
-    assert Counter(row[:2] for row in run.rows)["u", 0] == 2
-    assert len(run.rows) == len({row[:3] for row in run.rows}) == 26
-
-
-@pytest.mark.parametrize("more", [3, 20])
-@pytest.mark.parametrize("between", ["triggers", "offset and plan"])
-def test_retention_is_seen_at_the_next_trigger_and_when_a_batch_is_planned(
-    store: MessageStore, between: str, more: int
-) -> None:
-    """Also where the one file of a queue stays, and still lists what is gone."""
-    strict, lenient = Run(store.path), Run(store.path, failOnDataLoss="false")
-    fill(store, "t", 4, more, b"x" * (4000 // more))
-    if between == "triggers":
-        drop_half(store)
-        with pytest.raises(OffsetOutOfRangeError, match="messages are lost"):
-            strict.trigger()
-        while lenient.trigger():
-            pass
-    else:
-        with pytest.raises(OffsetOutOfRangeError, match="messages are lost"):
-            strict.trigger(lambda: drop_half(store))
-        while lenient.trigger():
-            pass
-    kept = [("t", q, n) for q in range(4) for n in range(*store.offsets("t", q))]
-    assert sorted(row[:3] for row in lenient.rows) == kept
-
-
-@pytest.mark.parametrize("each", [1, 4, 9])
-@pytest.mark.parametrize("between", ["triggers", "offset and plan"])
-def test_a_store_that_is_deleted_and_made_anew_is_not_taken_for_the_old_one(
-    tmp_path: Path, each: int, between: str
-) -> None:
-    """Shorter than it was it is a loss; where it is as long or longer, nobody can tell, but what is read is new."""
-    path = tmp_path / "s"
-    with open_store(path) as opened:
-        fill(opened, "t", 4, 4, b"old")
-    run = Run(path)
-    if between == "triggers":
-        assert run.trigger() == 16
-
-    def renew() -> None:
-        shutil.rmtree(path)
-        with open_store(path) as opened:
-            fill(opened, "t", 4, each, b"new")
-
-    if between == "triggers":
-        renew()
-    if each == 1:
-        with pytest.raises(OffsetOutOfRangeError, match="offset 4 is wanted, but there are 0 to 1"):
-            run.trigger(renew if between != "triggers" else lambda: None)
-    else:
-        done = len(run.rows)
-        run.trigger(renew if between != "triggers" else lambda: None)
-        assert {row[3] for row in run.rows[done:]} <= {b"new"}
-        assert len(run.rows) == 16 + (16 if each == 9 and between == "triggers" else 0)
-    shutil.rmtree(path)
-    with pytest.raises(NotAStoreError):
-        run.trigger()
-
-
-@pytest.mark.parametrize("recovered", [False, True])
-def test_a_stream_goes_on_when_its_writer_was_killed_and_the_store_was_recovered(
-    tmp_path: Path, recovered: bool
-) -> None:
-    path, image = tmp_path / "s", tmp_path / "image"
-    with open_store(path) as opened:
-        fill(opened, "t", 4, 2)
-        run = Run(path)
-        assert run.trigger() == 8
-        fill(opened, "t", 4, 1)
-        shutil.copytree(path, image)  # what a kill leaves
-    shutil.rmtree(path)
-    image.rename(path)
-    if not recovered:
-        assert run.trigger() == 4
-    with open_store(path) as opened:
-        assert not opened.clean_shutdown
-        fill(opened, "t", 5, 1)
-        assert run.trigger() == (9 if recovered else 5)
-    assert run.trigger() == 0
-    assert sorted(row[:3] for row in run.rows) == sorted(
-        ("t", q, n) for q, count in enumerate((4, 4, 4, 4, 1)) for n in range(count)
-    )
-
-
-@pytest.mark.parametrize("between", ["triggers", "offset and plan"])
-def test_a_tail_that_a_power_cut_took_is_lost_and_not_waited_for(tmp_path: Path, between: str) -> None:
-    path, before = tmp_path / "s", tmp_path / "before"
-    with open_store(path) as opened:
-        fill(opened, "t", 2, 2)
-        shutil.copytree(path, before)
-        fill(opened, "t", 2, 3)
-
-    def restore() -> None:
-        shutil.rmtree(path)
-        shutil.copytree(before, path)
-        open_store(path).close()
-
-    run = Run(path)
-    if between == "triggers":
-        assert run.trigger() == 10
-        restore()
-    with pytest.raises(
-        OffsetOutOfRangeError, match="offset 5 is wanted, but there are 0 to 2: 3 messages are not there"
-    ):
-        run.trigger(restore if between != "triggers" else lambda: None)
-
-
-@linux_only
-def test_no_descriptor_or_mapping_stays_over_many_triggers(store: MessageStore) -> None:
-    """Nor after one that fails."""
-    fill(store, "t", 4, 100)
-    store.close()
-    run = Run(store.path)
-    before = open_files()
-    for _ in range(20):
-        assert run.trigger() == 16
-        assert held(store.path) == []
-    for segment in (store.path / "commitlog").iterdir():
-        segment.write_bytes(b"\xff" * segment.stat().st_size)
-    with pytest.raises(CorruptStoreError):
-        run.trigger()
-    assert held(store.path) == []
-    assert not open_files() - before
-
-
-def test_a_batch_of_a_plan_is_the_same_small_or_large(tmp_path: Path) -> None:
-    """A partition may have both."""
-    path = write_store(tmp_path / "s", [Odd(queue_id=min(i, 3), body=b"%06d" % i) for i in range(200)])
-    options = SourceOptions.parse({"path": str(path)})
-    [group] = plan(options)
-    rows = rows_of(read_slices(options, NAMES, "binary", group))
-    assert Counter(row["queue_id"] for row in rows if row["topic"] == "t") == {0: 1, 1: 1, 2: 1, 3: 197}
-    assert [row["queue_offset"] for row in rows if row["queue_id"] == 3] == [*range(197)]

@@ -6,17 +6,16 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from mqstore.engine import MessageStore
 from tests.conftest import GoldenStore
-from tests.spark.support import Odd, as_exported, as_row, exported, many, odd_records, write_store
+from tests.log.support import flip
+from tests.spark.support import Odd, as_exported, as_row, exported, many, write_store
 
 pytestmark = pytest.mark.spark
 PUSH_DOWN = "spark.sql.python.filterPushdown.enabled"
@@ -78,22 +77,6 @@ def test_a_java_store_reads_as_it_exports(
 
 
 # What fails is not made smaller: each try is a query. The same in `test_columns`, without Spark, is.
-@settings(max_examples=4, deadline=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck])
-@given(records=st.lists(odd_records(), min_size=10, max_size=60), partitions=st.sampled_from(["1", "3"]))
-def test_any_store_reads_as_it_exports(
-    spark: Any, tmp_path_factory: pytest.TempPathFactory, records: list[Odd], partitions: str
-) -> None:
-    path = write_store(tmp_path_factory.mktemp("any") / "s", records)
-    frame = load(spark, path, includeSystemTopics="true", minPartitions=partitions)
-    # Times as numbers: Python's datetimes cannot hold all that Spark's can.
-    times = {name: f"unix_micros({name})" for name in ("born_timestamp", "store_timestamp")}
-    found = sorted_rows(rows(frame.selectExpr(*(f"{times.get(name, name)} as {name}" for name in frame.columns))))
-    expected = [as_row(line) for line in exported(path)]
-    for line in expected:
-        for name in times:
-            if line[name] is not None:
-                line[name] = (line[name] - EPOCH) // timedelta(microseconds=1)
-    assert [as_exported(row) for row in found] == sorted_rows(expected)
 
 
 def test_rows_of_a_queue_come_in_order(spark: Any, store: Path) -> None:
@@ -190,12 +173,6 @@ def test_a_table_by_name_is_refused_and_a_view_works(spark: Any, store: Path) ->
     spark.catalog.dropTempView("messages")
 
 
-def test_a_store_that_is_none_is_named(spark: Any, tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="nowhere"):
-        load(spark, tmp_path / "nowhere").collect()
-    assert not (tmp_path / "nowhere").exists()
-
-
 def test_our_message_stands_at_the_top_of_what_spark_shows(spark: Any, store: Path, tmp_path: Path) -> None:
     """Behind Spark's own words for the step, and no traceback. Leans on SPARK_HIDE_TRACEBACK, which a worker of Spark
     looks at when it reports an error (`telling`)."""
@@ -203,9 +180,7 @@ def test_our_message_stands_at_the_top_of_what_spark_shows(spark: Any, store: Pa
     log = path / "commitlog" / f"{0:020d}"
     with MessageStore(path, "r") as opened:
         place = int(opened.units("t", 0, 1, 1)["physical_offset"][0])
-    data = bytearray(log.read_bytes())
-    data[place + 90] ^= 1
-    log.write_bytes(data)
+    flip(log, place + 90)
     wrong = spark.read.format("mqstore").schema("bodies binary")
     for ask, begins in (
         (
@@ -301,22 +276,6 @@ def test_the_view_of_groups_knows_their_lag(spark: Any, tmp_path: Path) -> None:
     assert (row["group"], row["topic"], row["committed_offset"], row["max_offset"], row["lag"]) == ("g", "t", 4, 10, 6)
 
 
-def test_damage_stops_a_query_or_is_skipped_or_kept(spark: Any, tmp_path: Path) -> None:
-    path = write_store(tmp_path / "s", many(40))
-    with MessageStore(path, "r") as opened:
-        place = int(opened.units("t", 0, 3, 1)["physical_offset"][0])
-    log = path / "commitlog" / f"{0:020d}"
-    data = bytearray(log.read_bytes())
-    data[place + 90] ^= 1
-    log.write_bytes(data)
-    with pytest.raises(Exception, match="t, queue 0, offset 3: the record does not verify"):
-        load(spark, path, subscribe="t").collect()
-    assert load(spark, path, subscribe="t", onCorrupt="skip").where("body is not null").count() == 19
-    kept = rows(load(spark, path, subscribe="t", onCorrupt="keep").where("error is not null"))
-    assert [(row["queue_offset"], row["body"]) for row in kept] == [(3, None)]
-    assert load(spark, path, subscribe="t", verify="false").where("body is not null").count() == 20
-
-
 def test_reading_leaves_no_trace_and_takes_no_lock(spark: Any, tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(20))
     with MessageStore(path) as writer:
@@ -351,26 +310,6 @@ def test_nothing_stays_mapped_or_open_in_a_worker(spark: Any, tmp_path: Path) ->
                 assert kept == []
                 descriptors.setdefault(worker, set()).add(count)
     assert all(max(counts) - min(counts) <= 2 for counts in descriptors.values())
-
-
-def test_messages_that_retention_takes_between_plan_and_task(spark: Any, tmp_path: Path) -> None:
-    path = write_store(tmp_path / "s", [Odd(body=bytes(500))] * 100)
-    from pyspark.sql.types import StructType
-
-    from mqstore.spark.source import MQStoreDataSource
-
-    def planned(**options: str) -> Any:
-        source = MQStoreDataSource({"path": str(path), "subscribe": "t", "columns": "body", **options})
-        schema = source.schema()
-        assert isinstance(schema, StructType)
-        reader = source.reader(schema)
-        return reader, reader.partitions()
-
-    strict, lenient = planned(), planned(failOnDataLoss="false")
-    (path / "commitlog" / f"{0:020d}").unlink()
-    with pytest.raises(LookupError, match="retention has deleted them"):
-        [*strict[0].read(strict[1][0])]
-    assert 0 < sum(batch.num_rows for batch in lenient[0].read(lenient[1][0])) < 100
 
 
 @pytest.mark.parametrize("scan", ["auto", "queue", "log"])

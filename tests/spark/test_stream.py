@@ -342,31 +342,19 @@ def names(run: list[tuple[str, Any]]) -> list[str]:
     return [name for name, _ in run]
 
 
-def test_spark_asks_for_the_initial_offset_twice_and_for_the_target_before(calls: Calls) -> None:
-    asked = names(calls[0])
-    assert asked[:5] == [
-        "prepareForTriggerAvailableNow",
-        "initialOffset",
-        "latestOffset",
-        "initialOffset",
-        "partitions",
-    ]
-
-
-def test_spark_does_not_ask_for_the_initial_offset_once_a_batch_is_done(calls: Calls) -> None:
-    assert "initialOffset" not in names(calls[1])
-    assert "initialOffset" not in names(calls[2])
-
-
-def test_spark_makes_a_first_batch_though_latest_is_where_it_starts(calls: Calls) -> None:
+def test_spark_asks_where_to_begin_and_where_a_run_ends(calls: Calls) -> None:
+    begun = ["prepareForTriggerAvailableNow", "initialOffset", "latestOffset", "initialOffset", "partitions"]
+    assert names(calls[0])[:5] == begun
+    # Once a batch is done, no more.
+    assert all("initialOffset" not in names(run) for run in calls[1:])
+    # It makes a first batch though latest is where it starts, and ends a run when latest gives the start back.
     [(start, end, _)] = [given for name, given in calls[0] if name == "partitions"]
     assert start == end
-
-
-def test_spark_ends_such_a_run_when_latest_gives_the_start_back(calls: Calls) -> None:
     for run in calls:
         *_, (start, end) = [given for name, given in run if name == "latestOffset"]
         assert start == end
+    # A source is not stopped after a normal end.
+    assert all("stop" not in names(run) for run in calls)
 
 
 def test_spark_asks_for_the_latest_offset_from_the_end_of_a_batch_that_is_done(calls: Calls) -> None:
@@ -403,11 +391,7 @@ def test_spark_plans_a_logged_batch_again_with_its_old_end_and_asks_nothing_befo
     assert "latestOffset" not in names(calls[2])[: names(calls[2]).index("partitions")]
 
 
-def test_spark_does_not_stop_the_source_after_a_normal_end(calls: Calls) -> None:
-    assert all("stop" not in names(run) for run in calls)
-
-
-def test_spark_tells_of_another_error_than_the_one_that_making_a_reader_raised(spark: Any, tmp_path: Path) -> None:
+def test_spark_tells_of_another_error_than_the_one_that_making_a_reader_raised(query: Query) -> None:
     """It asks the reader, which it does not have, to stop. So we make one that fails at the first call."""
     from mqstore.spark.source import MQStoreDataSource
 
@@ -419,35 +403,30 @@ def test_spark_tells_of_another_error_than_the_one_that_making_a_reader_raised(s
         def streamReader(self, schema: Any) -> Any:  # noqa: N802
             raise ValueError("why")
 
-    spark.dataSource.register(Raising)
-    query = Query(spark, tmp_path)
+    query.spark.dataSource.register(Raising)
     query.format = "raising"
     query.append(1)
     assert "UnboundLocalError: cannot access local variable 'reader'" in query.fails()
-    query.store.close()
 
 
 @pytest.mark.usefixtures("limits")
-def test_spark_takes_an_offset_that_is_spelled_otherwise_for_another(spark: Any, tmp_path: Path) -> None:
+def test_spark_takes_an_offset_that_is_spelled_otherwise_for_another(query: Query, tmp_path: Path) -> None:
     """So each offset has one spelling: else there would be empty batches for ever."""
-    query = Query(spark, tmp_path)
     query.append(4)
     query.run(startingOffsets="earliest")
     assert query.batches() == 1
     query.format = "misspelled"
-    spark.dataSource.register(spied(str(tmp_path / "calls"), "misspelled", sort=False))
+    query.spark.dataSource.register(spied(str(tmp_path / "calls"), "misspelled", sort=False))
     query.run(startingOffsets="earliest")
     assert query.batches() == 2
     assert query.sink[1] == []
-    query.store.close()
 
 
 @pytest.mark.usefixtures("limits")
-def test_without_a_pin_spark_asks_for_a_batch_that_starts_behind_its_end(spark: Any, tmp_path: Path) -> None:
+def test_without_a_pin_spark_asks_for_a_batch_that_starts_behind_its_end(query: Query, tmp_path: Path) -> None:
     """What the first, empty batch is for: messages between the two would be lost."""
-    query = Query(spark, tmp_path)
     query.format = "unpinned"
-    spark.dataSource.register(spied(str(tmp_path / "calls"), "unpinned", pins=False))
+    query.spark.dataSource.register(spied(str(tmp_path / "calls"), "unpinned", pins=False))
     query.append(4)
     query.fail_at = 0
     query.fails()
@@ -459,7 +438,6 @@ def test_without_a_pin_spark_asks_for_a_batch_that_starts_behind_its_end(spark: 
     start, end, _ = next(given for name, given in lines if name == "partitions")
     path = str(query.path)
     assert (start["s"][path]["t"]["0"], end["s"][path]["t"]["0"]) == (7, 4)
-    query.store.close()
 
 
 # -- readers -----------------------------------------------------------------------------------------------------------

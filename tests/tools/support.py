@@ -49,7 +49,7 @@ def process(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
     and would hand on, that SIGINT is ignored."""
     command = [sys.executable, "-m", "mqstore_tools.main", *map(str, arguments)]
     path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": path}  # buffered, as it is for everybody
     return subprocess.Popen(
         command,
         env=environment,

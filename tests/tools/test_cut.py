@@ -243,28 +243,3 @@ def test_a_group_receives_restored_messages_that_it_had_consumed_before_the_cut(
         start = running.committed("billing", "orders", 0)
         assert start is not None
         assert [message.body for message in running.store.read("orders", 0, start, 9)] == [b"a", b"b"]
-
-
-def test_a_java_store_gets_back_what_was_cut(golden: Golden) -> None:
-    path = golden("rolled").path
-    with MessageStore(path, "r") as store:
-        rows = [json.loads(line) for line in mqstore("export", path).stdout.splitlines()]
-        segment_bytes = store.manifest.commitlog_segment_bytes
-    rows.sort(key=lambda row: row["physical_offset"])
-    bad = next(row for row in rows[len(rows) // 2 :] if len(row["body"]) > 4)
-    at = bad["physical_offset"] % segment_bytes
-    flip(path / "commitlog" / f"{bad['physical_offset'] - at:020d}", at + 90)
-    recover_store(path, RecoverOptions(prefix=True))
-
-    mqstore("cut", "restore", path)
-
-    moved = {"queue_offset", "physical_offset", "store_timestamp_ms", "message_id", "size"}
-    again = [json.loads(line) for line in mqstore("export", path).stdout.splitlines()]
-    again.sort(key=lambda row: row["physical_offset"])
-    cut_off = bad["physical_offset"]
-    wanted = [row for row in rows if row["physical_offset"] < cut_off or not row["topic"].startswith("RMQ_SYS_")]
-    wanted.remove(bad)
-    assert [{k: v for k, v in row.items() if k not in moved} for row in again] == [
-        {k: v for k, v in row.items() if k not in moved} for row in wanted
-    ]
-    assert mqstore_json("verify", path)["findings"] == []

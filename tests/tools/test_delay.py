@@ -10,6 +10,7 @@ import mqstore as library
 from mqstore import StoreConfig
 from mqstore.broker.admin.inspect import timer_view
 from mqstore.engine import MessageStore
+from tests.log.support import flip
 from tests.tools.brokers import broker, clock_now, tables
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
@@ -72,13 +73,10 @@ def test_a_changed_time_of_delivery_is_found(tmp_path: Path) -> None:
         running.put("orders", b"x", delay_level=5)
     [unit_file] = (path / "consumequeue" / "SCHEDULE_TOPIC_XXXX" / "4").iterdir()
     for bit in range(64):
-        data = bytearray(unit_file.read_bytes())
-        data[12 + bit // 8] ^= 1 << bit % 8
-        unit_file.write_bytes(data)
+        flip(unit_file, 12 + bit // 8, bit % 8)
         [finding] = mqstore_json("verify", path, exit_code=1)["findings"]
         assert finding["kind"] == "bad_unit"
-        data[12 + bit // 8] ^= 1 << bit % 8
-        unit_file.write_bytes(data)
+        flip(unit_file, 12 + bit // 8, bit % 8)
     assert mqstore_json("verify", path)["ok"]
 
 

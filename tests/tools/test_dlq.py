@@ -13,8 +13,8 @@ import pytest
 import mqstore as library
 from mqstore import SimulatedClock
 from tests.conftest import GoldenStore
-from tests.tools.brokers import broker, clock_now
-from tests.tools.support import mqstore, mqstore_json, process, snapshot
+from tests.tools.brokers import broker
+from tests.tools.support import mqstore, mqstore_json, snapshot
 
 Golden = Callable[[str], GoldenStore]
 FILED_MS = 1_760_000_000_000
@@ -116,19 +116,6 @@ def test_chosen_letters_go_where_they_are_sent(store: Path) -> None:
     assert mqstore_json("dlq", "replay", store, "--group", "billing")["count"] == 4
 
 
-def test_only_the_group_that_gave_them_up_gets_them(store: Path) -> None:
-    result = mqstore("dlq", "replay", store, "--group", "billing")
-
-    assert result.stdout == "sent 6 dead letters of billing: 3 from orders, 3 from payments\n"
-    assert len(bodies(store, "orders")) == 3
-    assert left(store) == []
-
-
-def test_replay_of_what_was_filed_before_a_moment(store: Path) -> None:
-    assert mqstore_json("dlq", "replay", store, "--group", "billing", "--before", at(2.5))["count"] == 3
-    assert left(store) == [3, 4, 5]
-
-
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
 @pytest.mark.parametrize("to", ["%DLQ%billing", "%RETRY%nobody", "rmq_sys_mine", "a b"])
 def test_letters_are_not_sent_where_nobody_may_send(store: Path, to: str, dry_run: list[str]) -> None:
@@ -158,41 +145,6 @@ def test_letters_are_purged(store: Path, arguments: list[str], count: int, rest:
     assert planned == {"dry_run": True, "group": "billing", "count": count}
     assert done == {"dry_run": False, "group": "billing", "count": count}
     assert left(store) == rest
-
-
-def test_a_program_that_does_not_say_yes_purges_nothing(store: Path) -> None:
-    before = snapshot(store)
-
-    result = mqstore("dlq", "purge", store, "--group", "billing")
-
-    assert result.exit_code == 2
-    assert "Purge 6 dead letters of billing?" in result.stderr
-    assert snapshot(store) == before
-
-
-@pytest.mark.parametrize("command", ["replay", "purge"])
-def test_beside_a_broker_changes_are_3_and_looking_goes_on(store: Path, command: str) -> None:
-    with broker(store, clock_now(), dlq_retention=None):
-        result = mqstore("dlq", command, store, "--group", "billing", *(["--yes"] if command == "purge" else []))
-        child = process("dlq", store, "--json")
-        out, err = child.communicate(timeout=60)
-
-    assert result.exit_code == 3
-    assert "open for writing in process" in result.stderr
-    assert child.returncode == 0, err
-    assert b'"total": 6' in out
-
-
-def test_the_letters_of_a_java_broker(golden: Golden) -> None:
-    store = golden("clean")
-    expected = [m["queue_offset"] for m in store.of("message") if m["topic"] == "%DLQ%billing"]
-
-    assert left(store.path) == expected
-    assert mqstore_json("dlq", store.path)["total"] == len(expected) > 0
-    # RocketMQ's do not say where they came from unless they were retried.
-    assert mqstore("dlq", "replay", store.path, "--group", "billing", "--dry-run").exit_code == 2
-    planned = mqstore_json("dlq", "replay", store.path, "--group", "billing", "--dry-run", "--to", "orders")
-    assert [row["topics"] for row in planned["letters"]] == [{"orders": len(expected)}]
 
 
 def test_a_store_without_dead_letters(tmp_path: Path) -> None:

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 
 from mqstore_tools.docs import page
-from mqstore_tools.main import COMMANDS
 
 _DOCS = Path(__file__).parents[2] / "docs"
-_COMMANDS_MD = _DOCS / "commands.md"
 
 
 @pytest.mark.parametrize("name", ["commands.md", "spark-options.md"])
@@ -36,17 +34,6 @@ def test_each_table_of_spark_is_on_its_page() -> None:
     found = re.findall(r"^<!-- table: .* -->\n\n\|", (_DOCS / "spark-options.md").read_text(), re.M)
 
     assert len(found) == 5
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_is_documented(name: str) -> None:
-    assert f"\n## mqstore {name}\n" in _COMMANDS_MD.read_text(encoding="utf-8")
-
-
-def test_every_sub_command_is_documented() -> None:
-    text = _COMMANDS_MD.read_text(encoding="utf-8")
-
-    assert all(f"\n## mqstore {name}\n" in text for name in ("topics delete", "offsets reset", "dlq purge"))
 
 
 def test_the_page_does_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from mqstore.layout.record import COMPRESSED
 from mqstore.options import Profile
 from tests.conftest import GoldenStore
+from tests.log.support import flip
 from tests.tools.damages import DAMAGES, filled
 from tests.tools.support import mqstore, process
 
@@ -207,9 +208,7 @@ def test_questions_that_make_no_sense_are_refused(store: tuple[Path, list[SendRe
 
 def test_damage_is_told_with_exit_code_1(store: tuple[Path, list[SendReceipt]]) -> None:
     path, receipts = store
-    with open(path / "commitlog" / f"{0:020d}", "r+b") as file:
-        file.seek(receipts[2].physical_offset + 90)
-        file.write(b"\xff")
+    flip(path / "commitlog" / f"{0:020d}", receipts[2].physical_offset + 90)
 
     result = mqstore("get", path, "--topic", "orders", "--max-messages", 5, "--json")
 
@@ -220,9 +219,7 @@ def test_damage_is_told_with_exit_code_1(store: tuple[Path, list[SendReceipt]]) 
 def test_a_damaged_last_message_does_not_hang_it(store: tuple[Path, list[SendReceipt]]) -> None:
     """A reader takes it for a record that is being written, and must not wait for it."""
     path, receipts = store
-    with open(path / "commitlog" / f"{0:020d}", "r+b") as file:
-        file.seek(receipts[4].physical_offset + 90)
-        file.write(b"\xff")
+    flip(path / "commitlog" / f"{0:020d}", receipts[4].physical_offset + 90)
 
     result = mqstore("get", path, "--topic", "orders", "--offset", 4)
 
@@ -316,9 +313,7 @@ def test_follow_prints_what_comes_until_interrupted(tmp_path: Path, options: lis
 def test_damage_among_the_newest_hides_nothing_before_it(turns: Path) -> None:
     with library.engine.MessageStore(turns, "r") as store:
         [last] = store.read("orders", 2, 9)
-    with open(turns / "commitlog" / f"{0:020d}", "r+b") as file:
-        file.seek(last.physical_offset + 88)
-        file.write(b"\xff")
+    flip(turns / "commitlog" / f"{0:020d}", last.physical_offset + 88)
 
     result = mqstore("get", turns, "--topic", "orders", "--last", 3)
 

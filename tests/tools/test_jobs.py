@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.jobs import dlq_report, traffic_report
+from mqstore.jobs import traffic_report
 from tests.tools.brokers import filled
 from tests.tools.support import mqstore, mqstore_json, seen_on_a_terminal
 
@@ -149,16 +149,6 @@ def test_a_trace_is_in_order_and_none_is_a_finding(store: Path) -> None:
     assert mqstore(*call, "two words").exit_code == 2
 
 
-def test_dead_letters_are_counted_and_shown_escaped(store: Path) -> None:
-    call = ("dlq", store)
-
-    assert mqstore_json(*call) == json.loads(json.dumps(dlq_report(store).to_dict()))
-    shown = mqstore(*call).stdout
-    assert ["audit", "other", "1"] in [line.split()[:3] for line in shown.splitlines()]
-    assert "no such thing" in shown
-    assert mqstore(*call, "--group", "billing").stderr == "no dead letters\n"
-
-
 def test_an_export_to_a_folder_writes_and_goes_on(store: Path, tmp_path: Path) -> None:
     call = ("export", store, "--to", tmp_path / "out")
 
@@ -176,19 +166,6 @@ def test_an_export_to_a_folder_writes_and_goes_on(store: Path, tmp_path: Path) -
     assert "export=00000002" in second.stdout
     assert (third.exit_code, third.stdout) == (0, "")
     assert "nothing new" in third.stderr
-
-
-def test_a_later_export_refuses_another_shape(store: Path, tmp_path: Path) -> None:
-    call = ("export", store, "--to", tmp_path / "out")
-
-    assert mqstore(*call).exit_code == 0
-    for more, text in (
-        (("--columns", "body"), "was exported with columns="),
-        (("--columns", "nonsense"), "no column 'nonsense'"),
-        (("--partition-by", "tags"), "partition_by"),
-    ):
-        result = mqstore(*call, *more)
-        assert (result.exit_code, text in result.stderr) == (2, True), result.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -17,58 +17,36 @@ from click.testing import CliRunner
 import mqstore as library
 from mqstore_tools import shared
 from mqstore_tools.main import COMMANDS, cli
+from tests.commands import CHANGING, looking
 from tests.tools.support import mqstore, process
 
-THERE = [name for name in COMMANDS if importlib.util.find_spec(f"mqstore_tools.{name}") is not None]
+
+def registered(group: click.Group, *above: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yield the words of each command, and the command; of a group first itself, then its own."""
+    ctx = click.Context(group)
+    for name in group.list_commands(ctx):
+        command = group.get_command(ctx, name)
+        assert command is not None
+        yield (*above, name), command
+        if isinstance(command, click.Group):
+            yield from registered(command, *above, name)
 
 
-@pytest.mark.parametrize("name", THERE)
-def test_every_command_has_help_with_an_example(name: str) -> None:
-    result = mqstore(name, "--help")
+REGISTERED = dict(registered(cli))
+LEAVES = [words for words, command in REGISTERED.items() if not isinstance(command, click.Group)]
+PLAIN = {"topic", "queue_id", "max_messages", "body_bytes", "format_"}
+"""Options that explain themselves."""
+
+
+@pytest.mark.parametrize("words", REGISTERED, ids=" ".join)
+def test_every_command_has_help_with_an_example_and_explains_its_options(words: tuple[str, ...]) -> None:
+    result = mqstore(*words, "--help")
 
     assert result.exit_code == 0
-    assert "Example" in result.stdout
-    assert f"\n    mqstore {name}" in result.stdout
-
-
-@pytest.mark.parametrize("name", THERE)
-def test_every_option_is_explained_or_explains_itself(name: str) -> None:
-    command = cli.get_command(click.Context(cli), name)
-    assert command is not None
+    assert f"\n    mqstore {' '.join(words)}" in result.stdout
+    command = REGISTERED[words]
     assert command.short_help or command.help
-
-    plain = {"topic", "queue_id", "max_messages", "body_bytes", "format_"}
-    for option in command.params:
-        if isinstance(option, click.Option) and option.name not in plain:
-            assert option.help, (name, option.name)
-
-
-def test_every_command_can_speak_json() -> None:
-    for name in THERE:
-        assert "--json" in mqstore(name, "--help").stdout, name
-
-
-SUB_COMMANDS = [
-    (name, each)
-    for name in THERE
-    if isinstance(command := cli.get_command(click.Context(cli), name), click.Group)
-    for each in command.commands
-]
-
-
-@pytest.mark.parametrize(("name", "each"), SUB_COMMANDS, ids=[" ".join(pair) for pair in SUB_COMMANDS])
-def test_every_sub_command_has_help_an_example_and_json(name: str, each: str) -> None:
-    result = mqstore(name, each, "--help")
-
-    assert result.exit_code == 0
-    assert f"\n    mqstore {name} {each} " in result.stdout
-    assert "--json" in result.stdout
-    group = cli.get_command(click.Context(cli), name)
-    assert isinstance(group, click.Group)
-    assert group.commands[each].short_help
-    for option in group.commands[each].params:
-        if isinstance(option, click.Option) and option.name not in {"topic", "queue_id", "max_messages"}:
-            assert option.help, (name, each, option.name)
+    assert [o.name for o in command.params if isinstance(o, click.Option) and not (o.help or o.name in PLAIN)] == []
 
 
 def test_the_first_sub_command_is_meant_when_none_is_named(tmp_path: Path) -> None:
@@ -85,7 +63,7 @@ def test_the_version_and_the_help_are_told() -> None:
     assert mqstore("--version").stdout.startswith("mqstore, version ")
     assert " compiled parts" in mqstore("--version").stdout
     help_text = mqstore("--help").stdout
-    assert all(f"\n  {name} " in help_text for name in THERE)
+    assert all(f"\n  {name} " in help_text for name in COMMANDS)
 
 
 def test_wrong_usage_is_2() -> None:
@@ -138,7 +116,7 @@ def test_one_command_does_not_load_the_others() -> None:
 
     loaded = run.stdout.splitlines()[-1]
     assert "mqstore_tools.produce" in loaded
-    assert not any(f"mqstore_tools.{name}'" in loaded for name in THERE if name != "produce")
+    assert not any(f"mqstore_tools.{name}'" in loaded for name in COMMANDS if name != "produce")
 
 
 def test_a_mistake_of_ours_is_told_escaped_and_is_no_finding() -> None:
@@ -270,10 +248,11 @@ def test_what_is_printed_without_a_command_says_in_a_line_that_the_output_is_ful
     assert err == b"mqstore: [Errno 28] No space left on device: 'standard output'\n"
 
 
-LEAVES = [
-    *((name,) for name in THERE if name != "spark" and name not in {group for group, _ in SUB_COMMANDS}),
-    *SUB_COMMANDS,
-]
+def test_each_command_looks_or_changes_something() -> None:
+    looked = {name.partition(",")[0] for name in looking("", "")}
+
+    assert looked | CHANGING == set(map(" ".join, LEAVES))
+    assert {name for name in looked & CHANGING if f"{name}, dry" not in looking("", "")} == set()
 
 
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)

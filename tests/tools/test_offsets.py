@@ -11,7 +11,7 @@ import pytest
 import mqstore as library
 from mqstore import SimulatedClock
 from tests.conftest import GoldenStore
-from tests.tools.brokers import broker, clock_now, tables
+from tests.tools.brokers import broker, tables
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
 Golden = Callable[[str], GoldenStore]
@@ -200,16 +200,3 @@ def test_a_program_that_does_not_say_yes_is_told_the_plan_and_nothing_more(store
     assert "--yes" in result.stderr
     assert result.stdout == ""
     assert snapshot(store) == before
-
-
-def test_beside_a_broker_a_reset_is_3(store: Path) -> None:
-    with broker(store, clock_now()):
-        result = mqstore(
-            "offsets", "reset", store, "--group", "billing", "--topic", "orders", "--to", "latest", "--yes"
-        )
-        shown = mqstore("offsets", store)
-
-    assert result.exit_code == 3
-    assert "open for writing in process" in result.stderr
-    assert shown.exit_code == 0
-    assert committed(store, "billing") == {("orders", 0): 4}

@@ -69,7 +69,7 @@ def test_each_line_is_a_message_with_what_the_options_say(tmp_path: Path) -> Non
         ({"body": "x", "tag": "t", "message_group": "g", "flag": 7}, {"tag": "t", "message_group": "g", "flag": 7}),
         ({"body": "x", "unique_key": "u"}, {"unique_key": "u"}),
         ({"body": "x", "properties": {"a": "b", "n": 1}}, {"properties": {"a": "b", "n": "1"}}),
-        ({"body": "x", "colour": "red"}, {"properties": {}}),
+        ({"body": "x", "colour": "red", "properties": []}, {"properties": {}}),
     ],
     ids=str,
 )
@@ -88,20 +88,9 @@ def test_a_value_is_taken_from_the_field_that_is_named(tmp_path: Path) -> None:
     text = (
         '{"text":"1","id":17,"customer":"c-1","kind":"paid","tag":"own","key":"own"}\n{"text":"2","customer":"c-2"}\n'
     )
-    options = [
-        "--key",
-        "@id",
-        "--key",
-        "fixed",
-        "--tag",
-        "@kind",
-        "--message-group",
-        "@customer",
-        "--property",
-        "by=@id",
-    ]
+    options = ["--key", "@id", "--key", "fixed", "--tag", "@kind", "--message-group", "@customer"]
 
-    result = run(tmp_path / "s", text, "--format", "jsonl", "--body-field", "text", *options)
+    result = run(tmp_path / "s", text, "--format", "jsonl", "--body-field", "text", "--property", "by=@id", *options)
 
     assert result.exit_code == 0, result.output
     first, second = stored(tmp_path / "s")
@@ -133,10 +122,8 @@ def test_a_whole_record_may_be_the_body(tmp_path: Path) -> None:
 def test_delays(tmp_path: Path) -> None:
     for option in (["--delay", "90s"], ["--delay", "12.25"]):
         assert run(tmp_path / "s", "later\n", *option).exit_code == 0
-    assert (
-        run(tmp_path / "s", '{"body":"x","delay":5}\n{"body":"y","delay_level":3}\n', "--format", "jsonl").exit_code
-        == 0
-    )
+    text = '{"body":"x","delay":5}\n{"body":"y","delay_level":3}\n'
+    assert run(tmp_path / "s", text, "--format", "jsonl").exit_code == 0
 
     with library.engine.MessageStore(tmp_path / "s", "r") as store:
         timers = list(store.iter("rmq_sys_wheel_timer"))
@@ -190,19 +177,6 @@ def test_neither_blocks_nor_pieces_show(
     assert found["messages"] == sum(queue["messages"] for queue in found["queues"]) == len(bodies(tmp_path / "s"))
 
 
-def test_message_groups_keep_their_order_over_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PIECE", 3)
-    text = "".join(json.dumps({"body": str(i), "message_group": f"g{i % 3}"}) + "\n" for i in range(30))
-
-    run(tmp_path / "s", text, "--format", "jsonl")
-
-    messages = stored(tmp_path / "s")
-    for group in ("g0", "g1", "g2"):
-        mine = [message for message in messages if message.message_group == group]
-        assert len({message.queue for message in mine}) == 1
-        assert [int(message.body) for message in mine] == sorted(int(message.body) for message in mine)
-
-
 def test_one_body_is_given_on_the_command_line(tmp_path: Path) -> None:
     options = ["--unique-key", "u", "--queue-id", 3]
 
@@ -247,12 +221,6 @@ def test_json_tells_counts_and_first_and_last_of_each_queue(tmp_path: Path) -> N
         }
 
 
-def test_nothing_in_nothing_out(tmp_path: Path) -> None:
-    result = run(tmp_path / "s", "")
-    assert result.exit_code == 0
-    assert "sent 0 messages" in result.stdout
-
-
 # -- bad lines ---------------------------------------------------------------------------------------------------------
 
 _BAD = [
@@ -264,7 +232,6 @@ _BAD = [
     ("jsonl", b'{"body":"1"}', b'{"body":"x","tag":true}', "line 2: field 'tag' is neither"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","delay":"soon"}', "line 2: field 'delay' is no number"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","flag":1.5}', "line 2: field 'flag' is no whole number"),
-    ("jsonl", b'{"body":"1"}', b'{"body":"x","properties":[]}', None),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","properties":"p"}', "line 2: field 'properties' is no object"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","properties":{"UNIQ_KEY":"u"}}', "line 2: property 'UNIQ_KEY'"),
     ("jsonl", b'{"body":"1"}', b'{"body":"x","delay":1,"message_group":"g"}', "line 2: message_group and delay"),
@@ -278,12 +245,9 @@ _BAD = [
 
 @pytest.mark.parametrize(("format_", "good", "bad", "says"), _BAD, ids=[f"{f}-{s}" for f, _, _, s in _BAD])
 def test_a_line_that_is_no_message_ends_it_behind_what_was_good(
-    tmp_path: Path, format_: str, good: bytes, bad: bytes, says: str | None
+    tmp_path: Path, format_: str, good: bytes, bad: bytes, says: str
 ) -> None:
     text = good + b"\n" + bad + b"\n"
-    if says is None:
-        assert run(tmp_path / "s", text, "--format", format_).exit_code == 0
-        return
 
     result = run(tmp_path / "s", text, "--format", format_)
     skipped = run(tmp_path / "t", text + good.split(b"\n")[-1], "--format", format_, "--skip-bad", "--json")
@@ -336,14 +300,13 @@ def test_of_many_bad_lines_only_the_first_are_shown(tmp_path: Path) -> None:
         ["--body", "x", "-"],
         ["--body", "x", "--format", "csv"],
         ["--body", "x", "--exported"],
-        ["no-such-file"],
     ],
     ids=" ".join,
 )
 def test_wrong_usage_is_no_line_s_fault_and_nothing_is_stored(tmp_path: Path, arguments: list[str]) -> None:
     result = run(tmp_path / "s", "x\n", *arguments)
 
-    assert result.exit_code == (3 if arguments == ["no-such-file"] else 2), result.output
+    assert result.exit_code == 2, result.output
     assert "line 1" not in result.stderr
     if (tmp_path / "s").exists():
         with library.engine.MessageStore(tmp_path / "s", "r") as store:
@@ -359,7 +322,8 @@ def test_a_topic_that_nobody_may_send_to(tmp_path: Path, topic: str) -> None:
 def test_a_directory_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert mqstore("produce", tmp_path / "file", "orders", stdin=b"x\n").exit_code == 3
-    assert mqstore("produce", tmp_path / "none", "orders", "--no-create", stdin=b"x\n").exit_code == 3
+    for given in ("--no-create", "no-such-file"):
+        assert mqstore("produce", tmp_path / "none", "orders", given, stdin=b"x\n").exit_code == 3
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "one").write_text("dear")
     with library.open(tmp_path / "held"):
@@ -449,15 +413,14 @@ def follow(command: subprocess.Popen[bytes], path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "text", "number"),
     [
-        ([], b"one\ntwo\nunfinis"),
-        (["--rate", "1000", "--flush"], b"one\ntwo\nunfinis"),
-        (["--format", "csv"], b'body\none\ntwo\n"three\nunfinis'),
+        ([], b"one\ntwo\nunfinis", signal.SIGINT),
+        (["--rate", "1000", "--flush"], b"one\ntwo\nunfinis", signal.SIGTERM),
+        (["--format", "csv"], b'body\none\ntwo\n"three\nunfinis', signal.SIGINT),
     ],
     ids=["lines", "rate", "csv"],
 )
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_came_is_stored_before_more_is_waited_for_and_a_signal_tells_how_much(
     tmp_path: Path, options: list[str], text: bytes, number: int
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import mqstore as library
 from mqstore import StoreConfig
+from tests.log.support import flip
 from tests.tools.support import mqstore, mqstore_json, process, seen_on_a_terminal, snapshot
 
 CONFIG = StoreConfig(segment_bytes=1 << 14)
@@ -80,9 +81,7 @@ def test_beside_its_owner(store: Path, tmp_path: Path) -> None:
 
 
 def test_damage_is_told_and_copied(store: Path, tmp_path: Path) -> None:
-    with open(store / "commitlog" / f"{1 << 14:020d}", "r+b") as file:
-        file.seek(5000)
-        file.write(b"\xff")
+    flip(store / "commitlog" / f"{1 << 14:020d}", 5000)
     result = mqstore("snapshot", store, tmp_path / "copy")
     assert result.exit_code == 1
     assert "bad_record: commitlog/00000000000000016384" in result.stdout

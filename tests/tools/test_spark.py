@@ -1,20 +1,21 @@
-"""`mqstore spark`: help, exit codes, and what is said when Spark is missing."""
+"""`mqstore spark`: exit codes, what is said when Spark is missing, and what `clean` deletes."""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
 
-import click
 import pytest
 
+from mqstore.engine import MessageStore
 from mqstore.spark import java
-from mqstore_tools.main import cli
-from mqstore_tools.spark import COMMANDS, spark
+from mqstore.spark.publish import Commit, commit
+from mqstore.spark.staging import STAGING
+from tests.spark.staged import batch_of, options_of, set_bodies, stage, write
 from tests.tools.brokers import filled
-from tests.tools.support import mqstore
-
-THERE = [name for name in COMMANDS if name in spark.list_commands(click.Context(spark))]
+from tests.tools.support import mqstore, mqstore_json
 
 
 @pytest.fixture(scope="module")
@@ -37,27 +38,6 @@ def arguments(name: str, store: Path) -> list[object]:
 
 
 MINE = ["sql", "shell"]
-
-
-# -- help --------------------------------------------------------------------------------------------------------------
-
-
-def test_the_commands_are_all_there() -> None:
-    assert set(MINE) <= set(THERE)
-
-
-@pytest.mark.parametrize("name", THERE)
-def test_every_command_has_help_with_an_example_and_explains_its_options(name: str) -> None:
-    shown = mqstore("spark", name, "--help")
-
-    assert shown.exit_code == 0
-    assert f"\n    mqstore spark {name}" in shown.stdout
-    assert "--json" in shown.stdout
-    command = spark.get_command(click.Context(cli), name)
-    assert command is not None
-    assert command.short_help
-    for option in command.params:
-        assert not isinstance(option, click.Option) or option.help, (name, option.name)
 
 
 # -- no Spark --------------------------------------------------------------------------------------------------------
@@ -97,3 +77,59 @@ def test_wrong_usage_ends_before_spark_is_looked_for(name: str, more: tuple[str,
         assert (result.exit_code, text in result.stderr) == (2, True), result.stderr
     else:
         assert result.exit_code == 2
+
+
+# -- clean -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def left_over(tmp_path: Path) -> Path:
+    """A store in which one job left something long ago, and another one is at work."""
+    path = tmp_path / "store"
+    MessageStore(path).close()
+    stage(options_of(path), "crashed", 0, [batch_of(["x"])])
+    for each in (path / STAGING).rglob("*"):
+        os.utime(each, (0, 0))
+    stage(options_of(path), "running", 0, [batch_of(["y"])])
+    return path
+
+
+def test_what_is_old_goes_and_what_is_new_stays(left_over: Path) -> None:
+    planned = mqstore_json("spark", "clean", left_over, "--dry-run")
+    assert [Path(row["path"]).name for row in planned["deleted"]] == ["crashed-0"]
+    assert planned["dry_run"] is True
+    assert sorted(os.listdir(left_over / STAGING)) == ["crashed-0", "running-0"]
+
+    shown = mqstore("spark", "clean", left_over)
+
+    assert (shown.exit_code, "crashed-0" in shown.stdout, "running-0" in shown.stdout) == (0, True, False)
+    assert os.listdir(left_over / STAGING) == ["running-0"]
+
+
+def test_a_set_keeps_the_stores_that_count(tmp_path: Path) -> None:
+    path = tmp_path / "set"
+    options = options_of(path, target="set")
+    write(options, "a", 0, ["x"])
+    stage(options, "a", 1, [batch_of(["y"])])
+    manifest = (path / "mqstore-set.json").read_bytes()
+    commit(options, Commit("a", 1, stage(options, "a", 1, [batch_of(["z"])])))
+    (path / "mqstore-set.json").write_bytes(manifest)  # as if it had been killed before its last rename
+
+    found = mqstore_json("spark", "clean", path, "--older-than", "0s")
+
+    assert [Path(row["path"]).parent.name for row in found["deleted"]] == ["shards"]
+    assert (len(os.listdir(path / "shards")), set_bodies(path)) == (1, ["x"])
+
+
+def test_inspect_tells_what_is_staged(left_over: Path) -> None:
+    assert json.loads(mqstore("inspect", left_over, "--json").stdout)["splice"]["staged"] == ["crashed-0", "running-0"]
+    assert "2 folders in _staging/" in mqstore("inspect", left_over).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(("nowhere",), "nowhere is no folder"), ((".", "--older-than", "soon"), "soon")]
+)
+def test_wrong_usage_is_told(arguments: tuple[str, ...], says: str) -> None:
+    found = mqstore("spark", "clean", *arguments)
+
+    assert (found.exit_code, says in found.stderr) == (2, True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import mqstore as library
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.tools.brokers import broker, tables
-from tests.tools.support import mqstore, mqstore_json, snapshot
+from tests.tools.support import mqstore, mqstore_json
 
 Golden = Callable[[str], GoldenStore]
 
@@ -88,26 +87,6 @@ def test_a_topic_is_created_altered_and_deleted(tmp_path: Path) -> None:
     assert mqstore_json("topics", path)["topics"] == []
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["create", "payments", "--queues", "2"],
-        ["alter", "orders", "--perm", "r"],
-        ["delete", "orders", "--force"],
-    ],
-    ids=" ".join,
-)
-def test_a_dry_run_writes_nothing(store: Path, arguments: list[str]) -> None:
-    before = snapshot(store)
-
-    result = mqstore("topics", arguments[0], store, *arguments[1:], "--dry-run")
-
-    assert result.exit_code == 0, result.output
-    assert f"would {arguments[0]}" in result.stdout
-    assert arguments[1] in result.stdout
-    assert snapshot(store) == before
-
-
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
 @pytest.mark.parametrize(
     ("arguments", "told"),
@@ -158,37 +137,6 @@ def test_no_order_info_of_a_deleted_topic_is_left(store: Path) -> None:
     mqstore("topics", "delete", store, "orders", "--force", "--yes")
 
     assert mqstore_json("inspect", store)["broker"]["order_info"] == []
-
-
-def test_a_program_that_does_not_say_yes_deletes_nothing(store: Path) -> None:
-    before = snapshot(store)
-
-    result = mqstore("topics", "delete", store, "orders", "--force")
-
-    assert result.exit_code == 2
-    assert "Delete topic orders, 10 messages, the progress of billing?" in result.stderr
-    assert "--yes" in result.stderr
-    assert snapshot(store) == before
-
-
-@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
-def test_beside_a_writer_the_holder_is_named_and_looking_goes_on(store: Path, dry_run: list[str]) -> None:
-    with library.engine.MessageStore(store):
-        result = mqstore("topics", "create", store, "payments", *dry_run)
-        listed = mqstore_json("topics", store)
-
-    assert result.exit_code == 3
-    assert f"process {os.getpid()}" in result.stderr
-    assert [row["name"] for row in listed["topics"]] == ["orders"]
-
-
-def test_no_store_is_made_on_the_way(tmp_path: Path) -> None:
-    for arguments in (["list"], ["create"], ["alter"], ["delete"]):
-        rest = [] if arguments == ["list"] else ["orders", *(["--perm", "r"] if arguments == ["alter"] else [])]
-        result = mqstore("topics", *arguments, tmp_path / "absent", *rest)
-        assert result.exit_code == 3, result.output
-        assert "absent" in result.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_hostile_names_reach_the_screen_escaped(store: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from mqstore import OutgoingMessage, Profile, SendReceipt, StoreConfig
 from mqstore.log.recovery.ranges import RangeResult
 from mqstore.log.recovery.verify import Verifier
 from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.log.support import flip
 from tests.tools.support import mqstore, mqstore_json, process
 
 Golden = Callable[[str], GoldenStore]
@@ -38,25 +40,6 @@ def hundred(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
     with library.engine.MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 14)) as store:
         receipts = [store.put("orders", b"%03d" % i * 20, keys=f"k{i}") for i in range(100)]
     return tmp_path / "s", receipts
-
-
-def test_a_flipped_bit_is_found_where_it_is(hundred: tuple[Path, list[SendReceipt]]) -> None:
-    path, receipts = hundred
-    with open(path / "commitlog" / f"{0:020d}", "r+b") as file:
-        file.seek(receipts[50].physical_offset + 90)
-        file.write(b"\xff")
-
-    found = mqstore_json("verify", path, exit_code=1)
-
-    assert not found["ok"]
-    assert found["messages"] == 99
-    [bad] = [f for f in found["findings"] if f["kind"] == "bad_record"]
-    assert set(bad) == {"kind", "file", "position", "length", "detail", "known"}
-    assert (bad["file"], bad["position"], bad["length"]) == (
-        f"commitlog/{0:020d}",
-        receipts[50].physical_offset,
-        receipts[50].size,
-    )
 
 
 def test_a_lost_queue_folder_is_found(hundred: tuple[Path, list[SendReceipt]]) -> None:
@@ -264,14 +247,6 @@ def test_lost_index_files_of_the_java_engine_are_found(golden: Golden, name: str
     assert kinds == {"bad_index"}
 
 
-def test_a_store_without_keys_needs_no_index(tmp_path: Path) -> None:
-    with library.engine.MessageStore(tmp_path / "s") as store:
-        store.put_many("orders", [b"x"] * 10)
-    shutil.rmtree(tmp_path / "s" / "index", ignore_errors=True)
-
-    assert mqstore_json("verify", tmp_path / "s")["ok"]
-
-
 @pytest.mark.parametrize("closed", [True, False])
 def test_index_files_that_retention_removed_are_no_finding(tmp_path: Path, closed: bool) -> None:
     config = StoreConfig(segment_bytes=1 << 14, index_slots=16, index_entries=8, clock=library.SimulatedClock())
@@ -316,8 +291,72 @@ def test_records_whose_properties_no_checksum_covers_are_counted(golden: Golden,
     assert shown.exit_code == 0
 
 
-def test_a_store_of_the_own_profile_covers_properties_too(hundred: tuple[Path, list[SendReceipt]]) -> None:
-    path, _ = hundred
+# -- many stores, and many processes -----------------------------------------------------------------------------------
 
-    assert mqstore_json("verify", path)["body_checksum_only"] == 0
-    assert "altered" not in mqstore("verify", path).stdout
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Path:
+    """Two stores; in `b` a message of the first of two segments is damaged, and a queue is gone."""
+    root = tmp_path / "fleet"
+    config = StoreConfig(segment_bytes=4096, consumequeue_units=32, index_slots=16, index_entries=64)
+    for name in "ab":
+        with library.engine.MessageStore(root / name, config=config) as store:
+            for i in range(40):
+                store.put("orders", b"body %d" % i, keys=[f"k{i}"])
+            store.put("bills", b"other")
+    flip(root / "b" / "commitlog" / f"{0:020d}", 700)
+    shutil.rmtree(root / "b" / "consumequeue" / "bills")
+    return root
+
+
+def test_what_is_damaged_is_told_by_store_and_file_and_byte(fleet: Path) -> None:
+    found = mqstore_json("verify", fleet / "*", "--jobs", 2, exit_code=1)
+
+    assert (found["ok"], found["messages"]) == (False, 81)
+    assert {*found["findings"][0]} == {"store", "kind", "file", "position", "length", "detail", "known"}
+    assert {(each["store"], each["kind"]) for each in found["findings"]} == {
+        (str(fleet / "b"), "bad_record"),
+        (str(fleet / "b"), "missing_units"),
+        (str(fleet / "b"), "bad_unit"),
+    }
+    [record] = [each for each in found["findings"] if each["kind"] == "bad_record"]
+    assert record["file"] == f"commitlog/{0:020d}"
+    assert record["position"] <= 700 < record["position"] + record["length"]
+    shown = mqstore("verify", fleet / "*")
+    assert shown.exit_code == 1
+    assert f"{fleet / 'b'}: bad_record: commitlog/" in shown.stdout
+    assert "1 x bad_record" in shown.stdout
+    assert mqstore("verify", fleet / "a", "--jobs", 2).stdout.endswith(" verified; all is well\n")
+
+
+def test_one_store_in_two_processes_is_told_as_in_one(fleet: Path) -> None:
+    one, two = (mqstore_json("verify", fleet / "b", "--jobs", jobs, exit_code=1) for jobs in (1, 2))
+
+    def plain(found: Any) -> list[str]:
+        return sorted(json.dumps(each) for each in found["findings"])
+
+    assert plain(one) == plain(two)
+    assert {**one, "findings": 0} == {**two, "findings": 0}
+
+
+def test_damage_that_recover_has_reported_is_known_in_many_stores_too(fleet: Path) -> None:
+    mqstore("recover", fleet / "b")
+
+    found = mqstore_json("verify", fleet / "*")
+
+    assert (found["ok"], {(each["kind"], each["known"]) for each in found["findings"]}) == (
+        True,
+        {("bad_record", True)},
+    )
+    assert "1 known (--all lists them)" in mqstore("verify", fleet / "*").stdout
+
+
+def test_a_store_that_cannot_be_opened_does_not_keep_the_others_from_being_checked(fleet: Path) -> None:
+    (fleet / "c").mkdir()
+
+    found = mqstore_json("verify", fleet / "a", fleet / "c", exit_code=3)
+
+    assert (found["ok"], found["messages"], list(found["errors"])) == (False, 41, [str(fleet / "c")])
+    shown = mqstore("verify", fleet / "a", fleet / "c")
+    assert (shown.exit_code, str(fleet / "c") in shown.stderr) == (3, True)
+    assert "1 stores cannot be read" in shown.stdout

@@ -10,15 +10,14 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import nullcontext
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import click
-from rich.live import Live
-from rich.text import Text
 
 import mqstore
 from mqstore import RetryPolicy
@@ -32,8 +31,8 @@ from mqstore.broker.reading import Reads
 from mqstore.errors import StoreClosedError
 from mqstore_tools.handled import Commands, Printer
 from mqstore_tools.opened import dry_run_option, moment, planning
-from mqstore_tools.render import VERSION, as_json, console, note, print_json, safe, table
-from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, directory_argument, json_option
+from mqstore_tools.render import VERSION, as_json, console, note, print_json, progress, table
+from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, directory_argument, json_option, refuse_given
 from mqstore_tools.shown import body_bytes_option
 from mqstore_tools.taken import Asked, Run, Source, Start, quiet, supervise
 
@@ -42,7 +41,6 @@ __all__ = ["consume"]
 _WORDS: Final[dict[str, Start]] = {"earliest": "earliest", "latest": "latest"}
 _OF_COMMANDS: Final = ("shell", "exec_timeout", "reject_code")
 _OF_PRINTING: Final = ("format_", "body_bytes")
-_NAMES: Final = {"format_": "--format"}
 
 _EX_DATAERR: Final = 65
 _LONGEST_S: Final = 366 * 86_400
@@ -175,29 +173,26 @@ def consume(
     when the process dies comes again. Takes the writer's lock for as long as it runs. With --json a summary at the end:
     on stdout with --exec, else, where messages are printed, on stderr.
     """
-    _check_options(ctx, command)
+    if command is None:
+        refuse_given(ctx, _OF_COMMANDS, "does not go with printing; give --exec")
+    else:
+        refuse_given(ctx, _OF_PRINTING, "does not go with --exec")
     if sql is not None and tags != "*":
         raise click.UsageError("--tags or --sql: one of them")
     argv = None if command is None else _argv(command, shell=shell)
     if dry_run:
         _dry_run(directory, dict.fromkeys(topics), group, start, json_output=json_output)
         return
-    asked = Asked(
-        topics=tuple(dict.fromkeys(topics)),
-        group=group,
-        ordered=ordered,
-        tags=tags,
-        sql=sql,
-        start=start,
-        workers=workers,
-    )
+    asked = Asked(tuple(dict.fromkeys(topics)), group, ordered, tags, sql, start, workers)
     work = Printer(format_ == "jsonl", body_bytes) if argv is None else Commands(argv, group, exec_timeout, reject_code)
     run = Run(work, max_messages)
     with mqstore.open(directory, create=False) as store:
         policy = _policy(store.broker, asked, max_attempts, retry_delay)
         source = Source(store, run, asked, policy)
         began = time.monotonic()
-        with quiet(), _status(run, source, shown=argv is not None or not sys.stdout.isatty()):
+        shown = argv is not None or not sys.stdout.isatty()  # nothing else is printed on that terminal
+        bar = progress("consuming", partial(_progress_of, run, source), of_bytes=False) if shown else nullcontext()
+        with quiet(), bar:
             supervise(run, source, idle_exit)
         summary = _summary(run, asked, source.lag(), time.monotonic() - began)
     if json_output:
@@ -208,15 +203,6 @@ def consume(
         raise run.error
     if summary["failing"] or summary["dead_letters"]:
         ctx.exit(FINDINGS)
-
-
-def _check_options(ctx: click.Context, command: str | None) -> None:
-    """Refuse what would have no effect."""
-    names, why = (_OF_COMMANDS, "printing; give --exec") if command is None else (_OF_PRINTING, "--exec")
-    for name in names:
-        if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            option = _NAMES.get(name, f"--{name.replace('_', '-')}")
-            raise click.UsageError(f"{option} does not go with {why}")
 
 
 def _argv(command: str, *, shell: bool) -> list[str]:
@@ -263,29 +249,12 @@ def _check_names(broker: Broker, asked: Asked) -> None:
 # -- what is said about it ---------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _status(run: Run, source: Source, *, shown: bool) -> Iterator[None]:
-    """A line on stderr that tells how it goes, if that is a terminal where nothing else is printed."""
-    screen = console(stderr=True)
-    if not (shown and screen.is_terminal):
-        yield
-        return
-    seen: list[tuple[float, int]] = [(time.monotonic(), 0)]
-
-    def line() -> Text:
-        seen.append((time.monotonic(), run.taken))
-        del seen[:-20]
-        (then, before), (now, taken) = seen[0], seen[-1]
-        rate = (taken - before) / (now - then) if now > then else 0.0
-        try:
-            left = f"{source.lag()} left"
-        except StoreClosedError:
-            left = "closed"
-        return Text(safe(f"{taken} messages, {rate:.0f}/s, {run.running} running, {left}"))
-
-    # stdout is not rich's to redirect: it may be a pipe.
-    with Live(get_renderable=line, console=screen, transient=True, redirect_stdout=False, refresh_per_second=2):
-        yield
+def _progress_of(run: Run, source: Source) -> tuple[int, int]:
+    """Return how many messages were taken, and how many there are in all."""
+    try:
+        return run.taken, run.taken + source.lag()
+    except StoreClosedError:
+        return run.taken, run.taken
 
 
 def _summary(run: Run, asked: Asked, lag: int, took_s: float) -> dict[str, Any]:
@@ -336,9 +305,8 @@ def _dry_run(directory: Path, topics: Iterable[str], group: str, start: Start | 
         return
     for topic in missing:
         note(f"topic {topic} is not there; it would be waited for")
-    cells = [["-" if value is None else value for value in row.values()] for row in rows]
     columns = ("topic", "queue>", "goes on at>", "end>", "messages>", "in flight>")
-    console().print(table(f"would consume {total} messages for group {group}", columns, cells))
+    console().print(table(f"would consume {total} messages for group {group}", columns, [row.values() for row in rows]))
 
 
 def _plan(parts: Parts, topics: list[str], group: str, start: Start | None) -> list[dict[str, Any]]:

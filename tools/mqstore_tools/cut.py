@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from mqstore.files.quiet import QUIET
 from mqstore.layout.compression import MissingPackageError
 from mqstore_tools.export import lines
 from mqstore_tools.opened import DefaultGroup, dry_run_option
-from mqstore_tools.render import VERSION, as_json, note, print_finding, print_json, progress, safe, when
+from mqstore_tools.render import VERSION, Told, as_json, note, print_json, progress, safe, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
 from mqstore_tools.shown import export_row
 
@@ -69,7 +68,7 @@ def list_(ctx: click.Context, directory: Path, files: tuple[str, ...], json_outp
 
     Such bytes are also told on stderr. Exit code 1 when there are any, or when a name in DIR/cut is no regular file.
     """
-    told = _Told(json_output)
+    told = Told(json_output)
     with MessageStore(directory, "r", fs=QUIET) as store:
         found = library.cut_files(store, files)
         if json_output:
@@ -89,22 +88,7 @@ def list_(ctx: click.Context, directory: Path, files: tuple[str, ...], json_outp
         ctx.exit(FINDINGS)
 
 
-class _Told:
-    """What is no message, told on stderr."""
-
-    def __init__(self, json_output: bool) -> None:
-        self.findings = 0
-        self._json_output = json_output
-
-    def tell(self, finding: Finding) -> None:
-        self.findings += 1
-        if self._json_output:
-            print(as_json(finding.as_dict()), file=sys.stderr)
-        else:
-            print_finding(finding, stderr=True)
-
-
-def _messages(store: MessageStore, file: library.CutFile, tally: library.Tally, told: _Told) -> Iterator[Message]:
+def _messages(store: MessageStore, file: library.CutFile, tally: library.Tally, told: Told) -> Iterator[Message]:
     """The whole messages of a file. All else is told and counted."""
     try:
         for item in library.contents(store, file):
@@ -181,7 +165,7 @@ def export(ctx: click.Context, directory: Path, files: tuple[str, ...], output: 
     `queue_offset` and `physical_offset` say where each message lay. Bytes that are no message are told on stderr, and
     the exit code is 1 then.
     """
-    told = _Told(json_output)
+    told = Told(json_output)
     count = 0
     with MessageStore(directory, "r", fs=QUIET) as store, lines(output, directory) as target:
         found = library.cut_files(store, files)
@@ -196,13 +180,8 @@ def export(ctx: click.Context, directory: Path, files: tuple[str, ...], output: 
                     continue
                 target.write(line + "\n")
                 count += 1
-    summary = {"ok": not told.findings, "messages": count, "files": len(found), "findings": told.findings}
-    if json_output and output is not None:
-        print_json(summary)
-    elif json_output:
-        print(as_json(summary), file=sys.stderr)
-    else:
-        note(f"exported {count} messages of {len(found)} files, {told.findings} findings")
+    summary = {"ok": not told.findings, "messages": count, "files": len(found)}
+    told.sum_up(summary, f"exported {count} messages of {len(found)} files", output)
     if told.findings:
         ctx.exit(FINDINGS)
 

@@ -8,7 +8,8 @@ import click
 
 from mqstore.broker.admin.inspect import delay_levels, is_waiting, timer_view
 from mqstore.broker.admin.offline import offline
-from mqstore_tools.opened import DefaultGroup, dry_run_option, looking, planning, show_ms, tell
+from mqstore_tools.inspect import DELAY_COLUMNS, delay_cells
+from mqstore_tools.opened import DefaultGroup, dry_run_option, looking, planning, tell
 from mqstore_tools.render import console, note, print_json, table, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
 
@@ -49,34 +50,13 @@ def show(directory: Path, json_output: bool) -> None:
     run with orphan_level_policy="deliver_now". By what is on disk: a running broker is some seconds ahead.
     """
     with looking(directory) as parts:
-        levels = delay_levels(parts)
+        levels = [view._asdict() for view in delay_levels(parts)]
         timer = timer_view(parts)
     if json_output:
-        print_json(
-            {
-                "levels": [view._asdict() for view in levels],
-                "timer": {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms},
-            }
-        )
+        print_json({"levels": levels, "timer": {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms}})
         return
-    console().print(
-        table(
-            "",
-            ("level", "delay>", "next offset>", "end>", "waiting>", "next due"),
-            [
-                (
-                    view.level,
-                    "orphan" if view.delay_ms is None else show_ms(view.delay_ms),
-                    view.offset,
-                    view.end,
-                    view.waiting,
-                    when(view.next_due_ms),
-                )
-                for view in levels
-            ]
-            + [("timer", "any", "-", "-", timer.waiting, when(timer.next_due_ms))],
-        )
-    )
+    cells = [*map(delay_cells, levels), ["timer", "any", "-", "-", timer.waiting, when(timer.next_due_ms)]]
+    console().print(table("", DELAY_COLUMNS, cells))
 
 
 @delay.command(

@@ -9,16 +9,15 @@ Every line of the Python standard library's sources becomes a message:
     KEYS           the line                                                               asyncio/queues.py:17
     TAGS           top-level package or module                                            asyncio
 
-    writer process     put_batch, ..., put_batch, flush, acknowledge, ...   SIGKILL   open, ask what is there, go on ...
+    writer process     put_batch, ..., put_batch, flush, acknowledge, ...   SIGKILL   open, count, go on, ...
     reader processes   consume the queues, put each file together, SHA-256
     this process       plans, kills, compares, breaks a copy and has it mended
 
-A line is acknowledged once it is on disk: the writer flushes after some thousand lines, reports them over a pipe, and
-goes on when that was noted. At any moment there may be lines in the store that nobody knows of; a kill leaves them
-there. The next writer may neither lose nor repeat them, so it asks the store what lies behind the last acknowledged
-offset of each queue.
+The writer acknowledges lines over a pipe once they are on disk. A kill leaves further lines in the store that nobody
+was told of. Lines are put in one order, and a crash leaves a prefix of the log. So the next writer counts the messages
+in the store and goes on behind them: it may neither lose nor repeat a line.
 
-Nothing here is trusted that can be checked: each claim printed is a check, and one that fails makes the exit code 1.
+Each claim that is printed is a check. A check that fails makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,7 +45,6 @@ from urllib.parse import quote
 import click
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 import mqstore
@@ -54,10 +52,12 @@ from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.selection import group_queue
+from mqstore.engine import Finding, MessageStore
 from mqstore.layout.batch import encode_batch
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.indexfile import ENTRY_BYTES, HEADER_BYTES, SLOT_BYTES, IndexHeader
 from mqstore.layout.properties import KEYS, NAME_END, PAIR_END, SHARDINGKEY, TAGS, encode_properties
+from mqstore.layout.record import BODY_AT_V4
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore_tools import render
@@ -69,20 +69,15 @@ __all__ = ["Source", "demo", "read_sources"]
 TOPIC = "stdlib"
 QUEUES = 8
 KILLS = ((0.25, 0.45), (0.6, 0.8))
-"""Between which shares of all lines each kill falls."""
+"""Each kill falls between these shares of all lines."""
 BATCH_LINES = 256
 ACK_GROUPS = 50
-"""Acknowledgements in a whole run, about; a group of lines is flushed and acknowledged together."""
+"""Approximate number of acknowledgements in a run. A group of lines is flushed and acknowledged together."""
 ACK_LINES_MAX = 16_384
 LOOK_UPS = 200
 READERS_MAX = 4
 WIDTH_MAX = 100
 """Columns: longer lines are hard to read."""
-RECORD_OVERHEAD_BYTES = 200
-"""Header, topic, properties, unit and index entry of a line, about: for the estimate of what a run needs on disk."""
-FIXED_BYTES = 300 << 20
-BODY_AT = 88
-"""Where the body begins in a record with IPv4 hosts."""
 
 _FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -103,25 +98,15 @@ class Source:
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
-    """All lines before line `line` of file `file` are on disk; `offsets` is the next offset of each queue."""
-
-    file: int = 0
-    line: int = 0
-    lines: int = 0
-    offsets: Mapping[int, int] = field(default_factory=dict)
-
-
-def _lines(data: bytes) -> list[bytes]:
-    """Lines with their ends; bytes behind the last newline are one more."""
-    return io.BytesIO(data).readlines()
+def _lines(path: str) -> list[bytes]:
+    """Return the lines of a file with their ends. Bytes behind the last newline are one more line."""
+    return io.BytesIO(Path(path).read_bytes()).readlines()
 
 
 def read_sources(root: Path, limit_bytes: int | None, rng: random.Random) -> list[Source]:
     """Return the readable .py files below `root` in order, without installed packages.
 
-    With a limit a random sample of whole files of about so many bytes, smaller when the library is.
+    With a limit it is a random sample of whole files of about so many bytes, smaller when the library is.
     """
     paths = []
     for folder, folders, names in os.walk(root):
@@ -135,169 +120,116 @@ def read_sources(root: Path, limit_bytes: int | None, rng: random.Random) -> lis
     for path in paths:
         if limit_bytes is not None and total >= limit_bytes:
             break
-        data = Path(path).read_bytes()
+        lines = _lines(path)
+        data = b"".join(lines)
         total += len(data)
         group = quote(os.fsencode(os.path.relpath(path, root)))
         tag = group.partition("/")[0].removesuffix(".py")
         digest = hashlib.sha256(data).hexdigest()
-        sources.append(Source(group, path, group_queue(group, QUEUES), tag, len(_lines(data)), len(data), digest))
+        sources.append(Source(group, path, group_queue(group, QUEUES), tag, len(lines), len(data), digest))
     return sorted(sources, key=lambda source: source.group)
 
 
-def _key_of(text: str) -> tuple[str, int]:
-    """Group and line number of a KEYS property."""
-    group, _, line = text.rpartition(":")
-    return group, int(line)
-
-
-# --- the writer process ----------------------------------------------------------------------------------------------
-
-
-def _stored_behind(store: mqstore.engine.MessageStore, acked: Ack) -> tuple[dict[int, int], dict[str, int], int, int]:
-    """What the store holds behind the last acknowledged line: (next offset of each queue, next line of each file met
-    there, how many lines those are, how many acknowledged ones are missing)."""
-    offsets = dict(acked.offsets)
-    next_line: dict[str, int] = {}
-    behind = 0
-    for ref in store.queues(TOPIC) if TOPIC in store.topics() else ():
-        offset, end = acked.offsets.get(ref.queue_id, 0), store.offsets(*ref)[1]
-        for message in store.iter(*ref, start=offset) if end > offset else ():
-            group, line = _key_of(message.keys[0])
-            next_line[group] = line + 1
-            behind += 1
-        offsets[ref.queue_id] = end
-    lost = sum(max(0, offset - offsets[queue_id]) for queue_id, offset in acked.offsets.items())
-    return offsets, next_line, behind, lost
-
-
-def _write(parent: Connection[Any, Any], root: str, sources: Sequence[Source], acked: Ack, ack_lines: int) -> None:
-    """Put every line from `acked` on that is not in the store yet. Sends facts once the store is open, then an `Ack`
-    for each group, and waits for an answer to each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends us
+def _write(parent: Connection[Any, Any], root: str, sources: Sequence[Source], ack_lines: int) -> None:
+    """Put every line that is not in the store yet. Send facts once the store is open, then the number of lines on disk
+    after each group, and wait for an answer to each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is told, and ends this process
     begin = time.perf_counter()
-    with mqstore.engine.MessageStore(root) as store:
-        opened = time.perf_counter() - begin
-        offsets, next_line, behind, lost = _stored_behind(store, acked)
-        recovery = store.recovery.as_dict()
-        parent.send({"open_seconds": opened, "recovery": recovery, "unacknowledged": behind, "lost": lost})
-        lines_done = acked.lines + behind
-        unflushed = 0
-        for i, source in enumerate(sources[acked.file :], acked.file):
+    with MessageStore(root) as store:
+        found = sum(store.offsets(*ref)[1] for ref in store.queues(TOPIC)) if TOPIC in store.topics() else 0
+        seconds = time.perf_counter() - begin
+        parent.send({"open_seconds": seconds, "recovery": store.recovery.as_dict(), "first_line": found})
+        before, done, flushed = 0, found, found
+        for source in sources:
             common = encode_properties({SHARDINGKEY: source.group, TAGS: source.tag})
             prefix = common + KEYS.encode() + NAME_END + source.group.encode() + b":"
-            lines = _lines(Path(source.path).read_bytes())
-            first = max(acked.line if i == acked.file else 0, next_line.get(source.group, 0))
-            for at in range(first, len(lines), BATCH_LINES):
+            lines = _lines(source.path)
+            for at in range(max(0, found - before), len(lines), BATCH_LINES):
                 chunk = lines[at : at + BATCH_LINES]
-                wire = encode_batch((0, line, b"%b%d%b" % (prefix, n, PAIR_END)) for n, line in enumerate(chunk, at))
-                receipts = store.put_batch(TOPIC, wire, source.queue_id)
-                offsets[source.queue_id] = receipts[-1].offset + 1
-                lines_done += len(chunk)
-                unflushed += len(chunk)
-                if unflushed >= ack_lines:
+                batch = encode_batch((0, line, b"%b%d%b" % (prefix, n, PAIR_END)) for n, line in enumerate(chunk, at))
+                store.put_batch(TOPIC, batch, source.queue_id)
+                done += len(chunk)
+                if done - flushed >= ack_lines:
                     store.flush()
-                    parent.send(Ack(i, at + len(chunk), lines_done, dict(offsets)))
+                    parent.send(done)
                     parent.recv()
-                    unflushed = 0
+                    flushed = done
+            before += len(lines)
         store.flush()
-        parent.send(Ack(len(sources), 0, lines_done, offsets))
+        parent.send(done)
 
 
-# --- the reader processes --------------------------------------------------------------------------------------------
-
-
-def _read(root: str, queue_id: int) -> tuple[int, dict[str, tuple[int, str]], int, int]:
-    """Consume a queue: (messages, {group: (lines, SHA-256)}, messages that came again, messages in the wrong place)."""
+def _read(root: str, queue_id: int) -> tuple[int, dict[str, tuple[int, str]], int]:
+    """Consume a queue. Return (messages, {group: (lines, SHA-256)}, messages that came twice or in the wrong place)."""
     next_line: dict[str, int] = {}
     digests: dict[str, Any] = {}
-    seen = duplicates = misplaced = 0
-    with mqstore.engine.MessageStore(root, "r") as store:
+    seen = wrong = 0
+    with MessageStore(root, "r") as store:
         for message in store.iter(TOPIC, queue_id):
             properties = message.stored_properties()
-            group, line = _key_of(properties[KEYS])
-            expected = next_line.get(group, 0)
+            group, _, number = properties[KEYS].rpartition(":")
             seen += 1
-            if line < expected:
-                duplicates += 1
-                continue
-            misplaced += line > expected or properties[SHARDINGKEY] != group
+            wrong += int(number) != next_line.get(group, 0) or properties[SHARDINGKEY] != group
             digests.setdefault(group, hashlib.sha256()).update(message.body)
-            next_line[group] = line + 1
+            next_line[group] = int(number) + 1
     files = {group: (next_line[group], digest.hexdigest()) for group, digest in digests.items()}
-    return seen, files, duplicates, misplaced
+    return seen, files, wrong
+
+
+def _verify(path: Path) -> tuple[list[Finding], int]:
+    """Return (findings, messages)."""
+    with MessageStore(path, "r") as store:
+        verifier = store.verifier(CONFIG_CHECKS)
+        with render.progress("verifying", lambda: (verifier.done_bytes, verifier.total_bytes)):
+            return list(verifier.findings()), verifier.messages
 
 
 # --- the parent ------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class _Flip:
-    """A place where bytes are wrong, and the kind of finding that it must give."""
-
-    what: str
-    kind: str
-    file: str
-    position: int
-
-    def explains(self, finding: mqstore.engine.Finding) -> bool:
-        """Return True if `finding` is about this byte. A finding in an index names its file only."""
-        inside = finding.position <= self.position < finding.position + finding.length
-        return finding.kind == self.kind and finding.file == self.file and (inside or self.kind == "bad_index")
+_Place = tuple[str, str, int]
+"""Kind of the finding that a wrong byte must give, file, and position of the byte in the file."""
 
 
-def _place(folder: str, position: int, file_bytes: int) -> tuple[str, int]:
-    """The file of a run of equal files that holds byte `position`, and where in it."""
-    return f"{folder}/{position // file_bytes * file_bytes:020d}", position % file_bytes
+def _place(kind: str, folder: str, position: int, file_bytes: int) -> _Place:
+    """Return the place of byte `position` in a run of equal files."""
+    return kind, f"{folder}/{position // file_bytes * file_bytes:020d}", position % file_bytes
 
 
 class _Demo:
     def __init__(self, console: Console, root: Path, sources: Sequence[Source], rng: random.Random) -> None:
         self.console = console
         self.root = root
-        self.store_path = root / "store"
+        self.store = root / "store"
         self.sources = sources
         self.rng = rng
         self.lines = sum(source.lines for source in sources)
         self.size = sum(source.size for source in sources)
         self.checks: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
-        self.rates: list[tuple[str, float, float, str]] = []
-        """What, items a second, bytes a second, items."""
-        # spawn: a fork of a process with threads is nobody's friend, and macOS does not even offer it by default.
+        # A fork of a process with threads may hang, and macOS does not offer it by default.
         self.processes = multiprocessing.get_context("spawn")
         self._step = 0
-
-    # -- printing ---------------------------------------------------------------------------------------------------
 
     def step(self, title: str, sentence: str) -> None:
         self._step += 1
         self.console.print()
         self.console.rule(Text(f"{self._step}  {title}", style="bold"), align="left", style="dim")
-        self.say(sentence, style="italic")
+        self.say(sentence)
 
     def say(self, text: str, label: str = "", style: str = "") -> None:
         """Print a paragraph, behind a label if there is one."""
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        if label:
-            grid.add_column(width=9)
-        grid.add_row(*([Text(label, style=style)] if label else []), Text(render.safe(text), "" if label else style))
-        self.show(grid)
-
-    def show(self, table: Table) -> None:
-        self.console.print(Padding(table, (0, 0, 0, 3), expand=False))
+        shown = Text.assemble((f"{label:10}  " if label else "", style), render.safe(text))
+        self.console.print(Padding(shown, (0, 0, 0, 3), expand=False))
 
     def check(self, name: str, ok: bool, text: str) -> None:
         self.checks.append({"name": name, "ok": ok, "detail": text})
         self.say(text, "ok" if ok else "FAILED", "bold green" if ok else "bold red")
 
-    def rate(self, what: str, items: int, size: float, seconds: float, unit: str) -> None:
-        self.rates.append((what, items / max(seconds, 1e-9), size / max(seconds, 1e-9), unit))
-
     @property
     def failed(self) -> list[str]:
         return [check["name"] for check in self.checks if not check["ok"]]
 
-    # -- 1: the workload --------------------------------------------------------------------------------------------
+    # -- the steps --------------------------------------------------------------------------------------------------
 
     def introduce(self, library: Path) -> None:
         """Say what is to be stored. FileNotFoundError when there is nothing."""
@@ -306,14 +238,6 @@ class _Demo:
             raise FileNotFoundError(f"{library} has no Python sources: this Python came without them")
         self.say(f"{len(self.sources):,} files, {self.lines:,} lines, {_mb(self.size)} in {library}")
         self.say(f"topic {TOPIC}, {QUEUES} queues; message group: the file; key: file and line; tag: top-level package")
-        needed = 2 * (self.size + self.lines * RECORD_OVERHEAD_BYTES + FIXED_BYTES)  # the store and its copy
-        free = shutil.disk_usage(self.root).free
-        if free < needed:
-            raise click.UsageError(
-                f"{self.root} has {_mb(free)} free, this takes about {_mb(needed)}: use --dir or --limit-mb"
-            )
-
-    # -- 2: writing and being killed --------------------------------------------------------------------------------
 
     def write(self) -> None:
         ack_lines = max(64, min(ACK_LINES_MAX, self.lines // ACK_GROUPS))
@@ -321,85 +245,73 @@ class _Demo:
             "Write, and be killed",
             f"A child process puts each line as a message, flushes after {ack_lines:,} or so and acknowledges them "
             "over a pipe. Twice it gets a SIGKILL in the middle of its work, at a random moment. The next one opens "
-            "the store, which recovers it, asks it what is there beyond the last acknowledged line, and goes on.",
+            "the store, which recovers it, counts the lines that are there, and goes on behind them.",
         )
-        acked, busy, put = Ack(), 0.0, 0
+        acked = 0
         runs: list[dict[str, Any]] = []
-        for low, high in (*KILLS, (2.0, 2.0)):
-            before, kill_at = acked.lines, int(self.lines * self.rng.uniform(low, high))
-            acked, exit_code, facts, seconds = self._run_writer(acked, ack_lines, kill_at, len(runs) + 1)
-            first = before + facts.get("unacknowledged", 0)
-            runs.append({"first_line": first, "acknowledged": acked.lines, "exit_code": exit_code, **facts})
-            busy, put = busy + seconds, put + acked.lines - first
-            if exit_code not in (0, -signal.SIGKILL):
-                break
         self.facts["runs"] = runs
-        self.check(
-            "killed",
-            [run["exit_code"] for run in runs] == [-signal.SIGKILL] * len(KILLS) + [0],
-            f"{len(KILLS)} writers died of SIGKILL while writing, the last one finished by itself",
-        )
-        lost = sum(run.get("lost", 0) for run in runs)
+        for low, high in (*KILLS, (2.0, 2.0)):
+            kill_at = int(self.lines * self.rng.uniform(low, high))
+            run = self._run_writer(acked, ack_lines, kill_at)
+            self._show_run(len(runs) + 1, run)
+            runs.append(run)
+            acked = run["acknowledged"]
+            if run["exit_code"] not in (0, -signal.SIGKILL):
+                break
+        killed = [run["exit_code"] for run in runs] == [-signal.SIGKILL] * len(KILLS) + [0]
+        text = f"{len(KILLS)} writers died of SIGKILL while writing, the last one finished by itself"
+        self.check("killed", killed, text)
+        lost = sum(max(0, -run["unacknowledged"]) for run in runs)
         self.check("acknowledged", lost == 0, f"{lost} acknowledged lines were lost")
-        stored = sum(acked.offsets.values())
-        complete = acked.lines == stored == self.lines
-        self.check("complete", complete, f"{stored:,} messages in the queues for {self.lines:,} lines")
-        self.rate("put, flushed in groups", put, self.size * put / self.lines, busy, "lines of source")
+        complete = acked == self.lines
+        self.check("complete", complete, f"{acked:,} messages in the queues for {self.lines:,} lines")
 
-    def _run_writer(
-        self, acked: Ack, ack_lines: int, kill_at: int, number: int
-    ) -> tuple[Ack, int | None, dict[str, Any], float]:
-        """(last acknowledgement, exit code, what the writer said of itself, seconds until the acknowledgement)."""
+    def _run_writer(self, before: int, ack_lines: int, kill_at: int) -> dict[str, Any]:
+        """Return what the writer said of itself, its exit code, its process id, how many lines it has acknowledged, and
+        how many it found that were never acknowledged."""
         ours, theirs = self.processes.Pipe()
-        arguments = (theirs, str(self.store_path), self.sources, acked, ack_lines)
+        arguments = (theirs, str(self.store), self.sources, ack_lines)
         process = self.processes.Process(target=_write, args=arguments, daemon=True)
         process.start()
         theirs.close()
-        facts: dict[str, Any] = {}
-        begin = last = time.perf_counter()
-        groups, pause = 0, self.rng.random()
-        bar = render.progress(f"writer {number}", lambda: (acked.lines, self.lines), of_bytes=False)
+        acked = before
+        facts: dict[str, Any] = {"first_line": before, "recovery": {"clean_shutdown": True}}
+        bar = render.progress("writing", lambda: (acked, self.lines), of_bytes=False)
         try:
             with ours, bar, suppress(EOFError, OSError):  # OSError: it was killed in the middle of sending
                 facts = ours.recv()
-                begin = time.perf_counter()
+                begin, groups = time.perf_counter(), 0
                 while True:
                     acked = ours.recv()
                     groups += 1
-                    last = time.perf_counter()
                     with suppress(BrokenPipeError):  # it has ended; perhaps not all that it sent was read
                         ours.send(None)
-                    if acked.lines >= kill_at:
+                    if acked >= kill_at:
                         # Anywhere within the next group: in a put, between puts, in the flush.
-                        time.sleep(pause * (last - begin) / groups)
+                        time.sleep(self.rng.random() * (time.perf_counter() - begin) / groups)
                         process.kill()
             process.join()
         finally:
             process.kill()  # one that has ended does not mind
             process.join()
-        self._show_opening(number, facts)
-        label, style = {0: ("finished", ""), -signal.SIGKILL: ("SIGKILL", "yellow")}.get(
-            process.exitcode or 0, (f"exit {process.exitcode}", "red")
-        )
-        self.say(f"at {acked.lines:,} acknowledged lines, pid {process.pid}", label, style)
-        return acked, process.exitcode, facts, last - begin
+        end = {"exit_code": process.exitcode, "pid": process.pid, "acknowledged": acked}
+        return {**facts, **end, "unacknowledged": facts["first_line"] - before}
 
-    def _show_opening(self, number: int, facts: dict[str, Any]) -> None:
-        report = facts.get("recovery", {"clean_shutdown": True})
+    def _show_run(self, number: int, run: dict[str, Any]) -> None:
+        report = run["recovery"]
         if report["clean_shutdown"]:
             self.say("made the store", f"writer {number}")
-            return
-        torn = sum(cut["to"] - cut["from"] for cut in report["truncated"])
-        self.say(
-            f"opened it in {facts['open_seconds']:.2f} s. Of {_mb(report['log_end'])} of log the last "
-            f"{_mb(report['log_end'] - (report['scanned_from'] or 0))} were read again: {report['messages']:,} records "
-            f"are whole, {f'a torn tail of {torn:,} bytes was cut' if torn else 'none is torn'}. Built "
-            f"{report['rebuilt']['units']:,} consume-queue units and {report['rebuilt']['index_entries']:,} index "
-            f"entries. {facts['unacknowledged']:,} lines are there of which nobody was told; they are not put again.",
-            f"writer {number}",
-        )
-
-    # -- 3: reading -------------------------------------------------------------------------------------------------
+        else:
+            torn = sum(cut["to"] - cut["from"] for cut in report["truncated"])
+            self.say(
+                f"opened it in {run['open_seconds']:.2f} s: {report['messages']:,} records read again are whole, a "
+                f"tail of {torn:,} bytes was cut. {run['unacknowledged']:,} lines are there of which nobody was "
+                "told; they are not put again.",
+                f"writer {number}",
+            )
+        code = run["exit_code"]
+        word = {0: "finished", -signal.SIGKILL: "SIGKILL"}.get(code, f"exit {code}")
+        self.say(f"at {run['acknowledged']:,} acknowledged lines, pid {run['pid']}", word, "yellow" if code else "")
 
     def read(self) -> None:
         count = max(2, min(READERS_MAX, os.cpu_count() or 1))
@@ -409,34 +321,23 @@ class _Demo:
             "compare its SHA-256 with that of the original.",
         )
         files: dict[str, tuple[int, str]] = {}
-        total = duplicates = misplaced = 0
+        total = misplaced = 0
         queues = sorted({source.queue_id for source in self.sources if source.lines})
-        begin = time.perf_counter()
         with (
             self.processes.Pool(count, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool,
             render.progress("reading", of_bytes=False) as report,
         ):
-            for found in pool.imap_unordered(partial(_read, str(self.store_path)), queues):
+            for found in pool.imap_unordered(partial(_read, str(self.store)), queues):
                 files |= found[1]
-                total, duplicates, misplaced = total + found[0], duplicates + found[2], misplaced + found[3]
+                total, misplaced = total + found[0], misplaced + found[2]
                 report(total, self.lines)
-        seconds = time.perf_counter() - begin
+        text = f"{total:,} messages read, {misplaced:,} of them twice or out of place"
+        self.check("once", total == self.lines and not misplaced, text)
         empty = (0, hashlib.sha256().hexdigest())
         wrong = [s.group for s in self.sources if files.get(s.group, empty) != (s.lines, s.sha256)]
-        self.check(
-            "once",
-            total == self.lines and not duplicates and not misplaced,
-            f"{total:,} messages read, {duplicates:,} of them twice, {misplaced:,} out of place",
-        )
-        self.check(
-            "files",
-            not wrong and set(files) <= {source.group for source in self.sources},
-            f"{len(self.sources) - len(wrong):,} of {len(self.sources):,} files have the SHA-256 of the original"
-            + (f"; not {', '.join(wrong[:3])}" if wrong else ""),
-        )
-        self.rate(f"read by {count} processes, start included", total, self.size, seconds, "lines of source")
-
-    # -- 4: looking at it -------------------------------------------------------------------------------------------
+        same = not wrong and set(files) <= {source.group for source in self.sources}
+        text = f"{len(self.sources) - len(wrong):,} of {len(self.sources):,} files have the SHA-256 of the original"
+        self.check("files", same, text + (f"; not {', '.join(wrong[:3])}" if wrong else ""))
 
     def look(self) -> None:
         self.step(
@@ -445,44 +346,26 @@ class _Demo:
             "every record, unit and index entry.",
         )
         with render.progress("reading the log") as report:
-            found = inspect_store(self.store_path, progress=report)
-        found["broker"] = inspect_broker(self.store_path)
-        self.facts["inspect"] = found
-        self.console.print()
+            self.facts["inspect"] = found = inspect_store(self.store, progress=report)
+        found["broker"] = inspect_broker(self.store)
         if not self.console.quiet:
+            self.console.print()
             show_store(found)
-        self.console.print()
+            self.console.print()
         full = [source for source in self.sources if source.lines]
         chosen = self.rng.choices(full, weights=[s.lines for s in full], k=min(LOOK_UPS, self.lines))
         wanted = [(source, self.rng.randrange(source.lines)) for source in chosen]
-        with mqstore.engine.MessageStore(self.store_path, "r") as store:
-            begin = time.perf_counter()
+        with MessageStore(self.store, "r") as store:
             hits = [store.find(TOPIC, key=f"{source.group}:{line}") for source, line in wanted]
-            seconds = time.perf_counter() - begin
             right = sum(
-                [message.body for message in messages] == [_lines(Path(source.path).read_bytes())[line]]
+                [message.body for message in messages] == [_lines(source.path)[line]]
                 for (source, line), messages in zip(wanted, hits, strict=True)
             )
-        all_right = right == len(wanted)
-        self.check("keys", all_right, f"{right} of {len(wanted)} random lines found by their key, and they alone")
-        self.rate("look up by key", len(wanted), 0, seconds, "look-ups")
-        begin = time.perf_counter()
-        findings, messages, size = self._verify(self.store_path)
-        self.check(
-            "verified",
-            not findings and messages == self.lines,
-            f"verify: {messages:,} messages, {_mb(size)}, {len(findings)} findings",
-        )
-        self.rate("verify everything", messages, size, time.perf_counter() - begin, "records of log")
-
-    def _verify(self, path: Path) -> tuple[list[mqstore.engine.Finding], int, int]:
-        """(findings, messages, bytes)."""
-        with mqstore.engine.MessageStore(path, "r") as store:
-            verifier = store.verifier(CONFIG_CHECKS)
-            with render.progress("verifying", lambda: (verifier.done_bytes, verifier.total_bytes)):
-                return list(verifier.findings()), verifier.messages, verifier.bytes
-
-    # -- 5: breaking a copy -----------------------------------------------------------------------------------------
+        text = f"{right} of {len(wanted)} random lines found by their key, and they alone"
+        self.check("keys", right == len(wanted), text)
+        findings, messages = _verify(self.store)
+        text = f"verify: {messages:,} messages, {len(findings)} findings"
+        self.check("verified", not findings and messages == self.lines, text)
 
     def damage(self) -> None:
         self.step(
@@ -492,114 +375,71 @@ class _Demo:
             "only noticed, told, and passed over; its neighbours stay readable.",
         )
         copy = self.root / "copy"
-        shutil.copytree(self.store_path, copy)
+        shutil.copytree(self.store, copy)
         flips, unit, queue, damaged = self._flip_three(copy)
-        before, *_ = self._verify(copy)
-        begin = time.perf_counter()
+        before, _ = _verify(copy)
         with render.progress("recovering") as progress, findings_told():
             report = recover_store(copy, RecoverOptions(), progress=progress)
-        seconds = time.perf_counter() - begin
-        after, *_ = self._verify(copy)
-        rows = [
-            (
-                f"{flip.what}: {flip.file}, byte {flip.position:,}",
-                flip.kind if any(map(flip.explains, before)) else "nothing",
-                "damaged still" if any(map(flip.explains, after)) else "mended",
-            )
-            for flip in flips
-        ]
-        self.show(render.table("", ("a bit of", "verify", "after recover"), rows))
-        self.console.print()
-        found = sum(any(map(flip.explains, before)) for flip in flips)
-        other = [finding for finding in before if not any(flip.explains(finding) for flip in (*flips, unit))]
-        self.check(
-            "found",
-            found == len(flips) and not other,
-            f"verify gave {len(before)} findings; they tell of {found} of {len(flips)} flips, and {len(other)} of "
-            "something else",
-        )
+        after, _ = _verify(copy)
+        told, left = ({(each.kind, each.file) for each in findings} for findings in (before, after))
+        for kind, file, position in flips:
+            self.say(f"{file}, byte {position:,}: {'damaged still' if (kind, file) in left else 'mended'}", kind)
+        found = sum(flip[:2] in told for flip in flips)
+        other = len(told - {flip[:2] for flip in (*flips, unit)})
+        text = f"verify gave {len(before)} findings; they tell of {found} of {len(flips)} flips, and of {other} other"
+        self.check("found", found == len(flips) and not other, f"{text} things")
         self.check(
             "mended",
             [finding.kind for finding in after] == ["bad_record"],
-            f"recover wrote {report.rebuilt.units:,} unit{'s' * (report.rebuilt.units != 1)} and "
-            f"{report.rebuilt.index_entries:,} index entries anew; of what verify says now {len(after) - 1} is not the "
-            "damaged message",
+            f"recover rebuilt {report.rebuilt.units:,} units and {report.rebuilt.index_entries:,} index entries; of "
+            f"what verify says now {len(after) - 1} is not the damaged message",
         )
-        expected = sum(source.lines for source in self.sources if source.queue_id == queue.queue_id)
-        with mqstore.engine.MessageStore(copy, "r") as store:
+        count = sum(source.lines for source in self.sources if source.queue_id == queue.queue_id)
+        with MessageStore(copy, "r") as store:
             offsets = [message.offset for message in store.iter(*queue)]
-        self.check(
-            "passed_over",
-            offsets == [offset for offset in range(expected) if offset != damaged],
-            f"queue {queue.queue_id} of the copy: {len(offsets):,} of {expected:,} messages come, all but number "
-            f"{damaged:,}",
-        )
+        text = f"queue {queue.queue_id} of the copy: {len(offsets):,} of {count:,} messages come, all but number "
+        self.check("passed_over", offsets == [i for i in range(count) if i != damaged], f"{text}{damaged:,}")
         self.facts["damage"] = {
-            "flipped": [asdict(flip) for flip in flips],
+            "flipped": [dict(zip(("kind", "file", "position"), flip, strict=True)) for flip in flips],
             "findings": [finding.as_dict() for finding in before],
             "recovered": report.as_dict(),
             "findings_after": [finding.as_dict() for finding in after],
         }
-        self.rate("recover everything", report.messages, report.log_end, seconds, "records of log")
 
-    def _flip_three(self, copy: Path) -> tuple[list[_Flip], _Flip, mqstore.QueueRef, int]:
+    def _flip_three(self, copy: Path) -> tuple[list[_Place], _Place, mqstore.QueueRef, int]:
         """Flip a bit of a unit, an index entry and a body. Return these; the unit of the body, which is a finding, too,
         for it has lost its record; and the queue and the offset of the body."""
         rng = self.rng
-        with mqstore.engine.MessageStore(copy, "r") as store:
+        with MessageStore(copy, "r") as store:
             manifest = store.manifest
             unit_of, body_of = rng.choices(store.queues(TOPIC), k=2)
             slot, damaged = (rng.randrange(store.offsets(*ref)[1]) for ref in (unit_of, body_of))
             [message] = store.read(*body_of, damaged, max_messages=1)
-            body_at = message.physical_offset + BODY_AT + rng.randrange(len(message.body))
+            body_at = message.physical_offset + BODY_AT_V4 + rng.randrange(len(message.body))
         index = min((copy / "index").iterdir())
         entry = rng.randrange(1, IndexHeader.decode(index.read_bytes()[:HEADER_BYTES]).next_entry)
         entry_at = HEADER_BYTES + SLOT_BYTES * manifest.index_slots + ENTRY_BYTES * entry
 
-        def unit(ref: mqstore.QueueRef, slot: int) -> tuple[str, int]:
+        def unit(ref: mqstore.QueueRef, position: int) -> _Place:
             folder = f"consumequeue/{TOPIC}/{ref.queue_id}"
-            return _place(folder, slot * UNIT_BYTES, manifest.consumequeue_segment_bytes)
+            return _place("bad_unit", folder, position, manifest.consumequeue_segment_bytes)
 
-        file, at = unit(unit_of, slot)
         flips = [
-            _Flip("a consume-queue unit", "bad_unit", file, at + rng.randrange(8)),
-            _Flip("an index entry", "bad_index", f"index/{index.name}", entry_at + rng.randrange(4)),
-            _Flip("a message body", "bad_record", *_place("commitlog", body_at, manifest.commitlog_segment_bytes)),
+            unit(unit_of, slot * UNIT_BYTES + rng.randrange(8)),
+            ("bad_index", f"index/{index.name}", entry_at + rng.randrange(4)),
+            _place("bad_record", "commitlog", body_at, manifest.commitlog_segment_bytes),
         ]
-        for flip in flips:
-            with open(copy / flip.file, "r+b") as stream:
-                stream.seek(flip.position)
+        for _, file, position in flips:
+            with open(copy / file, "r+b") as stream:
+                stream.seek(position)
                 [byte] = stream.read(1)
-                stream.seek(flip.position)
+                stream.seek(position)
                 stream.write(bytes([byte ^ 1 << rng.randrange(8)]))
-        return flips, _Flip("its unit", "bad_unit", *unit(body_of, damaged)), body_of, damaged
+        return flips, unit(body_of, damaged * UNIT_BYTES), body_of, damaged
 
-    # -- the end ----------------------------------------------------------------------------------------------------
-
-    def finish(self, seconds: float) -> dict[str, Any]:
-        self.step("What it came to", "Rates of this run on this machine, with everything else that was going on.")
-        rows = [
-            (what, f"{items:,.0f}", unit, f"{size / 1e6:,.0f}" if size else "")
-            for what, items, size, unit in self.rates
-        ]
-        self.show(render.table("", ("", "a second>", "", "MB/s>"), rows))
-        self.console.print()
-        self.say(
-            f"{len(self.checks) - len(self.failed)} of {len(self.checks)} checks hold, {seconds:.0f} s"
-            + (f"; these do not: {', '.join(self.failed)}" if self.failed else ""),
-            style="bold red" if self.failed else "bold green",
-        )
-        names = ("what", "items_per_second", "bytes_per_second", "items")
-        return {
-            "ok": not self.failed,
-            "files": len(self.sources),
-            "lines": self.lines,
-            "bytes": self.size,
-            "checks": self.checks,
-            **self.facts,
-            "rates": [dict(zip(names, rate, strict=True)) for rate in self.rates],
-            "seconds": seconds,
-        }
+    def summary(self) -> dict[str, Any]:
+        sizes = {"files": len(self.sources), "lines": self.lines, "bytes": self.size}
+        return {"ok": not self.failed, **sizes, "checks": self.checks, **self.facts}
 
 
 def _mb(size: float) -> str:
@@ -621,20 +461,15 @@ Examples:
     "directory",
     metavar="DIR",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Work here, in DIR/store and DIR/copy, and leave both there. New or empty. Default: a temporary directory.",
+    help="Work here, in DIR/store and DIR/copy, and leave both there. New or empty. Without it a temporary directory, "
+    "which stays only if a check fails.",
 )
-@click.option("--keep", is_flag=True, help="Leave the temporary directory. One with a failed check stays anyway.")
 @click.option("--limit-mb", type=NumberRange(min=0, min_open=True), help="Only a sample of about so much source.")
 @click.option("--seed", type=int, help="Repeats the sample, the plan of the kills and the damage of another run.")
 @json_option
 @click.pass_context
 def demo(
-    ctx: click.Context,
-    directory: Path | None,
-    keep: bool,
-    limit_mb: float | None,
-    seed: int | None,
-    json_output: bool,
+    ctx: click.Context, directory: Path | None, limit_mb: float | None, seed: int | None, json_output: bool
 ) -> None:
     """Store, kill, recover, read, inspect and break a real workload.
 
@@ -642,7 +477,6 @@ def demo(
     another goes on; readers put every file together again and compare SHA-256; then a copy is damaged and mended. Exit
     code 1 if any check fails.
     """
-    begin = time.perf_counter()
     screen = render.console()
     screen.width = min(screen.width, WIDTH_MAX)
     screen.quiet = json_output
@@ -653,15 +487,10 @@ def demo(
         if directory.exists() and any(directory.iterdir()):
             raise click.BadParameter(f"{directory} is not empty", ctx, param_hint="--dir")
         directory.mkdir(parents=True, exist_ok=True)
-        keep = True
+    keep = directory is not None
     root = directory or Path(tempfile.mkdtemp(prefix="mqstore-demo-"))
     try:
-        screen.print(
-            Text.assemble(
-                ("mqstore demo", "bold"),
-                render.safe(f", seed {seed}, in {root}{'' if keep else ', removed at the end'}"),
-            )
-        )
+        screen.print(Text.assemble(("mqstore demo", "bold"), render.safe(f", seed {seed}, in {root}")))
         library = Path(sysconfig.get_path("stdlib"))
         sources = read_sources(library, None if limit_mb is None else int(limit_mb * 1e6), rng)
         work = _Demo(screen, root, sources, rng)
@@ -669,9 +498,11 @@ def demo(
         for step in (work.write, work.read, work.look, work.damage):
             step()
             if work.failed:
-                keep = True  # somebody will want to look
                 break
-        summary = work.finish(time.perf_counter() - begin)
+        good, count = len(work.checks) - len(work.failed), len(work.checks)
+        screen.print()
+        work.say(f"{good} of {count} checks hold" + (f"; these do not: {', '.join(work.failed)}" * bool(work.failed)))
+        keep = keep or bool(work.failed)  # somebody will want to look
     except mqstore.MQStoreError:
         keep = True
         raise
@@ -681,6 +512,6 @@ def demo(
         elif directory is None:
             screen.print(Text(render.safe(f"\n   {root} is kept")))
     if json_output:
-        render.print_json({"seed": seed, "directory": str(root) if keep else None, **summary})
+        render.print_json({"seed": seed, "directory": str(root) if keep else None, **work.summary()})
     if work.failed:
         ctx.exit(FINDINGS)

@@ -9,13 +9,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
-from mqstore import Message, MQStoreError, QueueRef
+from mqstore import MQStoreError, QueueRef
 from mqstore.engine import Finding, MessageStore
 from mqstore.errors import FormatError
 from mqstore.files.quiet import QUIET
@@ -24,20 +24,10 @@ from mqstore.layout.compression import MissingPackageError
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.stretch import Stretch
 from mqstore.log.walk import in_log_order, walk_log
-from mqstore.spark.selection import Selection, select
-from mqstore_tools.many import (
-    between_options,
-    jobs_option,
-    names,
-    option_option,
-    pairs,
-    stores_argument,
-    topic_option,
-    usable,
-    where_option,
-)
-from mqstore_tools.render import as_json, console, note, print_finding, print_json, progress, show_bytes, table
-from mqstore_tools.shared import FINDINGS, StoreCommand, findings_told, note_front, within
+from mqstore.spark.selection import Selection
+from mqstore_tools.many import Messages, jobs_option, message_options, names, usable
+from mqstore_tools.render import Told, as_json, console, note, print_json, progress, show_bytes, table
+from mqstore_tools.shared import FINDINGS, StoreCommand, findings_told, note_front, refuse_given, within
 from mqstore_tools.shown import export_row, raw_bodies_option
 
 __all__ = ["export", "lines"]
@@ -59,8 +49,7 @@ Examples:
   mqstore export fleet/* --to lake/mq --jobs 4          # run again, it writes what came since
   mqstore export var/mq --to lake/errors --where "level = 'ERROR'" --from 7d""",
 )
-@stores_argument
-@topic_option
+@message_options
 @click.option("--queue-id", type=click.IntRange(0), help="Only this queue.")
 @click.option("--from-offset", type=click.IntRange(0), help="Begin each queue at this queue offset.")
 @click.option("--max-messages", type=click.IntRange(0), help="Stop after so many in all.")
@@ -80,16 +69,12 @@ Examples:
     show_default=True,
     help="With --to: what becomes folders: store, topic, queue_id and date, the UTC day of storing.",
 )
-@between_options
-@where_option
-@option_option
 @jobs_option
 @click.option("--json", "json_output", is_flag=True, help="Findings and the summary as JSON too.")
 @click.pass_context
 def export(
     ctx: click.Context,
-    stores: tuple[str, ...],
-    topics: tuple[str, ...],
+    messages: Messages,
     queue_id: int | None,
     from_offset: int | None,
     max_messages: int | None,
@@ -98,10 +83,6 @@ def export(
     to: str | None,
     columns: str | None,
     partition_by: str,
-    start: datetime | None,
-    stop: datetime | None,
-    where: str | None,
-    options: tuple[str, ...],
     jobs: int,
     json_output: bool,
 ) -> None:
@@ -117,35 +98,31 @@ def export(
     queue; the next run begins there. Without --topic the topics of users are written. --from, --until, --where,
     --option and --jobs go with --to.
     """
-    _check_together(ctx, _OF_A_FOLDER if to is None else _OF_A_FILE, "--to" if to is None else "a file, not with --to")
+    refuse_given(
+        ctx,
+        _OF_A_FOLDER if to is None else _OF_A_FILE,
+        "goes with --to" if to is None else "goes with a file, not with --to",
+    )
     if to is not None:
-        selection = select(
-            stores,
-            topics=topics or None,
-            start=start,
-            stop=stop,
-            where=where,
-            options=pairs("--option", options),
-        )
         given = {"columns": names(columns), "partition_by": names(partition_by) or (), "jobs": jobs}
-        _to_folder(selection, to, given, json_output=json_output)
+        _to_folder(messages.select(), to, given, json_output=json_output)
         return
-    if len(stores) > 1:
+    topics = messages.topics
+    if len(messages.stores) > 1:
         raise click.UsageError("several stores go with --to")
-    directory = Path(stores[0])
+    directory = Path(messages.stores[0])
     if queue_id is not None and len(topics) != 1:
         raise click.UsageError("--queue-id goes with one --topic")
     with findings_told():  # the warning that queues are lost: here they are not needed
         store = MessageStore(directory, "r", fs=QUIET)
+    told = Told(json_output)
     with store:
         if store.parts.has_all_queues():
             for topic in topics:
                 _check_queue(store, topic, queue_id)  # a wrong name is refused without reading the log
         verifier = store.verifier()
         began = verifier.front
-        found = _Found(
-            store, verifier, topics, queue_id, from_offset or 0, raw_bodies=raw_bodies, json_output=json_output
-        )
+        found = _Found(store, verifier, told, topics, queue_id, from_offset or 0, raw_bodies)
         count = 0
         with (
             progress("exporting", lambda: (verifier.done_bytes, verifier.total_bytes)),
@@ -158,16 +135,10 @@ def export(
                     break
         found.tell_not_inflated()
     note_front(began, verifier.front)
-    summary = {"ok": not found.findings and not found.missing, "messages": count, "queues": len(found.queues)}
+    summary = {"ok": not told.findings and not found.missing, "messages": count, "queues": len(found.queues)}
     summary["missing"] = found.missing
-    if json_output and output is not None:
-        print_json({**summary, "findings": found.findings})
-    elif json_output:
-        print(as_json(summary), file=sys.stderr)
-    else:
-        missing = f", {found.missing} messages are missing" if found.missing else ""
-        findings = f", {found.findings} findings" if found.findings else ""
-        note(f"exported {count} messages of {len(found.queues)} queues{missing}{findings}")
+    missing = f", {found.missing} messages are missing" if found.missing else ""
+    told.sum_up(summary, f"exported {count} messages of {len(found.queues)} queues{missing}", output)
     if not summary["ok"]:
         ctx.exit(FINDINGS)
 
@@ -197,13 +168,6 @@ def _to_folder(selection: Selection, to: str, given: dict[str, Any], *, json_out
     console().print(table("", ("", ""), facts))
 
 
-def _check_together(ctx: click.Context, names: tuple[str, ...], other: str) -> None:
-    """UsageError for one of these options that was given."""
-    for option in ctx.command.params:
-        if option.name in names and ctx.get_parameter_source(option.name) is not click.core.ParameterSource.DEFAULT:
-            raise click.UsageError(f"{option.opts[0]} goes with {other}")
-
-
 def _check_queue(store: MessageStore, topic: str, queue_id: int | None) -> None:
     """TopicNotFoundError for a topic or queue that is not there."""
     store.queues(topic)
@@ -211,108 +175,77 @@ def _check_queue(store: MessageStore, topic: str, queue_id: int | None) -> None:
         store.offsets(topic, queue_id)
 
 
+@dataclass
 class _Found:
-    """Messages of the chosen queues as the log has them. Prints and counts what is not there."""
+    """Messages of the chosen queues as the log has them. Tells and counts what is not there."""
 
-    def __init__(
-        self,
-        store: MessageStore,
-        verifier: Verifier,
-        topics: tuple[str, ...],
-        queue_id: int | None,
-        from_offset: int,
-        *,
-        raw_bodies: bool,
-        json_output: bool,
-    ) -> None:
-        self.findings = 0
-        self.missing = 0
-        """Queue offsets that no record has."""
-        self.queues: set[QueueRef] = set()
-        """Queues of which there were messages."""
-        self.store = store
-        self.raw_bodies = raw_bodies
-        self._not_inflated: Counter[str] = Counter()
-        self._verifier = verifier
-        self._topics = topics
-        self._queue_id = queue_id
-        self._from_offset = from_offset
-        self._json = json_output
+    store: MessageStore
+    verifier: Verifier
+    told: Told
+    topics: tuple[str, ...]
+    queue_id: int | None
+    from_offset: int
+    raw_bodies: bool
+    missing: int = 0
+    """Queue offsets that no record has."""
+    queues: set[QueueRef] = field(default_factory=set)
+    """Queues that had messages."""
+    not_inflated: Counter[str] = field(default_factory=Counter)
+    """Number of messages left out, by the reason, where a package is missing."""
 
     def lines(self) -> Iterator[str]:
-        """Messages in the order of the log, as JSON."""
+        """Yield messages in the order of the log, as JSON."""
         for stretches in self.stretches():
             for message in in_log_order(stretches):
                 try:
                     yield as_json(export_row(message, raw_body=self.raw_bodies))
-                except (FormatError, MissingPackageError) as error:
-                    self.tell(_not_inflated(self.store, message, error))
+                except MissingPackageError as error:
+                    self.not_inflated[str(error)] += 1
+                except FormatError as error:
+                    file, at = place_in_file(message.physical_offset, self.store.manifest.commitlog_segment_bytes)
+                    where = f"{message.topic}, queue {message.queue_id}, offset {message.offset}"
+                    detail = f"{where}: left out, its body does not inflate: {error}"
+                    self.told.tell(Finding("bad_record", file, at, message.size, detail))
 
     def stretches(self) -> Iterator[list[Stretch]]:
-        """All chosen messages, some consecutive ones of the log at a time. TopicNotFoundError behind the last if none
-        of the topic or queue ever was there."""
-        for each in walk_log(self.store, self._verifier, self._is_wanted if self._topics else None):
+        """Yield all chosen messages, some consecutive ones of the log at a time. TopicNotFoundError behind the last if
+        none of the topic or queue ever was there."""
+        for each in walk_log(self.store, self.verifier, self._is_wanted if self.topics else None):
             if isinstance(each, Finding):
-                self.tell(each)
+                # Behind the end of a store that was closed there was no message.
+                self.told.tell(each, counts=not (each.kind == "torn_tail" and self.store.clean_shutdown))
             elif isinstance(each, list):
                 stretches = [part for stretch in each if len(part := self._from(stretch))]
                 self.queues.update(stretch.queue for stretch in stretches)
                 yield stretches
             else:
                 self._tell_gap(*each)
-        for topic in {*self._topics} - {queue.topic for queue in self.queues}:
-            _check_queue(self.store, topic, self._queue_id)
+        for topic in {*self.topics} - {queue.topic for queue in self.queues}:
+            _check_queue(self.store, topic, self.queue_id)
 
     def _is_wanted(self, topic: str, queue_id: int) -> bool:
-        return topic in self._topics and self._queue_id in (None, queue_id)
+        return topic in self.topics and self.queue_id in (None, queue_id)
 
     def _from(self, stretch: Stretch) -> Stretch:
-        return stretch if stretch.slots[0] >= self._from_offset else stretch.only(stretch.slots >= self._from_offset)
+        return stretch if stretch.slots[0] >= self.from_offset else stretch.only(stretch.slots >= self.from_offset)
 
     def tell_not_inflated(self) -> None:
-        """Print one line for each package that was missing."""
-        counted, self._not_inflated = self._not_inflated, Counter()
-        for why, number in counted.items():
-            self._print(
-                Finding(
-                    "not_inflated", "commitlog", 0, 0, f"{number} messages are left out: {why}, or use --raw-bodies"
-                )
-            )
-
-    def tell(self, finding: Finding) -> None:
-        """Print a finding on stderr, and count it. Bodies that only lack a package are counted until the end."""
-        if finding.kind == "not_inflated":
-            self._not_inflated[finding.detail] += 1
-        else:
-            self._print(finding)
-
-    def _print(self, finding: Finding) -> None:
-        # Behind the end of a store that was closed there was no message.
-        self.findings += not (finding.kind == "torn_tail" and self.store.clean_shutdown)
-        if self._json:
-            print(as_json(finding.as_dict()), file=sys.stderr)
-        else:
-            print_finding(finding, stderr=True)
+        """Tell in one line for each package that was missing."""
+        for why, number in self.not_inflated.items():
+            detail = f"{number} messages are left out: {why}, or use --raw-bodies"
+            self.told.tell(Finding("not_inflated", "commitlog", 0, 0, detail))
 
     def _tell_gap(self, topic: str, queue_id: int, first: int, stop: int) -> None:
-        first = max(first, self._from_offset)
+        first = max(first, self.from_offset)
         if first >= stop:
             return
         self.missing += stop - first
-        if self._json:
+        if self.told.json_output:
             gap = {"topic": topic, "queue_id": queue_id, "from_offset": first, "messages": stop - first}
             print(as_json({"missing": gap}), file=sys.stderr)
         else:
             offsets = f"offset {first}" if stop == first + 1 else f"offsets {first} to {stop - 1}"
             note(f"missing: {topic}, queue {queue_id}, {offsets}: no record")
-
-
-def _not_inflated(store: MessageStore, message: Message, error: Exception) -> Finding:
-    file, at = place_in_file(message.physical_offset, store.manifest.commitlog_segment_bytes)
-    if isinstance(error, MissingPackageError):
-        return Finding("not_inflated", file, at, message.size, str(error))
-    where = f"{message.topic}, queue {message.queue_id}, offset {message.offset}"
-    return Finding("bad_record", file, at, message.size, f"{where}: left out, its body does not inflate: {error}")
 
 
 @contextmanager

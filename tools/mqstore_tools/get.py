@@ -24,10 +24,10 @@ from mqstore_tools.shared import (
     FINDINGS,
     StoreCommand,
     directory_argument,
-    index_options,
-    java_config,
     json_option,
     note_incomplete,
+    refuse_given,
+    was_given,
 )
 from mqstore_tools.shown import body_bytes_option, print_message, raw_bodies_option
 
@@ -75,7 +75,6 @@ Examples:
 @click.option("--physical-offset", type=click.IntRange(0), help="The message whose record starts there.")
 @body_bytes_option
 @raw_bodies_option
-@index_options
 @json_option
 @click.pass_context
 def get(
@@ -94,8 +93,6 @@ def get(
     physical_offset: int | None,
     body_bytes: int,
     raw_bodies: bool,
-    index_slots: int | None,
-    index_entries: int | None,
     json_output: bool,
 ) -> None:
     """Print messages of the store in DIR.
@@ -107,19 +104,18 @@ def get(
     Exit code 1 if there is no such message, or if there may be more than is shown: damage is named on stderr, and so is
     a queue that lacks messages of the log, or an index that is lost.
     """
-    ways = [f"--{name.replace('_', '-')}" for name in _WAYS if _given(ctx, name)]
+    ways = [f"--{name.replace('_', '-')}" for name in _WAYS if was_given(ctx, name)]
     if len(ways) > 1 and ways != ["--last", "--follow"]:
         raise click.UsageError(f"{' and '.join(ways)}: one of them")
     if topic is None and (not ways or ways[0] not in ("--message-id", "--physical-offset")):
         raise click.UsageError("give --topic, --message-id or --physical-offset")
-    for name in _NO_GOOD[ways[0]] if ways else ():
-        if _given(ctx, name):
-            raise click.UsageError(f"--{name.replace('_', '-')} does not go with {ways[0]}")
-    if ways and ways[0] in ("--key", "--unique-key") and not _given(ctx, "max_messages"):
+    if ways:
+        refuse_given(ctx, _NO_GOOD[ways[0]], f"does not go with {ways[0]}")
+    if ways and ways[0] in ("--key", "--unique-key") and not was_given(ctx, "max_messages"):
         max_messages = 32
     max_messages = last or max_messages
     positions: dict[QueueRef, int] = {}
-    with MessageStore(directory, "r", config=java_config(index_slots, index_entries), fs=QUIET) as store:
+    with MessageStore(directory, "r", fs=QUIET) as store:
         findings: list[Finding] = []
         messages: list[Message] = []
         incomplete: QueueRef | None = None
@@ -171,10 +167,6 @@ def get(
         note(f"{doubt}, so keys may be missed: run `mqstore recover {directory} --rebuild index`")
     if bad or findings or incomplete is not None or doubt or not shown or not all(shown):
         ctx.exit(FINDINGS)
-
-
-def _given(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
 
 
 def _walk(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,21 @@ from mqstore.broker.admin.inspect import PopView, group_names, pop_view
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.groups import GroupConfig, RetryPolicy, default_retry
 from mqstore.broker.parts import Parts
-from mqstore.errors import GroupNotFoundError, ReadOnlyStoreError
+from mqstore.errors import GroupNotFoundError
 from mqstore.log.reader import to_ms
 from mqstore.options import delay_table_ms
-from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, show_ms, tell, yes_option
+from mqstore_tools.opened import (
+    DefaultGroup,
+    ask,
+    carry_out,
+    dry_run_option,
+    looking,
+    moment,
+    planning,
+    show_ms,
+    tell,
+    yes_option,
+)
 from mqstore_tools.render import console, print_json, safe, table, when
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
 from mqstore_tools.suspended import show_suspended, suspended_of
@@ -264,19 +274,12 @@ def create(directory: Path, name: str, dry_run: bool, json_output: bool, **typed
     you prefer a gap to a halt.
     """
 
-    def change(parts: Parts) -> None:
+    def change(parts: Parts) -> dict[str, Any]:
         policy = default_retry(bool(typed["fifo"]))
         parts.groups.create(name, exist_ok=False, **_given(policy, **typed))
+        return _row(parts, name)
 
-    if dry_run:
-        with planning(directory) as parts, suppress(ReadOnlyStoreError):
-            change(parts)  # which checks everything, and is refused when it comes to writing
-        tell({"dry_run": True, "name": name}, f"would create group {name}", json_output=json_output)
-        return
-    with offline(directory) as desk:
-        change(desk.parts)
-        row = _row(desk.parts, name)
-    tell(row, f"created group {name}", json_output=json_output)
+    carry_out(f"create group {name}", directory, change, dry_run=dry_run, json_output=json_output)
 
 
 @groups.command(
@@ -297,19 +300,12 @@ def alter(directory: Path, name: str, dry_run: bool, json_output: bool, **typed:
     if all(value is None for value in typed.values()):
         raise click.UsageError("say what to change: --max-attempts, --retry, --start, --fifo, --consume, --broadcast")
 
-    def change(parts: Parts) -> None:
+    def change(parts: Parts) -> dict[str, Any]:
         old = parts.groups.get(name) or GroupConfig(name)
         parts.groups.alter(name, **_given(old.retry_policy, **typed))
+        return _row(parts, name)
 
-    if dry_run:
-        with planning(directory) as parts, suppress(ReadOnlyStoreError):
-            change(parts)
-        tell({"dry_run": True, "name": name}, f"would alter group {name}", json_output=json_output)
-        return
-    with offline(directory) as desk:
-        change(desk.parts)
-        row = _row(desk.parts, name)
-    tell(row, f"altered group {name}", json_output=json_output)
+    carry_out(f"alter group {name}", directory, change, dry_run=dry_run, json_output=json_output)
 
 
 @groups.command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,10 @@ from mqstore import QueueRef
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.admin.inspect import inspect_broker
 from mqstore_tools.opened import show_ms
-from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
-from mqstore_tools.shared import (
-    FINDINGS,
-    StoreCommand,
-    directory_argument,
-    findings_told,
-    index_options,
-    java_config,
-    json_option,
-    note_incomplete,
-)
+from mqstore_tools.render import console, note, pick, print_json, progress, show_bytes, table, when
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_told, json_option, note_incomplete
 
-__all__ = ["inspect", "show_store"]
+__all__ = ["DELAY_COLUMNS", "delay_cells", "inspect", "show_store"]
 
 _MANY = 200
 """Rows of a table for people; programs get all of them."""
@@ -40,12 +32,9 @@ Examples:
   mqstore inspect ~/store          # a Java broker's, running or not""",
 )
 @directory_argument
-@index_options
 @json_option
 @click.pass_context
-def inspect(
-    ctx: click.Context, directory: Path, index_slots: int | None, index_entries: int | None, json_output: bool
-) -> None:
+def inspect(ctx: click.Context, directory: Path, json_output: bool) -> None:
     """Show what the store in DIR holds: log, topics, queues, index, checkpoint, consumers' offsets; and of the broker:
     delay levels, timer, deliveries in flight, order info, transactions, dead letters, what keeps the front of the log.
 
@@ -53,11 +42,10 @@ def inspect(
     is plainly wrong is listed under problems, but checksums are left to `verify`. Exit code 1 only if a queue lacks
     messages that are in the log, after a crash or because its files are lost. A line on stderr names such a queue.
     """
-    config = java_config(index_slots, index_entries)
     with progress("reading the log") as report:
-        found = inspect_store(directory, config=config, progress=report)
+        found = inspect_store(directory, progress=report)
     with findings_told():
-        found["broker"] = inspect_broker(directory, config=config)
+        found["broker"] = inspect_broker(directory)
     if json_output:
         print_json(found)
     else:
@@ -93,48 +81,21 @@ def show_store(found: dict[str, Any]) -> None:
         *_broker_facts(found["broker"]),
     ]
     screen.print(table(found["path"], ("", ""), facts))
-    _table(
-        "queues",
-        ("topic", "queue>", "first>", "next>", "messages>", "from byte>", "to byte>"),
-        [
-            (
-                topic,
-                queue_id,
-                q["min_offset"],
-                q["max_offset"],
-                q["max_offset"] - q["min_offset"],
-                q["min_physical_offset"],
-                q["max_physical_offset"],
-            )
-            for topic, entry in found["topics"].items()
-            for queue_id, q in entry["queues"].items()
-        ],
-    )
-    _table(
-        "segments",
-        ("file", "length>", "used>", "records>", "first stored", "last stored"),
-        [
-            (
-                segment["file"],
-                segment["length"],
-                segment["used"],
-                segment["messages"],
-                when(segment["first_store_timestamp_ms"]),
-                when(segment["last_store_timestamp_ms"]),
-            )
-            for segment in log["segments"]
-        ],
-    )
-    _table(
-        "consumer offsets",
-        ("group", "topic", "queue>", "next>", "behind>"),
-        [
-            (group, topic, queue_id, offset, _behind(found, topic, queue_id, offset))
-            for group, topics in found["consumer_offsets"].items()
-            for topic, queues in topics.items()
-            for queue_id, offset in queues.items()
-        ],
-    )
+    queues = [
+        [topic, queue_id, q["min_offset"], q["max_offset"], q["max_offset"] - q["min_offset"], *pick(q, _BYTES)]
+        for topic, entry in found["topics"].items()
+        for queue_id, q in entry["queues"].items()
+    ]
+    _table("queues", ("topic", "queue>", "first>", "next>", "messages>", "from byte>", "to byte>"), queues)
+    segments = [[*pick(each, "file length used messages"), *map(when, pick(each, _TIMES))] for each in log["segments"]]
+    _table("segments", ("file", "length>", "used>", "records>", "first stored", "last stored"), segments)
+    offsets = [
+        (group, topic, queue_id, offset, _behind(found, topic, queue_id, offset))
+        for group, topics in found["consumer_offsets"].items()
+        for topic, queues in topics.items()
+        for queue_id, offset in queues.items()
+    ]
+    _table("consumer offsets", ("group", "topic", "queue>", "next>", "behind>"), offsets)
     _show_broker(found["broker"])
     for problem in islice(found["problems"], _MANY):
         note(f"problem: {problem}")
@@ -180,70 +141,42 @@ def _broker_facts(broker: dict[str, Any]) -> list[tuple[str, object]]:
     return facts
 
 
+_BYTES = "min_physical_offset max_physical_offset"
+_TIMES = "first_store_timestamp_ms last_store_timestamp_ms"
+_QUEUE = "group topic queue_id"
+
+
+DELAY_COLUMNS = ("level>", "delay>", "next>", "end>", "waiting>", "next due")
+
+
+def delay_cells(level: dict[str, Any]) -> list[object]:
+    """Return what a table shows of a delay level."""
+    delay = "orphan" if level["delay_ms"] is None else show_ms(level["delay_ms"])
+    return [level["level"], delay, *pick(level, "offset end waiting"), when(level["next_due_ms"])]
+
+
 def _show_broker(broker: dict[str, Any]) -> None:
-    _table(
-        "delay levels",
-        ("level>", "delay>", "next>", "end>", "waiting>", "next due"),
+    _table("delay levels", DELAY_COLUMNS, [*map(delay_cells, broker["delay_levels"])])
+    in_flight = [
+        [*pick(each, f"{_QUEUE} messages first_offset"), "fifo" if each["fifo"] else "-", when(each["next_visible_ms"])]
+        for each in broker["in_flight"]
+    ]
+    _table("in flight", ("group", "topic", "queue>", "messages>", "from>", "order", "visible again"), in_flight)
+    order = [
         [
-            (
-                level["level"],
-                "orphan" if level["delay_ms"] is None else show_ms(level["delay_ms"]),
-                level["offset"],
-                level["end"],
-                level["waiting"],
-                when(level["next_due_ms"]),
-            )
-            for level in broker["delay_levels"]
-        ],
-    )
-    _table(
-        "in flight",
-        ("group", "topic", "queue>", "messages>", "from>", "order", "visible again"),
-        [
-            (
-                each["group"],
-                each["topic"],
-                each["queue_id"],
-                each["messages"],
-                each["first_offset"],
-                "fifo" if each["fifo"] else "-",
-                when(each["next_visible_ms"]),
-            )
-            for each in broker["in_flight"]
-        ],
-    )
-    _table(
-        "order info",
-        ("group", "topic", "queue>", "batch", "not settled", "popped", "blocked until", "failed attempts"),
-        [
-            (
-                each["group"],
-                each["topic"],
-                each["queue_id"],
-                _span(each["offsets"]),
-                _span(each["unacked"]),
-                when(each["pop_time_ms"]),
-                when(each["next_visible_ms"]),
-                " ".join(f"{offset}:{count}" for offset, count in each["attempts"].items()) or "-",
-            )
-            for each in broker["order_info"]
-        ],
-    )
-    _table(
-        "transactions given up",
-        ("id", "topic", "producer group", "checks>", "offset>", "stored"),
-        [
-            (
-                each["transaction_id"],
-                each["topic"],
-                each["producer_group"],
-                each["checks"],
-                each["queue_offset"],
-                when(each["store_timestamp_ms"]),
-            )
-            for each in broker["transactions"]["newest_given_up"]
-        ],
-    )
+            *pick(each, _QUEUE),
+            *map(_span, pick(each, "offsets unacked")),
+            *map(when, pick(each, "pop_time_ms next_visible_ms")),
+            " ".join(f"{offset}:{count}" for offset, count in each["attempts"].items()) or "-",
+        ]
+        for each in broker["order_info"]
+    ]
+    columns = ("group", "topic", "queue>", "batch", "not settled", "popped", "blocked until", "failed attempts")
+    _table("order info", columns, order)
+    names = "transaction_id topic producer_group checks queue_offset"
+    newest = broker["transactions"]["newest_given_up"]
+    given_up = [[*pick(each, names), when(each["store_timestamp_ms"])] for each in newest]
+    _table("transactions given up", ("id", "topic", "producer group", "checks>", "offset>", "stored"), given_up)
 
 
 def _span(offsets: list[int]) -> str:
@@ -266,7 +199,7 @@ def _behind(found: dict[str, Any], topic: str, queue_id: str, offset: int) -> ob
     return "-" if queue is None else max(0, queue["max_offset"] - offset)
 
 
-def _table(title: str, columns: tuple[str, ...], rows: list[tuple[object, ...]]) -> None:
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     if rows:
         screen = console()
         screen.print()

@@ -11,7 +11,7 @@ import click
 from mqstore import QueueRef
 from mqstore_tools.many import duration, jobs_option, stores_argument, topic_option
 from mqstore_tools.opened import show_ms
-from mqstore_tools.render import console, note, print_json, progress, table
+from mqstore_tools.render import console, note, pick, print_json, progress, table
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incomplete
 from mqstore_tools.suspended import show_suspended
 
@@ -97,7 +97,7 @@ def _show(found: dict[str, Any], *, by_queue: bool) -> None:
         cells = [
             (
                 *compress((row["store"], group), keys),
-                *(row["topic"], row["queue_id"], "-" if row["committed"] is None else row["committed"]),
+                *pick(row, "topic queue_id committed"),
                 *_cells(row),
             )
             for group, row in queues
@@ -115,5 +115,4 @@ _COUNTS = ("messages>", "in flight>", "lost>", "oldest is>")
 
 
 def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
-    messages = "-" if row["messages"] is None else row["messages"]
-    return messages, row["in_flight"], row["lost"], show_ms(row["oldest_age_ms"])
+    return *pick(row, "messages in_flight lost"), show_ms(row["oldest_age_ms"])

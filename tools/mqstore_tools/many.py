@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mqstore_tools.opened import moment
 
+if TYPE_CHECKING:
+    from mqstore.spark.selection import Selection
+
 __all__ = [
-    "between_options",
+    "Messages",
     "duration",
     "jobs_option",
+    "message_options",
     "names",
-    "option_option",
     "pairs",
     "stores_argument",
     "topic_option",
     "usable",
-    "where_option",
 ]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 stores_argument = click.argument("stores", metavar="DIR...", nargs=-1, required=True)
 jobs_option = click.option(
     "--jobs", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Work in N processes."
 )
 topic_option = click.option("--topic", "topics", multiple=True, help="Only this topic; may be repeated.")
-where_option = click.option(
-    "--where", metavar="SQL", help="Only messages whose properties fulfil this SQL92 expression."
-)
-option_option = click.option(
-    "--option",
-    "options",
-    metavar="NAME=VALUE",
-    multiple=True,
-    help="An option of the Spark source (onCorrupt=skip, tags=A, verify=true, ...); may be repeated.",
-)
 
 
 def _time(value: Any) -> datetime:
@@ -51,16 +43,59 @@ def _time(value: Any) -> datetime:
     return moment(value)
 
 
-def between_options(command: F) -> F:
-    """Options --from and --until, given to the command as `start` and `stop`."""
-    command = click.option("--until", "stop", type=_time, metavar="TIME", help="End before it, likewise.")(command)
-    return click.option(
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Stores, and the choice of messages in them, as the command line gives them."""
+
+    stores: tuple[str, ...]
+    topics: tuple[str, ...]
+    start: datetime | None
+    stop: datetime | None
+    where: str | None
+    options: tuple[str, ...]
+
+    def select(self) -> Selection:
+        """Return the messages that are meant. Raises ConfigError."""
+        with usable():
+            from mqstore.spark.selection import select
+        options = pairs("--option", self.options)
+        topics = self.topics or None
+        return select(self.stores, topics=topics, start=self.start, stop=self.stop, where=self.where, options=options)
+
+
+_CHOICE = (
+    stores_argument,
+    topic_option,
+    click.option(
         "--from",
         "start",
         type=_time,
         metavar="TIME",
         help="Begin at this time of storing (UTC unless it says otherwise), or so long ago (36h).",
-    )(command)
+    ),
+    click.option("--until", "stop", type=_time, metavar="TIME", help="End before it, likewise."),
+    click.option("--where", metavar="SQL", help="Only messages whose properties fulfil this SQL92 expression."),
+    click.option(
+        "--option",
+        "options",
+        metavar="NAME=VALUE",
+        multiple=True,
+        help="An option of the Spark source (onCorrupt=skip, tags=A, verify=true, ...); may be repeated.",
+    ),
+)
+
+
+def message_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add DIR... and the options that choose messages, given to the function as one `Messages`."""
+
+    @functools.wraps(command)
+    def with_messages(**values: Any) -> Any:
+        return command(messages=Messages(**{name: values.pop(name) for name in Messages.__slots__}), **values)
+
+    decorated: Callable[..., Any] = with_messages
+    for option in reversed(_CHOICE):
+        decorated = option(decorated)
+    return decorated
 
 
 def duration(value: Any) -> float:

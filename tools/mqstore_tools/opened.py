@@ -11,16 +11,18 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import click
 
+from mqstore.broker.admin.offline import offline
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.engine import MessageStore
+from mqstore.errors import ReadOnlyStoreError
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.quiet import QUIET
 from mqstore.options import delay_table_ms
@@ -29,6 +31,7 @@ from mqstore_tools.render import note, print_json, safe
 __all__ = [
     "DefaultGroup",
     "ask",
+    "carry_out",
     "dry_run_option",
     "looking",
     "moment",
@@ -76,6 +79,24 @@ def tell(row: dict[str, Any], text: str, *, json_output: bool) -> None:
         print_json(row)
     else:
         print(safe(text))
+
+
+def carry_out(
+    what: str, directory: Path, change: Callable[[Parts], dict[str, Any]], *, dry_run: bool, json_output: bool
+) -> None:
+    """Do `what`, as in "create topic orders", by `change`, and print what was done. Programs get the row it returns.
+
+    With `dry_run` nothing is written: the tables of a store that is read check all of a change, and then refuse it.
+    """
+    verb, kind, name = what.split(" ", 2)
+    if dry_run:
+        with planning(directory) as parts, suppress(ReadOnlyStoreError):
+            change(parts)
+        tell({"dry_run": True, "name": name}, f"would {what}", json_output=json_output)
+        return
+    with offline(directory) as desk:
+        row = change(desk.parts)
+    tell(row, f"{verb.removesuffix('e')}ed {kind} {name}", json_output=json_output)
 
 
 class DefaultGroup(click.Group):

@@ -16,7 +16,6 @@ import csv
 import io
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -37,9 +36,9 @@ from mqstore.client.sendrules import check_options, check_size, options_of
 from mqstore.errors import InvalidMessageError, NotAStoreError
 from mqstore.layout.properties import SHARDINGKEY, is_reserved
 from mqstore.log.writer import MAX_QUEUE_ID
-from mqstore.options import delay_table_ms
-from mqstore_tools.opened import planning, tell
-from mqstore_tools.render import note, progress, show_bytes
+from mqstore_tools.many import duration, pairs
+from mqstore_tools.opened import dry_run_option, planning
+from mqstore_tools.render import note, print_json, progress, safe, show_bytes
 from mqstore_tools.shared import FINDINGS, INTERRUPTED, NumberRange, StoreCommand, directory_argument, json_option
 
 __all__ = ["produce"]
@@ -52,7 +51,6 @@ _LINE_BYTES = 64 << 20
 _PIECES_A_SECOND = 10
 """With --rate."""
 _BAD_SHOWN = 10
-_DURATION = re.compile(r"\d{1,9}[smhd]")
 
 Format = Literal["lines", "jsonl", "csv", "file"]
 
@@ -90,7 +88,7 @@ Examples:
 @click.option("--message-group", metavar="VALUE", help="All messages of a group go to one queue, in order.")
 @click.option("--unique-key", metavar="VALUE", help="What stays the same in every copy; @FIELD, as a rule.")
 @click.option("--property", "properties", metavar="NAME=VALUE", multiple=True, help="User property; may be repeated.")
-@click.option("--delay", metavar="TIME", help="Deliver so much later: seconds, or 90s, 5m, 2h, 1d.")
+@click.option("--delay", type=duration, metavar="TIME", help="Deliver so much later: seconds, or 90s, 5m, 2h, 1d.")
 @click.option(
     "--body-field",
     "--body-column",
@@ -107,7 +105,7 @@ Examples:
 @click.option("--flush", is_flag=True, help="Each piece is on disk before the next is sent.")
 @click.option("--skip-bad", is_flag=True, help="Leave bad lines out, and exit with 1, instead of stopping there.")
 @click.option("--create/--no-create", default=True, show_default=True, help="Make the store if DIR holds none.")
-@click.option("--dry-run", is_flag=True, help="Read and check everything, write nothing.")
+@dry_run_option
 @json_option
 @click.pass_context
 def produce(
@@ -122,7 +120,7 @@ def produce(
     message_group: str | None,
     unique_key: str | None,
     properties: tuple[str, ...],
-    delay: str | None,
+    delay: float | None,
     body_field: str,
     exported: bool,
     whole: bool,
@@ -153,13 +151,11 @@ def produce(
         format_ = "file"
     recipe = _Recipe(
         "jsonl" if exported else format_,
-        keys=keys,
-        tag=tag,
-        message_group=message_group,
-        unique_key=unique_key,
-        properties=_pairs(properties),
-        delay=None if delay is None else _seconds(delay),
-        body_field=body_field,
+        {"tag": tag, "message_group": message_group, "unique_key": unique_key},
+        keys,
+        pairs("--property", properties),
+        delay,
+        body_field,
         exported=exported,
         whole=whole,
     )
@@ -203,10 +199,11 @@ def _run(
                 try:
                     message = recipe.message(record)
                 except _NoMessage as error:
-                    bad = _BadLineError(name, number, error)
+                    bad = f"{name}, line {number}: {error}"
                     if not skip_bad:
                         sender.store()
-                        raise bad.after(done.messages) from error
+                        text = f"{bad}; {done.messages} messages before it were stored"
+                        raise _BadLineError(text, "body") from error
                     done.skip(bad)
                 else:
                     sender.add(message)
@@ -320,7 +317,7 @@ class _Done:
             count, first, _ = self.queues.get(receipt.queue, (0, receipt, receipt))
             self.queues[receipt.queue] = (count + 1, first, receipt)
 
-    def skip(self, bad: _BadLineError) -> None:
+    def skip(self, bad: str) -> None:
         self.bad += 1
         if self.bad <= _BAD_SHOWN:
             note(f"{bad}: left out")
@@ -360,20 +357,14 @@ class _Done:
         if self.bad:
             lines.append(f"{self.bad} bad lines were left out")
         if json_output:
-            tell(row, "", json_output=True)
+            print_json(row)
         else:
-            for line in lines:
-                tell({}, line, json_output=False)
+            print("\n".join(map(safe, lines)))
 
 
 def _receipt(receipt: SendReceipt) -> dict[str, object]:
-    return {
-        "queue_offset": receipt.offset,
-        "physical_offset": receipt.physical_offset,
-        "store_timestamp_ms": receipt.store_timestamp_ms,
-        "message_id": receipt.message_id,
-        "unique_key": receipt.unique_key,
-    }
+    names = ("physical_offset", "store_timestamp_ms", "message_id", "unique_key")
+    return {"queue_offset": receipt.offset, **{name: getattr(receipt, name) for name in names}}
 
 
 # -- Ctrl-C ------------------------------------------------------------------------------------------------------------
@@ -499,13 +490,6 @@ class _NoMessage(Exception):  # noqa: N818
 class _BadLineError(InvalidMessageError):
     """The same, with its place."""
 
-    def __init__(self, name: str, number: int, error: Exception, stored: str = "") -> None:
-        super().__init__(f"{name}, line {number}: {error}{stored}", "body")
-        self._parts = name, number, error
-
-    def after(self, messages: int) -> _BadLineError:
-        return _BadLineError(*self._parts, f"; {messages} messages before it were stored")
-
 
 _Record = bytes | dict[str, Any] | _NoMessage
 
@@ -558,31 +542,25 @@ def _rows(lines: Lines) -> Iterator[tuple[int, _Record]]:
 
 
 class _Recipe:
-    """How a record becomes a message."""
+    """How a record becomes a message: `texts` are the options --tag, --message-group and --unique-key as given."""
 
     def __init__(
         self,
         format_: Format,
-        *,
-        keys: tuple[str, ...],
-        tag: str | None,
-        message_group: str | None,
-        unique_key: str | None,
+        texts: Mapping[str, str | None],
+        keys: Sequence[str],
         properties: Mapping[str, str],
         delay: float | None,
         body_field: str,
+        *,
         exported: bool,
         whole: bool,
     ) -> None:
         self.format: Format = format_
-        given = {"tag": tag, "message_group": message_group, "unique_key": unique_key}
-        self._texts = {name: _source(value) for name, value in given.items() if value is not None}
+        self._texts = {name: _source(value) for name, value in texts.items() if value is not None}
         self._keys = [_source(value) for value in keys]
         self._properties = {name: _source(value) for name, value in properties.items()}
-        self._delay = delay
-        self._body_field = body_field
-        self._exported = exported
-        self._whole = whole
+        self._delay, self._body_field, self._exported, self._whole = delay, body_field, exported, whole
         self._config = StoreConfig()
         fields = [is_field for is_field, _ in (*self._texts.values(), *self._keys, *self._properties.values())]
         if format_ in ("lines", "file"):
@@ -650,13 +628,8 @@ class _Recipe:
                 properties.setdefault(name, value)
         if properties:
             options["properties"] = properties
-        delay = self._delay if self._delay is not None else _number(record, "delay")
-        for name, number in (
-            ("delay", delay),
-            ("deliver_at", _number(record, "deliver_at")),
-            ("delay_level", _whole_number(record, "delay_level")),
-            ("flag", _whole_number(record, "flag")),
-        ):
+        for name, kind in (("delay", float), ("deliver_at", float), ("delay_level", int), ("flag", int)):
+            number = self._delay if name == "delay" and self._delay is not None else _number(record, name, kind)
             if number is not None:
                 options[name] = number
         return options
@@ -687,20 +660,13 @@ def _text(record: Mapping[str, Any], name: str) -> str | None:
     return str(value)
 
 
-def _number(record: Mapping[str, Any], name: str) -> float | None:
+def _number(record: Mapping[str, Any], name: str, kind: type[int] | type[float]) -> float | None:
     text = _text(record, name)
     try:
-        return None if text is None else float(text)
+        return None if text is None else kind(text)
     except ValueError:
-        raise _NoMessage(f"field {name!r} is no number: {text!r}") from None
-
-
-def _whole_number(record: Mapping[str, Any], name: str) -> int | None:
-    text = _text(record, name)
-    try:
-        return None if text is None else int(text)
-    except ValueError:
-        raise _NoMessage(f"field {name!r} is no whole number: {text!r}") from None
+        what = "whole number" if kind is int else "number"
+        raise _NoMessage(f"field {name!r} is no {what}: {text!r}") from None
 
 
 def _own_keys(record: Mapping[str, Any]) -> list[str]:
@@ -753,23 +719,3 @@ def _object_field(record: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _compact(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
-
-
-def _pairs(properties: tuple[str, ...]) -> dict[str, str]:
-    pairs: dict[str, str] = {}
-    for pair in properties:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise click.UsageError(f"--property {pair!r} is not NAME=VALUE")
-        pairs[name] = value
-    return pairs
-
-
-def _seconds(text: str) -> float:
-    """How long, as people type it."""
-    if _DURATION.fullmatch(text):
-        return delay_table_ms(text)[0] / 1000
-    try:
-        return float(text)
-    except ValueError:
-        raise click.UsageError(f"--delay {text!r} is neither seconds nor 90s, 5m, 2h or 1d") from None

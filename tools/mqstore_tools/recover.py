@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,9 @@ from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config
 from mqstore.log.recovery.report import Rebuilt
 from mqstore_tools.many import jobs_option, stores_argument
-from mqstore_tools.opened import looking
+from mqstore_tools.opened import ask, dry_run_option, looking, yes_option
 from mqstore_tools.render import console, note, print_finding, print_json, progress, safe
-from mqstore_tools.shared import (
-    FINDINGS,
-    UNUSABLE,
-    StoreCommand,
-    findings_told,
-    index_options,
-    java_config,
-    json_option,
-)
+from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_told, json_option
 
 __all__ = ["recover"]
 
@@ -47,7 +38,7 @@ Examples:
   mqstore recover var/mq --rebuild config --yes""",
 )
 @stores_argument
-@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@dry_run_option
 @click.option(
     "--prefix",
     is_flag=True,
@@ -60,8 +51,7 @@ Examples:
     multiple=True,
     help="config: start JSON files that do not decode from defaults (asks first). index: build it anew.",
 )
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@index_options
+@yes_option
 @jobs_option
 @json_option
 @click.pass_context
@@ -72,8 +62,6 @@ def recover(
     prefix: bool,
     rebuild: tuple[str, ...],
     yes: bool,
-    index_slots: int | None,
-    index_entries: int | None,
     jobs: int,
     json_output: bool,
 ) -> None:
@@ -89,18 +77,12 @@ def recover(
     if "config" in rebuild:
         if len(stores) > 1 or len(rebuild) > 1:
             raise click.UsageError("--rebuild config goes alone, for one store: it loses what stood in its files")
-        done = _rebuild_config(Path(stores[0]), dry_run=dry_run, yes=yes)
-        if done is None:
-            note("nothing was changed")
-            ctx.exit(FINDINGS)
-        _tell_config(done, dry_run=dry_run, json_output=json_output)
-        if done and dry_run:
+        if _rebuild_config(Path(stores[0]), dry_run=dry_run, yes=yes, json_output=json_output):
             ctx.exit(FINDINGS)
         return
     options = RecoverOptions(dry_run=dry_run, prefix=prefix, rebuild_index=bool(rebuild))
     with progress("recovering", of_bytes=len(stores) == 1) as report_progress, findings_told():
-        config = java_config(index_slots, index_entries)
-        found = run(stores, jobs=jobs, options=options, config=config, progress=report_progress)
+        found = run(stores, jobs=jobs, options=options, progress=report_progress)
     rows: list[dict[str, Any]] = []
     for each in found:
         if each.report is None:
@@ -153,30 +135,27 @@ def _afterwards(directory: Path) -> tuple[dict[int, int], str, list[str]]:
         return {}, "", []
 
 
-def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool) -> list[str] | None:
-    """What was done; None when a person said no."""
-    if not dry_run and not yes:
-        planned = rebuild_config(directory, dry_run=True, json_checks=CONFIG_CHECKS, fs=QUIET)
-        if not planned:
-            return []
+def _rebuild_config(directory: Path, *, dry_run: bool, yes: bool, json_output: bool) -> bool:
+    """Start JSON files that do not decode from defaults, and say what was done. Return True if a dry run found work."""
+
+    def rebuild(*, dry_run: bool) -> list[str]:
+        fs = QUIET if dry_run else REAL
+        return rebuild_config(directory, dry_run=dry_run, json_checks=CONFIG_CHECKS, fs=fs)
+
+    if not dry_run and not yes and (planned := rebuild(dry_run=True)):
         for sentence in planned:
             note(f"would be done: {sentence}")
-        if not sys.stdin.isatty():
-            raise click.UsageError("--rebuild config loses what stood in these files; give --yes to do it unasked")
-        if not click.confirm("Go on?", err=True):
-            return None
-    return rebuild_config(directory, dry_run=dry_run, json_checks=CONFIG_CHECKS, fs=QUIET if dry_run else REAL)
-
-
-def _tell_config(done: list[str], *, dry_run: bool, json_output: bool) -> None:
+        ask("What stood in these files is lost. Go on?", yes=False)
+    done = rebuild(dry_run=dry_run)
     if json_output:
         nothing: dict[str, Any] = {"truncated": [], "rebuilt": asdict(Rebuilt()), "messages": 0}
         print_json({"changed": bool(done), **nothing, "config": done, "dry_run": dry_run})
-        return
+        return dry_run and bool(done)
     for sentence in done:
         print(safe(f"would be done: {sentence}" if dry_run else sentence))
     if not done:
         print("every JSON file decodes; nothing to do")
+    return dry_run and bool(done)
 
 
 def _show(report: RecoveryReport, *, dry_run: bool) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -25,15 +26,18 @@ from mqstore.engine import Finding
 __all__ = [
     "VERSION",
     "EscapingHandler",
+    "Told",
     "as_json",
     "body_text",
     "console",
     "note",
+    "pick",
     "print_finding",
     "print_json",
     "progress",
     "safe",
     "show_bytes",
+    "show_rows",
     "table",
     "when",
 ]
@@ -144,14 +148,20 @@ class _Titled(Table):
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> Table:
     """A table; columns whose name ends in `>` are aligned to the right; no header when all names are empty. Every cell
-    passes `safe`. On a terminal it is no wider than that; in a pipe each row is one line, aligned by spaces."""
+    passes `safe`; None is a dash. On a terminal it is no wider than that; in a pipe each row is one line, aligned by
+    spaces."""
     found = _Titled(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     found.heading = safe(title)
     for name in columns:
         found.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left", overflow="fold")
     for row in rows:
-        found.add_row(*(Text(safe(cell)) for cell in row))
+        found.add_row(*(Text("-" if cell is None else safe(cell)) for cell in row))
     return found
+
+
+def pick(row: Mapping[str, Any], names: str) -> list[Any]:
+    """Return the members of a row with these names, which are separated by blanks."""
+    return [row[name] for name in names.split()]
 
 
 def print_finding(finding: Finding, *, prefix: str = "", stderr: bool = False) -> None:
@@ -179,6 +189,42 @@ VERSION = {"version": 1}
 def print_json(value: Any) -> None:
     """One JSON value on stdout, indented; an object begins with its version."""
     print(as_json(VERSION | value if isinstance(value, dict) else value, indent=2))
+
+
+class Told:
+    """Findings of a command, told on stderr: as lines for people, as JSON for programs."""
+
+    def __init__(self, json_output: bool) -> None:
+        self.json_output = json_output
+        self.findings = 0
+
+    def tell(self, finding: Finding, *, counts: bool = True) -> None:
+        """Print a finding, and count it if it `counts`."""
+        self.findings += counts
+        if self.json_output:
+            print(as_json(finding.as_dict()), file=sys.stderr)
+        else:
+            print_finding(finding, stderr=True)
+
+    def sum_up(self, summary: dict[str, Any], text: str, output: Path | None) -> None:
+        """Print what was done: JSON on stdout if the messages went to the file `output`, else on stderr."""
+        summary = {**summary, "findings": self.findings}
+        if not self.json_output:
+            note(text + (f", {self.findings} findings" if self.findings else ""))
+        elif output is None:
+            print(as_json(summary), file=sys.stderr)
+        else:
+            print_json(summary)
+
+
+def show_rows(
+    value: Any, columns: Sequence[str], rows: Iterable[Iterable[object]], *, json_output: bool, title: str = ""
+) -> None:
+    """Print `value` for programs, or for people a table of `rows`."""
+    if json_output:
+        print_json(value)
+    else:
+        console().print(table(title, columns, rows))
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------
@@ -214,6 +260,7 @@ def progress(
         TimeRemainingColumn(),
         console=screen,
         transient=True,
+        redirect_stdout=False,  # it may be a pipe
     )
     bar.poll = poll
     with bar:

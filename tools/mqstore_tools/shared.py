@@ -16,14 +16,14 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from mqstore import MQStoreError, QueueRef, StoreConfig
+from mqstore import MQStoreError, QueueRef
 from mqstore.errors import (
     ConfigError,
     FilterError,
@@ -45,12 +45,12 @@ __all__ = [
     "StoreCommand",
     "directory_argument",
     "findings_told",
-    "index_options",
-    "java_config",
     "json_option",
     "note_front",
     "note_incomplete",
     "print_error",
+    "refuse_given",
+    "was_given",
     "within",
 ]
 
@@ -68,8 +68,6 @@ _USAGE_ERRORS = (
 )
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StoreCommand(click.Command):
@@ -147,24 +145,6 @@ directory_argument = click.argument("directory", metavar="DIR", type=click.Path(
 json_option = click.option("--json", "json_output", is_flag=True, help="Print JSON, for programs.")
 
 
-def index_options(command: F) -> F:
-    """Options that tell the shape of a Java store's index files, for when they are too empty to tell it."""
-    command = click.option(
-        "--index-entries", type=click.IntRange(2), metavar="N", help="Entries of an index file (maxIndexNum), likewise."
-    )(command)
-    return click.option(
-        "--index-slots",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Slots of an index file (maxHashSlotNum), if neither a manifest nor the file tells.",
-    )(command)
-
-
-def java_config(index_slots: int | None, index_entries: int | None) -> StoreConfig:
-    """The options of `index_options` as the library takes them."""
-    return StoreConfig(index_slots=index_slots, index_entries=index_entries)
-
-
 @contextmanager
 def findings_told() -> Iterator[None]:
     """Around work whose warnings in the log are findings, which the command tells by itself."""
@@ -189,6 +169,18 @@ def note_front(began: int, ended: int) -> None:
     """Say on stderr that retention has moved the front of the log during a look, if it has."""
     if ended > began:
         note(f"the writer's retention has meanwhile moved the front of the log from {began} to {ended}")
+
+
+def was_given(ctx: click.Context, name: str) -> bool:
+    """Return True if an option was typed, not left at its default."""
+    return ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+
+
+def refuse_given(ctx: click.Context, names: Collection[str], why: str) -> None:
+    """Raise UsageError if one of these options was typed, as in "--columns goes with --to"."""
+    for option in ctx.command.params:
+        if option.name in names and was_given(ctx, option.name):
+            raise click.UsageError(f"{option.opts[0]} {why}")
 
 
 def within(path: Path, *folders: Path) -> bool:

@@ -9,15 +9,7 @@ import click
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.log.snapshot.take import SnapshotPlan, SnapshotReport, plan_snapshot, snapshot_store
 from mqstore_tools.render import console, note, print_finding, print_json, progress, safe, show_bytes
-from mqstore_tools.shared import (
-    FINDINGS,
-    StoreCommand,
-    directory_argument,
-    findings_told,
-    index_options,
-    java_config,
-    json_option,
-)
+from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, findings_told, json_option
 
 __all__ = ["snapshot"]
 
@@ -39,18 +31,10 @@ Examples:
     help="Give closed segments a second name in place of a copy: no space, little time, the same file system.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be copied.")
-@index_options
 @json_option
 @click.pass_context
 def snapshot(
-    ctx: click.Context,
-    directory: Path,
-    destination: Path,
-    link: bool,
-    dry_run: bool,
-    index_slots: int | None,
-    index_entries: int | None,
-    json_output: bool,
+    ctx: click.Context, directory: Path, destination: Path, link: bool, dry_run: bool, json_output: bool
 ) -> None:
     """Copy the store in DIR to DEST, a folder that does not exist yet, while others use it.
 
@@ -60,18 +44,15 @@ def snapshot(
     it, as after a crash. Exit code 1 when something is wrong with
     what was copied, which DEST then has as well; see docs/recovery.md.
     """
-    config = java_config(index_slots, index_entries)
     if dry_run:
-        plan = plan_snapshot(directory, destination, link=link, config=config)
+        plan = plan_snapshot(directory, destination, link=link)
         if json_output:
             print_json({"dry_run": True, "plan": plan.as_dict()})
         else:
             _show_plan(plan)
         return
     with progress("copying and verifying") as report_progress, findings_told():
-        report = snapshot_store(
-            directory, destination, link=link, config=config, progress=report_progress, json_checks=CONFIG_CHECKS
-        )
+        report = snapshot_store(directory, destination, link=link, progress=report_progress, json_checks=CONFIG_CHECKS)
     if json_output:
         print_json({"dry_run": False, **report.as_dict()})
     else:

@@ -13,8 +13,8 @@ from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.parts import Parts
 from mqstore.broker.topics import MESSAGE_TYPES, QUEUES_MAX, TopicConfig
 from mqstore.errors import ReadOnlyStoreError
-from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, planning, tell, yes_option
-from mqstore_tools.render import console, print_json, safe, table
+from mqstore_tools.opened import DefaultGroup, ask, carry_out, dry_run_option, looking, planning, tell, yes_option
+from mqstore_tools.render import pick, safe, show_rows
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
 
 __all__ = ["topics"]
@@ -64,27 +64,18 @@ def list_(directory: Path, system: bool, json_output: bool) -> None:
     """
     with looking(directory) as parts:
         rows = [_row(parts, config) for config in parts.topics.configs() if system or _is_users(config.name)]
-    if json_output:
-        print_json({"topics": rows})
-        return
-    console().print(
-        table(
-            "",
-            ("topic", "read queues>", "write queues>", "perm", "type", "messages>", "groups"),
-            [
-                (
-                    row["name"],
-                    row["read_queues"],
-                    row["write_queues"],
-                    _perm_text(row["perm"]),
-                    row["message_type"].lower(),
-                    row["messages"],
-                    " ".join(row["groups"]) or "-",
-                )
-                for row in rows
-            ],
-        )
-    )
+    cells = [
+        [
+            *pick(row, "name read_queues write_queues"),
+            _perm_text(row["perm"]),
+            row["message_type"].lower(),
+            row["messages"],
+            " ".join(row["groups"]) or "-",
+        ]
+        for row in rows
+    ]
+    columns = ("topic", "read queues>", "write queues>", "perm", "type", "messages>", "groups")
+    show_rows({"topics": rows}, columns, cells, json_output=json_output)
 
 
 def _is_users(name: str) -> bool:
@@ -104,20 +95,20 @@ def _row(parts: Parts, config: TopicConfig) -> dict[str, Any]:
         "order": config.order,
         "message_type": config.message_type,
         "attributes": dict(config.attributes),
-        "messages": sum(_messages(parts, config.name).values()),
+        "messages": _messages(parts, config.name),
         "groups": sorted(parts.offsets.groups_of(config.name)),
     }
 
 
-def _messages(parts: Parts, topic: str) -> dict[int, int]:
-    """Messages of each queue that still count."""
+def _messages(parts: Parts, topic: str) -> int:
+    """Return the number of messages that still count."""
     store = parts.store
     refs = store.queues(topic) if topic in store.topics() else []
-    counts = {}
+    count = 0
     for ref in refs:
         low, high = store.offsets(*ref)
-        counts[ref.queue_id] = high - min(high, max(low, parts.offsets.start_of(topic, ref.queue_id)))
-    return counts
+        count += high - min(high, max(low, parts.offsets.start_of(topic, ref.queue_id)))
+    return count
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -144,18 +135,12 @@ def create(
 ) -> None:
     """Create the topic NAME in the store in DIR."""
 
-    def change(parts: Parts) -> TopicConfig:
+    def change(parts: Parts) -> dict[str, Any]:
         message_type = None if type_ is None else type_.upper()
-        return parts.topics.create(name, queues=queues, perm=_PERMS[perm], message_type=message_type, exist_ok=False)
+        config = parts.topics.create(name, queues=queues, perm=_PERMS[perm], message_type=message_type, exist_ok=False)
+        return _row(parts, config)
 
-    if dry_run:
-        with planning(directory) as parts, suppress(ReadOnlyStoreError):
-            change(parts)  # which checks everything, and is refused when it comes to writing
-        tell({"dry_run": True, "name": name}, f"would create topic {name}", json_output=json_output)
-        return
-    with offline(directory) as desk:
-        row = _row(desk.parts, change(desk.parts))
-    tell(row, f"created topic {name}, {row['write_queues']} queues", json_output=json_output)
+    carry_out(f"create topic {name}", directory, change, dry_run=dry_run, json_output=json_output)
 
 
 @topics.command(
@@ -199,8 +184,8 @@ def alter(
     if all(value is None for value in (queues, read_queues, write_queues, perm, type_, order)):
         raise click.UsageError("say what to change: --queues, --read-queues, --write-queues, --perm, --type or --order")
 
-    def change(parts: Parts) -> TopicConfig:
-        return parts.topics.alter(
+    def change(parts: Parts) -> dict[str, Any]:
+        config = parts.topics.alter(
             name,
             queues=queues,
             read_queues=read_queues,
@@ -210,16 +195,9 @@ def alter(
             message_type=None if type_ is None else type_.upper(),
             force=force,
         )
+        return _row(parts, config)
 
-    if dry_run:
-        with planning(directory) as parts, suppress(ReadOnlyStoreError):
-            change(parts)
-        tell({"dry_run": True, "name": name}, f"would alter topic {name}", json_output=json_output)
-        return
-    with offline(directory) as desk:
-        row = _row(desk.parts, change(desk.parts))
-    text = f"altered topic {name}: {row['read_queues']} read queues, {row['write_queues']} write queues, perm "
-    tell(row, text + _perm_text(row["perm"]), json_output=json_output)
+    carry_out(f"alter topic {name}", directory, change, dry_run=dry_run, json_output=json_output)
 
 
 @topics.command(

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from mqstore_tools.many import jobs_option, stores_argument, usable
-from mqstore_tools.render import console, note, print_json, progress, table, when
+from mqstore_tools.render import console, note, pick, print_json, progress, table, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
 
 __all__ = ["trace"]
@@ -48,25 +48,17 @@ def _show(found: dict[str, Any]) -> None:
     if not found["hops"]:
         note(f"no message has the key {found['key']}")
         return
-    console().print(
-        table(
-            "",
-            ("stored", "store", "what", "topic", "queue>", "offset>", "attempt>", "details"),
-            [
-                (
-                    when(hop["store_ms"]),
-                    hop["store"],
-                    hop["kind"],
-                    hop["topic"],
-                    hop["queue_id"],
-                    hop["queue_offset"],
-                    hop["attempts"] + 1,
-                    _details(hop),
-                )
-                for hop in found["hops"]
-            ],
-        )
-    )
+    cells = [
+        [
+            when(hop["store_ms"]),
+            *pick(hop, "store kind topic queue_id queue_offset"),
+            hop["attempts"] + 1,
+            _details(hop),
+        ]
+        for hop in found["hops"]
+    ]
+    columns = ("stored", "store", "what", "topic", "queue>", "offset>", "attempt>", "details")
+    console().print(table("", columns, cells))
 
 
 def _details(hop: dict[str, Any]) -> str:

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any
 
 import click
 
-from mqstore_tools.many import (
-    between_options,
-    jobs_option,
-    names,
-    option_option,
-    pairs,
-    stores_argument,
-    topic_option,
-    usable,
-    where_option,
-)
+from mqstore_tools.many import Messages, jobs_option, message_options, names, usable
 from mqstore_tools.opened import show_ms
 from mqstore_tools.render import console, note, print_json, progress, show_bytes, table, when
 from mqstore_tools.shared import StoreCommand, json_option
@@ -36,27 +25,12 @@ Examples:
   mqstore traffic var/mq --topic orders --by topic,queue_id --interval 1h
   mqstore traffic var/mq --json | jq -r '.series[] | [.start_ms, .topic, .messages] | @tsv'""",
 )
-@stores_argument
-@topic_option
-@between_options
-@where_option
-@option_option
+@message_options
 @click.option("--interval", default="1m", show_default=True, metavar="TIME", help="Add up by so long (30s, 5m, 1h).")
 @click.option("--by", default="topic", show_default=True, metavar="NAMES", help="And by these: store, topic, queue_id.")
 @jobs_option
 @json_option
-def traffic(
-    stores: tuple[str, ...],
-    topics: tuple[str, ...],
-    start: datetime | None,
-    stop: datetime | None,
-    where: str | None,
-    options: tuple[str, ...],
-    interval: str,
-    by: str,
-    jobs: int,
-    json_output: bool,
-) -> None:
+def traffic(messages: Messages, interval: str, by: str, jobs: int, json_output: bool) -> None:
     """Count the messages of the stores in DIR by time of storing: how many, how large, how long from producer to
     store, how many were delivered before. `--by topic,queue_id` shows how evenly they lie in queues.
 
@@ -64,15 +38,8 @@ def traffic(
     Needs pyarrow.
     """
     with usable():
-        from mqstore.jobs import select, traffic_report
-    chosen = select(
-        stores,
-        topics=topics or None,
-        start=start,
-        stop=stop,
-        where=where,
-        options=pairs("--option", options),
-    )
+        from mqstore.jobs import traffic_report
+    chosen = messages.select()
     with progress("counting", of_bytes=False) as report:
         found = traffic_report(chosen, interval=interval, by=names(by) or (), jobs=jobs, progress=report)
     if json_output:

@@ -11,16 +11,7 @@ from mqstore.jobs.verifying import VerifyReport
 from mqstore.jobs.verifying import verify as run
 from mqstore_tools.many import jobs_option, stores_argument
 from mqstore_tools.render import console, note, print_finding, print_json, progress, show_bytes
-from mqstore_tools.shared import (
-    FINDINGS,
-    UNUSABLE,
-    StoreCommand,
-    findings_told,
-    index_options,
-    java_config,
-    json_option,
-    note_front,
-)
+from mqstore_tools.shared import FINDINGS, UNUSABLE, StoreCommand, findings_told, json_option, note_front
 
 __all__ = ["verify"]
 
@@ -40,20 +31,11 @@ Examples:
   mqstore verify var/mq --json | jq -r '.findings[].kind' | sort | uniq -c""",
 )
 @stores_argument
-@index_options
 @click.option("--all", "all_findings", is_flag=True, help="List known damage too.")
 @jobs_option
 @json_option
 @click.pass_context
-def verify(
-    ctx: click.Context,
-    stores: tuple[str, ...],
-    index_slots: int | None,
-    index_entries: int | None,
-    all_findings: bool,
-    jobs: int,
-    json_output: bool,
-) -> None:
+def verify(ctx: click.Context, stores: tuple[str, ...], all_findings: bool, jobs: int, json_output: bool) -> None:
     """Check every record, unit, index entry and JSON file of the stores in DIR, checksums included.
 
     Changes nothing, and may run beside a writer. Exit code 1 when anything new is found; docs/recovery.md tells what
@@ -61,9 +43,8 @@ def verify(
     known: it is counted, and listed with --all or --json. A store that cannot be opened does not keep the others from
     being checked; the exit code is then 3.
     """
-    config = java_config(index_slots, index_entries)
     with progress("verifying", of_bytes=False) as report, findings_told():
-        found = run(stores, jobs=jobs, progress=report, config=config, max_errors=_LISTED)
+        found = run(stores, jobs=jobs, progress=report, max_errors=_LISTED)
     several = len(found.stores) > 1
     new: Counter[str] = Counter(finding.kind for finding in found.findings if not finding.known)
     failed = {row.store: row.error for row in found.stores if row.error is not None}

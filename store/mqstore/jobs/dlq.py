@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 from mqstore.broker import sql92
 from mqstore.broker.admin.inspect import group_names
@@ -23,7 +23,7 @@ from mqstore.broker.parts import Parts, open_parts
 from mqstore.errors import ConfigError
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.quiet import QUIET
-from mqstore.jobs.runner import Progress, Runner
+from mqstore.jobs.runner import Runner, Where
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, RETRY_TOPIC
 from mqstore.log.message import Message
 from mqstore.spark.options import SourceOptions
@@ -116,10 +116,8 @@ class _Job:
 def dlq_report(
     stores: Stores | Selection,
     *,
-    jobs: int = 1,
-    spark: Any = None,
-    progress: Progress | None = None,
     groups: Iterable[str] | None = None,
+    **where: Unpack[Where],
 ) -> DeadLetterReport:
     """Count the dead letters of `groups` (all) by origin, with the most frequent reasons.
 
@@ -129,7 +127,7 @@ def dlq_report(
     """
     job = _Job.of(stores, groups)
     found: dict[tuple[str, str | None], _Heap] = {}
-    with Runner(jobs, spark, progress) as runner:
+    with Runner(**where) as runner:
         parts = runner.run(job.selection.stores(), partial(_count, job), "mqstore dlq")
     check_known("group", job.groups or (), (name for groups_there, _ in parts for name in groups_there))
     for _, part in parts:
@@ -146,14 +144,12 @@ def dlq_report(
 def dlq_resend(
     stores: Stores | Selection,
     *,
-    jobs: int = 1,
-    spark: Any = None,
-    progress: Progress | None = None,
     groups: Iterable[str] | None = None,
     offsets: Iterable[int] | None = None,
     all_groups: bool = False,
     to_topic: str | None = None,
     dry_run: bool = False,
+    **where: Unpack[Where],
 ) -> ResendReport:
     """Send the dead letters of `groups` (all) again as new messages, each to the group that gave it up.
 
@@ -171,7 +167,7 @@ def dlq_resend(
     names = job.selection.stores()
     if picked is not None and (len(names) > 1 or job.groups is None or len(job.groups) > 1):
         raise ConfigError("offsets are those of one group in one store: name one store and one group")
-    with Runner(jobs, spark, progress) as runner:
+    with Runner(**where) as runner:
         planned = runner.run(names, partial(_plan, job), "mqstore dlq replay: plan")
         check_known("group", job.groups or (), (group for known, _ in planned for group in known))
         done = [rows for _, rows in planned]

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -39,7 +39,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mqstore.errors import ConfigError
-from mqstore.jobs.runner import Progress, Runner
+from mqstore.jobs.runner import Runner, Where
 from mqstore.spark.columns import check_columns
 from mqstore.spark.options import Key, SourceOptions, flat_offsets, nested_offsets
 from mqstore.spark.plan import QueueSlice
@@ -89,12 +89,10 @@ def export_parquet(
     stores: Stores | Selection,
     dest: str | os.PathLike[str],
     *,
-    jobs: int = 1,
-    spark: Any = None,
-    progress: Progress | None = None,
     topics: str | Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
     partition_by: Sequence[str] = ("topic", "date"),
+    **where: Unpack[Where],
 ) -> ExportResult:
     """Write the messages of `stores` that are not in `dest` yet to Parquet files there, one or more for each task and
     each value of `partition_by` (of `store`, `topic`, `queue_id` and `date`, the UTC day of storing).
@@ -109,7 +107,7 @@ def export_parquet(
     started = time.monotonic()
     job = _Job.of(select(stores, topics=topics), dest, columns, partition_by)
     before = read_manifest(job.dest)
-    runner = Runner(jobs, spark, progress)
+    runner = Runner(**where)
     tasks, passed = job.tasks(before, runner.slots), job.passed_over(before)
     if not tasks:
         return ExportResult(job.dest, None, 0, 0, 0, 0, 0, time.monotonic() - started, before["ends"])

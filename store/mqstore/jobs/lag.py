@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
 from mqstore.broker.parts import open_parts
 from mqstore.broker.pop.state import QueueKey
-from mqstore.jobs.runner import Progress, Runner
+from mqstore.jobs.runner import Runner, Where
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, names_queue, open_store
 from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, check_known, select
@@ -84,11 +84,9 @@ class LagReport(Shaped):
 def lag_report(
     stores: Stores | Selection,
     *,
-    jobs: int = 1,
-    spark: Any = None,
-    progress: Progress | None = None,
     topics: str | Sequence[str] | None = None,
     groups: Iterable[str] | None = None,
+    **where: Unpack[Where],
 ) -> LagReport:
     """Return the lag of `groups` (all) on `topics` (all, those of retries as well) in `stores`, by what is on disk.
 
@@ -99,7 +97,7 @@ def lag_report(
     check_followed(chosen, "topics", "topic_pattern", "assign", "include_system_topics")
     wanted = None if groups is None else tuple(dict.fromkeys(groups))
     options = replace(chosen.options, include_system_topics=True)  # retry topics count, unless topics are named
-    with Runner(jobs, spark, progress) as runner:
+    with Runner(**where) as runner:
         found = runner.run(chosen.stores(), partial(_look, options, wanted), "mqstore lag")
     check_known("group", wanted or (), (name for each in found for name in each.groups))
     check_known("topic", options.topics or options.assign or (), (name for each in found for name in each.topics))

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import REAL
 from mqstore.files.quiet import QUIET
-from mqstore.jobs.runner import Progress, Runner
+from mqstore.jobs.runner import Progress, Runner, Where
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import RecoveryReport
-from mqstore.options import StoreConfig
 from mqstore.spark.plan import StoreName
 from mqstore.spark.selection import Selection, Stores, check_followed, select
 
@@ -33,27 +32,22 @@ class Recovered:
 
 
 def recover(
-    stores: Stores | Selection,
-    *,
-    jobs: int = 1,
-    spark: Any = None,
-    progress: Progress | None = None,
-    options: RecoverOptions | None = None,
-    config: StoreConfig | None = None,
+    stores: Stores | Selection, *, options: RecoverOptions | None = None, **where: Unpack[Where]
 ) -> tuple[Recovered, ...]:
     """Recover each of the stores as `mqstore recover` does, and return what was done, store by store.
 
     A store that cannot be recovered is named with its error, and the others are recovered; with a single store the
-    error is raised. `options` and `config`: as of `recover_store`. `jobs`, `spark` and `progress`: see `mqstore.jobs`;
+    error is raised. `options`: as of `recover_store`. `jobs`, `spark` and `progress`: see `mqstore.jobs`;
     with a single store in this process, progress is in bytes of its log. Raises ConfigError.
     """
     chosen = select(stores)
     check_followed(chosen)
     names = chosen.stores()
-    work = partial(_recover, options or RecoverOptions(), config)
-    with Runner(jobs, spark, progress) as runner:
-        if len(names) == 1 and spark is None:
-            return (Recovered(names[0].id, names[0].path, work(names[0], progress), None),)
+    work = partial(_recover, options or RecoverOptions())
+    with Runner(**where) as runner:
+        if len(names) == 1 and where.get("spark") is None:
+            report = work(names[0], where.get("progress"))
+            return (Recovered(names[0].id, names[0].path, report, None),)
         return tuple(runner.run(names, partial(_attempt, work), "mqstore recover"))
 
 
@@ -64,8 +58,6 @@ def _attempt(work: partial[RecoveryReport], name: StoreName) -> Recovered:
         return Recovered(name.id, name.path, None, str(error))
 
 
-def _recover(
-    options: RecoverOptions, config: StoreConfig | None, name: StoreName, progress: Progress | None = None
-) -> RecoveryReport:
+def _recover(options: RecoverOptions, name: StoreName, progress: Progress | None = None) -> RecoveryReport:
     fs = QUIET if options.dry_run else REAL
-    return recover_store(name.path, options, config=config, progress=progress, json_checks=CONFIG_CHECKS, fs=fs)
+    return recover_store(name.path, options, progress=progress, json_checks=CONFIG_CHECKS, fs=fs)

@@ -21,7 +21,7 @@ from functools import partial
 from logging.handlers import QueueHandler
 from multiprocessing import get_context
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.log.ahead import stay_alone
@@ -29,7 +29,7 @@ from mqstore.spark.plan import StoreName
 from mqstore.spark.shipping import ship
 from mqstore.spark.telling import settle
 
-__all__ = ["Progress", "Runner"]
+__all__ = ["Progress", "Runner", "Where"]
 
 Progress = Callable[[int, int], None]
 """Called with the number of tasks that are done and of all: after each task; with Spark at the beginning and the end,
@@ -37,6 +37,16 @@ as Spark shows how far it is by itself."""
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class Where(TypedDict, total=False):
+    """Keyword arguments that every job takes: where its tasks run, and who is told how far they are."""
+
+    jobs: int
+    """Number of processes; 1 is this one."""
+    spark: Any
+    """A Spark session, whose executors run the tasks; not together with `jobs`."""
+    progress: Progress | None
 
 
 class Runner:

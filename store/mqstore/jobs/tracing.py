@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final, Unpack
 
 from mqstore.broker.names import (
     DLQ_PREFIX,
@@ -24,7 +24,7 @@ from mqstore.broker.names import (
 )
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.errors import ConfigError
-from mqstore.jobs.runner import Progress, Runner
+from mqstore.jobs.runner import Runner, Where
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, REAL_TOPIC, RETRY_TOPIC, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message
 from mqstore.spark.plan import StoreName, open_store, plan
@@ -80,14 +80,7 @@ class Trace(Shaped):
     """By time of storing."""
 
 
-def trace(
-    stores: Stores | Selection,
-    key: str,
-    *,
-    jobs: int = 1,
-    spark: Any = None,
-    progress: Progress | None = None,
-) -> Trace:
+def trace(stores: Stores | Selection, key: str, **where: Unpack[Where]) -> Trace:
     """Find every copy of the messages with this `key`: one of their keys, or their unique key.
 
     `jobs`, `spark` and `progress`: see `mqstore.jobs`. A trace goes everywhere. Raises ConfigError for a key that
@@ -97,7 +90,7 @@ def trace(
         raise ConfigError(f"key={key!r} is no key: one word, without spaces")
     chosen = select(stores)
     check_followed(chosen)
-    with Runner(jobs, spark, progress) as runner:
+    with Runner(**where) as runner:
         found = runner.run(chosen.stores(), partial(_look, chosen, key), "mqstore trace")
     hops = sorted(
         (hop for part in found for hop in part), key=lambda hop: (hop.store_ms, hop.store, hop.physical_offset)

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final, Unpack
 
 from mqstore.broker.names import is_dlq_topic, is_system_topic
 from mqstore.errors import ConfigError
-from mqstore.jobs.runner import Progress, Runner
+from mqstore.jobs.runner import Runner, Where
 from mqstore.spark.options import SourceOptions, interval_ms
 from mqstore.spark.plan import QueueSlice
 from mqstore.spark.rows import OnCorrupt
@@ -93,12 +93,10 @@ class TrafficReport(Shaped):
 def traffic_report(
     stores: Stores | Selection,
     *,
-    jobs: int = 1,
-    spark: Any = None,
-    progress: Progress | None = None,
     topics: str | Sequence[str] | None = None,
     interval: str = "1m",
     by: Sequence[str] = ("topic",),
+    **where: Unpack[Where],
 ) -> TrafficReport:
     """Add up the messages of `stores` by `interval` (`30s`, `5m`, `1h`) and `by` (of `store`, `topic`, `queue_id`).
 
@@ -113,7 +111,7 @@ def traffic_report(
     by = tuple(name for name in _BY if name in by)
     chosen = select(stores, topics=topics)
     work = partial(_count, _reading(chosen), length_ms, by)
-    with Runner(jobs, spark, progress) as runner:
+    with Runner(**where) as runner:
         parts = runner.run(_tasks(chosen, runner.slots), work, "mqstore traffic")
     total = Tally(length_ms)
     groups: dict[Group, Tally] = {}

@@ -16,16 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Unpack
 
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.lock import writer_alive
-from mqstore.jobs.runner import Progress, Runner
+from mqstore.jobs.runner import Runner, Where
 from mqstore.log.recovery.known import load_known
 from mqstore.log.recovery.ranges import RANGE_BYTES, LogRange, RangeResult
 from mqstore.log.recovery.report import Finding, Kind
-from mqstore.options import StoreConfig
 from mqstore.spark.plan import StoreName, open_store
 from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, select
 
@@ -93,34 +92,30 @@ class VerifyReport(Shaped):
 def verify(
     stores: Stores | Selection,
     *,
-    jobs: int = 1,
-    spark: Any = None,
-    progress: Progress | None = None,
     range_bytes: int = RANGE_BYTES,
     max_errors: int = MAX_ERRORS,
-    config: StoreConfig | None = None,
+    **where: Unpack[Where],
 ) -> VerifyReport:
     """Check every record, unit, index entry and JSON file of `stores`, checksums included. Changes nothing.
 
     A store that cannot be opened is named in its row, and the others are checked; with a single store the error is
-    raised. `jobs`, `spark` and `progress`: see `mqstore.jobs`. `config`: options of opening, for stores without a
-    manifest. Raises ConfigError.
+    raised. `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError.
     """
     chosen = select(stores)
     check_followed(chosen)
     if max_errors < 1:
         raise ConfigError(f"max_errors={max_errors} would tell nothing of what is found; give at least 1")
     names = chosen.stores()
-    pieces, wholes = _cut(names, range_bytes, config)
+    pieces, wholes = _cut(names, range_bytes)
     by_store = {whole.store: whole for whole in wholes}
-    with Runner(jobs, spark, progress) as runner:
+    with Runner(**where) as runner:
         # More tasks than run at a time: a slot that is done early finds another one, and the progress moves.
         size = max(1, min(-(-len(pieces) // max(8, 2 * runner.slots)), _TASK_PIECES))
         tasks = [pieces[at : at + size] for at in range(0, len(pieces), size)]
-        read = partial(_read, max_errors, config)
+        read = partial(_read, max_errors)
         for part in (each for task in runner.run(tasks, read, "mqstore verify: ranges") for each in task):
             by_store[part.store].add(part)
-        checked = runner.run(wholes, partial(_join, max_errors, config), "mqstore verify: stores")
+        checked = runner.run(wholes, partial(_join, max_errors), "mqstore verify: stores")
     rows = tuple(row for row, _ in checked)
     return VerifyReport(
         ok=not any(row.findings or row.error for row in rows),
@@ -131,7 +126,7 @@ def verify(
     )
 
 
-def _cut(names: Sequence[StoreName], range_bytes: int, config: StoreConfig | None) -> tuple[list[_Piece], list[_Found]]:
+def _cut(names: Sequence[StoreName], range_bytes: int) -> tuple[list[_Piece], list[_Found]]:
     """Return the ranges of the logs and then the index files, and where the results of each store will be."""
     ranges: list[_Piece] = []
     files: list[_Piece] = []
@@ -139,7 +134,7 @@ def _cut(names: Sequence[StoreName], range_bytes: int, config: StoreConfig | Non
     for name in names:
         wholes.append(whole := _Found(name))
         try:
-            with open_store(name, config) as store:
+            with open_store(name) as store:
                 verifier = store.verifier()
                 whole.end, whole.front = verifier.until, verifier.front
                 ranges += [_Piece(name, each) for each in verifier.ranges(range_bytes)]
@@ -181,12 +176,12 @@ class _Found:
         self.error = self.error or part.error
 
 
-def _read(max_errors: int, config: StoreConfig | None, task: Sequence[_Piece]) -> list[_Found]:
+def _read(max_errors: int, task: Sequence[_Piece]) -> list[_Found]:
     parts = []
     for name, pieces in groupby(task, lambda piece: piece.store):
         parts.append(part := _Found(name))
         try:
-            with open_store(name, config) as store:
+            with open_store(name) as store:
                 verifier = store.verifier(max_errors=max_errors)
                 files = {file.name: file for file in store.index.files}
                 for piece in pieces:
@@ -202,12 +197,12 @@ def _read(max_errors: int, config: StoreConfig | None, task: Sequence[_Piece]) -
     return parts
 
 
-def _join(max_errors: int, config: StoreConfig | None, whole: _Found) -> tuple[VerifiedStore, list[VerifyFinding]]:
+def _join(max_errors: int, whole: _Found) -> tuple[VerifiedStore, list[VerifyFinding]]:
     """Return the whole store, from what is known of its pieces."""
     name = whole.store
     if whole.error is None:
         try:
-            with open_store(name, config) as store:
+            with open_store(name) as store:
                 verifier = store.verifier(CONFIG_CHECKS, until=whole.end, max_errors=max_errors)
                 known = load_known(store.path, store.manifest.commitlog_segment_bytes, store.fs)
                 findings = [

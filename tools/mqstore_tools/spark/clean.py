@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from mqstore.errors import ConfigError
+from mqstore_tools.many import duration, usable
 from mqstore_tools.render import console, print_json, table
 from mqstore_tools.shared import StoreCommand, json_option
-from mqstore_tools.spark.common import duration, usable
 
 __all__ = ["clean"]
 

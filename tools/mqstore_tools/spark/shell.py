@@ -6,9 +6,10 @@ import code
 
 import click
 
+from mqstore_tools.many import Messages, message_options, usable
 from mqstore_tools.render import note
 from mqstore_tools.shared import StoreCommand
-from mqstore_tools.spark.common import Given, job_options, spark_errors, usable
+from mqstore_tools.spark.common import session, session_options, spark_errors
 
 __all__ = ["shell"]
 
@@ -21,15 +22,18 @@ Examples:
   mqstore spark shell var/mq
   echo 'print(messages.count())' | mqstore spark shell var/mq""",
 )
-@job_options
-def shell(given: Given) -> None:
-    """Start Python with `spark`, a session, and a frame for each view of STORES: `messages`, `queues`, `segments`,
-    `groups`, `delay`, `traffic` and `verify`, which `spark.sql` knows by these names too. Options narrow `messages`.
+@message_options
+@session_options
+@click.option("--json", is_flag=True, expose_value=False, help="Print an error as JSON, for programs.")
+def shell(messages: Messages, master: str, conf: tuple[str, ...]) -> None:
+    """Start Python with `spark`, a session, and a frame for each view of the stores in DIR: `messages`, `queues`,
+    `segments`, `groups`, `delay`, `traffic` and `verify`, which `spark.sql` knows by these names too. Options narrow
+    `messages`.
     """
     with usable():
         from mqstore.spark.queries import create_views
-    chosen = given.select()
-    with given.session() as spark:
+    chosen = messages.select()
+    with session(master, conf) as spark:
         with spark_errors():
             views = create_views(spark, chosen)
         note(f"spark {spark.version}; views: {', '.join(views)}")

@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 
+from mqstore_tools.many import Messages, message_options, usable
 from mqstore_tools.render import as_json, body_text, console, note, progress, table
-from mqstore_tools.shared import StoreCommand
-from mqstore_tools.spark.common import Given, job_options, spark_errors, usable
+from mqstore_tools.shared import StoreCommand, json_option
+from mqstore_tools.spark.common import session, session_options, spark_errors
 
 __all__ = ["sql"]
 
@@ -30,7 +31,8 @@ Examples:
   mqstore spark sql var/mq "select keys, body from messages where tags = 'paid'" --out paid --format json
   mqstore spark sql var/mq "select * from messages" --from 1h --json | jq .topic""",
 )
-@job_options
+@message_options
+@session_options
 @click.argument("query")
 @click.option("--out", metavar="DIR", help="Write the rows into files in this folder, which must not be there yet.")
 @click.option(
@@ -42,7 +44,17 @@ Examples:
     help="Of these files.",
 )
 @click.option("--max-rows", type=click.IntRange(1), default=1000, show_default=True, help="Print no more than these.")
-def sql(given: Given, query: str, out: str | None, format_: str, max_rows: int) -> None:
+@json_option
+def sql(
+    messages: Messages,
+    master: str,
+    conf: tuple[str, ...],
+    query: str,
+    out: str | None,
+    format_: str,
+    max_rows: int,
+    json_output: bool,
+) -> None:
     """Run QUERY, in Spark's SQL, over the views `messages`, `queues`, `segments`, `groups`, `delay`, `traffic` and
     `verify`.
 
@@ -51,8 +63,8 @@ def sql(given: Given, query: str, out: str | None, format_: str, max_rows: int) 
     """
     with usable():
         from mqstore.spark.queries import sql as ask
-    chosen = given.select()
-    with given.session() as spark, progress("asking", _tasks_of(spark), of_bytes=False), spark_errors():
+    chosen = messages.select()
+    with session(master, conf) as spark, progress("asking", _tasks_of(spark), of_bytes=False), spark_errors():
         frame = ask(spark, chosen, query)
         if out is not None:
             frame.write.format(format_).mode("errorifexists").save(str(Path(out).absolute()))
@@ -60,7 +72,7 @@ def sql(given: Given, query: str, out: str | None, format_: str, max_rows: int) 
             return
         rows = [*islice(frame.limit(max_rows + 1).toLocalIterator(), max_rows + 1)]
         names = frame.columns
-    _print(names, rows[:max_rows], json_output=given.json_output)
+    _print(names, rows[:max_rows], json_output=json_output)
     if len(rows) > max_rows:
         note(f"and more; --max-rows prints more than {max_rows}, --out all of them")
 

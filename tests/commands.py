@@ -1,0 +1,55 @@
+"""The commands that only look at a store, as the tests of all rooms run them.
+
+`tests/tools/test_main.py` checks that each registered command is here or among those that change something.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CHANGING", "looking"]
+
+CHANGING = {
+    *("produce", "consume", "recover", "demo", "topics create", "topics alter", "topics delete", "groups create"),
+    *("groups alter", "groups delete", "offsets reset", "delay cancel", "dlq replay", "dlq purge", "cut restore"),
+    *("spark clean", "spark sql", "spark shell"),
+}
+"""Commands that change a store, or start Spark. `looking` has dry runs of some."""
+
+
+def looking(store: object, copy: object, *, topic: str = "orders", group: str = "billing") -> dict[str, list[str]]:
+    """Return the words of each command that looks at `store`. `copy` is where a snapshot goes."""
+    every = {
+        "inspect": "DIR --json",
+        "verify": "DIR",
+        "export": "DIR",
+        "get": f"DIR --topic {topic}",
+        "get, a key": f"DIR --topic {topic} --key k1",
+        "get, the newest": f"DIR --topic {topic} --last 10",
+        "snapshot": "DIR COPY",
+        "topics list": "DIR --system",
+        "groups list": "DIR",
+        "groups show": f"DIR {group}",
+        "offsets show": "DIR",
+        "lag": "DIR",
+        "traffic": "DIR",
+        "trace": "DIR k1",
+        "delay show": "DIR",
+        "dlq list": "DIR",
+        "dlq list, a group": f"DIR --group {group}",
+        "dlq show": f"DIR --group {group}",
+        "cut list": "DIR",
+        "cut export": "DIR",
+        "cut restore, dry": "DIR --dry-run",
+        "recover, dry": "DIR --dry-run",
+        "recover, dry, config": "DIR --dry-run --rebuild config",
+        "recover, dry, index": "DIR --dry-run --rebuild index",
+        "produce, dry": f"DIR {topic} --dry-run --body hello",
+        "consume, dry": f"DIR {topic} --group {group} --dry-run",
+        "topics create, dry": "DIR new --dry-run",
+        "topics delete, dry": f"DIR {topic} --force --dry-run",
+        "spark clean, dry": "DIR --older-than 0s --dry-run",
+    }
+    places = {"DIR": str(store), "COPY": str(copy)}
+    return {
+        name: [*name.partition(",")[0].split(), *(places.get(word, word) for word in words.split())]
+        for name, words in every.items()
+    }
