@@ -199,7 +199,7 @@ def sound_records(
     """Return which units of a queue lead to a record at `starts` that verifies as theirs, and the headers of these
     (format#readers, format#verifies). `checksum` None: checksums are not compared."""
     rows = np.flatnonzero((starts + sizes <= len(buffer)) & (sizes >= MIN_RECORD_BYTES))
-    headers = gather(buffer, starts[rows], topic=queue.topic_bytes)
+    headers = gather(buffer, starts[rows])
     fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])
     if not fine.all():
         rows = rows[fine]
