@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -163,9 +162,6 @@ class RecordingFileSystem(FileSystem):
         content[position : position + len(view)] = view
         for page in range(position // PAGE, -(-(position + len(view)) // PAGE)):
             self._add("write", node, page, bytes(content[page * PAGE : (page + 1) * PAGE]))
-
-    def pwritev_dsync(self, fd: int, buffers: Sequence[ReadableBuffer], position: int) -> None:
-        raise AssertionError("not recorded yet: nothing used it when this was written")
 
     def fdatasync(self, fd: int) -> None:
         self.observe()

@@ -15,7 +15,6 @@ which order of calls makes them safe; that is the business of its callers. What 
   ==================  ===========================  =====================================================
   ``fdatasync``       ``fdatasync``                macOS ``F_FULLFSYNC`` (its fsync leaves data in the
                                                    drive's cache), else ``fsync``
-  ``pwritev_dsync``   ``pwritev2`` ``RWF_DSYNC``   ``pwritev``, then ``fdatasync`` as above
   ``allocate``        ``posix_fallocate``          zeros are written behind the present end
   ``map``             takes no descriptor          takes one for as long as it lasts, before CPython 3.13
   ==================  ===========================  =====================================================
@@ -36,7 +35,7 @@ import mmap
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -84,11 +83,6 @@ if sys.platform == "darwin":
             os.fsync(fd)
 else:
     _sync_data = os.fdatasync
-
-if sys.platform == "linux":
-    _RWF_DSYNC = os.RWF_DSYNC
-else:
-    _RWF_DSYNC = 0
 
 # A mapping keeps its file alive by itself. Before 3.13 Python also kept a duplicate descriptor in each, which counts
 # against the descriptor limit; since then it need not.
@@ -204,7 +198,6 @@ class FileSystem:
 
     def __init__(self) -> None:
         self._paths = _paths
-        self._dsync_flag = _RWF_DSYNC
 
     # -- descriptors ------------------------------------------------------------------------------------------------
 
@@ -305,19 +298,6 @@ class FileSystem:
                     done += self._pwrite_some(fd, view[done:], position + done)
         except OSError as error:
             self._fail(error, fd, "pwrite")
-
-    def pwritev_dsync(self, fd: int, buffers: Sequence[ReadableBuffer], position: int) -> None:
-        """Write `buffers` one behind the other at `position`, durable on return: these bytes and what is needed to
-        find them, not what others wrote elsewhere in the file. At most 1024 buffers (IOV_MAX)."""
-        size = sum(memoryview(buffer).nbytes for buffer in buffers)
-        try:
-            done = self._pwritev_dsync_some(fd, buffers, position)
-            while done < size:
-                # Only a full disk or a signal leads here; one copy keeps the rest of it simple.
-                rest = b"".join(memoryview(buffer).cast("B") for buffer in buffers)[done:]
-                done += self._pwritev_dsync_some(fd, [rest], position + done)
-        except OSError as error:
-            self._fail(error, fd, "pwritev_dsync")
 
     def fdatasync(self, fd: int) -> None:
         """Make what was written to this file durable, its length included (its name: `sync_directory`).
@@ -617,22 +597,6 @@ class FileSystem:
         """One pwrite: how many bytes went out, at least one (of a write that had any). Tests shorten it."""
         done = os.pwrite(fd, data, position)
         if not done and data.nbytes:
-            raise OSError(errno.EIO, "the write made no progress")
-        return done
-
-    def _pwritev_dsync_some(self, fd: int, buffers: Sequence[ReadableBuffer], position: int) -> int:
-        """One durable pwritev: how many bytes went out, at least one (of a write that had any)."""
-        if self._dsync_flag:
-            try:
-                done = os.pwritev(fd, buffers, position, self._dsync_flag)
-            except OSError as error:
-                if error.errno not in _UNSUPPORTED:
-                    raise
-                self._dsync_flag = 0
-        if not self._dsync_flag:
-            done = os.pwritev(fd, buffers, position)
-            _sync_data(fd)
-        if not done and any(memoryview(buffer).nbytes for buffer in buffers):
             raise OSError(errno.EIO, "the write made no progress")
         return done
 

@@ -454,29 +454,22 @@ class SegmentRun:
 
     # -- growing ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, start: int, *, populate_bytes: int = 0, converted: bool = False) -> None:
+    def prepare(self, start: int, *, populate_bytes: int = 0) -> None:
         """Make the segment that starts at `start` ready in the tmp folder, for a background thread: `create(start)`
         then only renames it. One is kept; preparing another gives up the first. With `populate_bytes` the pages of
         its beginning are faulted in (`populate`). All but the last segment are taken for fully written, and what
-        keeps them ready for writing is given back here, where nobody waits for it.
-
-        With `converted` all of its pages are faulted in, written and synced: the file system then knows its blocks as
-        written, and a later sync of a block written for the first time need not commit that to the journal. It
-        doubles what is written to the disk, and pays when puts of a page or more wait for their sync."""
+        keeps them ready for writing is given back here, where nobody waits for it."""
         assert self.writable, "only a writer prepares segments"
         with self._prepare_lock:
             if start in self._by_start or (self._prepared is not None and self._prepared.start == start):
                 return
             self._discard_prepared()
             segment = self._make(start)
-            if not self._sparse and (populate_bytes or converted):
+            if not self._sparse and populate_bytes:
                 try:
                     segment.mapping = self._map(segment, writable=True)
                     segment.writable = True
-                    self.populate(segment, 0, segment.size if converted else min(populate_bytes, segment.size))
-                    if converted:
-                        file = File(self._fs, segment.path, os.O_RDWR)
-                        self._fs.fdatasync(file.fd)
+                    self.populate(segment, 0, min(populate_bytes, segment.size))
                 except BaseException:
                     self._fs.unlink(segment.path, missing_ok=True)
                     raise

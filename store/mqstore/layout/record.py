@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import crc32c
 
 from mqstore.errors import FormatError, InvalidMessageError
-from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, LOCAL_HOST, decode_host
+from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, LOCAL_HOST
 from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import (
     CRC_TAIL_BYTES,
@@ -187,16 +187,6 @@ class Record(NamedTuple):
     def message_id(self) -> str:
         """The offset message id: address of this copy (format#ids)."""
         return encode_message_id(self.store_host, self.physical_offset)
-
-    @property
-    def born_host_text(self) -> str:
-        """`ip:port` or `[v6]:port` of the producer."""
-        return decode_host(self.born_host)
-
-    @property
-    def store_host_text(self) -> str:
-        """`ip:port` or `[v6]:port` of the store."""
-        return decode_host(self.store_host)
 
 
 # --- encoding -------------------------------------------------------------------------------------------------------
@@ -403,20 +393,6 @@ class Check(NamedTuple):
     size: int
     detail: str = ""
     field: str = ""
-
-
-def record_checksum(buf: ReadableBuffer, position: int, size: int, checksum: Checksum) -> int:
-    """What field 3 of the record of `size` bytes at `position` must hold, the signed 32-bit integer on disk.
-
-    Raises `FormatError` when the bytes there are no record of that size.
-    """
-    with memoryview(buf) as view:
-        if not MIN_RECORD_BYTES <= size <= view.nbytes - position or _I32.unpack_from(view, position)[0] != size:
-            raise FormatError(f"no record of {size} bytes", "total_size", position)
-        if checksum == "crc32c-record":
-            return _record_checksum(view, position, size)
-        shape = _measure(view, position, position + size)
-        return _body_checksum(view[shape.body_at : shape.body_at + shape.body_size])
 
 
 def check_record(buf: ReadableBuffer, position: int, limit: int, physical_offset: int, checksum: Checksum) -> Check:
