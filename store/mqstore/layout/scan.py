@@ -35,6 +35,7 @@ import numpy.typing as npt
 
 from mqstore.errors import FormatError
 from mqstore.layout import record as _record
+from mqstore.layout.encode import header_dtype
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
 from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES, decode_crc_tail
 from mqstore.layout.record import IPV6_EXTRA, MAGIC_V1, MAGIC_V2, MIN_RECORD_BYTES, Checksum, check_record
@@ -60,33 +61,10 @@ _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
 _Bools = npt.NDArray[np.bool_]
 
-# The part of a record whose fields lie at fixed positions when both hosts are IPv4: name, type, position.
-_FIELDS: Final = (
-    ("size", ">i4", _record.TOTAL_SIZE_AT),
-    ("magic", ">i4", _record.MAGIC_AT),
-    ("checksum", ">i4", _record.CHECKSUM_AT),
-    ("queue_id", ">i4", _record.QUEUE_ID_AT),
-    ("flag", ">i4", _record.FLAG_AT),
-    ("queue_offset", ">i8", _record.QUEUE_OFFSET_AT),
-    ("physical_offset", ">i8", _record.PHYSICAL_OFFSET_AT),
-    ("sys_flag", ">i4", _record.SYS_FLAG_AT),
-    ("born_timestamp_ms", ">i8", _record.BORN_TIMESTAMP_AT),
-    ("store_timestamp_ms", ">i8", _record.STORE_TIMESTAMP_AT_V4),
-    ("reconsume_times", ">i4", _record.RECONSUME_TIMES_AT_V4),
-    ("prepared_transaction_offset", ">i8", _record.PREPARED_OFFSET_AT_V4),
-    ("body_size", ">i4", _record.BODY_LENGTH_AT_V4),
-)
-_HEAD_BYTES: Final = _record.BODY_AT_V4
-_HEAD: Final = np.dtype(
-    {
-        "names": [name for name, _, _ in _FIELDS],
-        "formats": [kind for _, kind, _ in _FIELDS],
-        "offsets": [position for _, _, position in _FIELDS],
-        "itemsize": _HEAD_BYTES,
-    }
-)
-
-_PLACES: Final = {name: (kind, position) for name, kind, position in _FIELDS}
+_HEAD: Final = header_dtype(IPV4_BYTES, IPV4_BYTES)
+"""Of records with two IPv4 hosts, whose fields lie at fixed positions."""
+_HEAD_BYTES: Final = _HEAD.itemsize
+_PLACES: Final = dict(_HEAD.fields or {})
 
 # Both magics begin with the same three bytes, so one of two 16-bit values stands at an even address wherever one lies.
 _MAGIC_BYTES: Final = MAGIC_V1.to_bytes(4, "big", signed=True)
@@ -240,7 +218,7 @@ def _is_magic(magic: npt.NDArray[np.signedinteger]) -> _Bools:
     return result
 
 
-def _column(view: memoryview, positions: _Int64s, dtype: str) -> npt.NDArray[np.signedinteger]:
+def _column(view: memoryview, positions: _Int64s, dtype: npt.DTypeLike) -> npt.NDArray[np.signedinteger]:
     """The big-endian integers at `positions`, in native order; IndexError if one lies outside the buffer."""
     kind = np.dtype(dtype)
     everywhere: npt.NDArray[np.signedinteger] = np.ndarray(
@@ -378,7 +356,7 @@ class Headers:
         rows = self._moved
         if not len(rows):
             return
-        kind, at = _PLACES[name]
+        kind, at = _PLACES[name][:2]
         # storeTimestamp lies between the two hosts, the others lie behind both.
         extra = self._extra if name != "store_timestamp_ms" else (self.born_host_size - IPV4_BYTES).astype(np.int64)
         column[rows] = _column(self._view, self.positions[rows] + at + extra[rows], kind)

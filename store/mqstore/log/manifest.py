@@ -30,7 +30,7 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.files.segments import segment_start
 from mqstore.layout.consumequeue import UNIT_BYTES
-from mqstore.layout.indexfile import slots_entries_from_length
+from mqstore.layout.indexfile import ENTRY_BYTES, file_bytes, slots_entries_from_length
 from mqstore.layout.record import Checksum
 from mqstore.layout.scan import find_next
 from mqstore.log.indexshape import shape_of_file
@@ -163,7 +163,7 @@ def _sizes_of_files(
             slots, entries = guess
     elif index_names and config.index_entries is None and config.index_slots is not None:
         length = os.stat(root / "index" / index_names[0]).st_size
-        entries = max(2, (length - 40 - 4 * slots) // 20)
+        entries = max(2, (length - file_bytes(slots, 0)) // ENTRY_BYTES)
     return segment, cq_bytes, slots, entries, timerlog
 
 

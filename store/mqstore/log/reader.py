@@ -660,7 +660,7 @@ class StoreReader:
             if there is not None:
                 segment, buffer = there
                 start = physical - segment.start
-                if start + size <= len(buffer) and size >= 91:
+                if start + size <= len(buffer) and size >= MIN_RECORD_BYTES:
                     return slot, Message(Few(queue.ref, buffer, unit, slot), start, slot).store_timestamp_ms
             slot += 1
             if there is None and size != VOID_SIZE:  # retention may have taken it, and many behind it
