@@ -36,6 +36,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -219,6 +220,15 @@ class FileSystem:
             os.close(fd)
         except OSError as error:
             self._fail(error, path, "close")
+
+    @contextlib.contextmanager
+    def opened(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> Iterator[int]:
+        """Give a descriptor as `open` does, and close it in the end."""
+        fd = self.open(path, flags, mode)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
 
     def path_of(self, fd: int) -> str:
         """The path that `fd` was opened by, "fd N" for a descriptor opened elsewhere."""
@@ -430,7 +440,8 @@ class FileSystem:
     def scandir(self, path: StrPath) -> list[str]:
         """All names in a folder, sorted. Bytes that are not UTF-8 come as lone surrogates (PEP 383)."""
         try:
-            return sorted(os.listdir(path))
+            with self._entries(path) as entries:
+                return sorted(entry.name for entry in entries)
         except OSError as error:
             self._fail(error, path, "scandir")
 
@@ -441,7 +452,7 @@ class FileSystem:
         found = []
         others: list[str] = []
         try:
-            with os.scandir(path) as entries:
+            with self._entries(path) as entries:
                 for entry in entries:
                     try:
                         if entry.is_file(follow_symlinks=not own):
@@ -462,7 +473,7 @@ class FileSystem:
     def scandir_directories(self, path: StrPath) -> list[str]:
         """The names of the folders in a folder, sorted."""
         try:
-            with os.scandir(path) as entries:
+            with self._entries(path) as entries:
                 return sorted(entry.name for entry in entries if _is_folder(entry))
         except OSError as error:
             self._fail(error, path, "scandir")
@@ -549,17 +560,26 @@ class FileSystem:
 
     def read_whole(self, path: StrPath, limit_bytes: int) -> bytes:
         """The content of a regular file of at most `limit_bytes`; StoreIOError (EFBIG) for a longer one."""
-        fd = self.open(path, os.O_RDONLY)
-        try:
+        with self.opened(path, os.O_RDONLY) as fd:
             size = self.size(fd)
             if size > limit_bytes:
                 text = f"{size} bytes, more than the {limit_bytes} that such a file may hold"
                 self._fail(OSError(errno.EFBIG, text), fd, "read")
             return self.pread(fd, size, 0)
-        finally:
-            self.close(fd)
 
     # -- whole folders, likewise --------------------------------------------------------------------------------------
+
+    def make_folders(self, path: StrPath) -> bool:
+        """Make a folder and what is missing above it, each durable in the one above. Return True if any was missing."""
+        missing = []
+        folder = os.fspath(path)
+        while not self.exists(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder) or os.curdir
+        for each in reversed(missing):
+            self.mkdir(each, exist_ok=True)  # another process may be making it, too
+            self.sync_directory(os.path.dirname(each) or os.curdir)
+        return bool(missing)
 
     def remove_tree(self, path: StrPath) -> None:
         """Delete a folder with all that is in it, or a file; links are removed, not followed. Fine if it is not there,
@@ -573,6 +593,10 @@ class FileSystem:
             self.rmdir(path)
 
     # -- beneath ----------------------------------------------------------------------------------------------------
+
+    def _entries(self, path: StrPath) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
+        """What is in a folder."""
+        return os.scandir(path)
 
     @contextlib.contextmanager
     def _descriptor(self, file: int | StrPath) -> Iterator[int]:

@@ -41,7 +41,7 @@ from typing import Literal, NamedTuple
 from mqstore.errors import MQStoreError, StoreIOError
 from mqstore.files.descriptors import File
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, SyncNotBegunError, is_not_begun
-from mqstore.files.tmp import temporary_path
+from mqstore.files.tmp import new_file, temporary_path
 
 __all__ = [
     "EXTENDED",
@@ -731,20 +731,15 @@ class SegmentRun:
         segment, fs = self.find(offset), self._fs
         if segment is None or fs.stat(segment.path).st_nlink < 2:
             return
-        path = temporary_path(self._tmp_directory, segment_name(segment.start))
+        tmp, name = self._tmp_directory, segment_name(segment.start)
         source = File(fs, segment.path, os.O_RDONLY)
         found = fs.stat(source.fd)
-        fs.mkdir(self._tmp_directory, self._folder_mode(), exist_ok=True)
-        try:
-            target = File(fs, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
-            fs.allocate(target.fd, found.st_size)
-            fs.copy(source.fd, target.fd, found.st_size)
-            fs.take_after(target.fd, found)
-            fs.fdatasync(target.fd)
-            fs.replace(path, segment.path)
-        except BaseException:
-            fs.unlink(path, missing_ok=True)
-            raise
+        fs.mkdir(tmp, self._folder_mode(), exist_ok=True)
+        with new_file(fs, tmp, name, segment.path, self._file_mode) as target:
+            fs.allocate(target, found.st_size)
+            fs.copy(source.fd, target, found.st_size)
+            fs.take_after(target, found)
+            fs.fdatasync(target)
         fs.sync_directory(self.directory)
         with self._lock:
             self._let_go(segment)

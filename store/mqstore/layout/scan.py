@@ -406,7 +406,7 @@ class Headers:
         return names, run.ints[_TOPIC, : len(self)]
 
     def take_parts(self, table: npt.NDArray[np.int64]) -> None:
-        """Take what somebody has found who looked: all records are ok; the six columns that `_parts` has behind that."""
+        """Take what somebody has found who looked: all records are ok; the columns that `_parts` has behind that."""
         self._parts = (np.ones(len(self), np.bool_), table[0], table[1], table[2], table[3], table[4], table[5])
 
     @cached_property

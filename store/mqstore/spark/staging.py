@@ -60,11 +60,8 @@ def transaction_folder(root: Path, app: str, version: int) -> Path:
 
 def make_folders(path: Path, fs: FileSystem = REAL) -> None:
     """Make `path` and what is missing above it, each durable in the one above."""
-    missing = [each for each in (path, *path.parents) if not fs.exists(each)]
-    for each in reversed(missing):
-        fs.mkdir(each, exist_ok=True)  # another task may be making it, too
-    for each in reversed(missing or [path]):  # whoever made it may have been killed before it was durable
-        fs.sync_directory(each.parent)
+    if not fs.make_folders(path):
+        fs.sync_directory(path.parent)  # whoever made it may have been killed before it was durable
 
 
 class ShardWriter:
