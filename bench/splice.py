@@ -128,8 +128,7 @@ def main() -> None:
         total = options.mib << 20
         sizes = [min(_SHARD_BYTES, total - at) for at in range(0, total, _SHARD_BYTES)]
         shards = [
-            stage(root / f"shard-{i}", size, options.profile, uniform=options.uniform)
-            for i, size in enumerate(sizes)
+            stage(root / f"shard-{i}", size, options.profile, uniform=options.uniform) for i, size in enumerate(sizes)
         ]
         amount = sum((shard / "records.bin").stat().st_size for shard in shards)
         ratios = []

@@ -296,6 +296,5 @@ class FaultyFileSystem(FileSystem):
         return super()._pwrite_some(fd, data if size == data.nbytes else data.cast("B")[:size], position)
 
 
-
 def _set(operations: str | Iterable[str]) -> frozenset[str]:
     return frozenset({operations} if isinstance(operations, str) else operations)

@@ -75,9 +75,7 @@ def test_a_splice_leaves_the_bytes_that_puts_one_by_one_would(tmp_path: Path, pr
         store.put("orders", b"behind", 1)
         wanted = shown(store)
         host = "127.0.0.1:0"
-    shards = [
-        stage(tmp_path / str(i), rows[i * 50 : i * 50 + 50], profile, store_host=host) for i in range(3)
-    ]
+    shards = [stage(tmp_path / str(i), rows[i * 50 : i * 50 + 50], profile, store_host=host) for i in range(3)]
     with open_store(tmp_path / "spliced", profile=profile) as store:
         first = store.put("orders", b"before", 1)
         result = store.splice(shards, app="job", version=7)

@@ -1,6 +1,6 @@
 """Whether the records that units lead to verify as theirs (format#readers, format#verifies).
 
-    units of one segment -> its mapping -> compiled check, or numpy, or one by one -> which of them are good
+units of one segment -> its mapping -> compiled check, or numpy, or one by one -> which of them are good
 """
 
 from __future__ import annotations

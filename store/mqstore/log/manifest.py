@@ -186,9 +186,7 @@ def sizes_found(root: Path, profile: Profile, config: StoreConfig | None = None,
     """The manifest of a directory that has none, by what its files say (format#sizes)."""
     config = config or StoreConfig()
     sizes = _sizes_of_files(root, profile, config, fs)
-    return _manifest(
-        profile, sizes, config, store_id="", created_ms=0, group_hash="jump", exists=True, has_file=False
-    )
+    return _manifest(profile, sizes, config, store_id="", created_ms=0, group_hash="jump", exists=True, has_file=False)
 
 
 def _listdir(path: Path, fs: FileSystem) -> list[str]:
