@@ -27,7 +27,7 @@ import zlib
 from functools import cached_property
 from itertools import repeat
 from struct import Struct
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import crc32c
 import numpy as np
@@ -238,6 +238,14 @@ class Run(NamedTuple):
     """For what is made of them."""
 
 
+_Number = TypeVar("_Number", np.int32, np.int64)
+
+
+def _field(name: str, kind: type[_Number], *, moves: bool = False) -> cached_property[npt.NDArray[_Number]]:
+    """A column of `Headers`. `moves`: it lies behind a host."""
+    return cached_property(lambda headers: headers.column(name, kind, moves=moves))
+
+
 class Headers:
     """The fields of many records as numpy arrays, each made when first asked for and then kept.
 
@@ -288,51 +296,24 @@ class Headers:
         heads = self._heads
         return np.ndarray((len(heads),), np.uint64, heads, at, (_HEAD_BYTES,)) if len(heads) else np.empty(0, np.uint64)
 
-    def _int32(self, name: str) -> _Int32s:
-        return self._heads[name].astype(np.int32)
-
-    def _int64(self, name: str) -> _Int64s:
-        return self._heads[name].astype(np.int64)
-
-    @cached_property
-    def size(self) -> _Int32s:
-        return self._int32("size")
-
-    @cached_property
-    def magic(self) -> _Int32s:
-        return self._int32("magic")
-
-    @cached_property
-    def checksum(self) -> _Int32s:
-        """Field 3 as stored, of whatever profile."""
-        return self._int32("checksum")
-
-    @cached_property
-    def queue_id(self) -> _Int32s:
-        return self._int32("queue_id")
-
-    @cached_property
-    def flag(self) -> _Int32s:
-        return self._int32("flag")
-
-    @cached_property
-    def queue_offset(self) -> _Int64s:
-        return self._int64("queue_offset")
-
-    @cached_property
-    def physical_offset(self) -> _Int64s:
-        return self._int64("physical_offset")
-
-    @cached_property
-    def sys_flag(self) -> _Int32s:
-        return self._int32("sys_flag")
-
-    @cached_property
-    def born_timestamp_ms(self) -> _Int64s:
-        return self._int64("born_timestamp_ms")
+    size = _field("size", np.int32)
+    magic = _field("magic", np.int32)
+    checksum = _field("checksum", np.int32)
+    """Field 3 as stored, of whatever profile."""
+    queue_id = _field("queue_id", np.int32)
+    flag = _field("flag", np.int32)
+    queue_offset = _field("queue_offset", np.int64)
+    physical_offset = _field("physical_offset", np.int64)
+    sys_flag = _field("sys_flag", np.int32)
+    born_timestamp_ms = _field("born_timestamp_ms", np.int64)
 
     # Behind bornHost everything moves by 12 bytes for each IPv6 address. Such rows are rare, so columns are read as if
     # there were none and then put right where there are.
+    store_timestamp_ms = _field("store_timestamp_ms", np.int64, moves=True)
+    reconsume_times = _field("reconsume_times", np.int32, moves=True)
+    prepared_transaction_offset = _field("prepared_transaction_offset", np.int64, moves=True)
+    plain_body_size = _field("body_size", np.int32)
+    """`body_size` of records whose hosts are both IPv4, unchecked; of others it says nothing. Costs no parse."""
 
     @cached_property
     def _moved(self) -> npt.NDArray[np.intp]:
@@ -352,31 +333,14 @@ class Headers:
         extra: _Int64s = np.add(born, store, dtype=np.int64) * IPV6_EXTRA
         return extra
 
-    def _mend(self, column: npt.NDArray[np.signedinteger], name: str) -> None:
-        rows = self._moved
-        if not len(rows):
-            return
-        kind, at = _PLACES[name][:2]
-        # storeTimestamp lies between the two hosts, the others lie behind both.
-        extra = self._extra if name != "store_timestamp_ms" else (self.born_host_size - IPV4_BYTES).astype(np.int64)
-        column[rows] = _column(self._view, self.positions[rows] + at + extra[rows], kind)
-
-    @cached_property
-    def store_timestamp_ms(self) -> _Int64s:
-        column = self._int64("store_timestamp_ms")
-        self._mend(column, "store_timestamp_ms")
-        return column
-
-    @cached_property
-    def reconsume_times(self) -> _Int32s:
-        column = self._int32("reconsume_times")
-        self._mend(column, "reconsume_times")
-        return column
-
-    @cached_property
-    def prepared_transaction_offset(self) -> _Int64s:
-        column = self._int64("prepared_transaction_offset")
-        self._mend(column, "prepared_transaction_offset")
+    def column(self, name: str, kind: type[_Number], *, moves: bool) -> npt.NDArray[_Number]:
+        """A field of all records, read now. `moves`: it lies behind a host."""
+        column = self._heads[name].astype(kind)
+        if moves and len(rows := self._moved):
+            stored, at = _PLACES[name][:2]
+            # storeTimestamp lies between the two hosts, the others lie behind both.
+            extra = self._extra if name != "store_timestamp_ms" else self.born_host_size.astype(np.int64) - IPV4_BYTES
+            column[rows] = _column(self._view, self.positions[rows] + at + extra[rows], stored)
         return column
 
     @cached_property
@@ -417,8 +381,7 @@ class Headers:
             kernel.measure(self._view, self.positions, good, table)
             return good, table[0], table[1], table[2], table[3], table[4], table[5]
         positions, size, magic, extra = self.positions, self.size.astype(np.int64), self.magic, self._extra
-        body_size = self._int64("body_size")
-        self._mend(body_size, "body_size")
+        body_size = self.column("body_size", np.int64, moves=True)
         second = (magic == MAGIC_V2).astype(np.int64)  # V2 has one more byte of topicLength
         spare = size - MIN_RECORD_BYTES - extra - second  # what body, topic and properties share
         ok = (magic == MAGIC_V1) | (second != 0)
@@ -451,11 +414,6 @@ class Headers:
     @property
     def body_position(self) -> _Int64s:
         return self._parts[1]
-
-    @cached_property
-    def plain_body_size(self) -> _Int32s:
-        """`body_size` of records whose hosts are both IPv4, unchecked; of others it says nothing. Costs no parse."""
-        return self._int32("body_size")
 
     @property
     def body_size(self) -> _Int64s:
