@@ -972,7 +972,7 @@ def test_a_reader_stops_when_its_writer_becomes_a_newer_one(tmp_path: Path) -> N
     with open_store(root, "r") as reader:
         (root / TXN_FILE).write_text('{"version": 2}')
         with pytest.raises(UnsupportedStoreError):
-            reader.find_news()
+            reader.news.list_again()
 
 
 @pytest.mark.parametrize("create", [{"orders": 1 << 70}, {"orders": 1 << 63}])

@@ -170,13 +170,11 @@ class Rows:
         """What each queue has of them, in order of topic and queue id."""
         if self.queues is None:
             self.queues = [
-                Listed(topic, queue_id, chosen, self.queue_offset[chosen], self.units(chosen), self._follow(chosen))
+                Listed(topic, queue_id, chosen, slots, self.units(chosen), bool((np.diff(slots) == 1).all()))
                 for topic, queue_id, chosen in self._by_queue()
+                for slots in (self.queue_offset[chosen],)
             ]
         return self.queues
-
-    def _follow(self, chosen: _Int64s) -> bool:
-        return bool((np.diff(self.queue_offset[chosen]) == 1).all())
 
     def by_queue(self) -> list[tuple[str, int, _Int64s]]:
         """(topic, queue id, indices of its rows that have a unit, in log order) for each queue."""
