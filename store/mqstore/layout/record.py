@@ -287,14 +287,23 @@ def encode_blank(size: int) -> bytes:
     return _BLANK.pack(size, MAGIC_BLANK)
 
 
+_HOST_BITS: Final = {
+    (IPV4_BYTES, IPV4_BYTES): 0,
+    (IPV6_BYTES, IPV4_BYTES): BORN_HOST_V6,
+    (IPV4_BYTES, IPV6_BYTES): STORE_HOST_V6,
+    (IPV6_BYTES, IPV6_BYTES): BORN_HOST_V6 | STORE_HOST_V6,
+}
+
+
 def host_bits(born_host: bytes, store_host: bytes) -> int:
     """The sysFlag bits that these two encoded hosts demand. InvalidMessageError for one of another length."""
-    for host, field in ((born_host, "born_host"), (store_host, "store_host")):
-        if len(host) not in (IPV4_BYTES, IPV6_BYTES):
-            raise InvalidMessageError(f"an encoded host has {IPV4_BYTES} or {IPV6_BYTES} bytes, not {len(host)}", field)
-    return (BORN_HOST_V6 if len(born_host) == IPV6_BYTES else 0) | (
-        STORE_HOST_V6 if len(store_host) == IPV6_BYTES else 0
-    )
+    bits = _HOST_BITS.get((len(born_host), len(store_host)))
+    if bits is None:
+        field, host = ("born_host", born_host)
+        if len(born_host) in (IPV4_BYTES, IPV6_BYTES):
+            field, host = ("store_host", store_host)
+        raise InvalidMessageError(f"an encoded host has {IPV4_BYTES} or {IPV6_BYTES} bytes, not {len(host)}", field)
+    return bits
 
 
 def _unfit(values: tuple[object, ...], error: struct.error) -> InvalidMessageError:
