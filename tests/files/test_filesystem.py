@@ -212,6 +212,18 @@ def test_a_folder_that_cannot_be_synced_is_an_error_unless_its_file_system_has_n
         REAL.sync_directory(tmp_path)
 
 
+def test_each_folder_that_was_missing_is_durable_before_the_next_is_made(tmp_path: Path, fs: FaultyFileSystem) -> None:
+    assert fs.make_folders(tmp_path / "a" / "b")
+    made = [(call.operation, call.path) for call in fs.calls if call.operation in ("mkdir", "sync_directory")]
+    assert made == [
+        ("mkdir", str(tmp_path / "a")),
+        ("sync_directory", str(tmp_path)),
+        ("mkdir", str(tmp_path / "a" / "b")),
+        ("sync_directory", str(tmp_path / "a")),
+    ]
+    assert not fs.make_folders(tmp_path / "a" / "b")
+
+
 def test_the_path_of_a_closed_descriptor_is_forgotten(tmp_path: Path) -> None:
     fs = FileSystem()
     fd = fs.open(tmp_path / "a", NEW)
