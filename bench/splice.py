@@ -8,7 +8,7 @@ Both sides in every round, in turns, into the same file system, page cache warm:
     copy     `shutil.copyfile` of each records.bin, then fsync of the copy
 
 Messages: bodies of 100 to 900 bytes, three properties, eight queues, one shard for each 128 MiB. Goal: at least 0.5 of
-the rate of copying. `--uniform` gives all bodies 500 bytes, `--no-index` leaves out `records.idx`.
+the rate of copying. `--uniform` gives all bodies 500 bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import os
 import random
 import shutil
 import statistics
-import struct
 import tempfile
 import time
 from pathlib import Path
@@ -38,12 +37,12 @@ _SHARD_BYTES = 128 << 20
 _BLOCK_RECORDS = 4096
 
 
-def stage(folder: Path, size: int, profile: Profile, *, uniform: bool = False, with_index: bool = True) -> Path:
+def stage(folder: Path, size: int, profile: Profile, *, uniform: bool = False) -> Path:
     """A shard of about `size` bytes, as `log.shard` describes it. One block of records, over and over."""
     source = random.Random(_SEED)
     folder.mkdir(parents=True)
     counts = [0] * 8
-    block, index = bytearray(), bytearray()
+    block = bytearray()
     largest = 0
     for i in range(_BLOCK_RECORDS):
         queue_id = source.randrange(8)
@@ -64,7 +63,6 @@ def stage(folder: Path, size: int, profile: Profile, *, uniform: bool = False, w
         record[8:12] = bytes(4)
         largest = max(largest, len(record))
         block += record
-        index += struct.pack(">iI", len(record), crc32c(record))
     times = max(1, size // len(block))
     crc = 0
     with open(folder / "records.bin", "wb") as file:
@@ -81,9 +79,6 @@ def stage(folder: Path, size: int, profile: Profile, *, uniform: bool = False, w
         "largest": largest,
         "queues": {"orders": {str(i): count * times for i, count in enumerate(counts)}},
     }
-    if with_index:
-        (folder / "records.idx").write_bytes(index * times)
-        said["index"] = crc32c(index * times)
     (folder / "shard.json").write_text(json.dumps(said))
     return folder
 
@@ -127,15 +122,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--profile", choices=("mqstore", "rocketmq"), default="mqstore")
     parser.add_argument("--uniform", action="store_true")
-    parser.add_argument("--no-index", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         total = options.mib << 20
         sizes = [min(_SHARD_BYTES, total - at) for at in range(0, total, _SHARD_BYTES)]
         shards = [
-            stage(root / f"shard-{i}", size, options.profile, uniform=options.uniform, with_index=not options.no_index)
-            for i, size in enumerate(sizes)
+            stage(root / f"shard-{i}", size, options.profile, uniform=options.uniform) for i, size in enumerate(sizes)
         ]
         amount = sum((shard / "records.bin").stat().st_size for shard in shards)
         ratios = []

@@ -117,7 +117,6 @@ def _no_waiting_for_disks(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filesystem, "_sync_data", lambda fd: None)
-        patch.setattr(filesystem.REAL, "_dsync_flag", 0)
         patch.setattr(os, "fsync", lambda fd: None)
         yield
 

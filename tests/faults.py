@@ -29,7 +29,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,7 +49,6 @@ CHANGES = frozenset(
     {
         "create",
         "pwrite",
-        "pwritev_dsync",
         "fdatasync",
         "sync_directory",
         "allocate",
@@ -134,7 +133,7 @@ class FaultyFileSystem(FileSystem):
 
     def shorten(
         self,
-        operations: str | Iterable[str] = ("pwrite", "pwritev_dsync"),
+        operations: str | Iterable[str] = "pwrite",
         *,
         length: int,
         nth: int = 1,
@@ -176,7 +175,7 @@ class FaultyFileSystem(FileSystem):
                 self._changes += 1
                 if self._crash_at is not None and self._changes >= self._crash_at[0]:
                     self.crashed = True
-                    if self._crash_at[1] and operation in ("pwrite", "pwritev_dsync"):
+                    if self._crash_at[1] and operation == "pwrite":
                         return True
                     raise Crash(f"at {call}")
             failing = [rule for rule in self._rules if rule.fires(call)]
@@ -226,13 +225,6 @@ class FaultyFileSystem(FileSystem):
             super().pwrite(fd, view.cast("B")[: view.nbytes // 2], position)
             raise Crash("torn pwrite")
         super().pwrite(fd, data, position)
-
-    def pwritev_dsync(self, fd: int, buffers: Sequence[ReadableBuffer], position: int) -> None:
-        size = sum(memoryview(buffer).nbytes for buffer in buffers)
-        if self._enter("pwritev_dsync", fd, position, size):
-            super().pwritev_dsync(fd, [b"".join(buffers)[: size // 2]], position)
-            raise Crash("torn pwritev_dsync")
-        super().pwritev_dsync(fd, buffers, position)
 
     def fdatasync(self, fd: int) -> None:
         self._enter("fdatasync", fd)
@@ -302,13 +294,6 @@ class FaultyFileSystem(FileSystem):
     def _pwrite_some(self, fd: int, data: memoryview, position: int) -> int:
         size = self._shortened("pwrite", fd, data.nbytes)
         return super()._pwrite_some(fd, data if size == data.nbytes else data.cast("B")[:size], position)
-
-    def _pwritev_dsync_some(self, fd: int, buffers: Sequence[ReadableBuffer], position: int) -> int:
-        whole = sum(memoryview(buffer).nbytes for buffer in buffers)
-        size = self._shortened("pwritev_dsync", fd, whole)
-        if size != whole:
-            buffers = [b"".join(buffers)[:size]]
-        return super()._pwritev_dsync_some(fd, buffers, position)
 
 
 def _set(operations: str | Iterable[str]) -> frozenset[str]:

@@ -207,16 +207,10 @@ bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *part
     return true;
 }
 
-/* measure(buffer, positions, topic, ok, table) -> whether all are ok and bear `topic` (None: False).
-
-   `ok`: a bool each; `table` as of `note_parts`. `Headers._parts` says the rest. */
+/* measure(buffer, positions, ok, table): `ok`, a bool each; `table` as of `note_parts`. `Headers._parts` says the rest. */
 PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("measure", nargs, 5))
-        return NULL;
-    const char *topic = NULL;
-    Py_ssize_t topic_bytes = 0;
-    if (args[2] != Py_None && PyBytes_AsStringAndSize(args[2], (char **)&topic, &topic_bytes) < 0)
+    if (!has_arguments("measure", nargs, 4))
         return NULL;
     PyObject *result = NULL;
     Buffers held = {0};
@@ -225,12 +219,11 @@ PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nar
         !(positions = hold(&held, args[1], 8, -1, false, "positions")))
         goto done;
     Py_ssize_t count = positions->len / 8;
-    if (!(ok = hold(&held, args[3], 1, count, true, "ok")) || !(table = hold(&held, args[4], 8, PARTS * count, true, "table")))
+    if (!(ok = hold(&held, args[2], 1, count, true, "ok")) || !(table = hold(&held, args[3], 8, PARTS * count, true, "table")))
         goto done;
     const int64_t *at = positions->buf;
     int64_t *row = table->buf;
     uint8_t *good = ok->buf;
-    bool known = topic != NULL;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (at[i] < 0 || at[i] > view->len - MIN_RECORD_BYTES) {
             PyErr_Format(PyExc_ValueError, "no record can start at %lld in %zd bytes", (long long)at[i], view->len);
@@ -240,10 +233,9 @@ PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nar
             fetch_at(view->buf, view->len, at[i + NEXT], BODY_AT);
         Parts parts = {0};
         good[i] = parts_of(view->buf, view->len, at[i], &parts);
-        known = known && good[i] && bears(view->buf, &parts, topic, topic_bytes);
         note_parts(row, count, i, &parts);
     }
-    result = PyBool_FromLong(known);
+    result = Py_NewRef(Py_None);
 done:
     let_go(&held);
     return result;

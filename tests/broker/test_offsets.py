@@ -248,7 +248,7 @@ def test_messages_are_on_disk_before_an_offset_that_rests_on_them(tmp_path: Path
     offsets.store.close()
 
 
-_SYNCS = ("fdatasync", "pwritev_dsync")
+_SYNCS = ("fdatasync",)
 
 
 def test_when_the_log_cannot_be_flushed_the_file_says_what_it_said(tmp_path: Path) -> None:

@@ -164,9 +164,6 @@ class RecordingFileSystem(FileSystem):
         for page in range(position // PAGE, -(-(position + len(view)) // PAGE)):
             self._add("write", node, page, bytes(content[page * PAGE : (page + 1) * PAGE]))
 
-    def pwritev_dsync(self, fd: int, buffers: Sequence[ReadableBuffer], position: int) -> None:
-        raise AssertionError("not recorded yet: nothing used it when this was written")
-
     def fdatasync(self, fd: int) -> None:
         self.observe()
         super().fdatasync(fd)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,13 +18,11 @@ from mqstore.files.quiet import QUIET
 WRITING = [os.O_WRONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT, os.O_WRONLY | os.O_CREAT | os.O_TRUNC]
 
 
-@pytest.fixture(params=["as here", "in Python", "folder by folder"], autouse=True)
+@pytest.fixture(params=["as here", "folder by folder"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The ways to refuse links: by the system's own call, compiled and not, and by hand where there is none."""
-    if request.param != "as here":
-        monkeypatch.setattr(beneath, "_compiled", None)
+    """The ways to refuse links: by the system's own call, and by hand where there is none."""
     if request.param == "folder by folder":
-        monkeypatch.setattr(beneath, "_openat2", None)
+        monkeypatch.setattr(beneath, "_compiled", None)
         monkeypatch.setattr(beneath, "_NOFOLLOW_ANY", 0)
     return str(request.param)
 
@@ -247,19 +243,3 @@ def test_only_a_path_with_a_link_is_resolved(tmp_path: Path, monkeypatch: pytest
     assert resolved("./store/../store") == "./store/../store"
     assert resolved(tmp_path / "new" / "er") == str(tmp_path / "new" / "er")
     assert resolved("link/new") == str(tmp_path / "store" / "new")
-
-
-def test_a_call_that_the_system_lacks_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beneath.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(syscall=_Syscall()))
-    assert beneath._find_openat2() is None
-
-
-class _Syscall:
-    """A kernel that refuses the call."""
-
-    argtypes: object = None
-    restype: object = None
-
-    def __call__(self, *_: object) -> int:
-        beneath.ctypes.set_errno(errno.ENOSYS)
-        return -1

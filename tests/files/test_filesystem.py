@@ -83,40 +83,6 @@ def test_a_write_that_makes_no_progress_is_an_error_and_not_a_loop(
     REAL.close(fd)
 
 
-@pytest.mark.parametrize("flag", ["as here", "absent", "refused"])
-@pytest.mark.parametrize("length", [1, 4, 9, 1000])
-def test_durable_writes_put_all_buffers_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, length: int
-) -> None:
-    fs = FaultyFileSystem()
-    synced: list[int] = []
-    sync = filesystem._sync_data
-
-    def recorded_sync(fd: int) -> None:
-        synced.append(fd)
-        sync(fd)
-
-    monkeypatch.setattr(filesystem, "_sync_data", recorded_sync)
-    if flag == "absent":
-        fs._dsync_flag = 0
-    if flag == "refused":
-        pwritev = os.pwritev
-
-        def refuse(fd: int, buffers: list[bytes], position: int, flags: int = 0) -> int:
-            if flags:
-                raise OSError(errno.EOPNOTSUPP, "no")
-            return pwritev(fd, buffers, position)
-
-        monkeypatch.setattr(os, "pwritev", refuse)
-    fs.shorten("pwritev_dsync", length=length)
-    fd = fs.open(tmp_path / "a", NEW)
-    fs.pwritev_dsync(fd, [b"one", memoryview(b"two"), bytearray(b"three")], 2)
-    fs.close(fd)
-    assert (tmp_path / "a").read_bytes() == b"\0\0onetwothree"
-    if flag != "as here":
-        assert synced  # what the flag would have done, fdatasync did
-
-
 @pytest.mark.parametrize(
     ("number", "kind"),
     [
@@ -244,6 +210,18 @@ def test_a_folder_that_cannot_be_synced_is_an_error_unless_its_file_system_has_n
     answer(errno.EIO)
     with pytest.raises(StoreIOError, match="sync_directory"):
         REAL.sync_directory(tmp_path)
+
+
+def test_each_folder_that_was_missing_is_durable_before_the_next_is_made(tmp_path: Path, fs: FaultyFileSystem) -> None:
+    assert fs.make_folders(tmp_path / "a" / "b")
+    made = [(call.operation, call.path) for call in fs.calls if call.operation in ("mkdir", "sync_directory")]
+    assert made == [
+        ("mkdir", str(tmp_path / "a")),
+        ("sync_directory", str(tmp_path)),
+        ("mkdir", str(tmp_path / "a" / "b")),
+        ("sync_directory", str(tmp_path / "a")),
+    ]
+    assert not fs.make_folders(tmp_path / "a" / "b")
 
 
 def test_the_path_of_a_closed_descriptor_is_forgotten(tmp_path: Path) -> None:

@@ -143,16 +143,6 @@ def test_close_removes_what_was_prepared_and_keeps_what_was_created(folder: Path
     assert names(folder) == [segment_name(0)]
 
 
-def test_a_prepared_segment_may_be_written_and_synced_beforehand(folder: Path) -> None:
-    run = filled(folder, 1)
-
-    run.prepare(SIZE, converted=True)
-    segment = run.create(SIZE)
-
-    assert Path(segment.path).read_bytes() == bytes(SIZE)
-    assert segment.writable
-
-
 def test_files_and_folders_get_the_modes_asked_for(folder: Path) -> None:
     filled(folder, 1)
     shared = folder.parent / "shared"

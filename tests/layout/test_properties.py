@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.errors import FormatError, InvalidMessageError
-from mqstore.layout import properties as names
 from mqstore.layout.properties import (
     CRC_TAIL_BYTES,
     MAX_PROPERTIES_BYTES,
@@ -61,12 +60,6 @@ def model_decode(data: bytes) -> dict[str, str]:
 
 def test_reserved_names_are_those_of_section_3() -> None:
     assert sorted(RESERVED) == sorted(SECTION_3)
-
-
-def test_every_name_constant_is_reserved() -> None:
-    other = {"TRANSIENT_PREFIX"}
-    constants = {v for k, v in vars(names).items() if k.isupper() and not k.startswith("_") and isinstance(v, str)}
-    assert constants - RESERVED == {vars(names)[name] for name in other}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,17 +60,10 @@ def stage(
     profile: str = "mqstore",
     *,
     store_host: str = "127.0.0.1:0",
-    index: bool = False,
 ) -> Path:
     """A shard of `rows` in `folder`, which it makes."""
     records = [staged(row, store_host) for row in rows]
-    said = described(rows, records, profile)
-    if not index:
-        return write(folder, records, said)
-    data = b"".join(struct.pack(">iI", len(record), crc32c(record)) for record in records)
-    write(folder, records, {**said, "index": crc32c(data)})
-    (folder / "records.idx").write_bytes(data)
-    return folder
+    return write(folder, records, described(rows, records, profile))
 
 
 def described(rows: Sequence[Row], records: Sequence[bytes], profile: str) -> dict[str, Any]:

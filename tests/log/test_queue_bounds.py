@@ -57,6 +57,17 @@ def test_a_hole_is_no_end(tmp_path: Path) -> None:
     queue._table.descriptors.close()
 
 
+def test_the_last_message_is_found_before_void_and_empty_units(tmp_path: Path) -> None:
+    units = [live(i) for i in range(100)] + [VOID_UNIT, bytes(UNIT_BYTES)] * 40 + [VOID_UNIT]
+    queue = queue_of(tmp_path / "a", units, 64)
+    assert queue.max_offset == 181
+    assert queue.last_message() == (99 * RECORD, RECORD, 99)
+    queue._table.descriptors.close()
+    queue = queue_of(tmp_path / "b", [VOID_UNIT] * 3, 64)
+    assert queue.last_message() == (-1, 0, -1)
+    queue._table.descriptors.close()
+
+
 def test_a_large_file_is_not_read_to_find_its_end(tmp_path: Path) -> None:
     queue = queue_of(tmp_path, [live(i) for i in range(123_456)], 300_000)
     read: list[int] = []

@@ -1257,14 +1257,14 @@ def test_a_folder_that_may_not_be_looked_into_is_an_error_of_ours(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "closed").mkdir()
-    real = os.listdir
+    real = os.scandir
 
-    def refuse(path: Any) -> list[str]:
+    def refuse(path: Any) -> Any:
         if os.path.samefile(path, tmp_path / "closed"):
             raise PermissionError(errno.EACCES, "Permission denied")
         return real(path)
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     for call in (taken, plan_snapshot):
         with pytest.raises(MQStoreError, match="closed"):
             call(root, tmp_path / "closed")

@@ -6,15 +6,12 @@ import errno
 import json
 import math
 import os
-import struct
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 from crc32c import crc32c
 from hypothesis import given
@@ -36,7 +33,6 @@ from mqstore.errors import (
     UnsupportedStoreError,
 )
 from mqstore.files.filesystem import FileSystem
-from mqstore.log.bulk.shard import index_entries
 from mqstore.log.bulk.splice import SpliceResult
 from mqstore.log.bulk.txn import TXN_FILE, Intent, IntentWatch, TxnState
 from mqstore.log.message import Message
@@ -44,7 +40,7 @@ from mqstore.log.recovery.scanner import End, scan_log
 from mqstore.log.store import MessageStore
 from mqstore.options import Profile, Retention
 from tests.faults import CHANGES, FaultyFileSystem
-from tests.log.splicesupport import Row, described, put_one_by_one, shown, stage, staged, write
+from tests.log.splicesupport import Row, described, put_one_by_one, shown, stage, staged
 from tests.log.support import SEGMENT, files, flip, kill, open_store
 
 ROWS = [Row(b"row %04d " % i * (1 + i % 9), "orders" if i % 3 else "clicks", i % 2) for i in range(60)]
@@ -63,9 +59,8 @@ def state_of(root: Path) -> dict[str, Any]:
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", [False, True])
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_splice_leaves_the_bytes_that_puts_one_by_one_would(tmp_path: Path, profile: Profile, index: bool) -> None:
+def test_a_splice_leaves_the_bytes_that_puts_one_by_one_would(tmp_path: Path, profile: Profile) -> None:
     long = "%RETRY%" + "g" * 140  # V2
     rows = [
         *ROWS,
@@ -80,9 +75,7 @@ def test_a_splice_leaves_the_bytes_that_puts_one_by_one_would(tmp_path: Path, pr
         store.put("orders", b"behind", 1)
         wanted = shown(store)
         host = "127.0.0.1:0"
-    shards = [
-        stage(tmp_path / str(i), rows[i * 50 : i * 50 + 50], profile, store_host=host, index=index) for i in range(3)
-    ]
+    shards = [stage(tmp_path / str(i), rows[i * 50 : i * 50 + 50], profile, store_host=host) for i in range(3)]
     with open_store(tmp_path / "spliced", profile=profile) as store:
         first = store.put("orders", b"before", 1)
         result = store.splice(shards, app="job", version=7)
@@ -99,13 +92,6 @@ def test_a_splice_leaves_the_bytes_that_puts_one_by_one_would(tmp_path: Path, pr
     with open_store(tmp_path / "spliced", "r") as store:
         assert list(store.verify()) == []
         assert store.clean_shutdown
-
-
-def test_the_store_host_of_these_tests_is_that_of_the_stores(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        store.put("t", b"")
-        [message] = store.read("t")
-        assert message.store_host == "127.0.0.1:0"
 
 
 _rows = st.lists(
@@ -126,14 +112,12 @@ _rows = st.lists(
     before=st.lists(st.binary(max_size=900), max_size=5),
     shards=st.lists(_rows, max_size=4),
     profile=st.sampled_from(PROFILES),
-    index=st.booleans(),
 )
 def test_any_shards_come_to_what_puts_come_to(
     tmp_path_factory: pytest.TempPathFactory,
     before: list[bytes],
     shards: list[list[Row]],
     profile: Profile,
-    index: bool,
 ) -> None:
     root = tmp_path_factory.mktemp("any")
     with open_store(root / "puts", profile=profile) as store:
@@ -145,7 +129,7 @@ def test_any_shards_come_to_what_puts_come_to(
     with open_store(root / "spliced", profile=profile) as store:
         for body in before:
             store.put("a", body)
-        folders = [stage(root / f"{i}", rows, profile, index=index) for i, rows in enumerate(shards)]
+        folders = [stage(root / f"{i}", rows, profile) for i, rows in enumerate(shards)]
         result = store.splice(folders, app="a", version=0)
         assert (store.max_offset, shown(store)) == (end, wanted)
         assert result.records == sum(map(len, shards))
@@ -176,14 +160,12 @@ def test_segments_roll_where_puts_roll_at_every_alignment(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("remembered", [0, 30, 1000])
-@pytest.mark.parametrize("index", [False, True])
 def test_windows_smaller_than_a_shard_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: bool, remembered: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remembered: int
 ) -> None:
     monkeypatch.setattr("mqstore.log.bulk.splice._REMEMBERED", remembered)
-    monkeypatch.setattr("mqstore.log.bulk.shard._INDEX_RECORDS", 5)
     monkeypatch.setattr("mqstore.log.bulk.shard.Shard.window_bytes", lambda it: min(it.bytes, max(700, it.largest)))
-    shards = [stage(tmp_path / f"{i}", ROWS, index=index) for i in range(2)]
+    shards = [stage(tmp_path / f"{i}", ROWS) for i in range(2)]
     with open_store(tmp_path / "puts") as store:
         put_one_by_one(store, ROWS + ROWS)
         store.dispatch()
@@ -319,15 +301,6 @@ def _with_row(row: Row) -> Callable[[Path], None]:
     return change
 
 
-def _index(folder: Path, at: int, more: bytes = b"", cut: int = 0) -> bool:
-    """An index for the shard, its byte `at` changed unless that is the first; and its CRC in shard.json."""
-    data = bytearray(b"".join(struct.pack(">iI", len(staged(row)), crc32c(staged(row))) for row in ROWS) + more)
-    data[at] ^= 1 if at else 0
-    (folder / "records.idx").write_bytes(data[: len(data) - cut])
-    _say(folder, index=crc32c(data))
-    return True
-
-
 def _say_queues(queues: Any) -> Callable[[Path], None]:
     return lambda folder: _say(folder, queues=queues)
 
@@ -371,18 +344,10 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a number that is none": (_with_row(Row(b"odd", properties={"INNER_NUM": "x"})), "INNER_NUM"),
     "the same at an even place": (_with_row(Row(b"even", properties={"INNER_NUM": "x"})), "INNER_NUM"),
     "a delay that is none": (_with_row(Row(b"", "SCHEDULE_TOPIC_XXXX", properties={"DELAY": "x"})), "DELAY"),
-    "an index that is none": (lambda f: _say(f, index="1"), "index must be a number"),
-    "an index that is not there": (lambda f: _say(f, index=1), "records.idx: the file is missing"),
-    "another index": (lambda f: _index(f, 0) and _say(f, index=1), "not the index that shard.json means"),
-    "an index too long": (lambda f: _index(f, 0, bytes(8)), "a size that no record has"),
-    "an index too short": (lambda f: _index(f, 0, cut=8), "no whole record"),
-    "an index with another size": (lambda f: _index(f, 3), "sizes differ"),
-    "an index with another CRC": (lambda f: _index(f, 7), "its CRC is not that of records.idx"),
     "a pipe for records": (
         lambda f: ((f / "records.bin").unlink(), os.mkfifo(f / "records.bin")),
         "not a regular file",
     ),
-    "a pipe for an index": (lambda f: (os.mkfifo(f / "records.idx"), _say(f, index=1)), "idx: it is a FIFO"),
     "a pipe for shard.json": (lambda f: ((f / "shard.json").unlink(), os.mkfifo(f / "shard.json")), "not a regular"),
     "a link": (
         lambda f: ((f / "records.bin").rename(f / "else"), (f / "records.bin").symlink_to(f / "else")),
@@ -768,7 +733,7 @@ def test_a_full_disk_leaves_the_store_usable_and_the_same_splice_works_later(tmp
         assert list(store.verify()) == []
 
 
-KINDS = sorted((CHANGES | {"pread", "open"}) - {"pwritev_dsync", "mkdir", "rmdir", "truncate_sparse"})
+KINDS = sorted((CHANGES | {"pread", "open"}) - {"mkdir", "rmdir", "truncate_sparse"})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -1007,7 +972,7 @@ def test_a_reader_stops_when_its_writer_becomes_a_newer_one(tmp_path: Path) -> N
     with open_store(root, "r") as reader:
         (root / TXN_FILE).write_text('{"version": 2}')
         with pytest.raises(UnsupportedStoreError):
-            reader.find_news()
+            reader.news.list_again()
 
 
 @pytest.mark.parametrize("create", [{"orders": 1 << 70}, {"orders": 1 << 63}])
@@ -1058,19 +1023,3 @@ def test_the_first_record_of_a_store_may_be_spliced_and_undone(tmp_path: Path) -
         assert not store.recovery.changed
         assert store.splice([shard], app="a", version=0).first_offset == 0
         assert list(store.verify()) == []
-
-
-def test_the_index_that_a_task_is_given_is_that_of_the_contract(tmp_path: Path) -> None:
-    folder = stage(tmp_path / "s", ROWS, index=True)
-    sizes = np.array([len(staged(row)) for row in ROWS])
-    assert (
-        index_entries(memoryview((folder / "records.bin").read_bytes()), sizes) == (folder / "records.idx").read_bytes()
-    )
-    assert index_entries(memoryview(b""), sizes[:0]) == b""
-
-
-def test_the_bytes_of_a_test_shard_are_what_the_contract_says(tmp_path: Path) -> None:
-    folder = write(tmp_path / "s", [staged(ROWS[0])], described(ROWS[:1], [staged(ROWS[0])], "mqstore"))
-    assert sorted(os.listdir(folder)) == ["records.bin", "shard.json"]
-    assert replace(ROWS[0], body=b"").topic == "clicks"
-    assert SimulatedClock().now_ms() > 0

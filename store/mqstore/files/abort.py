@@ -46,11 +46,8 @@ class AbortMark:
         that it wrote is lost. False without a mark, for a mark without a boot id, and where the system has none."""
         if not self.exists() or (boot_id := self._fs.boot_id()) is None:
             return False
-        fd = self._fs.open(self._path, os.O_RDONLY)
-        try:
+        with self._fs.opened(self._path, os.O_RDONLY) as fd:
             return self._fs.pread(fd, _READ_BYTES, 0).split()[1:] == [boot_id.encode()]
-        finally:
-            self._fs.close(fd)
 
     def set(self, pid: int, *, boot_id: bool = True) -> None:
         """Leave the mark, over the one that a crash left. A crash in here leaves it too, be it empty. `boot_id` False:
@@ -62,12 +59,9 @@ class AbortMark:
         # Not without need: to free a block that was written takes ext4 a millisecond.
         if self.exists() and self._fs.size(self._path) > len(text):
             flags |= os.O_TRUNC
-        fd = self._fs.open(self._path, flags, self._file_mode)
-        try:
+        with self._fs.opened(self._path, flags, self._file_mode) as fd:
             self._fs.pwrite(fd, text, 0)
             self._fs.fdatasync(fd)
-        finally:
-            self._fs.close(fd)
         self._fs.sync_directory(self._root)
 
     def clear(self) -> None:

@@ -20,7 +20,7 @@ comes in (`resolved`). After that no part of a path is a link of the user's.
 ==============  =================================================================================================
 system          how links are refused
 ==============  =================================================================================================
-Linux 5.6       ``openat2`` with RESOLVE_NO_SYMLINKS
+Linux 5.6       ``openat2`` with RESOLVE_NO_SYMLINKS, by compiled code
 macOS           O_NOFOLLOW_ANY
 else            folder by folder, each opened relative to the one above with O_NOFOLLOW
 ==============  =================================================================================================
@@ -30,12 +30,9 @@ Knows nothing of stores. Every descriptor that it opens is close-on-exec.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
-import struct
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -50,8 +47,6 @@ _CAREFUL = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _NOFOLLOW_ANY: int = getattr(os, "O_NOFOLLOW_ANY", 0)
 #: Enough to name what is in a folder; where it exists it needs no permission to list it.
 _TO_PASS = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
-_RESOLVE_NO_SYMLINKS = 0x04
-_NR_OPENAT2 = 437
 
 _KINDS = {
     stat.S_IFLNK: ("symbolic link", errno.ELOOP),
@@ -65,47 +60,7 @@ _KINDS = {
 REFUSED = frozenset(number for _, number in _KINDS.values())
 """Numbers of the errors that say that a name is not what it should be."""
 
-_Openat2 = Callable[[str, int, int], int]
-
-
-_HOW = struct.Struct("=QQQ")  # struct open_how: flags, mode, resolve
-
-
-def _find_openat2() -> _Openat2 | None:
-    """Return openat2, which the os module lacks; None where the system has no such call."""
-    if sys.platform != "linux":
-        return None
-    try:
-        syscall = ctypes.CDLL(None, use_errno=True).syscall
-    except (OSError, AttributeError):  # a static interpreter
-        return None
-    syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
-    syscall.restype = ctypes.c_long
-    here = -100  # AT_FDCWD
-
-    def openat2(path: str, flags: int, mode: int) -> int:
-        how = _HOW.pack(flags, mode if flags & os.O_CREAT else 0, _RESOLVE_NO_SYMLINKS)
-        name = os.fsencode(path)
-        if b"\0" in name:
-            raise ValueError("embedded null byte")
-        while True:
-            fd: int = syscall(_NR_OPENAT2, here, name, how, _HOW.size)
-            if fd >= 0:
-                return fd
-            number = ctypes.get_errno()
-            if number != errno.EINTR:
-                raise OSError(number, os.strerror(number), path)
-
-    try:
-        os.close(openat2("/", _TO_PASS, 0))
-    except OSError:  # an older kernel, or a sandbox that forbids the call
-        return None
-    return openat2
-
-
-_openat2 = _find_openat2()
-
-#: The same rule, compiled: a descriptor, or a negative errno after which nothing has happened.
+#: The rule by compiled code: a descriptor, or a negative errno after which nothing has happened.
 _compiled: Callable[[StrPath, int, int, bool], int] | None = None if kernel is None else kernel.open_beneath
 
 
@@ -194,8 +149,6 @@ def _open_folder(name: str, flags: int) -> int:
 def _open_strictly(name: str, flags: int, mode: int) -> int:
     """Open what no link leads to."""
     try:
-        if _openat2 is not None:
-            return _openat2(name, flags, mode)
         if _NOFOLLOW_ANY:
             return os.open(name, flags & ~os.O_NOFOLLOW | _NOFOLLOW_ANY, mode)
         return _walk(name, flags, mode)

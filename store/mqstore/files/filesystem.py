@@ -15,7 +15,6 @@ which order of calls makes them safe; that is the business of its callers. What 
   ==================  ===========================  =====================================================
   ``fdatasync``       ``fdatasync``                macOS ``F_FULLFSYNC`` (its fsync leaves data in the
                                                    drive's cache), else ``fsync``
-  ``pwritev_dsync``   ``pwritev2`` ``RWF_DSYNC``   ``pwritev``, then ``fdatasync`` as above
   ``allocate``        ``posix_fallocate``          zeros are written behind the present end
   ``map``             takes no descriptor          takes one for as long as it lasts, before CPython 3.13
   ==================  ===========================  =====================================================
@@ -36,7 +35,8 @@ import mmap
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -84,11 +84,6 @@ if sys.platform == "darwin":
             os.fsync(fd)
 else:
     _sync_data = os.fdatasync
-
-if sys.platform == "linux":
-    _RWF_DSYNC = os.RWF_DSYNC
-else:
-    _RWF_DSYNC = 0
 
 # A mapping keeps its file alive by itself. Before 3.13 Python also kept a duplicate descriptor in each, which counts
 # against the descriptor limit; since then it need not.
@@ -204,7 +199,6 @@ class FileSystem:
 
     def __init__(self) -> None:
         self._paths = _paths
-        self._dsync_flag = _RWF_DSYNC
 
     # -- descriptors ------------------------------------------------------------------------------------------------
 
@@ -226,6 +220,15 @@ class FileSystem:
             os.close(fd)
         except OSError as error:
             self._fail(error, path, "close")
+
+    @contextlib.contextmanager
+    def opened(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> Iterator[int]:
+        """Give a descriptor as `open` does, and close it in the end."""
+        fd = self.open(path, flags, mode)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
 
     def path_of(self, fd: int) -> str:
         """The path that `fd` was opened by, "fd N" for a descriptor opened elsewhere."""
@@ -305,19 +308,6 @@ class FileSystem:
                     done += self._pwrite_some(fd, view[done:], position + done)
         except OSError as error:
             self._fail(error, fd, "pwrite")
-
-    def pwritev_dsync(self, fd: int, buffers: Sequence[ReadableBuffer], position: int) -> None:
-        """Write `buffers` one behind the other at `position`, durable on return: these bytes and what is needed to
-        find them, not what others wrote elsewhere in the file. At most 1024 buffers (IOV_MAX)."""
-        size = sum(memoryview(buffer).nbytes for buffer in buffers)
-        try:
-            done = self._pwritev_dsync_some(fd, buffers, position)
-            while done < size:
-                # Only a full disk or a signal leads here; one copy keeps the rest of it simple.
-                rest = b"".join(memoryview(buffer).cast("B") for buffer in buffers)[done:]
-                done += self._pwritev_dsync_some(fd, [rest], position + done)
-        except OSError as error:
-            self._fail(error, fd, "pwritev_dsync")
 
     def fdatasync(self, fd: int) -> None:
         """Make what was written to this file durable, its length included (its name: `sync_directory`).
@@ -450,7 +440,8 @@ class FileSystem:
     def scandir(self, path: StrPath) -> list[str]:
         """All names in a folder, sorted. Bytes that are not UTF-8 come as lone surrogates (PEP 383)."""
         try:
-            return sorted(os.listdir(path))
+            with self._entries(path) as entries:
+                return sorted(entry.name for entry in entries)
         except OSError as error:
             self._fail(error, path, "scandir")
 
@@ -461,7 +452,7 @@ class FileSystem:
         found = []
         others: list[str] = []
         try:
-            with os.scandir(path) as entries:
+            with self._entries(path) as entries:
                 for entry in entries:
                     try:
                         if entry.is_file(follow_symlinks=not own):
@@ -482,7 +473,7 @@ class FileSystem:
     def scandir_directories(self, path: StrPath) -> list[str]:
         """The names of the folders in a folder, sorted."""
         try:
-            with os.scandir(path) as entries:
+            with self._entries(path) as entries:
                 return sorted(entry.name for entry in entries if _is_folder(entry))
         except OSError as error:
             self._fail(error, path, "scandir")
@@ -569,17 +560,26 @@ class FileSystem:
 
     def read_whole(self, path: StrPath, limit_bytes: int) -> bytes:
         """The content of a regular file of at most `limit_bytes`; StoreIOError (EFBIG) for a longer one."""
-        fd = self.open(path, os.O_RDONLY)
-        try:
+        with self.opened(path, os.O_RDONLY) as fd:
             size = self.size(fd)
             if size > limit_bytes:
                 text = f"{size} bytes, more than the {limit_bytes} that such a file may hold"
                 self._fail(OSError(errno.EFBIG, text), fd, "read")
             return self.pread(fd, size, 0)
-        finally:
-            self.close(fd)
 
     # -- whole folders, likewise --------------------------------------------------------------------------------------
+
+    def make_folders(self, path: StrPath) -> bool:
+        """Make a folder and what is missing above it, each durable in the one above. Return True if any was missing."""
+        missing = []
+        folder = os.fspath(path)
+        while not self.exists(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder) or os.curdir
+        for each in reversed(missing):
+            self.mkdir(each, exist_ok=True)  # another process may be making it, too
+            self.sync_directory(os.path.dirname(each) or os.curdir)
+        return bool(missing)
 
     def remove_tree(self, path: StrPath) -> None:
         """Delete a folder with all that is in it, or a file; links are removed, not followed. Fine if it is not there,
@@ -593,6 +593,10 @@ class FileSystem:
             self.rmdir(path)
 
     # -- beneath ----------------------------------------------------------------------------------------------------
+
+    def _entries(self, path: StrPath) -> AbstractContextManager[Iterator[os.DirEntry[str]]]:
+        """What is in a folder."""
+        return os.scandir(path)
 
     @contextlib.contextmanager
     def _descriptor(self, file: int | StrPath) -> Iterator[int]:
@@ -617,22 +621,6 @@ class FileSystem:
         """One pwrite: how many bytes went out, at least one (of a write that had any). Tests shorten it."""
         done = os.pwrite(fd, data, position)
         if not done and data.nbytes:
-            raise OSError(errno.EIO, "the write made no progress")
-        return done
-
-    def _pwritev_dsync_some(self, fd: int, buffers: Sequence[ReadableBuffer], position: int) -> int:
-        """One durable pwritev: how many bytes went out, at least one (of a write that had any)."""
-        if self._dsync_flag:
-            try:
-                done = os.pwritev(fd, buffers, position, self._dsync_flag)
-            except OSError as error:
-                if error.errno not in _UNSUPPORTED:
-                    raise
-                self._dsync_flag = 0
-        if not self._dsync_flag:
-            done = os.pwritev(fd, buffers, position)
-            _sync_data(fd)
-        if not done and any(memoryview(buffer).nbytes for buffer in buffers):
             raise OSError(errno.EIO, "the write made no progress")
         return done
 

@@ -114,11 +114,6 @@ class GroupCommit:
         with self._lock:
             self._fail_all(error)
 
-    def raise_if_failed(self) -> None:
-        """`FlushFailedError` once a sync has failed; for writers, before they append."""
-        if self.failure is not None:
-            self._raise_failure()
-
     # -- beneath ----------------------------------------------------------------------------------------------------
 
     def _join(self, target: int | None, timeout_s: float | None) -> bool:

@@ -244,12 +244,8 @@ def save_json(
 
 def sync_json(path: str | os.PathLike[str], fs: FileSystem = REAL) -> None:
     """Make the file at `path` durable if there is one: a killed process may have left it by a quick save."""
-    with suppress(FileNotFoundError):
-        fd = fs.open(path, os.O_RDONLY)
-        try:
-            fs.fdatasync(fd)
-        finally:
-            fs.close(fd)
+    with suppress(FileNotFoundError), fs.opened(path, os.O_RDONLY) as fd:
+        fs.fdatasync(fd)
 
 
 def check_backup(
@@ -347,14 +343,11 @@ def _read(path: str, fs: FileSystem, check: Check | None) -> _Read:
 def _write_new(path: str, content: bytes, fs: FileSystem, mode: int, *, synced: bool = True) -> None:
     """Write a new file, and sync it if `synced`. A leftover is never rewritten: a backup may hold a hard link of it."""
     fs.unlink(path, missing_ok=True)
-    fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        try:
+        with fs.opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode) as fd:
             fs.pwrite(fd, content, 0)
             if synced:
                 fs.fdatasync(fd)
-        finally:
-            fs.close(fd)
     except OSError:
         _remove_quietly(path, fs)
         raise

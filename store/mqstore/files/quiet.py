@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from mqstore.files.beneath import open_file
@@ -55,33 +56,14 @@ class QuietFileSystem(FileSystem):
         self._paths[fd] = os.fspath(path)
         return fd
 
-    @with_room
-    def scandir(self, path: StrPath) -> list[str]:
+    @contextmanager
+    def _entries(self, path: StrPath) -> Iterator[Iterator[os.DirEntry[str]]]:
+        fd = _open_quietly(path, os.O_RDONLY | os.O_DIRECTORY, os.open)
         try:
-            fd = _open_quietly(path, os.O_RDONLY | os.O_DIRECTORY, os.open)
-            try:
-                return sorted(os.listdir(fd))
-            finally:
-                os.close(fd)
-        except OSError as error:
-            self._fail(error, path, "scandir")
-
-    def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
-        assert not own, "who only looks has no folder to write"
-        found = []
-        for name in self.scandir(path):
-            full = os.path.join(path, name)
-            if os.path.isfile(full):
-                try:
-                    found.append((name, os.stat(full).st_size))
-                except FileNotFoundError:
-                    continue  # removed by its owner between the listing and the look at it
-                except OSError as error:
-                    self._fail(error, full, "stat")
-        return found
-
-    def scandir_directories(self, path: StrPath) -> list[str]:
-        return [name for name in self.scandir(path) if os.path.isdir(os.path.join(path, name))]
+            with os.scandir(fd) as entries:
+                yield entries
+        finally:
+            os.close(fd)
 
     # -- changes, refused ---------------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ from typing import Literal, NamedTuple
 from mqstore.errors import MQStoreError, StoreIOError
 from mqstore.files.descriptors import File
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, SyncNotBegunError, is_not_begun
-from mqstore.files.tmp import temporary_path
+from mqstore.files.tmp import new_file, temporary_path
 
 __all__ = [
     "EXTENDED",
@@ -454,29 +454,22 @@ class SegmentRun:
 
     # -- growing ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, start: int, *, populate_bytes: int = 0, converted: bool = False) -> None:
+    def prepare(self, start: int, *, populate_bytes: int = 0) -> None:
         """Make the segment that starts at `start` ready in the tmp folder, for a background thread: `create(start)`
         then only renames it. One is kept; preparing another gives up the first. With `populate_bytes` the pages of
         its beginning are faulted in (`populate`). All but the last segment are taken for fully written, and what
-        keeps them ready for writing is given back here, where nobody waits for it.
-
-        With `converted` all of its pages are faulted in, written and synced: the file system then knows its blocks as
-        written, and a later sync of a block written for the first time need not commit that to the journal. It
-        doubles what is written to the disk, and pays when puts of a page or more wait for their sync."""
+        keeps them ready for writing is given back here, where nobody waits for it."""
         assert self.writable, "only a writer prepares segments"
         with self._prepare_lock:
             if start in self._by_start or (self._prepared is not None and self._prepared.start == start):
                 return
             self._discard_prepared()
             segment = self._make(start)
-            if not self._sparse and (populate_bytes or converted):
+            if not self._sparse and populate_bytes:
                 try:
                     segment.mapping = self._map(segment, writable=True)
                     segment.writable = True
-                    self.populate(segment, 0, segment.size if converted else min(populate_bytes, segment.size))
-                    if converted:
-                        file = File(self._fs, segment.path, os.O_RDWR)
-                        self._fs.fdatasync(file.fd)
+                    self.populate(segment, 0, min(populate_bytes, segment.size))
                 except BaseException:
                     self._fs.unlink(segment.path, missing_ok=True)
                     raise
@@ -738,20 +731,15 @@ class SegmentRun:
         segment, fs = self.find(offset), self._fs
         if segment is None or fs.stat(segment.path).st_nlink < 2:
             return
-        path = temporary_path(self._tmp_directory, segment_name(segment.start))
+        tmp, name = self._tmp_directory, segment_name(segment.start)
         source = File(fs, segment.path, os.O_RDONLY)
         found = fs.stat(source.fd)
-        fs.mkdir(self._tmp_directory, self._folder_mode(), exist_ok=True)
-        try:
-            target = File(fs, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
-            fs.allocate(target.fd, found.st_size)
-            fs.copy(source.fd, target.fd, found.st_size)
-            fs.take_after(target.fd, found)
-            fs.fdatasync(target.fd)
-            fs.replace(path, segment.path)
-        except BaseException:
-            fs.unlink(path, missing_ok=True)
-            raise
+        fs.mkdir(tmp, self._folder_mode(), exist_ok=True)
+        with new_file(fs, tmp, name, segment.path, self._file_mode) as target:
+            fs.allocate(target, found.st_size)
+            fs.copy(source.fd, target, found.st_size)
+            fs.take_after(target, found)
+            fs.fdatasync(target)
         fs.sync_directory(self.directory)
         with self._lock:
             self._let_go(segment)

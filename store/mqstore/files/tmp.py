@@ -11,10 +11,12 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mqstore.files.filesystem import FileSystem, StrPath
 
-__all__ = ["remove_temporaries", "temporary_path"]
+__all__ = ["new_file", "remove_temporaries", "temporary_path"]
 
 _OURS = re.compile(r"(?:[0-9]{20}|cq|index|timerwheel)(?:[.-][0-9]+)?")
 
@@ -29,6 +31,20 @@ def temporary_path(folder: StrPath, purpose: str) -> str:
         path = os.path.join(folder, f"{purpose}.{next(_numbers)}")
         if not os.path.lexists(path):  # what is not ours stays there
             return path
+
+
+@contextmanager
+def new_file(fs: FileSystem, folder: StrPath, purpose: str, target: StrPath, mode: int) -> Iterator[int]:
+    """Give a descriptor of a new file in `folder`, which gets the name `target` at the end, in one step. Nothing stays
+    behind if the caller raises. The caller syncs what has to be durable before it has its name."""
+    path = temporary_path(folder, purpose)
+    try:
+        with fs.opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode) as fd:
+            yield fd
+        fs.replace(path, target)
+    except BaseException:
+        fs.unlink(path, missing_ok=True)
+        raise
 
 
 def remove_temporaries(fs: FileSystem, folder: StrPath) -> None:

@@ -13,13 +13,10 @@ data. The unit (0, 0x7FFFFFFF, 0) is void: its slot is taken, but it is no messa
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 __all__ = [
     "LAST_ADDRESS",
@@ -28,9 +25,7 @@ __all__ = [
     "UNIT_DTYPE",
     "VOID_SIZE",
     "VOID_UNIT",
-    "decode_units",
     "differing",
-    "encode_units",
     "is_message",
     "is_void",
 ]
@@ -44,26 +39,6 @@ VOID_UNIT: Final = UNIT.pack(0, VOID_SIZE, 0)
 LAST_ADDRESS: Final = -(1 << 31) - 1
 """Tags codes up to this are addresses in files beside the queue (`consumequeue_ext`): RocketMQ writes such when it
 is told to, and nobody here reads the files. Any tag may stand behind one."""
-
-
-def decode_units(data: ReadableBuffer) -> npt.NDArray[np.void]:
-    """The whole units in `data`, as an array of `UNIT_DTYPE` over the same memory; a cut-off last one is left out."""
-    view = memoryview(data)
-    units: npt.NDArray[np.void] = np.frombuffer(view, dtype=UNIT_DTYPE, count=view.nbytes // UNIT_BYTES)
-    return units
-
-
-def encode_units(
-    physical_offsets: npt.NDArray[np.integer[Any]],
-    sizes: npt.NDArray[np.integer[Any]],
-    tags_codes: npt.NDArray[np.integer[Any]],
-) -> bytes:
-    """The bytes of many units, one for each element of the three arrays of equal length."""
-    units = np.empty(len(physical_offsets), dtype=UNIT_DTYPE)
-    units["physical_offset"] = physical_offsets
-    units["size"] = sizes
-    units["tags_code"] = tags_codes
-    return units.tobytes()
 
 
 def is_void(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:

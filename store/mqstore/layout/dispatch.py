@@ -7,8 +7,7 @@
 No unit has a record whose queue is a batch queue, another kind of file that only RocketMQ writes (`batch_topics`, and
 whatever is a whole batch itself).
 
-The properties of all records are taken apart together (`pairs`). Where few distinct properties stand in many records
-(a tag, no keys), only the distinct ones are looked at.
+The properties of all records are taken apart together (`pairs`), each distinct one once.
 
 Arrays have a fixed price, and it would be paid for each message that somebody waits for: `few` takes up to eight
 records with a struct each. Both ways end in the same `Output`; whatever is not an ordinary record is left to arrays.
@@ -94,8 +93,6 @@ _Int32s = npt.NDArray[np.int32]
 _Bools = npt.NDArray[np.bool_]
 
 _SPACE = 0x20
-_FEW = 8
-"""Distinct properties are worth finding when records share them at least this many to one."""
 
 
 # Rows of the table that `kernel.list` fills.
@@ -173,13 +170,11 @@ class Rows:
         """What each queue has of them, in order of topic and queue id."""
         if self.queues is None:
             self.queues = [
-                Listed(topic, queue_id, chosen, self.queue_offset[chosen], self.units(chosen), self._follow(chosen))
+                Listed(topic, queue_id, chosen, slots, self.units(chosen), bool((np.diff(slots) == 1).all()))
                 for topic, queue_id, chosen in self._by_queue()
+                for slots in (self.queue_offset[chosen],)
             ]
         return self.queues
-
-    def _follow(self, chosen: _Int64s) -> bool:
-        return bool((np.diff(self.queue_offset[chosen]) == 1).all())
 
     def by_queue(self) -> list[tuple[str, int, _Int64s]]:
         """(topic, queue id, indices of its rows that have a unit, in log order) for each queue."""
@@ -232,48 +227,50 @@ def rows_of(
     `delay_table_ms` holds the milliseconds of each delay level, level 1 first (format#tags-code).
     """
     view = memoryview(buf)
-    count = len(headers)
     topics, topic = topics_of(view, headers)
     prefixes = np.array([_prefix(name) for name in topics], np.int32)
+    told = None
     if headers.run is not None and not batch_topics and SCHEDULE_TOPIC not in topics:
-        listed = _listed(view, headers, headers.run, base, topics, topic, prefixes)
-        if listed is not None:
-            return listed
-    transaction = headers.sys_flag & TRANSACTION_MASK
-    has_unit = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
-    has_unit &= headers.sys_flag & INNER_BATCH == 0
-    if batch_topics:
-        has_unit &= ~np.isin(topic, [i for i, name in enumerate(topics) if name in batch_topics])
-    tags, named, entry_row, entry_hash = _tags_and_entries(view, headers, prefixes, topic)
-    indexed = (transaction != TRANSACTION_ROLLBACK)[entry_row]
-    if not indexed.all():
-        entry_row, entry_hash = entry_row[indexed], entry_hash[indexed]
-    store_timestamp_ms = headers.store_timestamp_ms
-    if SCHEDULE_TOPIC in topics:
-        _deliver_times(view, headers, np.flatnonzero(topic == topics.index(SCHEDULE_TOPIC)), tags, delay_table_ms)
+        told = _listed(view, headers.run, len(headers), base, topics, prefixes)
+    named = np.zeros(0, np.int64)
+    if told is None:
+        transaction = headers.sys_flag & TRANSACTION_MASK
+        has_unit = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
+        has_unit &= headers.sys_flag & INNER_BATCH == 0
+        if batch_topics:
+            has_unit &= ~np.isin(topic, [i for i, name in enumerate(topics) if name in batch_topics])
+        tags, named, entry_row, entry_hash = _tags_and_entries(view, headers, prefixes, topic)
+        indexed = (transaction != TRANSACTION_ROLLBACK)[entry_row]
+        if SCHEDULE_TOPIC in topics:
+            _deliver_times(view, headers, np.flatnonzero(topic == topics.index(SCHEDULE_TOPIC)), tags, delay_table_ms)
+        told = _Told(tags, has_unit, entry_row[indexed], entry_hash[indexed], None)
     rows = Rows(
-        records=count,
+        records=len(headers),
         topics=topics,
         topic=topic,
         queue_id=headers.queue_id,
         queue_offset=headers.queue_offset,
         physical_offset=headers.positions + base,
         size=headers.size,
-        tags_code=tags,
-        store_timestamp_ms=store_timestamp_ms,
-        has_unit=has_unit if count else np.zeros(0, np.bool_),
-        entry_row=entry_row,
-        entry_hash=entry_hash,
+        store_timestamp_ms=headers.store_timestamp_ms,
+        **told._asdict(),
     )
     return _with_light(rows, view, headers, named) if len(named) else rows
 
 
-def _listed(
-    view: memoryview, headers: Headers, run: Run, base: int, topics: list[str], topic: _Int64s, prefixes: _Int32s
-) -> Rows | None:
-    """`rows_of` by compiled parts; None for what takes more patience."""
+class _Told(NamedTuple):
+    """What `Rows` has that is not in the records' headers."""
+
+    tags_code: _Int64s
+    has_unit: _Bools
+    entry_row: _Int64s
+    entry_hash: _Int32s
+    queues: list[Listed] | None
+
+
+def _listed(view: memoryview, run: Run, count: int, base: int, topics: list[str], prefixes: _Int32s) -> _Told | None:
+    """What is told of records by compiled parts; None for what takes more patience."""
     assert kernel is not None
-    count = len(headers)
     empty = run.spares.empty
     out, has_unit, units = (
         empty((_LISTED_ROWS, count + ROW_SPACE), np.int64),
@@ -293,21 +290,8 @@ def _listed(
         rows, slots = out[_ROW, start:end], out[_SLOT, start:end]
         queues.append(Listed(topics[which], queue_id, rows, slots, units[start:end], bool(follow)))
         start = end
-    return Rows(
-        records=count,
-        topics=topics,
-        topic=topic,
-        queue_id=headers.queue_id,
-        queue_offset=headers.queue_offset,
-        physical_offset=headers.positions + base,
-        size=headers.size,
-        tags_code=out[_TAGS_CODE, :count],
-        store_timestamp_ms=headers.store_timestamp_ms,
-        has_unit=has_unit,
-        entry_row=np.frombuffer(entry_row, np.int64),
-        entry_hash=np.frombuffer(entry_hash, np.int32),
-        queues=queues,
-    )
+    entries = np.frombuffer(entry_row, np.int64), np.frombuffer(entry_hash, np.int32)
+    return _Told(out[_TAGS_CODE, :count], has_unit, *entries, queues)
 
 
 def light_queues(topic: str, queue_id: int, properties: bytes) -> list[tuple[str, int, int]]:
@@ -372,22 +356,12 @@ def _slices(view: memoryview, starts: _Int64s, sizes: _Int64s) -> list[bytes]:
 
 def topics_of(view: memoryview, headers: Headers) -> tuple[list[str], _Int64s]:
     """Distinct topics, and the index of each record's. Bytes that are not UTF-8 become surrogates: no folder's name."""
-    count = len(headers)
-    if not count:
-        return [], np.zeros(0, np.int64)
     known = headers.topics()
     if known is not None:
         return [name.decode("utf-8", "surrogateescape") for name in known[0]], known[1].astype(np.int64)
-    starts, sizes = headers.topic_position, headers.topic_size
-    size = int(sizes[0])
-    if bool((sizes == size).all()):
-        first = bytes(view[int(starts[0]) : int(starts[0]) + size])
-        data = np.frombuffer(view, np.uint8)
-        same = data[starts[:, None] + np.arange(size)] == np.frombuffer(first, np.uint8)
-        if bool(same.all()):
-            return [first.decode("utf-8", "surrogateescape")], np.zeros(count, np.int64)
     numbers: dict[bytes, int] = {}
-    index = [numbers.setdefault(name, len(numbers)) for name in _slices(view, starts, sizes)]
+    names = _slices(view, headers.topic_position, headers.topic_size)
+    index = [numbers.setdefault(name, len(numbers)) for name in names]
     return [name.decode("utf-8", "surrogateescape") for name in numbers], np.array(index, np.int64)
 
 
@@ -395,51 +369,28 @@ def _tags_and_entries(
     view: memoryview, headers: Headers, prefixes: _Int32s, topic: _Int64s
 ) -> tuple[_Int64s, _Int64s, _Int64s, _Int32s]:
     """(tags code per record, rows that may name light queues, row per index entry, hash per index entry)."""
-    count = len(headers)
-    tags = np.zeros(count, np.int64)
-    named = np.zeros(0, np.int64)
-    none = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    tags = np.zeros(len(headers), np.int64)
     sizes = headers.properties_size
     rows = np.flatnonzero(sizes)
     if not len(rows):
-        return tags, named, *none
+        return tags, rows, rows, np.zeros(0, np.int32)
+    numbers: dict[bytes, int] = {}
     blobs = _slices(view, headers.properties_position[rows], sizes[rows])
-    numbers = dict.fromkeys(blobs, 0)
-    if len(numbers) * _FEW <= len(blobs):
-        for number, blob in enumerate(numbers):
-            numbers[blob] = number
-        which = np.fromiter(map(numbers.__getitem__, blobs), np.int64, len(blobs))
-        pairs = Pairs.of(list(numbers))
-        tags[rows] = _tags_code(pairs, len(numbers))[which]
-        if len(light := _may_name_light(pairs)):
-            named = rows[np.isin(which, light)]
-        key_blob, key_start, key_size = _keys(pairs)
-        if not len(key_blob):
-            return tags, named, *none
-        # Entries of each distinct blob, repeated for every record that bears it.
-        per_blob = np.bincount(key_blob, minlength=len(numbers))
-        first = np.cumsum(per_blob) - per_blob
-        repeats = per_blob[which]
-        entry_row = np.repeat(rows, repeats)
-        within = np.arange(len(entry_row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-        key = np.repeat(first[which], repeats) + within
-        key_start, key_size = key_start[key], key_size[key]
-    else:
-        pairs = Pairs.of(blobs)
-        tags[rows] = _tags_code(pairs, len(blobs))
-        named = rows[_may_name_light(pairs)]
-        key_blob, key_start, key_size = _keys(pairs)
-        if not len(key_blob):
-            return tags, named, *none
-        entry_row = rows[key_blob]
-    hashes = index_hash_many(pairs.data, key_start, key_size, initial=prefixes[topic[entry_row]])
+    which = np.array([numbers.setdefault(blob, len(numbers)) for blob in blobs], np.int64)
+    pairs = Pairs.of(list(numbers))
+    tags[rows] = _tags_code(pairs, len(numbers))[which]
+    light = np.unique(pairs.blob[pairs.name_size == len(INNER_MULTI_DISPATCH)])  # by a name of its length
+    named = rows[np.isin(which, light)]
+    # Entries of each distinct blob, repeated for every record that bears it.
+    key_blob, key_start, key_size = _keys(pairs)
+    per_blob = np.bincount(key_blob, minlength=len(numbers))
+    first = np.cumsum(per_blob) - per_blob
+    repeats = per_blob[which]
+    entry_row = np.repeat(rows, repeats)
+    within = np.arange(len(entry_row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    key = np.repeat(first[which], repeats) + within
+    hashes = index_hash_many(pairs.data, key_start[key], key_size[key], initial=prefixes[topic[entry_row]])
     return tags, named, entry_row, hashes
-
-
-def _may_name_light(pairs: Pairs) -> _Int64s:
-    """The blobs that may have INNER_MULTI_DISPATCH, ascending: a name of its length."""
-    found: _Int64s = np.unique(pairs.blob[pairs.name_size == len(INNER_MULTI_DISPATCH)])
-    return found
 
 
 def _tags_code(pairs: Pairs, count: int) -> _Int64s:

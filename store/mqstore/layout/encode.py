@@ -7,9 +7,9 @@ handful of array operations each. Both give the same bytes, which the tests hold
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from itertools import repeat, starmap
-from struct import Struct
+from collections.abc import Sequence
+from functools import cache
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -17,40 +17,20 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
-from mqstore.layout.record import BORN_HOST_V6, CHECKSUM_AT, STORE_HOST_V6, Checksum, header_struct
+from mqstore.layout.record import CHECKSUM_AT, HEADER_FIELDS, STORE_HOST_V6, Checksum, header_struct, host_bits
 from mqstore.native import kernel
 
 __all__ = ["encode_copies", "encode_records", "header_dtype", "lengths_of"]
 
 _COPIED = ("flag", "sys_flag", "born_timestamp_ms", "born_host", "reconsume_times", "body_size")
 """Header fields that a copy has from its source: where and when a message was born, and what it is."""
-_DTYPES: dict[tuple[int, int], np.dtype[np.void]] = {}
 
 
+@cache
 def header_dtype(born_host_bytes: int, store_host_bytes: int) -> np.dtype[np.void]:
-    """Fields 1 to 15 of a record, everything before its body: 72 + hosts bytes, packed, big-endian."""
-    key = (born_host_bytes, store_host_bytes)
-    if key not in _DTYPES:
-        _DTYPES[key] = np.dtype(
-            [
-                ("size", ">i4"),
-                ("magic", ">i4"),
-                ("checksum", ">u4"),
-                ("queue_id", ">i4"),
-                ("flag", ">i4"),
-                ("queue_offset", ">i8"),
-                ("physical_offset", ">i8"),
-                ("sys_flag", ">i4"),
-                ("born_timestamp_ms", ">i8"),
-                ("born_host", f"S{born_host_bytes}"),
-                ("store_timestamp_ms", ">i8"),
-                ("store_host", f"S{store_host_bytes}"),
-                ("reconsume_times", ">i4"),
-                ("prepared_transaction_offset", ">i8"),
-                ("body_size", ">i4"),
-            ]
-        )
-    return _DTYPES[key]
+    """Fields 1 to 15 of a record (`HEADER_FIELDS`), everything before its body: packed, big-endian."""
+    hosts = {"born_host": f"S{born_host_bytes}", "store_host": f"S{store_host_bytes}"}
+    return np.dtype([(name, hosts.get(name, f">{code}")) for name, code in HEADER_FIELDS])
 
 
 def lengths_of(bodies: list[Any]) -> tuple[int, int] | None:
@@ -87,9 +67,7 @@ def encode_records(
     each. Offsets count up from `queue_offset` and `physical_offset`; `timestamp_ms` is born and store timestamp. The
     caller has checked limits.
     """
-    sys_flag = (BORN_HOST_V6 if len(born_host) == IPV6_BYTES else 0) | (
-        STORE_HOST_V6 if len(store_host) == IPV6_BYTES else 0
-    )
+    sys_flag = host_bits(born_host, store_host)
     if kernel is not None and checksum == "crc32c-record":
         flag, each_flag = (flags, None) if isinstance(flags, int) else (0, flags)
         stamp = timestamp_ms
@@ -103,72 +81,52 @@ def encode_records(
     body_sizes = np.fromiter(map(len, bodies), np.int64, count)
     sizes = body_sizes + dtype.itemsize
     sizes += len(tails) if isinstance(tails, bytes) else np.fromiter(map(len, tails), np.int64, count)
-    starts = np.empty(count, np.int64)
-    starts[0] = 0
-    np.cumsum(sizes[:-1], out=starts[1:])
-
-    # One header for all, then the columns in which they differ: a column costs as much as all rows' copies.
-    first = np.zeros(1, dtype)
-    first["size"] = sizes[0]
-    first["magic"] = magic
-    first["queue_id"] = queue_id
-    first["sys_flag"] = sys_flag
-    first["born_timestamp_ms"] = first["store_timestamp_ms"] = timestamp_ms
-    first["born_host"] = born_host
-    first["store_host"] = store_host
-    first["body_size"] = body_sizes[0]
-    headers = np.repeat(first, count)
+    headers = np.zeros(count, dtype)
+    headers["magic"] = magic
+    headers["queue_id"] = queue_id
+    headers["flag"] = flags
     headers["queue_offset"] = np.arange(queue_offset, queue_offset + count)
-    headers["physical_offset"] = starts + physical_offset
-    if isinstance(flags, int):
-        if flags:
-            headers["flag"] = flags
-    else:
-        headers["flag"] = flags
-    if checksum == "crc32-body":
-        headers["checksum"] = np.fromiter(map(zlib.crc32, bodies), np.uint32, count) & np.uint32(0x7FFF_FFFF)
-
-    size, body_size = int(sizes[0]), int(body_sizes[0])
-    width = dtype.itemsize
-    crcs: Iterator[int]
-    if bool((body_sizes == body_size).all()) and bool((sizes == size).all()):
-        # One shape for all: a matrix with a record a row, filled by column.
-        rows = np.empty((count, size), np.uint8)
-        rows[:, :width] = headers.view(np.uint8).reshape(count, width)
-        if body_size:
-            rows[:, width : width + body_size] = np.frombuffer(b"".join(bodies), np.uint8).reshape(count, body_size)
-        tail = np.frombuffer(tails if isinstance(tails, bytes) else b"".join(tails), np.uint8)
-        rows[:, width + body_size :] = tail.reshape(-1, size - width - body_size)
-        data = rows.reshape(-1)
-        # Unpacking hands out a record at a time without a slice object each: twice as fast as slicing.
-        crcs = starmap(crc32c, Struct(f"{size}s").iter_unpack(data.data))
-    else:
-        headers["size"] = sizes
-        headers["body_size"] = body_sizes
-        packed = headers.tobytes()
-        heads = [packed[i : i + width] for i in range(0, len(packed), width)]
-        each_tail = repeat(tails) if isinstance(tails, bytes) else tails
-        records = [head + body + tail for head, body, tail in zip(heads, bodies, each_tail, strict=False)]
-        data = np.frombuffer(bytearray().join(records), np.uint8)
-        crcs = map(crc32c, records)
-    if checksum == "crc32c-record":
-        fields = np.fromiter(crcs, ">u4", count).view(np.uint8).reshape(count, 4)
-        data[starts[:, None] + np.arange(CHECKSUM_AT, CHECKSUM_AT + 4)] = fields
-    return data, sizes
+    headers["sys_flag"] = sys_flag
+    headers["born_timestamp_ms"] = timestamp_ms
+    headers["born_host"] = born_host
+    headers["body_size"] = body_sizes
+    return _assembled(headers, bodies, tails, sizes, physical_offset, timestamp_ms, store_host, checksum), sizes
 
 
 def _assembled(
-    header: npt.NDArray[np.void],
+    headers: npt.NDArray[np.void],
     bodies: Sequence[bytes],
     tails: Sequence[bytes] | bytes,
     sizes: npt.NDArray[np.int64],
+    physical_offset: int,
+    timestamp_ms: int,
+    store_host: bytes,
     checksum: Checksum,
 ) -> npt.NDArray[np.uint8]:
-    """Headers, bodies and tails put together by `native.kernel`, with their checksums."""
-    assert kernel is not None
-    data = np.empty(int(sizes.sum()), np.uint8)
-    tails = tails if isinstance(tails, bytes) else list(tails)
-    kernel.assemble(header.view(np.uint8), list(bodies), tails, data, checksum == "crc32c-record")
+    """Headers, which lack what says where and when they are stored, bodies and tails as consecutive records."""
+    count = len(headers)
+    starts = np.cumsum(sizes) - sizes
+    headers["size"] = sizes
+    headers["physical_offset"] = starts + physical_offset
+    headers["store_timestamp_ms"] = timestamp_ms
+    headers["store_host"] = store_host
+    if checksum == "crc32-body":
+        headers["checksum"] = np.fromiter(map(zlib.crc32, bodies), np.uint32, count) & np.uint32(0x7FFF_FFFF)
+    if kernel is not None:
+        data = np.empty(int(sizes.sum()), np.uint8)
+        tails = tails if isinstance(tails, bytes) else list(tails)
+        kernel.assemble(headers.view(np.uint8), list(bodies), tails, data, checksum == "crc32c-record")
+        return data
+    width, packed = headers.dtype.itemsize, headers.tobytes()
+    each_tail = repeat(tails, count) if isinstance(tails, bytes) else tails
+    records = [
+        packed[at : at + width] + body + tail
+        for at, body, tail in zip(range(0, len(packed), width), bodies, each_tail, strict=True)
+    ]
+    data = np.frombuffer(bytearray().join(records), np.uint8)
+    if checksum == "crc32c-record":
+        fields = np.fromiter(map(crc32c, records), ">u4", count).view(np.uint8).reshape(count, 4)
+        data[starts[:, None] + np.arange(CHECKSUM_AT, CHECKSUM_AT + 4)] = fields
     return data
 
 
@@ -197,28 +155,9 @@ def encode_copies(
         header[name] = source[name]
     sizes = header["body_size"].astype(np.int64) + header.dtype.itemsize
     sizes += np.fromiter(map(len, tails), np.int64, count)
-    starts = np.cumsum(sizes) - sizes
-    header["size"] = sizes
     header["magic"] = magics
     header["queue_id"] = queue_ids
     header["queue_offset"] = queue_offsets
-    header["physical_offset"] = starts + physical_offset
-    header["store_timestamp_ms"] = timestamp_ms
-    header["store_host"] = store_host
     if len(store_host) == IPV6_BYTES:
         header["sys_flag"] |= STORE_HOST_V6
-    if checksum == "crc32-body":
-        header["checksum"] = np.fromiter(map(zlib.crc32, bodies), np.uint32, count) & np.uint32(0x7FFF_FFFF)
-    if kernel is not None:
-        return _assembled(header, bodies, tails, sizes, checksum), sizes
-    width = header.dtype.itemsize
-    packed = header.tobytes()
-    records = [
-        packed[at : at + width] + body + tail
-        for at, body, tail in zip(range(0, len(packed), width), bodies, tails, strict=True)
-    ]
-    data = np.frombuffer(bytearray().join(records), np.uint8)
-    if checksum == "crc32c-record":
-        fields = np.fromiter(map(crc32c, records), ">u4", count).view(np.uint8).reshape(count, 4)
-        data[starts[:, None] + np.arange(CHECKSUM_AT, CHECKSUM_AT + 4)] = fields
-    return data, sizes
+    return _assembled(header, bodies, tails, sizes, physical_offset, timestamp_ms, store_host, checksum), sizes

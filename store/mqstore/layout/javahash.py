@@ -8,9 +8,8 @@ of `a`, so a prefix that many strings share ("topic#") is hashed once and handed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,46 +64,22 @@ def index_hash(key: str) -> int:
     return 0 if value == _SIGN else value
 
 
-@overload
 def java_hash_many(
-    rows: Sequence[bytes], starts: None = None, sizes: None = None, *, initial: int | npt.NDArray[np.int32] = 0
-) -> npt.NDArray[np.int32]: ...
-
-
-@overload
-def java_hash_many(
-    rows: npt.NDArray[np.uint8],
+    data: npt.NDArray[np.uint8],
     starts: npt.NDArray[np.integer[Any]],
     sizes: npt.NDArray[np.integer[Any]],
-    *,
-    initial: int | npt.NDArray[np.int32] = 0,
-) -> npt.NDArray[np.int32]: ...
-
-
-def java_hash_many(
-    rows: Sequence[bytes] | npt.NDArray[np.uint8],
-    starts: npt.NDArray[np.integer[Any]] | None = None,
-    sizes: npt.NDArray[np.integer[Any]] | None = None,
     *,
     initial: int | npt.NDArray[np.int32] = 0,
 ) -> npt.NDArray[np.int32]:
     """The hashes of many UTF-8 strings, int32, in the order given.
 
-    Either `rows` is a sequence of bytes objects, or it is one uint8 array in which row i is the `sizes[i]` bytes from
-    `starts[i]` (rows may overlap and come in any order). `initial` is the hash of a prefix, one for all rows or one a
-    row. Each row counts as the string Java would make of it, that is UTF-8 decoded with replacement; rows that are not
-    plain ASCII are decoded and hashed one by one. Raises ValueError for a row that does not lie inside the array.
+    String i is the `sizes[i]` bytes from `starts[i]` of `data`; they may overlap, in any order. `initial` is the
+    hash of a prefix, one for all or one each. Each counts as the string Java would make of it, that is UTF-8 decoded
+    with replacement; those that are not plain ASCII are decoded and hashed one by one. Raises ValueError for one that
+    does not lie inside the array.
     """
-    if isinstance(rows, np.ndarray):
-        if starts is None or sizes is None:
-            raise ValueError("an array of bytes needs the starts and sizes of its rows")
-        data = rows
-        row_starts = np.asarray(starts, dtype=np.int64)
-        row_sizes = np.asarray(sizes, dtype=np.int64)
-    else:
-        data = np.frombuffer(b"".join(rows), dtype=np.uint8)
-        row_sizes = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-        row_starts = np.cumsum(row_sizes) - row_sizes
+    row_starts = np.asarray(starts, dtype=np.int64)
+    row_sizes = np.asarray(sizes, dtype=np.int64)
     count = len(row_starts)
     if len(row_sizes) != count:
         raise ValueError(f"{count} starts but {len(row_sizes)} sizes")

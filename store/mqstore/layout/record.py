@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import crc32c
 
 from mqstore.errors import FormatError, InvalidMessageError
-from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, LOCAL_HOST, decode_host
+from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, LOCAL_HOST
 from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import (
     CRC_TAIL_BYTES,
@@ -117,18 +117,22 @@ _I32: Final = struct.Struct(">i")
 _I16: Final = struct.Struct(">h")
 _I8: Final = struct.Struct(">b")
 
-# Fields 1..15 in one go, for the four combinations of host sizes: index = sysFlag >> 4 & 3.
-_HEADS: Final = tuple(
-    struct.Struct(f">iiiiiqqiq{born}sq{store}siqi")
-    for store in (IPV4_BYTES, IPV6_BYTES)
-    for born in (IPV4_BYTES, IPV6_BYTES)
-)
-_HEAD_FIELDS: Final = (
-    ("total_size", "i"), ("magic", "i"), ("checksum", "i"), ("queue_id", "i"), ("flag", "i"), ("queue_offset", "q"),
+HEADER_FIELDS: Final = (
+    ("size", "i"), ("magic", "i"), ("checksum", "i"), ("queue_id", "i"), ("flag", "i"), ("queue_offset", "q"),
     ("physical_offset", "q"), ("sys_flag", "i"), ("born_timestamp_ms", "q"), ("born_host", "s"),
     ("store_timestamp_ms", "q"), ("store_host", "s"), ("reconsume_times", "i"), ("prepared_transaction_offset", "q"),
-    ("body", "i"),
+    ("body_size", "i"),
 )  # fmt: skip
+"""Fields 1 to 15: name, and code of `struct`. Hosts are bytes of either length."""
+
+
+def _head(born_host_bytes: int, store_host_bytes: int) -> struct.Struct:
+    hosts = {"born_host": f"{born_host_bytes}s", "store_host": f"{store_host_bytes}s"}
+    return struct.Struct(">" + "".join(hosts.get(name, code) for name, code in HEADER_FIELDS))
+
+
+# All of them in one go, for the four combinations of host sizes: index = sysFlag >> 4 & 3.
+_HEADS: Final = tuple(_head(born, store) for store in (IPV4_BYTES, IPV6_BYTES) for born in (IPV4_BYTES, IPV6_BYTES))
 
 
 def header_struct(born_host_bytes: int, store_host_bytes: int) -> struct.Struct:
@@ -188,16 +192,6 @@ class Record(NamedTuple):
         """The offset message id: address of this copy (format#ids)."""
         return encode_message_id(self.store_host, self.physical_offset)
 
-    @property
-    def born_host_text(self) -> str:
-        """`ip:port` or `[v6]:port` of the producer."""
-        return decode_host(self.born_host)
-
-    @property
-    def store_host_text(self) -> str:
-        """`ip:port` or `[v6]:port` of the store."""
-        return decode_host(self.store_host)
-
 
 # --- encoding -------------------------------------------------------------------------------------------------------
 
@@ -208,7 +202,8 @@ def record_bytes(
     """The totalSize of a record of these lengths; `properties_bytes` counts the CRC tail if there will be one."""
     topic_length_bytes = 1 if topic_bytes <= MAX_TOPIC_BYTES_V1 else 2
     hosts_bytes = born_host_bytes + store_host_bytes
-    return 72 + hosts_bytes + body_bytes + topic_length_bytes + topic_bytes + 2 + properties_bytes
+    fixed_bytes = BODY_AT_V4 - 2 * IPV4_BYTES
+    return fixed_bytes + hosts_bytes + body_bytes + topic_length_bytes + topic_bytes + 2 + properties_bytes
 
 
 def encode_record(
@@ -252,7 +247,7 @@ def encode_record(
         raise InvalidMessageError(
             f"properties take {len(properties)} bytes, the limit is {MAX_PROPERTIES_BYTES}", "properties"
         )
-    sys_flag = sys_flag & ~(BORN_HOST_V6 | STORE_HOST_V6) | _host_bits(born_host, store_host)
+    sys_flag = sys_flag & ~(BORN_HOST_V6 | STORE_HOST_V6) | host_bits(born_host, store_host)
     head_struct = _HEADS[sys_flag >> 4 & 3]
     body_size = body.nbytes if isinstance(body, memoryview) else len(body)
     if topic_size <= MAX_TOPIC_BYTES_V1:
@@ -292,19 +287,28 @@ def encode_blank(size: int) -> bytes:
     return _BLANK.pack(size, MAGIC_BLANK)
 
 
-def _host_bits(born_host: bytes, store_host: bytes) -> int:
-    """The sysFlag bits that these two encoded hosts demand."""
-    for host, field in ((born_host, "born_host"), (store_host, "store_host")):
-        if len(host) not in (IPV4_BYTES, IPV6_BYTES):
-            raise InvalidMessageError(f"an encoded host has {IPV4_BYTES} or {IPV6_BYTES} bytes, not {len(host)}", field)
-    return (BORN_HOST_V6 if len(born_host) == IPV6_BYTES else 0) | (
-        STORE_HOST_V6 if len(store_host) == IPV6_BYTES else 0
-    )
+_HOST_BITS: Final = {
+    (IPV4_BYTES, IPV4_BYTES): 0,
+    (IPV6_BYTES, IPV4_BYTES): BORN_HOST_V6,
+    (IPV4_BYTES, IPV6_BYTES): STORE_HOST_V6,
+    (IPV6_BYTES, IPV6_BYTES): BORN_HOST_V6 | STORE_HOST_V6,
+}
+
+
+def host_bits(born_host: bytes, store_host: bytes) -> int:
+    """The sysFlag bits that these two encoded hosts demand. InvalidMessageError for one of another length."""
+    bits = _HOST_BITS.get((len(born_host), len(store_host)))
+    if bits is None:
+        field, host = ("born_host", born_host)
+        if len(born_host) in (IPV4_BYTES, IPV6_BYTES):
+            field, host = ("store_host", store_host)
+        raise InvalidMessageError(f"an encoded host has {IPV4_BYTES} or {IPV6_BYTES} bytes, not {len(host)}", field)
+    return bits
 
 
 def _unfit(values: tuple[object, ...], error: struct.error) -> InvalidMessageError:
     """Which of the head's values `struct` did not take."""
-    for (field, code), value in zip(_HEAD_FIELDS, values, strict=True):
+    for (field, code), value in zip(HEADER_FIELDS, values, strict=True):
         if code != "s":
             try:
                 struct.pack(">" + code, value)
@@ -403,20 +407,6 @@ class Check(NamedTuple):
     size: int
     detail: str = ""
     field: str = ""
-
-
-def record_checksum(buf: ReadableBuffer, position: int, size: int, checksum: Checksum) -> int:
-    """What field 3 of the record of `size` bytes at `position` must hold, the signed 32-bit integer on disk.
-
-    Raises `FormatError` when the bytes there are no record of that size.
-    """
-    with memoryview(buf) as view:
-        if not MIN_RECORD_BYTES <= size <= view.nbytes - position or _I32.unpack_from(view, position)[0] != size:
-            raise FormatError(f"no record of {size} bytes", "total_size", position)
-        if checksum == "crc32c-record":
-            return _record_checksum(view, position, size)
-        shape = _measure(view, position, position + size)
-        return _body_checksum(view[shape.body_at : shape.body_at + shape.body_size])
 
 
 def check_record(buf: ReadableBuffer, position: int, limit: int, physical_offset: int, checksum: Checksum) -> Check:

@@ -22,12 +22,12 @@ records `stride` bytes apart, and with stride 1 "the value at any position", whi
 
 from __future__ import annotations
 
-import struct
 import sys
 import zlib
 from functools import cached_property
-from itertools import pairwise, repeat
-from typing import TYPE_CHECKING, Final, NamedTuple
+from itertools import repeat
+from struct import Struct
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import crc32c
 import numpy as np
@@ -35,8 +35,9 @@ import numpy.typing as npt
 
 from mqstore.errors import FormatError
 from mqstore.layout import record as _record
+from mqstore.layout.encode import header_dtype
 from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES
-from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES, MAX_PROPERTIES_BYTES, decode_crc_tail
+from mqstore.layout.properties import CRC32, CRC_TAIL_BYTES, decode_crc_tail
 from mqstore.layout.record import IPV6_EXTRA, MAGIC_V1, MAGIC_V2, MIN_RECORD_BYTES, Checksum, check_record
 from mqstore.layout.spares import Spares
 from mqstore.native import kernel
@@ -51,7 +52,6 @@ __all__ = [
     "gather",
     "ordinary_bodies",
     "read_run",
-    "records_hold",
     "topic_is",
     "verify",
     "walk",
@@ -61,37 +61,10 @@ _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
 _Bools = npt.NDArray[np.bool_]
 
-# The part of a record whose fields lie at fixed positions when both hosts are IPv4: name, type, position.
-_FIELDS: Final = (
-    ("size", ">i4", _record.TOTAL_SIZE_AT),
-    ("magic", ">i4", _record.MAGIC_AT),
-    ("checksum", ">i4", _record.CHECKSUM_AT),
-    ("queue_id", ">i4", _record.QUEUE_ID_AT),
-    ("flag", ">i4", _record.FLAG_AT),
-    ("queue_offset", ">i8", _record.QUEUE_OFFSET_AT),
-    ("physical_offset", ">i8", _record.PHYSICAL_OFFSET_AT),
-    ("sys_flag", ">i4", _record.SYS_FLAG_AT),
-    ("born_timestamp_ms", ">i8", _record.BORN_TIMESTAMP_AT),
-    ("store_timestamp_ms", ">i8", _record.STORE_TIMESTAMP_AT_V4),
-    ("reconsume_times", ">i4", _record.RECONSUME_TIMES_AT_V4),
-    ("prepared_transaction_offset", ">i8", _record.PREPARED_OFFSET_AT_V4),
-    ("body_size", ">i4", _record.BODY_LENGTH_AT_V4),
-)
-_HEAD_BYTES: Final = _record.BODY_AT_V4
-_HEAD: Final = np.dtype(
-    {
-        "names": [name for name, _, _ in _FIELDS],
-        "formats": [kind for _, kind, _ in _FIELDS],
-        "offsets": [position for _, _, position in _FIELDS],
-        "itemsize": _HEAD_BYTES,
-    }
-)
-
-_PLACES: Final = {name: (kind, position) for name, kind, position in _FIELDS}
-
-_PAIR: Final = struct.Struct(">ii")
-_SIZE: Final = struct.Struct(">i")
-_MAGICS: Final = (MAGIC_V1, MAGIC_V2)
+_HEAD: Final = header_dtype(IPV4_BYTES, IPV4_BYTES)
+"""Of records with two IPv4 hosts, whose fields lie at fixed positions."""
+_HEAD_BYTES: Final = _HEAD.itemsize
+_PLACES: Final = dict(_HEAD.fields or {})
 
 # Both magics begin with the same three bytes, so one of two 16-bit values stands at an even address wherever one lies.
 _MAGIC_BYTES: Final = MAGIC_V1.to_bytes(4, "big", signed=True)
@@ -99,15 +72,9 @@ _TAIL_NAME: Final = int.from_bytes(CRC32.encode(), "big")
 _EVEN_PAIR: Final = int.from_bytes(_MAGIC_BYTES[:2], sys.byteorder)
 _ODD_PAIR: Final = int.from_bytes(_MAGIC_BYTES[1:3], sys.byteorder)
 
-_WINDOW_FIRST, _WINDOW_LAST = 16, 1 << 15  # records compared at once while sizes stay the same
-_WORTH_SPECULATING = 8  # a run shorter than this cost more to find than the loop would have taken
-_STRETCH_FIRST, _STRETCH_LAST = 64, 4096  # records followed otherwise before speculation gets another chance
-_DENSE_BYTES = 600  # up to this mean size, looking at every byte for magics beats a Python step per record
-_WORTH_SEARCHING = 1024  # fewer records than this are followed one by one at any size
-_BLOCK_BYTES = 1 << 19  # looked at or copied at once; stays in the cache between the passes over it
+_BLOCK_BYTES = 1 << 19  # looked at at once; stays in the cache between the passes over it
 _PATIENCE = 16  # times the range that `find_next` reads before it distrusts large candidates
 _PAGE_BYTES = 4096
-_WORTH_LINKING = 16  # a run of fewer records is verified one by one
 
 # Rows of the two tables that `kernel.sweep` fills: 64 and 32 bits.
 _LONG_ROWS: Final = 7
@@ -141,31 +108,19 @@ def walk(buf: ReadableBuffer, start: int, end: int, max_records: int | None = No
     if kernel is not None:
         found, stop = kernel.walk(view, start, end, budget)
         return np.frombuffer(found, np.int64), stop
-    parts: list[_Int64s] = []
-    position, stretch, mean_bytes = start, _STRETCH_FIRST, _DENSE_BYTES + 1
-    while budget > 0:
-        count, size = _uniform_run(view, position, end, budget)
-        if count == 0:
+    positions: list[int] = []
+    append, head = positions.append, Struct(">iI").unpack_from
+    magics = {MAGIC_V1 & 0xFFFF_FFFF, MAGIC_V2 & 0xFFFF_FFFF}
+    position, last = start, end - MIN_RECORD_BYTES
+    for _ in repeat(None, min(budget, (end - start) // MIN_RECORD_BYTES)):
+        if position > last:
             break
-        parts.append(np.arange(count, dtype=np.int64) * size + position)
-        position += count * size
-        budget -= count
-        if count >= _WORTH_SPECULATING:
-            stretch = _STRETCH_FIRST
-            continue
-        # Sizes vary. Guesses that keep failing become ever rarer, a steady tail brings them back.
-        wanted, before = min(stretch, budget), position
-        if mean_bytes <= _DENSE_BYTES and wanted >= _WORTH_SEARCHING:
-            found, position = _search(view, position, end, min(wanted * mean_bytes, _BLOCK_BYTES), wanted)
-        else:
-            found, position = _chain(view, position, end, wanted)
-        if len(found):
-            parts.append(found)
-            budget -= len(found)
-            mean_bytes = (position - before) // len(found)
-            sizes = np.diff(found[-_WORTH_SPECULATING:])
-            stretch = min(4 * stretch, _STRETCH_LAST) if not len(sizes) or (sizes != sizes[0]).any() else _STRETCH_FIRST
-    return (np.concatenate(parts) if parts else np.empty(0, np.int64)), position
+        size, magic = head(view, position)
+        if size < MIN_RECORD_BYTES or size > end - position or magic not in magics:
+            break
+        append(position)
+        position += size
+    return np.array(positions, np.int64), position
 
 
 def read_run(
@@ -237,80 +192,6 @@ def _read_run(
     return headers, end
 
 
-def _uniform_run(view: memoryview, start: int, end: int, limit: int) -> tuple[int, int]:
-    """How many records of the same size and magic follow each other from `start`, and that size.
-
-    If the first eight bytes of the record at `start` also stand at `start + size`, that is where the chain leads and
-    what it finds there; by induction a strided comparison walks the chain exactly, not by likelihood.
-    """
-    if start + MIN_RECORD_BYTES > end:
-        return 0, 0
-    size, magic = _PAIR.unpack_from(view, start)
-    if magic not in _MAGICS or size < MIN_RECORD_BYTES or start + size > end:
-        return 0, 0
-    limit = min(limit, (end - start) // size)
-    heads: npt.NDArray[np.uint64] = np.ndarray((limit,), np.uint64, view, start, (size,))
-    first, done, window = heads[0], 1, _WINDOW_FIRST
-    while done < limit:
-        same = heads[done : done + window] == first
-        if not same.all():
-            return done + int(same.argmin()), size
-        done += len(same)
-        window = min(4 * window, _WINDOW_LAST)
-    return limit, size
-
-
-def _chain(view: memoryview, start: int, end: int, limit: int) -> tuple[_Int64s, int]:
-    """Follow at most `limit` records of any size: the sizes one by one, the magics all together afterwards."""
-    positions: list[int] = []
-    append, unpack = positions.append, _SIZE.unpack_from
-    position, last = start, end - MIN_RECORD_BYTES
-    for _ in repeat(None, limit):
-        if position > last:
-            break
-        (size,) = unpack(view, position)
-        if size < MIN_RECORD_BYTES:
-            break
-        append(position)
-        position += size
-    found = np.array(positions, np.int64)
-    if not positions:
-        return found, start
-    good = _is_magic(_column(view, found + _record.MAGIC_AT, ">i4"))
-    good[-1] &= position <= end  # only the last one can cross: from every other one the loop went on
-    if good.all():
-        return found, position
-    count = int(good.argmin())
-    return found[:count], int(found[count])
-
-
-def _search(view: memoryview, start: int, end: int, span: int, limit: int) -> tuple[_Int64s, int]:
-    """Follow at most `limit` records that start in `[start, start + span)` by the magics that lie there.
-
-    Every position with a magic and a possible size is a candidate; a record is a candidate that a record leads to. So
-    where each candidate leads to the next one, the chain is known without a step in Python. A magic inside a body
-    breaks the links on its two sides, and costs one look-up of where the chain goes on.
-    """
-    stop = min(end, start + span)
-    candidates, following = _candidates(view, start, stop, end)
-    broken = np.flatnonzero(following[:-1] != candidates[1:])
-    if len(broken) > len(candidates) // 8:  # bodies full of magics
-        return _chain(view, start, end, limit)
-    parts: list[_Int64s] = []
-    position = start
-    while limit > 0 and position < stop:
-        first = int(np.searchsorted(candidates, position))
-        if first == len(candidates) or candidates[first] != position:
-            break
-        at = int(np.searchsorted(broken, first))
-        last = int(broken[at]) if at < len(broken) else len(candidates) - 1
-        last = min(last, first + limit - 1)
-        parts.append(candidates[first : last + 1])
-        limit -= last + 1 - first
-        position = int(following[last])
-    return (np.concatenate(parts) if parts else candidates[:0]), position
-
-
 def _candidates(view: memoryview, start: int, stop: int, end: int) -> tuple[_Int64s, _Int64s]:
     """Positions in `[start, stop)`, ascending, where a magic and a possible size stand, and where these records end."""
     stop = min(stop, end - MIN_RECORD_BYTES + 1)
@@ -337,7 +218,7 @@ def _is_magic(magic: npt.NDArray[np.signedinteger]) -> _Bools:
     return result
 
 
-def _column(view: memoryview, positions: _Int64s, dtype: str) -> npt.NDArray[np.signedinteger]:
+def _column(view: memoryview, positions: _Int64s, dtype: npt.DTypeLike) -> npt.NDArray[np.signedinteger]:
     """The big-endian integers at `positions`, in native order; IndexError if one lies outside the buffer."""
     kind = np.dtype(dtype)
     everywhere: npt.NDArray[np.signedinteger] = np.ndarray(
@@ -357,6 +238,14 @@ class Run(NamedTuple):
     """For what is made of them."""
 
 
+_Number = TypeVar("_Number", np.int32, np.int64)
+
+
+def _field(name: str, kind: type[_Number], *, moves: bool = False) -> cached_property[npt.NDArray[_Number]]:
+    """A column of `Headers`. `moves`: it lies behind a host."""
+    return cached_property(lambda headers: headers.column(name, kind, moves=moves))
+
+
 class Headers:
     """The fields of many records as numpy arrays, each made when first asked for and then kept.
 
@@ -371,15 +260,10 @@ class Headers:
     The columns own their memory, but this object holds the buffer: drop it before closing a mapping.
     """
 
-    def __init__(
-        self, buf: ReadableBuffer, positions: npt.ArrayLike, topic: bytes | None = None, run: Run | None = None
-    ) -> None:
+    def __init__(self, buf: ReadableBuffer, positions: npt.ArrayLike, run: Run | None = None) -> None:
         self._view = _bytes_of(buf)
         self.run = run
         """What is known of them if `read_run` has found them; `positions` are then its."""
-        self._expected_topic = topic
-        self.known_topic: bytes | None = None
-        """The expected topic once it is known that all records bear it."""
         self.positions: _Int64s = np.ascontiguousarray(positions, np.int64)
         if run is not None:
             self._take_run(run, len(self.positions))
@@ -412,51 +296,24 @@ class Headers:
         heads = self._heads
         return np.ndarray((len(heads),), np.uint64, heads, at, (_HEAD_BYTES,)) if len(heads) else np.empty(0, np.uint64)
 
-    def _int32(self, name: str) -> _Int32s:
-        return self._heads[name].astype(np.int32)
-
-    def _int64(self, name: str) -> _Int64s:
-        return self._heads[name].astype(np.int64)
-
-    @cached_property
-    def size(self) -> _Int32s:
-        return self._int32("size")
-
-    @cached_property
-    def magic(self) -> _Int32s:
-        return self._int32("magic")
-
-    @cached_property
-    def checksum(self) -> _Int32s:
-        """Field 3 as stored, of whatever profile."""
-        return self._int32("checksum")
-
-    @cached_property
-    def queue_id(self) -> _Int32s:
-        return self._int32("queue_id")
-
-    @cached_property
-    def flag(self) -> _Int32s:
-        return self._int32("flag")
-
-    @cached_property
-    def queue_offset(self) -> _Int64s:
-        return self._int64("queue_offset")
-
-    @cached_property
-    def physical_offset(self) -> _Int64s:
-        return self._int64("physical_offset")
-
-    @cached_property
-    def sys_flag(self) -> _Int32s:
-        return self._int32("sys_flag")
-
-    @cached_property
-    def born_timestamp_ms(self) -> _Int64s:
-        return self._int64("born_timestamp_ms")
+    size = _field("size", np.int32)
+    magic = _field("magic", np.int32)
+    checksum = _field("checksum", np.int32)
+    """Field 3 as stored, of whatever profile."""
+    queue_id = _field("queue_id", np.int32)
+    flag = _field("flag", np.int32)
+    queue_offset = _field("queue_offset", np.int64)
+    physical_offset = _field("physical_offset", np.int64)
+    sys_flag = _field("sys_flag", np.int32)
+    born_timestamp_ms = _field("born_timestamp_ms", np.int64)
 
     # Behind bornHost everything moves by 12 bytes for each IPv6 address. Such rows are rare, so columns are read as if
     # there were none and then put right where there are.
+    store_timestamp_ms = _field("store_timestamp_ms", np.int64, moves=True)
+    reconsume_times = _field("reconsume_times", np.int32, moves=True)
+    prepared_transaction_offset = _field("prepared_transaction_offset", np.int64, moves=True)
+    plain_body_size = _field("body_size", np.int32)
+    """`body_size` of records whose hosts are both IPv4, unchecked; of others it says nothing. Costs no parse."""
 
     @cached_property
     def _moved(self) -> npt.NDArray[np.intp]:
@@ -476,31 +333,14 @@ class Headers:
         extra: _Int64s = np.add(born, store, dtype=np.int64) * IPV6_EXTRA
         return extra
 
-    def _mend(self, column: npt.NDArray[np.signedinteger], name: str) -> None:
-        rows = self._moved
-        if not len(rows):
-            return
-        kind, at = _PLACES[name]
-        # storeTimestamp lies between the two hosts, the others lie behind both.
-        extra = self._extra if name != "store_timestamp_ms" else (self.born_host_size - IPV4_BYTES).astype(np.int64)
-        column[rows] = _column(self._view, self.positions[rows] + at + extra[rows], kind)
-
-    @cached_property
-    def store_timestamp_ms(self) -> _Int64s:
-        column = self._int64("store_timestamp_ms")
-        self._mend(column, "store_timestamp_ms")
-        return column
-
-    @cached_property
-    def reconsume_times(self) -> _Int32s:
-        column = self._int32("reconsume_times")
-        self._mend(column, "reconsume_times")
-        return column
-
-    @cached_property
-    def prepared_transaction_offset(self) -> _Int64s:
-        column = self._int64("prepared_transaction_offset")
-        self._mend(column, "prepared_transaction_offset")
+    def column(self, name: str, kind: type[_Number], *, moves: bool) -> npt.NDArray[_Number]:
+        """A field of all records, read now. `moves`: it lies behind a host."""
+        column = self._heads[name].astype(kind)
+        if moves and len(rows := self._moved):
+            stored, at = _PLACES[name][:2]
+            # storeTimestamp lies between the two hosts, the others lie behind both.
+            extra = self._extra if name != "store_timestamp_ms" else self.born_host_size.astype(np.int64) - IPV4_BYTES
+            column[rows] = _column(self._view, self.positions[rows] + at + extra[rows], stored)
         return column
 
     @cached_property
@@ -530,9 +370,7 @@ class Headers:
         return names, run.ints[_TOPIC, : len(self)]
 
     def take_parts(self, table: npt.NDArray[np.int64]) -> None:
-        """What somebody else has found who looked: all records are ok and bear the expected topic; the six columns that
-        `_parts` has behind that."""
-        self.known_topic = self._expected_topic
+        """Take what somebody has found who looked: all records are ok; the columns that `_parts` has behind that."""
         self._parts = (np.ones(len(self), np.bool_), table[0], table[1], table[2], table[3], table[4], table[5])
 
     @cached_property
@@ -540,14 +378,10 @@ class Headers:
         """`ok`, then position and size of body, topic and properties; each length is compared before it is used."""
         if kernel is not None:
             good, table = np.empty(len(self), np.bool_), np.empty((6, len(self)), np.int64)
-            if kernel.measure(self._view, self.positions, self._expected_topic, good, table):
-                self.known_topic = self._expected_topic
+            kernel.measure(self._view, self.positions, good, table)
             return good, table[0], table[1], table[2], table[3], table[4], table[5]
-        if self._expected_topic and (plain := self._plain_parts(self._expected_topic)):
-            return plain
         positions, size, magic, extra = self.positions, self.size.astype(np.int64), self.magic, self._extra
-        body_size = self._int64("body_size")
-        self._mend(body_size, "body_size")
+        body_size = self.column("body_size", np.int64, moves=True)
         second = (magic == MAGIC_V2).astype(np.int64)  # V2 has one more byte of topicLength
         spare = size - MIN_RECORD_BYTES - extra - second  # what body, topic and properties share
         ok = (magic == MAGIC_V1) | (second != 0)
@@ -573,34 +407,6 @@ class Headers:
                 column[~ok] = 0
         return ok, body, body_size, topic, topic_size, properties, properties_size
 
-    def _plain_parts(self, topic: bytes) -> tuple[_Bools, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s, _Int64s] | None:
-        """`_parts` if all records are ordinary ones of that topic, else None. What stands between body and properties
-        is then the same in each, and one look at it is all that a record costs beside its head."""
-        count, size = len(self), self.size.astype(np.int64)
-        if not count or (self.magic != MAGIC_V1).any():
-            return None
-        if (self.sys_flag & (_record.BORN_HOST_V6 | _record.STORE_HOST_V6)).any():
-            return None
-        between = bytes((len(topic) & 255,)) + topic
-        body_size = self._int64("body_size")
-        body = self.positions + _HEAD_BYTES
-        properties_size = size - body_size - (MIN_RECORD_BYTES + len(topic))
-        inside = (body_size >= 0) & (properties_size >= 0) & (properties_size <= MAX_PROPERTIES_BYTES)
-        inside &= self.positions + size <= len(self._view)
-        if len(topic) > _record.MAX_TOPIC_BYTES_V1 or not inside.all():
-            return None
-        width = len(between) + 2
-        everywhere: npt.NDArray[np.void] = np.ndarray((len(self._view) - width + 1,), f"V{width}", self._view, 0, (1,))
-        found = everywhere[body + body_size].view(np.uint8).reshape(count, width)
-        stored_size = found[:, -2].astype(np.int64) << 8 | found[:, -1]
-        if (found[:, :-2] != np.frombuffer(between, np.uint8)).any() or (stored_size != properties_size).any():
-            return None
-        self.known_topic = topic
-        topics = body + body_size + 1
-        topic_size = np.full(count, len(topic), np.int64)
-        properties = topics + (len(topic) + 2)
-        return np.ones(count, np.bool_), body, body_size, topics, topic_size, properties, properties_size
-
     @cached_property
     def ok(self) -> _Bools:
         return self._parts[0]
@@ -608,11 +414,6 @@ class Headers:
     @property
     def body_position(self) -> _Int64s:
         return self._parts[1]
-
-    @cached_property
-    def plain_body_size(self) -> _Int32s:
-        """`body_size` of records whose hosts are both IPv4, unchecked; of others it says nothing. Costs no parse."""
-        return self._int32("body_size")
 
     @property
     def body_size(self) -> _Int64s:
@@ -636,15 +437,13 @@ class Headers:
         return self._parts[6]
 
 
-def gather(buf: ReadableBuffer, positions: npt.ArrayLike, *, topic: bytes | None = None) -> Headers:
+def gather(buf: ReadableBuffer, positions: npt.ArrayLike) -> Headers:
     """The fields of the records that start at `positions` (bytes from the start of `buf`), as `walk` returns them.
-
-    `topic`: which one they probably bear, in UTF-8; they are looked at in less time if all of them do.
 
     ValueError if a position is negative or leaves no room for the smallest record. Any other damage shows as `ok`
     False in that row.
     """
-    return Headers(buf, positions, topic)
+    return Headers(buf, positions)
 
 
 def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
@@ -663,7 +462,7 @@ def verify(buf: ReadableBuffer, headers: Headers, checksum: Checksum) -> _Bools:
     starts, sizes = headers.positions[rows], headers.size[rows].astype(np.int64)
     stored = headers.checksum[rows].view(np.uint32)
     if checksum == "crc32c-record":
-        result[rows] = records_hold(view, starts, sizes, stored)
+        result[rows] = _records_hold(view, starts, sizes, stored)
     else:
         bodies, body_sizes = headers.body_position[rows], headers.body_size[rows]
         found = np.fromiter(map(zlib.crc32, _slices(view, bodies, bodies + body_sizes)), np.uint32, len(rows))
@@ -688,8 +487,6 @@ def topic_is(buf: ReadableBuffer, headers: Headers, topic: bytes) -> _Bools:
     """Which records, gathered from `buf`, bear that topic, given as UTF-8."""
     view = _bytes_of(buf)
     same: _Bools = headers.topic_size == len(topic)
-    if headers.known_topic == topic:
-        return same
     rows = np.flatnonzero(same)
     if len(rows) and topic:
         everywhere: npt.NDArray[np.void] = np.ndarray((len(view) - len(topic) + 1,), f"V{len(topic)}", view, 0, (1,))
@@ -712,82 +509,18 @@ def _slices(view: memoryview, starts: _Int64s, ends: _Int64s) -> map[memoryview]
     return map(view.__getitem__, map(slice, starts.tolist(), ends.tolist()))
 
 
-def records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: npt.NDArray[np.uint32]) -> _Bools:
-    """Compare the CRC-32C of whole records: linked to runs where they lie side by side, one by one elsewhere.
-
-    A CRC is a shift register, linear over GF(2), so what runs into a record can be undone inside it: copy a run of
-    records, and put into each checksum field, which counts as zero, the difference between the state that the record
-    before should have left (its stored checksum says which) and the state a record starts from, shifted by the eight
-    bytes in between. Behind that field the register stands where it would stand had the record been computed alone. So
-    one call over the whole run yields the last record's checksum if all hold. A record that does not hold leaves a
-    difference that is shifted along but never lost, for shifting is invertible; only several of them could cancel each
-    other, with the chance of 2 ** -32 that any damage has to slip through a CRC. A run that does not come out right is
-    taken apart.
-    """
-    count, ends = len(starts), starts + sizes
+def _records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: npt.NDArray[np.uint32]) -> _Bools:
+    """Compare the CRC-32C of whole records. The state behind the checksum field, which counts as zero, depends on size
+    and magic alone, so it is computed once for each such pair."""
+    holds: _Bools = np.empty(len(starts), np.bool_)
     if kernel is not None:
-        holds = np.empty(count, np.bool_)
         kernel.records_hold(view, starts, sizes, np.ascontiguousarray(stored), holds)
         return holds
-    links = np.zeros(count, np.uint32)
-    links[1:] = _shifted(stored[:-1])
-    alone = np.ones(count, np.bool_)
-    bounds = [0, *(np.flatnonzero(starts[1:] != ends[:-1]) + 1).tolist(), count]
-    copy = np.empty(min(_BLOCK_BYTES, int(sizes.sum())), np.uint8)
-    fields: npt.NDArray[np.uint32] = np.ndarray((len(copy) - 3,), "<u4", copy, 0, (1,))
-    data: npt.NDArray[np.uint8] = np.ndarray((len(view),), np.uint8, view)
-    for first, last in pairwise(bounds):
-        while last - first >= _WORTH_LINKING:
-            begin = int(starts[first])
-            stop = first + int(np.searchsorted(ends[first:last], begin + len(copy), "right"))
-            if stop - first >= _WORTH_LINKING:
-                length = int(ends[stop - 1]) - begin
-                copy[:length] = data[begin : begin + length]
-                fields[starts[first:stop] + (_record.CHECKSUM_AT - begin)] = links[first:stop]
-                fields[_record.CHECKSUM_AT] = 0  # nothing runs into the first
-                alone[first:stop] = crc32c.crc32c(copy.data[:length]) != stored[stop - 1]
-            first = max(stop, first + 1)
-    result = ~alone
-    rows = np.flatnonzero(alone)
-    if len(rows):
-        result[rows] = _each_holds(view, starts[rows], ends[rows], stored[rows])
-    return result
-
-
-def _each_holds(view: memoryview, starts: _Int64s, ends: _Int64s, stored: npt.NDArray[np.uint32]) -> _Bools:
-    """Compare the CRC-32C of whole records one by one.
-
-    The state behind the checksum field depends on size and magic alone, so it is computed once for each such pair.
-    """
     pairs, which = np.unique(_column(view, starts, ">i8"), return_inverse=True)
     states = [crc32c.crc32c(pair.to_bytes(8, "big", signed=True) + bytes(4)) for pair in pairs.tolist()]
     begun = map(states.__getitem__, which.tolist())
-    computed = map(crc32c.crc32c, _slices(view, starts + _record.QUEUE_ID_AT, ends), begun)
-    result: _Bools = np.fromiter(computed, np.uint32, len(starts)) == stored
-    return result
-
-
-def _shift_table() -> npt.NDArray[np.uint32]:
-    """What each byte of a CRC-32C, by its place and value, has become when eight zero bytes were shifted in."""
-    table = np.zeros((4, 256), np.uint32)
-    zeros = bytes(_record.CHECKSUM_AT)
-    for bit in range(32):
-        row, low = table[bit // 8], 1 << bit % 8
-        # Linear: the image of a value is that of its highest bit and that of the rest. XOR removes the constant part.
-        image = np.uint32(crc32c.crc32c(zeros, 1 << bit) ^ crc32c.crc32c(zeros))
-        row[low : 2 * low] = row[:low] ^ image
-    return table
-
-
-_SHIFT: Final = _shift_table()
-
-
-def _shifted(values: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """The CRC register difference `values` after the bytes between a record's start and its checksum field."""
-    result: npt.NDArray[np.uint32] = (
-        _SHIFT[0][values & 255] ^ _SHIFT[1][values >> 8 & 255] ^ _SHIFT[2][values >> 16 & 255] ^ _SHIFT[3][values >> 24]
-    )
-    return result
+    computed = map(crc32c.crc32c, _slices(view, starts + _record.QUEUE_ID_AT, starts + sizes), begun)
+    return np.equal(np.fromiter(computed, np.uint32, len(starts)), stored, out=holds)
 
 
 def ordinary_bodies(
@@ -824,7 +557,7 @@ def ordinary_bodies(
         return None
     found = None
     if table is not None:
-        found = gather(buf, starts, topic=topic)
+        found = gather(buf, starts)
         found.take_parts(table)
         if (found.physical_offset != physical).any():  # changed meanwhile, as another process's recovery changes them
             return None

@@ -1,15 +1,11 @@
 """Whether the records that units lead to verify as theirs (format#readers, format#verifies).
 
-    units of one segment -> its mapping -> compiled check, or numpy, or one by one -> which of them are good
-
-A record that verified once is not read again: `_Verified` remembers it by its slot, with what its unit said.
+units of one segment -> its mapping -> compiled check, or numpy, or one by one -> which of them are good
 """
 
 from __future__ import annotations
 
 import mmap
-from collections import OrderedDict
-from collections.abc import Iterator
 from struct import Struct
 from typing import NamedTuple
 
@@ -38,49 +34,6 @@ __all__ = ["Checked", "RecordChecker", "sound_records"]
 
 _QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
 _I4 = Struct(">i").unpack_from
-_BLOCK_UNITS = 4096
-
-
-class _Verified:
-    """Units read lately that lead to a record which verifies as theirs: once per record and process is enough.
-
-    Kept by slot of a queue, with what its unit said, and not by place in the log: a unit that is damaged, now or later,
-    may point at a sound record of another queue.
-    """
-
-    def __init__(self, blocks: int = 512) -> None:
-        self._limit = blocks
-        self._blocks: OrderedDict[tuple[ConsumeQueue, int], npt.NDArray[np.int64]] = OrderedDict()
-
-    def _block(self, queue: ConsumeQueue, number: int) -> npt.NDArray[np.int64]:
-        block = self._blocks.get((queue, number))
-        if block is None:
-            block = self._blocks[queue, number] = np.zeros(_BLOCK_UNITS, np.int64)
-            while len(self._blocks) > self._limit:
-                self._blocks.popitem(last=False)
-        return block
-
-    def _parts(
-        self, queue: ConsumeQueue, slots: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], slice]]:
-        """(a block, where in it some of `slots` are, which of `slots` those are), for `slots` that ascend."""
-        first, last = int(slots[0]) // _BLOCK_UNITS, int(slots[-1]) // _BLOCK_UNITS
-        for number in range(first, last + 1):
-            block = self._block(queue, number)
-            start = number * _BLOCK_UNITS
-            if first == last:
-                yield block, slots - start, slice(None)
-            else:
-                low, high = np.searchsorted(slots, (start, start + _BLOCK_UNITS))
-                yield block, slots[low:high] - start, slice(int(low), int(high))
-
-    def all_in(self, queue: ConsumeQueue, slots: npt.NDArray[np.int64], said: npt.NDArray[np.int64]) -> bool:
-        return all(bool((block[at] == said[which]).all()) for block, at, which in self._parts(queue, slots))
-
-    def add(self, queue: ConsumeQueue, slots: npt.NDArray[np.int64], said: npt.NDArray[np.int64]) -> None:
-        if len(slots):
-            for block, at, which in self._parts(queue, slots):
-                block[at] = said[which]
 
 
 class Checked(NamedTuple):
@@ -107,7 +60,6 @@ class RecordChecker:
         self._news = news
         self._checksum = parts.checksum
         self._verify_reads = parts.config.verify_reads
-        self._verified = _Verified()
 
     def segment_at(self, physical: int, stop: int) -> tuple[Segment, mmap.mmap] | None:
         """The segment of records in [physical, stop), and its mapping. What lies behind a file that ends early, as it
@@ -146,9 +98,6 @@ class RecordChecker:
             found = ordinary_bodies(buffer, starts, physical, sizes, slots, *unit, copied=False, checksums=True)
             if found is not None:
                 return Checked(buffer, np.ones(len(starts), np.bool_), None, found[0])
-        said = (physical << 1 | 1) ^ sizes << 41  # odd, so never 0, which stands for "not looked at"
-        if self.passes_over_bad and self._verified.all_in(queue, slots, said):
-            return Checked(buffer, good)
         if not self._verify_reads:
             # Without checksums lengths are still followed, so that garbage cannot lead out of the record.
             rows = np.flatnonzero(good & (starts + MIN_RECORD_BYTES <= len(buffer)))
@@ -166,8 +115,6 @@ class RecordChecker:
             rows, headers = sound_records(queue, buffer, starts, physical, sizes, slots, self._checksum)
             good[:] = False
             good[rows] = True
-        if self.passes_over_bad:
-            self._verified.add(queue, slots[good], said[good])
         return Checked(buffer, good, headers if good.all() else None)
 
     def _check_one(
@@ -199,7 +146,7 @@ def sound_records(
     """Return which units of a queue lead to a record at `starts` that verifies as theirs, and the headers of these
     (format#readers, format#verifies). `checksum` None: checksums are not compared."""
     rows = np.flatnonzero((starts + sizes <= len(buffer)) & (sizes >= MIN_RECORD_BYTES))
-    headers = gather(buffer, starts[rows], topic=queue.topic_bytes)
+    headers = gather(buffer, starts[rows])
     fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])
     if not fine.all():
         rows = rows[fine]

@@ -23,16 +23,13 @@ class CheckpointFile:
     def load(self) -> bool:
         """Read it. Return False if it is missing or cannot be a checkpoint; nothing in it counts then."""
         try:
-            fd = self._fs.open(self.path, os.O_RDONLY)
+            with self._fs.opened(self.path, os.O_RDONLY) as fd:
+                data = self._fs.pread(fd, ENCODED_BYTES, 0)
+                # A writer may be in the middle of it: a read is not all of one moment.
+                while data != (again := self._fs.pread(fd, ENCODED_BYTES, 0)):
+                    data = again
         except FileNotFoundError:
             return False
-        try:
-            data = self._fs.pread(fd, ENCODED_BYTES, 0)
-            # A writer may be in the middle of it: a read is not all of one moment.
-            while data != (again := self._fs.pread(fd, ENCODED_BYTES, 0)):
-                data = again
-        finally:
-            self._fs.close(fd)
         plausible = is_plausible(data)
         self.current = decode(data) if plausible else Checkpoint()
         return plausible
@@ -43,15 +40,12 @@ class CheckpointFile:
             return
         fs = self._fs
         created = not self.path.exists()
-        fd = fs.open(self.path, os.O_RDWR | os.O_CREAT, self._file_mode)
-        try:
+        with fs.opened(self.path, os.O_RDWR | os.O_CREAT, self._file_mode) as fd:
             data = encode(checkpoint)
             if created or fs.size(fd) < FILE_BYTES:
                 data = data.ljust(FILE_BYTES, b"\0")  # a Java broker maps the whole page
             fs.pwrite(fd, data, 0)
             fs.fdatasync(fd)
-        finally:
-            fs.close(fd)
         if created:
             fs.sync_directory(self.path.parent)
         self.current = checkpoint

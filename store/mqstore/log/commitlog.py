@@ -30,19 +30,22 @@ from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError, StoreBusyError
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.encode import encode_copies, encode_records, lengths_of
-from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, LOCAL_HOST
+from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.record import (
     BLANK_BYTES,
     BORN_HOST_V6,
     CHECKSUM_AT,
     QUEUE_ID_AT,
+    QUEUE_OFFSET_AT,
     STORE_HOST_V6,
+    SYS_FLAG_AT,
     TRANSACTION_COMMIT,
     TRANSACTION_MASK,
     Checksum,
     encode_blank,
     header_struct,
+    host_bits,
 )
 from mqstore.log.tip import Numbered, QueueRef, Tip
 from mqstore.native import kernel
@@ -63,9 +66,6 @@ __all__ = [
 ALLOWANCE = 65_536
 """What a record may hold beyond the largest body (format#limits)."""
 _CRC = Struct(">I")
-_BEFORE_OFFSETS = 20
-"""Bytes of a record before queue offset and physical offset."""
-_AFTER_OFFSETS = 36
 _MS_NS = 1_000_000
 _LOOK_S = 0.1
 """How often a waiting put looks whether it may go on, should nobody have told it."""
@@ -234,7 +234,7 @@ NO_FRAME = Frame(-1, -1, 0, 0, True, lambda *_: b"", b"", b"", 0)
 
 @lru_cache(maxsize=1024)
 def _record_struct(middle_bytes: int, body_bytes: int, tail_bytes: int) -> Struct:
-    return Struct(f">{_BEFORE_OFFSETS}sqq{middle_bytes}s{body_bytes}s{tail_bytes}s")
+    return Struct(f">{QUEUE_OFFSET_AT}sqq{middle_bytes}s{body_bytes}s{tail_bytes}s")
 
 
 class Queue(Numbered):
@@ -401,10 +401,7 @@ class CommitLog(Tip):
         """The header of a record of `size` bytes stored at `now_ns`, in two pieces around the offsets."""
         now_ms = now_ns // _MS_NS
         born_host = self._born_host if fields.born_host is None else fields.born_host
-        sys_flag = fields.sys_flag & ~(BORN_HOST_V6 | STORE_HOST_V6)
-        sys_flag |= (BORN_HOST_V6 if len(born_host) == IPV6_BYTES else 0) | (
-            STORE_HOST_V6 if len(self._store_host) == IPV6_BYTES else 0
-        )
+        sys_flag = fields.sys_flag & ~(BORN_HOST_V6 | STORE_HOST_V6) | host_bits(born_host, self._store_host)
         header = header_struct(len(born_host), len(self._store_host)).pack(
             size,
             queue.magic,
@@ -428,9 +425,9 @@ class CommitLog(Tip):
             now_ms * _MS_NS,
             (now_ms + 1) * _MS_NS,
             sys_flag & TRANSACTION_MASK in (0, TRANSACTION_COMMIT),
-            _record_struct(len(header) - _AFTER_OFFSETS, body_bytes, size - len(header) - body_bytes).pack,
-            header[:_BEFORE_OFFSETS],
-            header[_AFTER_OFFSETS:],
+            _record_struct(len(header) - SYS_FLAG_AT, body_bytes, size - len(header) - body_bytes).pack,
+            header[:QUEUE_OFFSET_AT],
+            header[SYS_FLAG_AT:],
             now_ms,
         )
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import segment_start
-from mqstore.files.tmp import temporary_path
+from mqstore.files.tmp import new_file
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_UNIT, is_void
 from mqstore.layout.dispatch import Rows, as_kept, rows_of
 from mqstore.layout.record import MAGIC_V1
@@ -282,6 +282,15 @@ class ConsumeQueue(Queue):
                 count = min(most, high - segment * per)
                 high -= count
                 yield high, self.units(high, count)
+
+    def last_message(self) -> tuple[int, int, int]:
+        """Return (physical offset, size, slot) of the newest unit in use that is not void; (-1, 0, -1) without one."""
+        for at, units in self.held_before(self.max_offset, 64):
+            live = np.flatnonzero((units["size"] > 0) & ~is_void(units))
+            if len(live):
+                physical, size, _ = units[live[-1]].tolist()
+                return physical, size, at + int(live[-1])
+        return -1, 0, -1
 
     def write(self, offset: int, units: bytes | memoryview) -> None:
         """Put `units` at `offset`; a repeat of what stands there is harmless. Slots that this skips become void.
@@ -545,17 +554,8 @@ class QueueTable:
                     self._made_directories.add(folder)
             with self._lock:
                 self._dirty_directories.update((os.path.dirname(self.root), self.root, parent))
-        temporary = temporary_path(self._tmp, "cq")
-        fd = fs.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
-        try:
-            try:
-                fs.truncate_sparse(fd, self.segment_bytes)
-            finally:
-                fs.close(fd)
-            fs.replace(temporary, path)
-        except BaseException:
-            fs.unlink(temporary, missing_ok=True)
-            raise
+        with new_file(fs, self._tmp, "cq", path, self._file_mode) as fd:
+            fs.truncate_sparse(fd, self.segment_bytes)
         self.descriptors.forget(path)
         with self._lock:
             self._dirty_directories.add(directory)
@@ -563,11 +563,8 @@ class QueueTable:
     def lengthen(self) -> None:
         """Give short files their length, as holes."""
         for path, _ in self.short_files:
-            fd = self.fs.open(path, os.O_RDWR)
-            try:
+            with self.fs.opened(path, os.O_RDWR) as fd:
                 self.fs.truncate_sparse(fd, self.segment_bytes)
-            finally:
-                self.fs.close(fd)
             self.note_dirty(path)
 
     def note_names(self, directory: str) -> None:

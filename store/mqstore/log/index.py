@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from mqstore.clock import Clock
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.tmp import temporary_path
+from mqstore.files.tmp import new_file
 from mqstore.layout.indexfile import (
     ENTRY_BYTES,
     ENTRY_DTYPE,
@@ -120,11 +120,8 @@ class IndexFile:
         """The whole file. FileNotFoundError when another process's retention took it."""
         mapping = self._mapping
         if mapping is None:
-            fd = self._fs.open(self.path, os.O_RDONLY)
-            try:
+            with self._fs.opened(self.path, os.O_RDONLY) as fd:
                 mapping = self._fs.map(fd, self._length, writable=False)
-            finally:
-                self._fs.close(fd)  # a mapping keeps its file by itself
             self._mapping = mapping
             self._mapped.add(self)
         return mapping
@@ -334,18 +331,9 @@ class Index:
         if self.files:
             stamp = max(stamp, int(self.files[-1].name) + 1)  # names sort by age even if the clock stepped back
         path = os.path.join(self._root, f"{stamp:017d}")
-        temporary = temporary_path(self._tmp, "index")
-        fd = fs.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
-        try:
-            try:
-                fs.allocate(fd, self.file_bytes)
-                fs.fdatasync(fd)  # before the rename: a power cut must not leave the name with a shorter file
-            finally:
-                fs.close(fd)
-            fs.replace(temporary, path)
-        except BaseException:
-            fs.unlink(temporary, missing_ok=True)
-            raise
+        with new_file(fs, self._tmp, "index", path, self._file_mode) as fd:
+            fs.allocate(fd, self.file_bytes)
+            fs.fdatasync(fd)  # before the rename: a power cut must not leave the name with a shorter file
         fs.sync_directory(self._root)
         return self._open(path, writable=True)
 
@@ -438,11 +426,8 @@ class Index:
     def sync_all(self) -> None:
         """Make every file durable with its name, also those this process has not written: a killed one may have."""
         for file in list(self.files):
-            fd = self._fs.open(file.path, os.O_RDONLY)
-            try:
+            with self._fs.opened(file.path, os.O_RDONLY) as fd:
                 self._fs.fdatasync(fd)
-            finally:
-                self._fs.close(fd)
         if self.files:
             self._fs.sync_directory(self._root)
             self._fs.sync_directory(os.path.dirname(self._root))

@@ -93,16 +93,11 @@ def _i32(data: npt.NDArray[np.uint8], at: npt.NDArray[np.int64]) -> npt.NDArray[
 def shape_of_file(path: Path, fs: FileSystem) -> tuple[int, int] | None:
     """`shape_of` the file at `path`; None as well when it cannot be read."""
     try:
-        fd = fs.open(path, os.O_RDONLY)
+        with fs.opened(path, os.O_RDONLY) as fd:
+            length = fs.size(fd)
+            if not HEADER_BYTES < length <= _MAX_LENGTH:
+                return None
+            mapping = fs.map(fd, length, writable=False)
     except (MQStoreError, FileNotFoundError):
         return None
-    try:
-        length = fs.size(fd)
-        if not HEADER_BYTES < length <= _MAX_LENGTH:
-            return None
-        mapping = fs.map(fd, length, writable=False)
-    except MQStoreError:
-        return None
-    finally:
-        fs.close(fd)
     return shape_of(np.frombuffer(mapping, np.uint8))

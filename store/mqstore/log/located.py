@@ -15,9 +15,18 @@ from mqstore.layout.properties import decode_properties
 from mqstore.layout.record import (
     BODY_AT_V4,
     BORN_HOST_V6,
+    BORN_TIMESTAMP_AT,
+    FLAG_AT,
+    MAGIC_AT,
+    MAGIC_V2,
+    PHYSICAL_OFFSET_AT,
+    PREPARED_OFFSET_AT_V4,
+    RECONSUME_TIMES_AT_V4,
     STORE_HOST_V6,
+    SYS_FLAG_AT,
     TRANSACTION_COMMIT,
     TRANSACTION_MASK,
+    store_timestamp_at,
 )
 from mqstore.log.stretch import Few, Stretch
 from mqstore.native import kernel
@@ -27,8 +36,6 @@ __all__ = ["Located"]
 _I4 = Struct(">i").unpack_from
 _I8 = Struct(">q").unpack_from
 _V6 = BORN_HOST_V6 | STORE_HOST_V6
-_NOT_PLAIN = _V6 | TRANSACTION_MASK
-_MAGIC_V2_LOW_BYTE = 0xAB
 
 
 class Located:
@@ -69,7 +76,7 @@ class Located:
     @property
     def physical_offset(self) -> int:
         """Position of the record in the commitlog."""
-        return int(_I8(self._buffer, self._start + 28)[0])
+        return int(_I8(self._buffer, self._start + PHYSICAL_OFFSET_AT)[0])
 
     @property
     def message_id(self) -> str:
@@ -79,40 +86,38 @@ class Located:
     @property
     def flag(self) -> int:
         """The sender's own number, 32 bits; 0 unless it was set."""
-        return int(_I4(self._buffer, self._start + 16)[0])
+        return int(_I4(self._buffer, self._start + FLAG_AT)[0])
 
     @property
     def sys_flag(self) -> int:
         """Bits of the record: compression, transaction, IPv6 hosts (format#flags)."""
-        return int(_I4(self._buffer, self._start + 36)[0])
+        return int(_I4(self._buffer, self._start + SYS_FLAG_AT)[0])
 
     @property
     def born_timestamp_ms(self) -> int:
         """When it was made, by its sender's clock: ms since the epoch."""
-        return int(_I8(self._buffer, self._start + 40)[0])
+        return int(_I8(self._buffer, self._start + BORN_TIMESTAMP_AT)[0])
 
     @property
     def store_timestamp_ms(self) -> int:
         """When this copy was stored: ms since the epoch."""
-        return int(_I8(self._buffer, self._start + (68 if self._buffer[self._start + 39] & 0x10 else 56))[0])
+        return int(_I8(self._buffer, self._start + store_timestamp_at(self.sys_flag))[0])
 
     @property
     def reconsume_times(self) -> int:
         """How many attempts have ended, as stored with this copy."""
-        return int(_I4(self._buffer, self._body_start() - 16)[0])
+        return int(_I4(self._buffer, self._body_start() - BODY_AT_V4 + RECONSUME_TIMES_AT_V4)[0])
 
     @property
     def prepared_transaction_offset(self) -> int:
         """Of a half message and its ends: where the half one lies in the commitlog; else 0."""
-        return int(_I8(self._buffer, self._body_start() - 12)[0])
+        return int(_I8(self._buffer, self._body_start() - BODY_AT_V4 + PREPARED_OFFSET_AT_V4)[0])
 
     def plain_parts(self) -> tuple[bytes, bytes] | None:
         """(header, stored body) of a record with two IPv4 hosts that no transaction holds back; None of any other."""
-        buffer, start = self._stretch.buffer, self._start
-        if buffer[start + 39] & _NOT_PLAIN:
-            flags = buffer[start + 39]
-            if flags & _V6 or flags & TRANSACTION_MASK != TRANSACTION_COMMIT:
-                return None
+        buffer, start, flags = self._stretch.buffer, self._start, self.sys_flag
+        if flags & _V6 or flags & TRANSACTION_MASK not in (0, TRANSACTION_COMMIT):
+            return None
         begin = start + BODY_AT_V4
         return buffer[start:begin], buffer[begin : begin + _I4(buffer, begin - 4)[0]]
 
@@ -121,7 +126,7 @@ class Located:
         """The bytes of the properties, as stored (format#properties)."""
         buffer, at = self._stretch.buffer, self._body_start()
         at += _I4(buffer, at - 4)[0]
-        if buffer[self._start + 7] == _MAGIC_V2_LOW_BYTE:
+        if _I4(buffer, self._start + MAGIC_AT)[0] == MAGIC_V2:
             at += 2 + (buffer[at] << 8 | buffer[at + 1])
         else:
             at += 1 + buffer[at]

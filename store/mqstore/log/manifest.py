@@ -13,7 +13,6 @@ Nothing here changes a file but `save` and `write_guard`, which run under the wr
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import secrets
 from collections import Counter
@@ -30,7 +29,7 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
 from mqstore.files.segments import segment_start
 from mqstore.layout.consumequeue import UNIT_BYTES
-from mqstore.layout.indexfile import slots_entries_from_length
+from mqstore.layout.indexfile import ENTRY_BYTES, file_bytes, slots_entries_from_length
 from mqstore.layout.record import Checksum
 from mqstore.layout.scan import find_next
 from mqstore.log.indexshape import shape_of_file
@@ -70,6 +69,7 @@ _SIZES: dict[Profile, tuple[int, int, int, int, int]] = {
     "mqstore": (64 << 20, 16_384, 100_000, 400_000, 8 << 20),
     "rocketmq": (1 << 30, 300_000, 5_000_000, 20_000_000, 100 << 20),
 }
+_Sizes = tuple[int, int, int, int, int]
 # A file that decodes but holds something else than this is as bad as one that does not decode.
 _TYPES: dict[str, type] = {
     "format": str,
@@ -85,6 +85,7 @@ _TYPES: dict[str, type] = {
     "group_hash": str,
     "delay_levels": str,
 }
+_FIXED = tuple(name for name in _TYPES if name not in ("format", "schema", "requires"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,23 @@ def segment_names(directory: Path, fs: FileSystem = REAL) -> list[str]:
     return [name for name in _listdir(directory, fs) if segment_start(name) is not None]
 
 
-def _sizes_of_new(profile: Profile, config: StoreConfig) -> tuple[int, int, int, int, int]:
+def _manifest(profile: Profile, sizes: _Sizes, config: StoreConfig, **others: Any) -> Manifest:
+    """The manifest of a store that notes nothing itself, or does not exist yet."""
+    segment, queue_segment, slots, entries, timerlog = sizes
+    return Manifest(
+        profile=profile,
+        checksum=_CHECKSUM[profile],
+        commitlog_segment_bytes=segment,
+        consumequeue_segment_bytes=queue_segment,
+        index_slots=slots,
+        index_entries=entries,
+        timerlog_segment_bytes=timerlog,
+        delay_levels=config.delay_levels or DEFAULT_DELAY_LEVELS,
+        **others,
+    )
+
+
+def _sizes_of_new(profile: Profile, config: StoreConfig) -> _Sizes:
     segment, units, slots, entries, timerlog = _SIZES[profile]
     return (
         config.segment_bytes or segment,
@@ -127,9 +144,7 @@ def _sizes_of_new(profile: Profile, config: StoreConfig) -> tuple[int, int, int,
     )
 
 
-def _sizes_of_files(
-    root: Path, profile: Profile, config: StoreConfig, fs: FileSystem
-) -> tuple[int, int, int, int, int]:
+def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig, fs: FileSystem) -> _Sizes:
     """Sizes of a store that records them nowhere: what its files say, else the option, else the profile's default."""
     segment, cq_bytes, slots, entries, timerlog = _sizes_of_new(profile, config)
     names = segment_names(root / "commitlog", fs)
@@ -163,29 +178,15 @@ def _sizes_of_files(
             slots, entries = guess
     elif index_names and config.index_entries is None and config.index_slots is not None:
         length = os.stat(root / "index" / index_names[0]).st_size
-        entries = max(2, (length - 40 - 4 * slots) // 20)
+        entries = max(2, (length - file_bytes(slots, 0)) // ENTRY_BYTES)
     return segment, cq_bytes, slots, entries, timerlog
 
 
 def sizes_found(root: Path, profile: Profile, config: StoreConfig | None = None, fs: FileSystem = REAL) -> Manifest:
     """The manifest of a directory that has none, by what its files say (format#sizes)."""
     config = config or StoreConfig()
-    segment, cq_bytes, slots, entries, timerlog = _sizes_of_files(root, profile, config, fs)
-    return Manifest(
-        profile=profile,
-        checksum=_CHECKSUM[profile],
-        store_id="",
-        created_ms=0,
-        commitlog_segment_bytes=segment,
-        consumequeue_segment_bytes=cq_bytes,
-        index_slots=slots,
-        index_entries=entries,
-        timerlog_segment_bytes=timerlog,
-        group_hash="jump",
-        delay_levels=config.delay_levels or DEFAULT_DELAY_LEVELS,
-        exists=True,
-        has_file=False,
-    )
+    sizes = _sizes_of_files(root, profile, config, fs)
+    return _manifest(profile, sizes, config, store_id="", created_ms=0, group_hash="jump", exists=True, has_file=False)
 
 
 def _listdir(path: Path, fs: FileSystem) -> list[str]:
@@ -207,12 +208,9 @@ def checksum_found(root: Path, fs: FileSystem = REAL) -> Checksum | None:
     names = [name for name in segment_names(root / "commitlog", fs) if int(name) < 1 << 62]
     for before in (1, _LOOK_BYTES):
         for name in names:
-            fd = fs.open(root / "commitlog" / name, os.O_RDONLY)
-            try:
+            with fs.opened(root / "commitlog" / name, os.O_RDONLY) as fd:
                 length = fs.size(fd)
                 data = fs.map(fd, length, writable=False) if length else b""
-            finally:
-                fs.close(fd)
             for kind in kinds:
                 if find_next(data, 0, length, int(name), kind, before) is not None:
                     return kind
@@ -267,17 +265,9 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
         raise bad(f"delay_levels {value['delay_levels']!r:.80}: {error}") from error
     known = {*_TYPES, "created_ms", "created_by", "timerlog_segment_bytes"}
     return Manifest(
-        profile=cast(Profile, profile),
-        checksum=cast(Checksum, value["checksum"]),
-        store_id=value["store_id"],
+        **{name: value[name] for name in _FIXED},
         created_ms=value.get("created_ms", 0),
-        commitlog_segment_bytes=sizes[0],
-        consumequeue_segment_bytes=sizes[1],
-        index_slots=sizes[2],
-        index_entries=sizes[3],
         timerlog_segment_bytes=timerlog_bytes,
-        group_hash=value["group_hash"],
-        delay_levels=value["delay_levels"],
         exists=True,
         has_file=True,
         unknown={k: v for k, v in value.items() if k not in known} | {"created_by": value.get("created_by", "")},
@@ -379,19 +369,13 @@ def resolve(
         chosen = profile or "mqstore"
         if chosen not in _SIZES:
             raise ConfigError(f"profile must be 'mqstore' or 'rocketmq', not {profile!r}")
-        segment, cq_bytes, slots, entries, timerlog = _sizes_of_new(chosen, config)
-        return Manifest(
-            profile=chosen,
-            checksum=_CHECKSUM[chosen],
+        return _manifest(
+            chosen,
+            _sizes_of_new(chosen, config),
+            config,
             store_id=secrets.token_hex(16),
             created_ms=clock.now_ms(),
-            commitlog_segment_bytes=segment,
-            consumequeue_segment_bytes=cq_bytes,
-            index_slots=slots,
-            index_entries=entries,
-            timerlog_segment_bytes=timerlog,
             group_hash=config.group_hash or "jump",
-            delay_levels=config.delay_levels or DEFAULT_DELAY_LEVELS,
             exists=False,
             has_file=True,
             unknown={"created_by": f"mqstore {_version()}"},
@@ -430,24 +414,8 @@ def _version() -> str:
 
 def save(manifest: Manifest, root: Path, fs: FileSystem) -> None:
     """Write `mqstore.json` by the protocol of format#json-save."""
-    value = {
-        **manifest.unknown,
-        "format": "mqstore",
-        "schema": SCHEMA,
-        "requires": [],
-        "profile": manifest.profile,
-        "checksum": manifest.checksum,
-        "store_id": manifest.store_id,
-        "created_ms": manifest.created_ms,
-        "commitlog_segment_bytes": manifest.commitlog_segment_bytes,
-        "consumequeue_segment_bytes": manifest.consumequeue_segment_bytes,
-        "index_slots": manifest.index_slots,
-        "index_entries": manifest.index_entries,
-        "timerlog_segment_bytes": manifest.timerlog_segment_bytes,
-        "group_hash": manifest.group_hash,
-        "delay_levels": manifest.delay_levels,
-    }
-    save_json(root / MANIFEST, json.loads(json.dumps(value)), fs)
+    known = {name: getattr(manifest, name) for name in (*_FIXED, "created_ms", "timerlog_segment_bytes")}
+    save_json(root / MANIFEST, {**manifest.unknown, "format": "mqstore", "schema": SCHEMA, "requires": [], **known}, fs)
 
 
 _GUARD_TEXT = b"written by mqstore; see mqstore.json\n"
@@ -463,10 +431,7 @@ def write_guard(root: Path, fs: FileSystem) -> None:
     """Keep a Java broker out: a file of another length makes its load fail before it changes anything."""
     path = root / GUARD
     data = _GUARD_TEXT
-    fd = fs.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
+    with fs.opened(path, os.O_RDWR | os.O_CREAT, 0o600) as fd:
         fs.pwrite(fd, data, 0)
         fs.fdatasync(fd)
-    finally:
-        fs.close(fd)
     fs.sync_directory(path.parent)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mqstore.layout.compression import inflate
-from mqstore.layout.hosts import decode_host
+from mqstore.layout.hosts import IPV4_BYTES, IPV6_BYTES, decode_host
 from mqstore.layout.properties import (
     DLQ_REASON,
     KEYS,
@@ -27,8 +27,13 @@ from mqstore.layout.properties import (
     decode_properties,
 )
 from mqstore.layout.record import (
-    BODY_AT_V4,
+    BORN_HOST_AT,
+    BORN_HOST_V6,
     COMPRESSED,
+    IPV6_EXTRA,
+    STORE_HOST_AT_V4,
+    STORE_HOST_V6,
+    body_length_at,
 )
 from mqstore.log.located import Located
 from mqstore.log.tip import QueueRef
@@ -99,12 +104,12 @@ class Message(Located):
         return _instant(self.store_timestamp_ms)
 
     def _host(self, *, store: bool) -> bytes:
-        flags = self._stretch.buffer[self._start + 39]
-        if not store:
-            at, six = self._start + 48, flags & 0x10
-        else:
-            at, six = self._start + (76 if flags & 0x10 else 64), flags & 0x20
-        return self._stretch.buffer[at : at + (20 if six else 8)]
+        flags = self.sys_flag
+        at, six = BORN_HOST_AT, flags & BORN_HOST_V6
+        if store:
+            at, six = STORE_HOST_AT_V4 + (IPV6_EXTRA if six else 0), flags & STORE_HOST_V6
+        at += self._start
+        return self._stretch.buffer[at : at + (IPV6_BYTES if six else IPV4_BYTES)]
 
     @property
     def born_host(self) -> str:
@@ -124,8 +129,7 @@ class Message(Located):
     # -- body -------------------------------------------------------------------------------------------------------
 
     def _body_start(self) -> int:
-        flags = self._stretch.buffer[self._start + 39]
-        return self._start + BODY_AT_V4 + (12 if flags & 0x10 else 0) + (12 if flags & 0x20 else 0)
+        return self._start + body_length_at(self.sys_flag) + 4
 
     def _stored_body(self) -> bytes:
         """The body by way of its header, inflated when it was stored compressed."""

@@ -12,11 +12,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from mqstore.errors import StoreIOError
 from mqstore.files.abort import AbortMark
-from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import load_json
 from mqstore.files.segments import segment_name
 from mqstore.files.tmp import remove_temporaries
@@ -30,21 +28,9 @@ from mqstore.log.recovery.recover import Outcome, Progress, RecoverOptions, reco
 from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.recovery.watermark import written_end
 
-__all__ = ["Opened", "Opening", "make_root", "report_renamed", "report_undone"]
+__all__ = ["Opened", "Opening", "report_renamed", "report_undone"]
 
 _log = logging.getLogger("mqstore")
-
-
-def make_root(root: Path, fs: FileSystem) -> None:
-    """Create the folder of a store, and those above it, durably."""
-    created = []
-    folder = root
-    while not folder.exists():
-        created.append(folder)
-        folder = folder.parent
-    for folder in reversed(created):
-        fs.mkdir(folder, exist_ok=True)
-        fs.sync_directory(folder.parent)
 
 
 def report_renamed(report: RecoveryReport, places: Mapping[str, int]) -> None:

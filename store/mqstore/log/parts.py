@@ -15,7 +15,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.limit import free_descriptors
 from mqstore.files.segments import LoadProblem, SegmentRun, segment_name
 from mqstore.layout.checkpoint import Checkpoint
-from mqstore.layout.consumequeue import VOID_SIZE, is_message
+from mqstore.layout.consumequeue import VOID_SIZE
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.consumequeue import QueueTable
 from mqstore.log.index import Index
@@ -127,13 +127,7 @@ class StoreParts:
 
     def listed_end(self) -> int:
         """Return the end of what queues list; of a store whose queues are lost, the end of its log. For readers."""
-        end = 0
-        for queue in self.queue_table:
-            for _, units in queue.held_before(queue.max_offset, 64):
-                live = units[is_message(units)]
-                if len(live):
-                    end = max(end, int(live["physical_offset"][-1]) + int(live["size"][-1]))
-                    break
+        end = max((sum(queue.last_message()[:2]) for queue in self.queue_table), default=0)
         return min(end, self.log_files.end) if end else self.readable_end(self.log_files.min_offset)
 
     def readable_end(self, start: int) -> int:

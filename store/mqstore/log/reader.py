@@ -12,7 +12,6 @@ Whatever reads, `_tell_lost` logs what it passes over: one line for each file wh
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -36,7 +35,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.lock import writer_alive
 from mqstore.files.segments import SegmentRun, place_in_file
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_void
-from mqstore.layout.dispatch import Rows, tags_code_at
+from mqstore.layout.dispatch import tags_code_at
 from mqstore.layout.messageid import decode_message_id
 from mqstore.layout.record import (
     MIN_RECORD_BYTES,
@@ -44,7 +43,6 @@ from mqstore.layout.record import (
     check_record,
     decode_record,
 )
-from mqstore.layout.scan import Headers
 from mqstore.log.checking import RecordChecker
 from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.foreign import foreign
@@ -167,10 +165,6 @@ class StoreReader:
     def foreign(self) -> list[str]:
         """What a RocketMQ broker keeps in this directory that mqstore does not know, a sentence each."""
         return foreign(self.path, self.queue_table, self.fs)
-
-    def rows_of(self, buffer: mmap.mmap | bytes, headers: Headers, base: int) -> Rows:
-        """As `QueueTable.rows_of`."""
-        return self.queue_table.rows_of(buffer, headers, base)
 
     def queue_named(self, topic: str, queue_id: int, offset: int | None = None) -> ConsumeQueue:
         """The queue, brought up to date unless `offset` is known to be there already."""
@@ -487,10 +481,6 @@ class StoreReader:
             stretches.append(stretch if good.all() else stretch.only(good))
         return stretches, after, stop
 
-    def find_news(self) -> None:
-        """List the segments of the log again, where another process may have changed them."""
-        self.news.list_again()
-
     def find_front(self, queue: ConsumeQueue) -> int:
         """Return the first offset of `queue` that retention has left by now. Lists the log again."""
         self.news.list_again()
@@ -660,7 +650,7 @@ class StoreReader:
             if there is not None:
                 segment, buffer = there
                 start = physical - segment.start
-                if start + size <= len(buffer) and size >= 91:
+                if start + size <= len(buffer) and size >= MIN_RECORD_BYTES:
                     return slot, Message(Few(queue.ref, buffer, unit, slot), start, slot).store_timestamp_ms
             slot += 1
             if there is None and size != VOID_SIZE:  # retention may have taken it, and many behind it

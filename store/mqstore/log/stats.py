@@ -14,8 +14,8 @@ class Histogram:
 
     >>> histogram = Histogram()
     >>> for nanoseconds in (900, 1000, 1100, 70_000): histogram.add(nanoseconds)
-    >>> histogram.percentile_ns(50), histogram.count
-    (1024, 4)
+    >>> histogram.buckets()
+    {1024: 2, 2048: 1, 131072: 1}
     """
 
     __slots__ = ("_counts", "longest_ns")
@@ -29,20 +29,6 @@ class Histogram:
             self.longest_ns = nanoseconds
         bucket = nanoseconds.bit_length()
         self._counts[bucket if bucket < _BUCKETS else _BUCKETS - 1] += 1
-
-    @property
-    def count(self) -> int:
-        return sum(self._counts)
-
-    def percentile_ns(self, percent: float) -> int:
-        """Upper bound of the bucket that holds the given percentile; 0 when nothing was counted."""
-        wanted = self.count * percent / 100
-        seen = 0
-        for bucket, number in enumerate(self._counts):
-            seen += number
-            if number and seen >= wanted:
-                return 1 << bucket
-        return 0
 
     def buckets(self) -> dict[int, int]:
         """Upper bound in nanoseconds -> how many durations fell below it and not below the one before."""

@@ -51,7 +51,7 @@ from mqstore.log.checkpointer import Checkpointer
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.news import FileNews, News, OwnNews
-from mqstore.log.opening import Opening, make_root, report_renamed, report_undone
+from mqstore.log.opening import Opening, report_renamed, report_undone
 from mqstore.log.own import check_own
 from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.misnamed import misnamed_segments
@@ -154,7 +154,7 @@ class MessageStore(StoreWriter):
             return
         check_own(self.path, fs)
         if self._background or not self.path.exists():
-            make_root(self.path, fs)
+            fs.make_folders(self.path)
         self._lock = WriterLock(self.path, "mqstore", clock=SYSTEM_CLOCK, fs=fs, file_mode=config.file_mode)
         try:
             self._lock.acquire(seconds(lock_timeout, "lock_timeout"))

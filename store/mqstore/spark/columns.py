@@ -431,7 +431,7 @@ class ColumnReader:
         if name == "error" or piece.errors:
             return pa.nulls(count, COLUMNS[name].type)
         if name == "tags_code":  # of a log scan: what dispatch would put into the unit
-            rows = self.store.rows_of(piece.buffer, piece.headers, piece.base)
+            rows = self.store.queue_table.rows_of(piece.buffer, piece.headers, piece.base)
             return pa.array(rows.tags_code[: len(rows)])
         return _OF_RECORD[name](piece)
 

@@ -449,7 +449,7 @@ def _into_inbox(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
         "highest": highest,
     }
     for shard in wanted.shards:  # one that is missing the owner could only refuse, when the job is long said to be done
-        if not all(fs.exists(folder / shard.name / each) for each in ("records.bin", "records.idx", "shard.json")):
+        if not all(fs.exists(folder / shard.name / each) for each in ("records.bin", "shard.json")):
             raise _gone(folder / shard.name)
     save_json(folder / "bundle.json", bundle, fs, back_up=False)
     make_folders(root / _INBOX, fs)

@@ -306,7 +306,7 @@ class QueueScan:
             whole = Piece(topic, queue_id, slots, physical, sizes, codes)
             live = (whole.sizes > 0) & (whole.physical >= 0)
             if not live.all():
-                store.find_news()
+                store.news.list_again()
                 if known is None:
                     queue.load(exact=False)
                     if not queue.list_files():

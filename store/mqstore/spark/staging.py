@@ -2,7 +2,6 @@
 
     <root>/_staging/<app>-<version>/<partition>-<attempt>-<random>/
         records.bin    adjacent records, places not known
-        records.idx    size and checksum of each, which the commit else would have to find out one by one
         shard.json     what they are; written last, then the folder is synced
         store/         target=set: in place of these, the same as a store
 
@@ -28,7 +27,7 @@ import crc32c
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.log.bulk.shard import index_entries, shard_json
+from mqstore.log.bulk.shard import shard_json
 from mqstore.options import Profile
 from mqstore.spark.encode import Encoded, TopicRule
 
@@ -61,11 +60,8 @@ def transaction_folder(root: Path, app: str, version: int) -> Path:
 
 def make_folders(path: Path, fs: FileSystem = REAL) -> None:
     """Make `path` and what is missing above it, each durable in the one above."""
-    missing = [each for each in (path, *path.parents) if not fs.exists(each)]
-    for each in reversed(missing):
-        fs.mkdir(each, exist_ok=True)  # another task may be making it, too
-    for each in reversed(missing or [path]):  # whoever made it may have been killed before it was durable
-        fs.sync_directory(each.parent)
+    if not fs.make_folders(path):
+        fs.sync_directory(path.parent)  # whoever made it may have been killed before it was durable
 
 
 class ShardWriter:
@@ -75,13 +71,13 @@ class ShardWriter:
         self.folder = transaction / f"{partition}-{attempt}-{secrets.token_hex(6)}"
         self.records = 0
         self._fs = fs
-        self._sizes = [0, 0]
-        self._crcs = [0, 0]
+        self._size = 0
+        self._crc = 0
         self._largest = 0
         self._queues: Counter[tuple[str, int]] = Counter()
         self._topics: dict[str, TopicRule | None] = {}
         make_folders(self.folder, fs)
-        self._fds = [fs.open(self.folder / name, _NEW) for name in ("records.bin", "records.idx")]
+        self._fds = [fs.open(self.folder / "records.bin", _NEW)]
 
     def abandon(self) -> None:
         """Take the shard away unless it is finished."""
@@ -91,19 +87,16 @@ class ShardWriter:
                 self._fs.remove_tree(self.folder)
 
     def write(self, piece: Encoded) -> None:
-        """Append records, and what the index says of them."""
+        """Append records."""
         for start in range(0, len(piece.data), _BUFFER_BYTES):  # while the bytes are in the processor's cache
-            self._append(0, piece.data[start : start + _BUFFER_BYTES])
-        self._append(1, index_entries(piece.data, piece.sizes))
+            data = piece.data[start : start + _BUFFER_BYTES]
+            self._fs.pwrite(self._fds[0], data, self._size)
+            self._crc = crc32c.crc32c(data, self._crc)
+            self._size += len(data)
         self.records += piece.records
         self._largest = max(self._largest, int(piece.sizes.max(initial=0)))
         self._queues.update(piece.queues)
         self._topics.update(piece.topics)
-
-    def _append(self, file: int, data: bytes | memoryview) -> None:
-        self._fs.pwrite(self._fds[file], data, self._sizes[file])
-        self._crcs[file] = crc32c.crc32c(data, self._crcs[file])
-        self._sizes[file] += len(memoryview(data))
 
     def finish(self, profile: Profile) -> ShardInfo:
         """Make it durable, records before the file that says they are whole."""
@@ -111,19 +104,16 @@ class ShardWriter:
         content = shard_json(
             profile,
             records=self.records,
-            size=self._sizes[0],
-            crc=self._crcs[0],
+            size=self._size,
+            crc=self._crc,
             largest=self._largest,
             queues=self._queues,
-            index=self._crcs[1],
         )
         self._fds = [self._fs.open(self.folder / "shard.json", _NEW)]
         self._fs.pwrite(self._fds[0], content, 0)
         self._close(sync=True)
         self._fs.sync_directory(self.folder)
-        return ShardInfo(
-            self.folder.name, self.records, self._sizes[0], self._largest, dict(self._queues), self._topics
-        )
+        return ShardInfo(self.folder.name, self.records, self._size, self._largest, dict(self._queues), self._topics)
 
     def _close(self, *, sync: bool) -> None:
         while self._fds:

@@ -260,7 +260,7 @@ def _walk_log(
 
 def _without_queue(store: MessageStore, good: Good, dispatched: int) -> int:
     """Bytes of the records at or beyond `dispatched` that dispatch would give a unit."""
-    rows = store.rows_of(good.buffer, good.headers, good.base)
+    rows = store.queue_table.rows_of(good.buffer, good.headers, good.base)
     total = 0
     for topic, queue_id, chosen in rows.by_queue():
         if queue_id >= 0 and is_path_safe(topic) and int(chosen[0]) < len(rows):  # light queues count nothing twice

@@ -352,12 +352,9 @@ class Inbox:
         if os.path.islink(target):
             return
         path = target / "reason.txt"
-        fd = fs.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._file_mode)
-        try:
+        with fs.opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, self._file_mode) as fd:
             fs.pwrite(fd, f"{type(error).__name__}: {error}\n".encode("utf-8", "backslashreplace"), 0)
             fs.fdatasync(fd)
-        finally:
-            fs.close(fd)
 
     def _remove(self, folder: Path) -> None:
         """Remove a bundle that is in. The new name first, durably: half of one must never look like one that waits."""

@@ -3,12 +3,9 @@
     <folder>/records.bin    complete records side by side in the store's profile; queueOffset, physicalOffset,
                             storeTimestamp and checksum are zero, no BLANKs
     <folder>/shard.json     {"version": 1, "profile", "records": n, "bytes": n, "crc32c": of records.bin,
-                            "largest": bytes of the largest record, "queues": {TOPIC: {"0": records}},
-                            "index": crc32c of records.idx, absent without one}
-    <folder>/records.idx    for each record its size and the CRC-32C of its bytes as they stand, i32 u32 big-endian
+                            "largest": bytes of the largest record, "queues": {TOPIC: {"0": records}}}
 
-The last one may be missing. It spares the splice a step in Python for each record: to find where it ends, and to
-compute its checksum, which is then told from the CRC that the task has computed (`layout.crcpatch`).
+Earlier versions added a member "index" and a file records.idx. Both are ignored.
 
 `Shard.load` reads the JSON, `check` all of the records; what is wrong is a `FormatError` that names file, place and
 reason, raised before anything of the shard is stored. `windows` then gives the records piece by piece, in bounded
@@ -39,15 +36,8 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import decode_json, encode_json, read_json
 from mqstore.layout.dispatch import SCHEDULE_TOPIC, topics_of
 from mqstore.layout.properties import CRC32
-from mqstore.layout.record import (
-    BLANK_BYTES,
-    INNER_BATCH,
-    MIN_RECORD_BYTES,
-    TRANSACTION_COMMIT,
-    TRANSACTION_MASK,
-    unreadable_number,
-)
-from mqstore.layout.scan import Headers, gather, has_crc_tail, records_hold, walk
+from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, TRANSACTION_COMMIT, TRANSACTION_MASK, unreadable_number
+from mqstore.layout.scan import Headers, gather, has_crc_tail, walk
 from mqstore.log.ahead import Ahead
 from mqstore.log.names import check_topic
 from mqstore.native import kernel
@@ -62,7 +52,6 @@ __all__ = [
     "Shard",
     "Window",
     "by_queue",
-    "index_entries",
     "shard_json",
 ]
 
@@ -72,8 +61,6 @@ _INNER = b"INNER_"
 _EVEN_PAIR = np.frombuffer(_INNER[4:6], np.uint16)[0]
 _ODD_PAIR = np.frombuffer(_INNER[1:3], np.uint16)[0]
 _BLOCK_PAIRS = 1 << 17
-_ENTRY = np.dtype([("size", ">i4"), ("crc", ">u4")])
-_INDEX_RECORDS = 1 << 16
 _NUMBERS = ("records", "bytes", "crc32c", "largest")
 
 QueueKey = tuple[str, int]
@@ -94,13 +81,11 @@ class Limits:
 
 
 class Window(NamedTuple):
-    """Whole records at the start of `data`; `headers.positions` count from there, the last one ends at `stop`. `crcs`:
-    of the records as they stand, if the shard tells."""
+    """Whole records at the start of `data`; `headers.positions` count from there, the last one ends at `stop`."""
 
     data: memoryview
     headers: Headers
     stop: int
-    crcs: npt.NDArray[np.uint32] | None
 
 
 class Groups(NamedTuple):
@@ -135,7 +120,6 @@ class Shard:
     crc32c: int
     largest: int
     queues: Mapping[QueueKey, int]
-    index: int | None
     limits: Limits
     fs: FileSystem
 
@@ -168,8 +152,6 @@ class Shard:
         for name in _NUMBERS:
             if type(value.get(name)) is not int or not 0 <= value[name] < 1 << 63:
                 _refuse(path, f"{name} must be a number that is not negative, not {value.get(name)!r:.80}", name)
-        if type(value.get("index", 0)) is not int:
-            _refuse(path, f"index must be a number, not {value['index']!r:.80}", "index")
         shard = cls(
             folder=folder,
             records=value["records"],
@@ -177,7 +159,6 @@ class Shard:
             crc32c=value["crc32c"],
             largest=value["largest"],
             queues=_queues(path, value.get("queues")),
-            index=value.get("index"),
             limits=limits,
             fs=fs,
         )
@@ -237,10 +218,6 @@ class Shard:
         with ExitStack() as held:
             fd = _open(self.file, self.fs, "shard")
             held.callback(self.fs.close, fd)
-            index = None
-            if self.index is not None:
-                index = _Index(self)
-                held.callback(index.close)
             found = self.fs.size(fd)
             if found != self.bytes:
                 _refuse(self.file, f"it has {found} bytes, shard.json says {self.bytes}", "bytes")
@@ -257,27 +234,18 @@ class Shard:
             coming = begin(0) if self.bytes else None
             while coming is not None:
                 data, length = coming, ahead.result()
-                crcs = None
-                if index is None:
-                    positions, stop = walk(data, 0, length)
-                else:
-                    positions, stop, crcs = index.take(length)
+                positions, stop = walk(data, 0, length)
                 if not len(positions):
                     _refuse(self.file, "no whole record starts here", "record", done)
                 coming = begin(done + stop) if done + stop < self.bytes else None
-                headers = gather(data, positions)
-                if index is not None and (positions + headers.size != np.append(positions[1:], stop)).any():
-                    _refuse(self.file, "sizes differ from those of records.idx", "record", done)
                 crc = crc32c(data[:stop], crc)
-                yield Window(data, headers, stop, crcs)
+                yield Window(data, gather(data, positions), stop)
                 done += stop
             if crc != self.crc32c:
                 _refuse(self.file, f"its CRC-32C is {crc}, shard.json says {self.crc32c}: it is damaged", "crc32c")
-            if index is not None:
-                index.check()
 
     def _check_heads(self, window: Window, base: int) -> None:
-        """What a put would have checked, of all records of a window at once; and their CRCs, if the shard tells."""
+        """What a put would have checked, of all records of a window at once."""
         headers = window.headers
         limits = self.limits
         transaction = headers.sys_flag & TRANSACTION_MASK
@@ -300,11 +268,6 @@ class Shard:
             if wrong.any():
                 row = int(np.argmax(wrong))
                 _refuse(self.file, f"record {row} of this stretch: {why}", field, base + int(headers.positions[row]))
-        if window.crcs is not None and limits.profile == "mqstore":
-            holds = records_hold(window.data, headers.positions, headers.size.astype(np.int64), window.crcs)
-            if not holds.all():
-                at = base + int(headers.positions[np.argmin(holds)])
-                _refuse(self.file, "its CRC is not that of records.idx", "record", at)
 
     def _check_tails(self, window: Window, groups: Groups, base: int) -> None:
         """Topics that may be, and no property that would keep a record from being read: a CRC tail that the copy makes
@@ -329,41 +292,6 @@ class Shard:
             wrong = unreadable_number(topics[groups.group[row]].encode(), bytes(data[start : start + size]))
             if wrong:
                 _refuse(self.file, wrong, "properties", base + int(headers.positions[row]))
-
-
-class _Index:
-    """`records.idx` of a shard, read along with its records."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        self._path = shard.folder / "records.idx"
-        self._fd = _open(self._path, shard.fs, "index")
-        self._buffer = np.empty(_INDEX_RECORDS, _ENTRY)
-        self._done = 0
-        self._crc = 0
-
-    def close(self) -> None:
-        self._shard.fs.close(self._fd)
-
-    def take(self, length: int) -> tuple[npt.NDArray[np.int64], int, npt.NDArray[np.uint32]]:
-        """(starts, end, CRCs) of the next records, as many as `length` bytes hold."""
-        view = memoryview(self._buffer.view(np.uint8).data)
-        count = self._shard.fs.read_into(self._fd, view, self._done * _ENTRY.itemsize) // _ENTRY.itemsize
-        sizes = self._buffer["size"][:count].astype(np.int64)
-        if (sizes < MIN_RECORD_BYTES).any():
-            _refuse(self._path, "a size that no record has", "index", self._done * _ENTRY.itemsize)
-        ends = np.cumsum(sizes)
-        count = int(np.searchsorted(ends, length, "right"))
-        self._crc = crc32c(view[: count * _ENTRY.itemsize], self._crc)
-        self._done += count
-        starts: npt.NDArray[np.int64] = (ends - sizes)[:count]
-        crcs = self._buffer["crc"][:count].astype(np.uint32)
-        return starts, int(ends[count - 1]) if count else 0, crcs
-
-    def check(self) -> None:
-        """At the end: whether it is the file that shard.json means."""
-        if self._crc != self._shard.index or self._shard.fs.size(self._fd) != self._done * _ENTRY.itemsize:
-            _refuse(self._path, f"it is not the index that shard.json means ({self._shard.index})", "index")
 
 
 def _rows_with_inner(window: Window) -> npt.NDArray[np.int64]:
@@ -401,16 +329,6 @@ def _places_of_inner(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     return found
 
 
-def index_entries(data: memoryview, sizes: npt.NDArray[np.int64]) -> bytes:
-    """What `records.idx` has of records of these sizes that fill `data`, in bytes: for whoever stages them."""
-    ends = np.cumsum(sizes)
-    entries = np.empty(len(sizes), _ENTRY)
-    entries["size"] = sizes
-    slices = map(data.__getitem__, map(slice, (ends - sizes).tolist(), ends.tolist()))
-    entries["crc"] = np.fromiter(map(crc32c, slices), np.uint32, len(sizes))
-    return entries.tobytes()
-
-
 def shard_json(
     profile: Profile,
     *,
@@ -419,14 +337,13 @@ def shard_json(
     crc: int,
     largest: int,
     queues: Mapping[QueueKey, int],
-    index: int | None = None,
 ) -> bytes:
-    """Return `shard.json` of `size` bytes of records whose CRC-32C is `crc`. `index`: that of `records.idx`, if any."""
+    """Return `shard.json` of `size` bytes of records whose CRC-32C is `crc`."""
     counts: dict[str, dict[str, int]] = {}
     for (topic, queue_id), count in sorted(queues.items()):
         counts.setdefault(topic, {})[str(queue_id)] = count
     value = {"version": 1, "profile": profile, "records": records, "bytes": size, "crc32c": crc, "largest": largest}
-    return encode_json({**value, "queues": counts} if index is None else {**value, "queues": counts, "index": index})
+    return encode_json({**value, "queues": counts})
 
 
 def _open(path: Path, fs: FileSystem, field: str) -> int:

@@ -30,13 +30,11 @@ import logging
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
-from struct import Struct
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +44,6 @@ from mqstore.clock import Clock
 from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, StoreBusyError, StoreClosedError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segments import SegmentRun, segment_name
-from mqstore.layout.crcpatch import with_bytes
 from mqstore.layout.hosts import IPV4_BYTES
 from mqstore.layout.record import (
     BLANK_BYTES,
@@ -56,16 +53,13 @@ from mqstore.layout.record import (
     Checksum,
     encode_blank,
 )
-from mqstore.layout.scan import content_end, records_hold
+from mqstore.layout.scan import content_end
 from mqstore.log.bulk.shard import Groups, Limits, QueueKey, Shard, Window, by_queue
 from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnFile, TxnState, doubt, is_app
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.recovery.report import Cut, Finding
 from mqstore.native import kernel
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 __all__ = ["SpliceResult", "Splicer", "Undone", "undo", "would_undo"]
 
@@ -74,7 +68,6 @@ _BUFFERS = 4
 """Windows in memory: one being read, one being made, one waiting, one being written."""
 _REMEMBERED = 8 << 20
 """Records whose queue is kept from check to copy, two bytes each."""
-_PATCHED_TO = STORE_TIMESTAMP_AT_V4 + 8
 
 Checked = tuple[Shard, list[Groups] | None]
 """A shard, and what its check remembers of it."""
@@ -384,42 +377,21 @@ def _patch(
     data, headers = window.data, window.headers
     positions = headers.positions
     if kernel is not None and checksum == "crc32c-record":
-        # New checksums must not make good what has changed in memory: as `_moved_crcs`, which starts from the old ones.
-        if (
-            window.crcs is not None
-            and not records_hold(data, positions, headers.size.astype(np.int64), window.crcs).all()
-        ):
-            raise FormatError("a staged record has changed since it was checked", "record", 0)
         kernel.renumber(data, positions, offsets, places, stamp_ms)
         return
-    sizes = headers.size
     moved = headers.born_host_size - IPV4_BYTES
     both = np.empty((len(positions), 2), ">i8")
     both[:, 0], both[:, 1] = offsets, places
     _column(data, "V16")[positions + QUEUE_OFFSET_AT] = both.view("V16").reshape(-1)  # one behind the other
     _column(data, ">i8")[positions + STORE_TIMESTAMP_AT_V4 + moved] = stamp_ms
     if checksum == "crc32c-record":
-        crcs = _record_crcs(data, sizes, window.stop) if window.crcs is None else _moved_crcs(window, both, stamp_ms)
+        crcs = np.fromiter(map(crc32c, _slices(data, positions, headers.size)), np.uint32, len(positions))
     else:
-        slices = _slices(data, headers.body_position, headers.body_position + headers.body_size)
-        crcs = np.fromiter(map(zlib.crc32, slices), np.uint32, len(positions)) & np.uint32(0x7FFF_FFFF)
+        crcs = np.fromiter(
+            map(zlib.crc32, _slices(data, headers.body_position, headers.body_size)), np.uint32, len(positions)
+        )
+        crcs &= np.uint32(0x7FFF_FFFF)
     _column(data, ">u4")[positions + CHECKSUM_AT] = crcs
-
-
-def _moved_crcs(window: Window, both: npt.NDArray[np.int64], stamp_ms: int) -> npt.NDArray[np.uint32]:
-    """The CRC-32C of the records, patched by now, from those of before. Of a host in IPv6 before the time: computed."""
-    assert window.crcs is not None
-    headers = window.headers
-    data = np.zeros((len(both), _PATCHED_TO - QUEUE_OFFSET_AT), np.uint8)
-    data[:, :16] = both.view(np.uint8)
-    data[:, STORE_TIMESTAMP_AT_V4 - QUEUE_OFFSET_AT :] = np.frombuffer(stamp_ms.to_bytes(8, "big"), np.uint8)
-    crcs = with_bytes(window.crcs, headers.size, QUEUE_OFFSET_AT, data)
-    rows = np.flatnonzero(headers.born_host_size != IPV4_BYTES)
-    if len(rows):
-        starts = headers.positions[rows]
-        slices = _slices(window.data, starts, starts + headers.size[rows])
-        crcs[rows] = np.fromiter(map(crc32c, slices), np.uint32, len(rows))
-    return crcs
 
 
 def _column(data: memoryview, kind: str) -> npt.NDArray[Any]:
@@ -428,20 +400,8 @@ def _column(data: memoryview, kind: str) -> npt.NDArray[Any]:
     return np.ndarray((len(data) - dtype.itemsize + 1,), dtype, data, 0, (1,))
 
 
-def _record_crcs(data: memoryview, sizes: npt.NDArray[np.int32], stop: int) -> npt.NDArray[np.uint32]:
-    """The CRC-32C of each of the records that fill `data[:stop]`, their checksum fields being zero."""
-    size = int(sizes[0])
-    if bool((sizes == size).all()):
-        # As in `encode_records`: unpacking hands out a record at a time without a slice object each.
-        records: Iterable[ReadableBuffer] = chain.from_iterable(Struct(f"{size}s").iter_unpack(data[:stop]))
-    else:
-        ends = np.cumsum(sizes, dtype=np.int64)
-        records = _slices(data, ends - sizes, ends)
-    return np.fromiter(map(crc32c, records), np.uint32, len(sizes))
-
-
-def _slices(data: memoryview, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> map[memoryview]:
-    return map(data.__getitem__, map(slice, starts.tolist(), ends.tolist()))
+def _slices(data: memoryview, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.integer]) -> map[memoryview]:
+    return map(data.__getitem__, map(slice, starts.tolist(), (starts + sizes).tolist()))
 
 
 # -- into the segments -----------------------------------------------------------------------------------------------

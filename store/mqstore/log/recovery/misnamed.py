@@ -49,12 +49,9 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
         for segment in run.segments()
     }
     for name in others:
-        fd = fs.open(run.directory / name, os.O_RDONLY)
-        try:
+        with fs.opened(run.directory / name, os.O_RDONLY) as fd:
             length = min(fs.size(fd), run.segment_bytes)
             buffer = fs.map(fd, length, writable=False) if length else None
-        finally:
-            fs.close(fd)
         found[name] = None if buffer is None else _place(buffer, None, run.segment_bytes, checksum)
         if found[name] is None and name.endswith(_UNFINISHED):
             found[name] = segment_start(name.removesuffix(_UNFINISHED))

@@ -177,9 +177,12 @@ def read_range(
     segment = run.find(piece.base)
     if segment is None:
         return None
-    first = start if start is not None else 0 if piece.low == 0 else _first_in(run, checksum, segment, piece)
-    if first is None:
-        return RangeResult(piece, None, piece.low)
+    first = 0 if start is None else start
+    if start is None and piece.low > 0:
+        found = first_good_in(run, segment, piece.low, checksum, piece.high)
+        if found is None:
+            return RangeResult(piece, None, piece.low)
+        first = found - segment.start
     result = RangeResult(piece, first, first)
     events = scan_segment(run, segment, first, checksum, stop=piece.high, blank=result.blank)
     while True:
@@ -201,11 +204,6 @@ def read_range(
             result.body_checksum_only += len(rows) - int(np.count_nonzero(has_crc_tail(event.buffer, event.headers)))
         for listed in rows.listed():
             _take_queue(result, rows, listed, take_run, max_errors)
-
-
-def _first_in(run: SegmentRun, checksum: Checksum, segment: Segment, piece: LogRange) -> int | None:
-    found = first_good_in(run, segment, piece.low, checksum, piece.high)
-    return None if found is None else found - segment.start
 
 
 def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeRun, max_errors: int | None) -> None:

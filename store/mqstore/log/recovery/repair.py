@@ -94,13 +94,10 @@ def _is_extended(path: Path, finding: Finding, size: int) -> bool:
 
 def _move_surplus(segment: Path, size: int, target: Path, fs: FileSystem) -> None:
     """Move what `segment` has behind its first `size` bytes to `target`. Killed in between, it is in both."""
-    source = fs.open(segment, os.O_RDWR)
-    try:
+    with fs.opened(segment, os.O_RDWR) as source:
         save_bytes(target, _surplus(source, size, fs), fs)
         fs.shorten(source, size)
         fs.fdatasync(source)
-    finally:
-        fs.close(source)
 
 
 def _surplus(fd: int, size: int, fs: FileSystem) -> Iterator[tuple[int, bytes]]:

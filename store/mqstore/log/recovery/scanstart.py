@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mqstore.layout.checkpoint import min_timestamp
 from mqstore.layout.consumequeue import is_void
 from mqstore.layout.record import check_record
-from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.indexrepair import is_nonsense
 from mqstore.log.recovery.scanner import record_at
@@ -104,7 +101,7 @@ class ScanStart:
             mark = min(checkpoint.flushed, checkpoint.dispatched)
             return max([s for s in starts if s <= mark], default=self._first)
         if parts.clean:
-            dispatched = max((self._last_physical(queue)[0] for queue in parts.queue_table), default=-1)
+            dispatched = max((queue.last_message()[0] for queue in parts.queue_table), default=-1)
             for start in reversed(starts):
                 if start <= dispatched and first_record_time(parts.log_files, start, parts.checksum) is not None:
                     return start
@@ -116,21 +113,12 @@ class ScanStart:
                 return start
         return self._first
 
-    def _last_physical(self, queue: ConsumeQueue) -> tuple[int, int, int]:
-        """(physical offset, size, slot) of the queue's newest unit that is a message; (-1, 0, -1) without one."""
-        for at, units in queue.held_before(queue.max_offset, 64):
-            live = np.flatnonzero((units["size"] > 0) & ~is_void(units))
-            if len(live):
-                i = int(live[-1])
-                return int(units["physical_offset"][i]), int(units["size"][i]), at + i
-        return -1, 0, -1
-
     def _last_units_hold(self, mark: int, end: int | None) -> bool:
         """Whether the newest unit of each queue leads to its record; those at or beyond `mark` are read anyway, but
         with `end` none may point there or beyond."""
         parts = self._parts
         for queue in parts.queue_table:
-            physical, size, slot = self._last_physical(queue)
+            physical, size, slot = queue.last_message()
             if physical >= mark and end is None:
                 continue
             if physical < self._first:

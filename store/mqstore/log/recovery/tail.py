@@ -118,26 +118,12 @@ class Tail:
 
 def save_bytes(path: Path, parts: Iterable[tuple[int, bytes]], fs: FileSystem) -> None:
     """Write a file of `parts`, each (position, bytes). Durable on return, and it has its name only when it is whole."""
-    _make_folder(path.parent, fs)
+    fs.make_folders(path.parent)
     unfinished = path.with_name(f"{path.name}.tmp")
     fs.unlink(unfinished, missing_ok=True)
-    fd = fs.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
+    with fs.opened(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL) as fd:
         for at, data in parts:
             fs.pwrite(fd, data, at)
         fs.fdatasync(fd)
-    finally:
-        fs.close(fd)
     fs.replace(unfinished, path)
     fs.sync_directory(path.parent)
-
-
-def _make_folder(folder: Path, fs: FileSystem) -> None:
-    """`folder` and what is missing above it, durably."""
-    missing = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for each in reversed(missing):
-        fs.mkdir(each, exist_ok=True)
-        fs.sync_directory(each.parent)

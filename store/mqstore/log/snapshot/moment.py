@@ -231,11 +231,8 @@ class Original:
 
     def _tail(self, segment: Segment, end: int) -> bytes:
         at = min(end, segment.end) - segment.start
-        fd = self._fs.open(segment.path, os.O_RDONLY)
-        try:
+        with self._fs.opened(segment.path, os.O_RDONLY) as fd:
             return self._fs.pread(fd, min(at, _TAIL_BYTES), max(0, at - _TAIL_BYTES))
-        finally:
-            self._fs.close(fd)
 
     def _identity(self) -> tuple[object, ...]:
         """What a writer that comes changes first: the file that it locks, twice. Then what shows one that was there."""
@@ -273,13 +270,6 @@ class Original:
         return not any(self._run.mapping(segment)[:8]) and not used_end(self._run, segment)
 
     # -- files ------------------------------------------------------------------------------------------------------
-
-    def open(self, name: str) -> int:
-        """A descriptor to read a file by. FileNotFoundError when it is gone."""
-        return self._fs.open(self.root / name, os.O_RDONLY)
-
-    def close(self, fd: int) -> None:
-        self._fs.close(fd)
 
     def bulk(self) -> Iterator[Found]:
         """What may be copied at leisure, beside the segments."""

@@ -444,11 +444,8 @@ class _Making:
         return True
 
     def _file(self, copy: TreeCopy, name: str, length: int | None = None, *, allocate: bool = False) -> None:
-        fd = self._original.open(name)
-        try:
+        with QUIET.opened(self._original.root / name, os.O_RDONLY) as fd:
             copy.file(name, fd, length, allocate=allocate)
-        finally:
-            self._original.close(fd)
 
     def _of_root(self) -> dict[int, str]:
         """What is root's of the files that there are, by inode. Only root needs to know."""
