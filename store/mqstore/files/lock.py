@@ -37,8 +37,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from portalocker import LockFlags
+from portalocker.exceptions import AlreadyLocked, LockException
+from portalocker.portalocker import FlockLocker
+
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.errors import StoreFullError, StoreIOError, StoreLockedError, raise_os_error
+from mqstore.errors import MQStoreError, StoreFullError, StoreIOError, StoreLockedError, raise_os_error
 from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 
@@ -48,6 +52,9 @@ _PREFIX = b"lock\n"
 _CONTENT_BYTES_MAX = 4096
 _POLL_MS_MIN = 1
 _POLL_MS_MAX = 50
+
+# By class and not by `portalocker.lock`, whose kind of lock any part of the program can change globally.
+_FLOCK = FlockLocker()
 
 # struct flock of the two platforms; "0q" pads to the size that the system copies.
 if sys.platform == "darwin":
@@ -71,9 +78,20 @@ else:
         return kind, pid
 
 
-# F_SETLK is what fcntl.lockf issues; F_OFD_SETLK differs only in who owns the lock. macOS has the latter, too, but its
-# headers call it private, and POSIX lockers do not always see it.
-_SET_BYTE: int = getattr(fcntl, "F_OFD_SETLK", fcntl.F_SETLK) if sys.platform == "linux" else fcntl.F_SETLK
+# macOS has the call too, but its headers call it private and POSIX lockers do not always see it.
+_SET_BYTE: int | None = getattr(fcntl, "F_OFD_SETLK", None) if sys.platform == "linux" else None
+
+
+def _lock_byte(fd: int) -> bool:
+    """Take the write lock on byte 0 without waiting; False when someone holds it."""
+    try:
+        # F_SETLK is what fcntl.lockf issues; F_OFD_SETLK differs only in who owns the lock.
+        fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_WRLCK))
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            return False
+        raise
+    return True
 
 
 def _byte_holder(fd: int) -> int | None:
@@ -173,8 +191,8 @@ class WriterLock:
                 return
             try:
                 # Explicitly, not only by closing: a child forked by C code may still have the descriptor.
-                fcntl.fcntl(fd, _SET_BYTE, _pack(fcntl.F_UNLCK))
-                fcntl.flock(fd, fcntl.LOCK_UN)
+                fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_UNLCK))
+                _FLOCK.unlock(fd)
             finally:
                 for identity in [identity for identity, lock in _registry.items() if lock is self]:
                     del _registry[identity]
@@ -217,11 +235,19 @@ class WriterLock:
 
     def _lock(self, fd: int) -> None:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.fcntl(fd, _SET_BYTE, _pack(fcntl.F_WRLCK))
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
+            try:
+                _FLOCK.lock(fd, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
+            except AlreadyLocked:
                 raise _TakenError(_holder(self._fs, fd)) from None
+            except LockException as error:
+                # Some network file systems answer with EOFError; portalocker wraps whatever came.
+                cause = error.__cause__
+                raise (cause if isinstance(cause, OSError) else OSError(errno.EIO, str(error))) from None
+            if not _lock_byte(fd):
+                raise _TakenError(_holder(self._fs, fd))
+        except MQStoreError:
+            raise
+        except OSError as error:
             raise_os_error(error, self._path, "lock")
 
     def _describe(self, fd: int) -> None:
@@ -309,8 +335,11 @@ def refuse_beside_writer(root: str | os.PathLike[str], fs: FileSystem = REAL) ->
     with _registry_lock:
         if not {_identity(fs.stat(root)), _identity(fs.stat(path))}.isdisjoint(_registry):
             raise _refusal(root, _Holder(os.getpid()))
-        with fs.opened(path, os.O_RDONLY) as fd:
+        fd = fs.open(path, os.O_RDONLY)
+        try:
             raise _refusal(root, _holder(fs, fd))
+        finally:
+            fs.close(fd)
 
 
 def _close_in_child() -> None:
