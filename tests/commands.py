@@ -10,9 +10,9 @@ __all__ = ["CHANGING", "looking"]
 CHANGING = {
     *("produce", "consume", "recover", "demo", "topics create", "topics alter", "topics delete", "groups create"),
     *("groups alter", "groups delete", "offsets reset", "delay cancel", "dlq replay", "dlq purge", "cut restore"),
-    *("spark clean", "spark sql", "spark shell"),
+    *("spark clean", "spark sql", "spark shell", "bench"),
 }
-"""Commands that change a store, or start Spark. `looking` has dry runs of some."""
+"""Commands that change a store, make one of their own, or start Spark. `looking` has dry runs of some."""
 
 
 def looking(store: object, copy: object, *, topic: str = "orders", group: str = "billing") -> dict[str, list[str]]:
