@@ -492,3 +492,16 @@ def test_an_async_consumer_takes_from_its_group_and_starts_again_too(tmp_path: P
                 assert simple.ordered
 
     asyncio.run(main())
+
+
+def test_a_start_that_was_not_permitted_may_be_tried_again(bench: PushBench) -> None:
+    bench.put(b"a")
+    bench.broker.groups.create("g", consume_enable=False)
+    seen: list[bytes] = []
+    consumer = bench.consumer(lambda message: seen.append(message.body), mode="pop", run=False)
+    with pytest.raises(mqstore.errors.NotPermittedError):
+        consumer.start()
+    bench.broker.groups.alter("g", consume_enable=True)
+    consumer.start()
+    bench.settle()
+    assert seen == [b"a"]

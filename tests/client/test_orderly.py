@@ -690,3 +690,61 @@ def test_a_message_group_keeps_its_order_while_members_come_and_go(tmp_path: Pat
     assert steps == {group: [f"{group} {step:02}" for step in range(30)] for group in groups}
     assert sum(bench.broker.lag("g").values()) == 0
     bench.close()
+
+
+def test_an_error_that_cannot_even_be_shown_is_a_failure_like_others(bench: Bench) -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("not even this")
+
+    bench.put("0", "1")
+    bench.join(handler=fails("0", error=MuteError), retry=RetryPolicy(2, [1]))
+    bench.advance(3)
+
+    assert bench.attempts == [("0", 1), ("0", 2), ("1", 1)]
+    assert bench.letters() == ["0"]
+
+
+def test_a_dead_member_s_queue_is_taken_over_after_60_s_and_not_before(wide: Bench) -> None:
+    dead = wide.join("a")
+    wide.join("b")
+    wide.advance(1)
+    assert dead.assignment() == {T0}
+    wide.members.remove(dead)  # from now on it does nothing
+    died_ms = wide.clock.monotonic_ms()
+    wide.put("0")
+    wide.advance(58)
+    assert wide.calls == []
+
+    wide.advance(25)
+    assert [(call.member, call.body) for call in wide.calls] == [("b", "0")]
+    assert wide.calls[0].at_ms - died_ms > 58_000
+
+
+def test_systemexit_settles_nothing_and_stops_the_consumer(bench: Bench) -> None:
+    def handle(message: Message) -> None:
+        if message.text() == "1":
+            raise SystemExit
+
+    bench.put(*"012")
+    consumer = bench.join(handler=handle)
+    bench.members.clear()
+    consumer.run_once()
+    assert consumer.stop()
+
+    assert bench.bodies == ["0", "1"]
+    assert bench.committed() == 1
+    assert bench.letters() == []
+    bench.join("b")
+    bench.settle()
+    assert bench.attempts[2:] == [("1", 1), ("2", 1)]
+
+
+def test_a_failure_stops_a_broadcasting_member_by_default(bench: Bench) -> None:
+    bench.put("0", "1")
+    bench.join("a", fails("0"), model="broadcasting")
+    bench.join("b", model="broadcasting")
+    bench.advance(3_600)
+
+    assert {call.body for call in bench.calls if call.member == "a"} == {"0"}
+    assert [call.body for call in bench.calls if call.member == "b"] == ["0", "1"]

@@ -793,3 +793,25 @@ def test_an_ordered_queue_is_strictly_serial(store: Store) -> None:
         until(lambda: len(seen) == 60)
     assert overlaps == []
     assert seen == bodies
+
+
+def test_a_handler_that_hangs_blocks_nobody_for_ever(store: Store) -> None:
+    """Its message is handled by another worker, and it is told where it hung."""
+    recorder, go = Recorder(), threading.Event()
+
+    def hang_once(message: Message) -> None:
+        if message.attempt == 1:
+            go.wait(20)
+        go.set()
+
+    consumer = store.push_consumer(
+        "g", mode="pop", workers=2, consume_timeout=0.1, retry=RetryPolicy(5, [0]), interceptors=[recorder]
+    )
+    consumer.subscribe("t", hang_once)
+    with consumer:
+        store.put("t", b"0")
+        assert go.wait(20)
+        until(lambda: len(recorder.settled) == 2)
+    assert recorder.settled == [(b"0", "retry"), (b"0", "ack")]
+    assert "hang_once" in recorder.stacks[0]
+    assert sum(store.lag("g").values()) == 0

@@ -1700,3 +1700,20 @@ def test_one_send_may_have_its_selector(bench: Bench, way: str, hooked: bool) ->
             send("orders", b"none", selector="last")
     assert [(message.body, message.queue.queue_id) for message in bench.stored()] == [(b"mine", 7), (b"its", 2)]
     assert asked == [(8, "7")]
+
+
+def test_each_thread_has_a_transaction_of_its_own(broker: Broker) -> None:
+    producer = Producer(broker)
+    barrier = threading.Barrier(2, timeout=WAIT_S)
+
+    def work(body: bytes, fails: bool) -> None:
+        with producer.transaction() as tx:
+            tx.send("orders", body)
+            barrier.wait()
+            if fails:
+                raise ValueError
+
+    good, bad = in_thread(lambda: work(b"good", False)), in_thread(lambda: work(b"bad", True))
+    assert ended(*good) is None
+    assert isinstance(ended(*bad), ValueError)
+    assert [m.body for m in broker.store.iter("orders")] == [b"good"]
