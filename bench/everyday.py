@@ -1,4 +1,4 @@
-"""What everyday work costs beside the plain case: time of the one by time of the other, both in one run.
+"""How much longer everyday work takes than the plain case, both in one run.
 
     python -m bench.everyday [--messages N] [--quick]
 
@@ -19,22 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import mqstore
-from bench.goals import report
+from bench.goals import Side, measure, report
 from mqstore.engine import MessageStore
 
-Side = Callable[[], object]
 BODY = b"x" * 128
 
 
 def ratio(side: Side, plain: Side, rounds: int, clock: Callable[[], float] = time.process_time) -> float:
     """Time of `side` by that of `plain`."""
-    best = [float("inf"), float("inf")]
-    for _ in range(rounds + 1):
-        for which, work in enumerate((side, plain)):
-            begin = clock()
-            work()
-            best[which] = min(best[which], clock() - begin)
-    return best[0] / best[1]
+    best = measure({"side": side, "plain": plain}, rounds, 1, clock=clock)
+    return best["side"] / best["plain"]
+
+
+def get_and_ack(queue: mqstore.Queue, count: int) -> None:
+    for _ in range(count):
+        queue.ack(queue.get())
 
 
 @contextmanager
@@ -81,9 +80,7 @@ def queues(count: int, rounds: int) -> None:
         def through(queue: mqstore.Queue) -> float:
             queue.put_many([BODY] * count)
             begin = time.process_time()
-            for _ in range(count):
-                item = queue.get()
-                queue.ack(item)
+            get_and_ack(queue, count)
             return time.process_time() - begin
 
         for _ in range(20_000):
@@ -113,9 +110,7 @@ def in_asyncio(count: int, rounds: int) -> None:
             queue = store.queue("q")
             queue.put_many([BODY] * count)
             begin = time.perf_counter()
-            for _ in range(count):
-                item = queue.get()
-                queue.ack(item)
+            get_and_ack(queue, count)
             return time.perf_counter() - begin
 
     best = [float("inf"), float("inf")]
@@ -157,24 +152,18 @@ def pushed(count: int, rounds: int) -> None:
 
 
 def first_read(count: int, rounds: int) -> None:
-    def reading(dispatched: bool) -> Callable[[], float]:
-        best = [float("inf")]
+    def reading(*, dispatched: bool) -> float:
+        with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as store:
+            store.put_many("t", [BODY] * count)
+            if dispatched:
+                store.dispatch()
+            begin = time.perf_counter()
+            assert len(store.read("t", 0, count - 32, 32)) == 32
+            return time.perf_counter() - begin
 
-        def run() -> float:
-            with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as store:
-                store.put_many("t", [BODY] * count)
-                if dispatched:
-                    store.dispatch()
-                begin = time.perf_counter()
-                assert len(store.read("t", 0, count - 32, 32)) == 32
-                best[0] = min(best[0], time.perf_counter() - begin)
-                return best[0]
-
-        return run
-
-    behind, there = reading(False), reading(True)
-    times = [(behind(), there()) for _ in range(rounds)][-1]
-    report("", f"first read behind a put_many of {count:,} / once dispatched", times[0] / times[1], 1.3, most=True)
+    times = [(reading(dispatched=False), reading(dispatched=True)) for _ in range(rounds)]
+    behind, there = map(min, zip(*times, strict=True))
+    report("", f"first read behind a put_many of {count:,} / once dispatched", behind / there, 1.3, most=True)
 
 
 def main() -> None:

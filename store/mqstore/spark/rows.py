@@ -382,10 +382,9 @@ class QueueScan:
                 if segment is None:
                     return False
                 try:
-                    descriptors.append(parts.fs.open(segment.path, os.O_RDONLY))
+                    descriptors.append(files.enter_context(parts.fs.opened(segment.path, os.O_RDONLY)))
                 except FileNotFoundError:  # retention took it
                     return False
-                files.callback(parts.fs.close, descriptors[-1])
             data = kernel.read_at(
                 np.array(descriptors)[which], piece.physical % size, np.ascontiguousarray(piece.sizes)
             )
