@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.goals import ROUNDS, measure, report
 from mqstore import OutgoingMessage, StoreConfig
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.layout.record import Record, check_record, decode_record
 from mqstore.log.message import row_of
 from mqstore.log.tip import QueueRef
@@ -132,7 +132,7 @@ def main() -> None:
 
             def read(name: str, every: bool = every, counts: dict[str, int] = counts) -> None:
                 side, verify = SIDES[name]
-                with MessageStore(Path(folder) / "s", "r", config=StoreConfig(verify_reads=verify)) as store:
+                with ReadOnlyMessageStore(Path(folder) / "s", config=StoreConfig(verify_reads=verify)) as store:
                     counts[name] = side(store, every)
 
             best = measure({name: partial(read, name) for name in SIDES}, given.rounds)

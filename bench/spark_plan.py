@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bench.goals import ROUNDS, Side, measure, report
 from mqstore import StoreConfig
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import plan
 
@@ -42,7 +42,7 @@ def listed(folder: Path) -> None:
 
 def bounds(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
-        with MessageStore(path, "r") as store:
+        with ReadOnlyMessageStore(path) as store:
             for topic in store.topics():
                 for ref in store.queues(topic):
                     store.offsets(*ref)

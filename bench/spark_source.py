@@ -28,7 +28,7 @@ from typing import Any
 
 from bench.goals import ROUNDS, SOCKETS, WARM_UPS, Side, measure, report
 from bench.spark_columns import decoded, make
-from mqstore.engine import MessageStore
+from mqstore.engine import ReadOnlyMessageStore
 from mqstore.log.tip import QueueRef
 from mqstore.spark.columns import ColumnReader, default_columns
 from mqstore.spark.options import SourceOptions
@@ -89,7 +89,7 @@ def tuple_source(decode: bool) -> Any:
 
 
 def one_process(path: Path) -> int:
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         reader = ColumnReader(store, FOUR.split(","))
         refs = [ref for topic in store.topics() for ref in store.queues(topic)]
         return sum(batch.num_rows for ref in refs for batch in reader.queue(*ref, *store.offsets(*ref)))
@@ -153,7 +153,7 @@ def questions(spark: Any, path: Path, folder: Path, rounds: int, warm: int) -> N
     times = measure({"tuples": counts("tuples"), "ours": counts("mqstore")}, rounds, warm)
     report("S3", f"all {len(default_columns())} columns / tuples", times["tuples"] / times["ours"], 5)
 
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         low, high = store.offsets("topic-0", 0)
         [message] = store.read("topic-0", 0, high - max(1, (high - low) // 100), 1)
         since_ms = message.store_timestamp_ms

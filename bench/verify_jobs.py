@@ -19,12 +19,12 @@ from pathlib import Path
 
 from bench.goals import ROUNDS, Side, measure, report
 from bench.spark_columns import make
-from mqstore.engine import MessageStore
+from mqstore.engine import ReadOnlyMessageStore
 from mqstore.jobs import verify
 
 
 def one_process(path: Path) -> None:
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         assert not list(store.verify())
 
 

@@ -32,6 +32,7 @@ from mqstore.log import commitlog as commitlog_module
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import options_tail, tail_of, user_properties
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig
 from tests.faults import FaultyFileSystem
@@ -342,7 +343,7 @@ def test_a_read_takes_no_more_at_once_than_others_may_wait_for(tmp_path: Path) -
         bodies = [bytes([i]) * (1 << 20) for i in range(12)]
         store.put_many("t", bodies)
         store.put_many("t", [b"%d" % i for i in range(9000)])
-        first = store._compiled(kernel, store.queue_named("t", 0, 12), 0, 12, None, 12, None, True)
+        first = store.records._compiled(kernel, store.queue_named("t", 0, 12), 0, 12, None, 12, None, True)
         assert first is not None
         assert (len(first[0]), first[1:]) == (4, (4, False))
         assert [message.body for message in store.read("t", 0, 0, 12)] == bodies
@@ -484,7 +485,7 @@ def test_a_call_that_fails_is_made_again_by_python_which_says_why(tmp_path: Path
             assert store.put("t", b"c").offset == 1
             log._fd = real
         assert store.put("t", b"d").offset == 2
-    with MessageStore(tmp_path, mode="r") as store:
+    with ReadOnlyMessageStore(tmp_path) as store:
         assert [message.body for message in store.read("t")] == [b"a", b"c", b"d"]
         assert list(store.verify()) == []
 

@@ -12,7 +12,8 @@ For tools and tests. An application needs `mqstore.open`; the engine of an open 
 from __future__ import annotations
 
 from mqstore.clock import Clock, SimulatedClock, SystemClock
-from mqstore.log.reader import GetResult
+from mqstore.log.reader import GetResult, StoreReader
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.report import Cut, Finding, RecoveryReport
 from mqstore.log.snapshot.take import SnapshotPlan, SnapshotReport
 from mqstore.log.stats import StoreStats
@@ -24,10 +25,12 @@ __all__ = [
     "Finding",
     "GetResult",
     "MessageStore",
+    "ReadOnlyMessageStore",
     "RecoveryReport",
     "SimulatedClock",
     "SnapshotPlan",
     "SnapshotReport",
+    "StoreReader",
     "StoreStats",
     "SystemClock",
 ]

@@ -32,11 +32,12 @@ from mqstore.client.producer import Producer, ProducerOptions
 from mqstore.client.pullconsumer import PullConsumer, PullConsumerOptions
 from mqstore.client.pushconsumer import PushConsumer, PushConsumerOptions
 from mqstore.client.simpleconsumer import SimpleConsumer, SimpleConsumerOptions
-from mqstore.errors import OffsetOutOfRangeError, ReadOnlyStoreError, TopicNotFoundError
+from mqstore.errors import ConfigError, OffsetOutOfRangeError, ReadOnlyStoreError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.reader import to_ms
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.snapshot.take import SnapshotReport, snapshot_store
 from mqstore.log.stats import StoreStats
@@ -92,8 +93,8 @@ class Store(AbstractContextManager["Store"]):
     (b'hello', ('o-1',), b'resize 1.png')
     """
 
-    log: MessageStore
-    """The message store: every record, unit and offset."""
+    log: MessageStore | ReadOnlyMessageStore
+    """The message store: every record, unit and offset. Which of the two depends on the mode."""
 
     def __init__(
         self,
@@ -112,29 +113,32 @@ class Store(AbstractContextManager["Store"]):
         self._producers: WeakSet[Producer] = WeakSet()
         self._broker: Broker | None = None
         # Both have their name before they open anything, so that they can be closed whatever a signal handler raises.
-        self.log = MessageStore.__new__(MessageStore)
         broker = Broker.__new__(Broker)
+        if mode not in ("rw", "r"):
+            raise ConfigError(f"mode must be 'rw' or 'r', not {mode!r}")
+        if mode == "r":
+            self.log = ReadOnlyMessageStore(path, profile=profile, config=config)
+            return
+        self.log = log = MessageStore.__new__(MessageStore)
         try:
             MessageStore.__init__(
-                self.log,
+                log,
                 path,
-                mode,
                 create=create,
                 profile=profile,
                 durability=durability,
                 lock_timeout=lock_timeout,
                 config=config,
             )
-            if mode == "rw":
-                Broker.__init__(broker, self.log)
-                self._broker = broker
-                _remember(self)
-                self.put = broker.put  # type: ignore[method-assign]  # bound directly: one Python call less
+            Broker.__init__(broker, log)
+            self._broker = broker
+            _remember(self)
+            self.put = broker.put  # type: ignore[method-assign]  # bound directly: one Python call less
         except BaseException:
             _open.pop(self, None)
             if self._broker is not None:
                 broker.close()
-            self.log.close()
+            log.close()
             raise
 
     @property
@@ -451,9 +455,7 @@ class Store(AbstractContextManager["Store"]):
 
     def flush(self) -> None:
         """Return once everything put before is on disk."""
-        if self._broker is None:
-            self._refuse()
-        self.log.flush()
+        self.broker.store.flush()
 
     def close(self, timeout: Duration = 30) -> None:
         """Stop its consumers, then its producers; write every table, give the directory back. From the call on no

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mqstore.broker.broker import Broker
-from mqstore.broker.parts import Mechanism, Parts, open_parts
+from mqstore.broker.parts import Mechanism, Parts, open_parts, open_tables
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.message import Message
@@ -46,7 +46,8 @@ def new_parts(
     Close with `parts.store.close()`; mechanisms first.
     """
     config = {"segment_bytes": 1 << 16, **config} if not (path / "commitlog").exists() else config
-    return open_parts(open_store(path, mode, profile=profile, durability=durability, fs=fs, **config))
+    store = open_store(path, mode, profile=profile, durability=durability, fs=fs, **config)
+    return open_parts(store) if mode == "rw" else open_tables(store)
 
 
 def clock_of(parts: Parts) -> SimulatedClock:

@@ -15,9 +15,10 @@ from mqstore.broker.admin.inspect import PopView, group_names, lag_of
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.names import START_GROUP
 from mqstore.broker.offsets import OffsetTable
-from mqstore.broker.parts import delete_group, open_parts
+from mqstore.broker.parts import delete_group, open_parts, open_tables
 from mqstore.broker.published import publish
 from mqstore.files.quiet import QUIET
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from tests.faults import Crash, FaultyFileSystem
 from tests.log.support import open_store
@@ -220,10 +221,10 @@ def open_store_like_the_next(owner: Owner) -> MessageStore:
 def test_who_only_reads_sees_it_before_the_owner_does(owner: Owner) -> None:
     owner.publish(4)
     before = sorted((owner.path / "config").rglob("*"))
-    with MessageStore(owner.path, "r", fs=QUIET) as store:
-        parts = open_parts(store)
-        assert group_names(parts) == ["sp"]
-        lags = {lag.queue_id: (lag.committed, lag.messages) for lag in lag_of(parts, "sp", PopView())}
+    with ReadOnlyMessageStore(owner.path, fs=QUIET) as store:
+        tables = open_tables(store)
+        assert group_names(tables) == ["sp"]
+        lags = {lag.queue_id: (lag.committed, lag.messages) for lag in lag_of(tables, "sp", PopView())}
         assert lags == {0: (4, 6), 1: (None, 0)}
     assert inspect_store(owner.path)["consumer_offsets"] == {"sp": {"t": {"0": 4}}}
     assert sorted((owner.path / "config").rglob("*")) == before
@@ -236,5 +237,5 @@ def test_an_operator_who_deletes_the_group_of_a_closed_store_deletes_it(tmp_path
     owner.publish(4)
     with offline(owner.path) as desk:
         delete_group(desk.parts, "sp")
-    with MessageStore(owner.path, "r", fs=QUIET) as store:
-        assert group_names(open_parts(store)) == []
+    with ReadOnlyMessageStore(owner.path, fs=QUIET) as store:
+        assert group_names(open_tables(store)) == []

@@ -24,15 +24,15 @@ from mqstore.broker import retention
 from mqstore.broker.admin import inspect
 from mqstore.broker.delay.route import level_properties
 from mqstore.broker.names import SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC, dlq_topic
-from mqstore.broker.parts import open_parts
+from mqstore.broker.parts import open_tables
 from mqstore.broker.pop.receipts import recall_handle
 from mqstore.broker.retention import worth_rolling
-from mqstore.broker.transactions import Transactions
 from mqstore.errors import InvalidMessageError, StoreFullError
 from mqstore.files.filesystem import FileSystem
 from mqstore.layout.properties import decode_properties
 from mqstore.log import manifest
 from mqstore.log.message import Message
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from mqstore.options import Retention, StoreConfig
 from tests.broker import support
@@ -721,14 +721,11 @@ def test_a_pass_is_logged_once_and_the_pins_show_what_is_so(bench: Bench, caplog
     assert (pin.physical_offset, pin.topic) == (first.physical_offset, TIMER_TOPIC)
     assert bench.broker.stats().timer_waiting == 5
     bench.broker.close()
-    with MessageStore(bench.path, "r", config=StoreConfig(clock=bench.clock)) as store:
-        parts = open_parts(store)
-        view = inspect.timer_view(parts)
-        assert (view.waiting, view.physical_offset) == (5, first.physical_offset)
-        transactions = Transactions(parts, lambda: None)
-        offline_pin = inspect.oldest_pin(parts, transactions, inspect.delay_levels(parts), view)
-        assert offline_pin is not None
-        assert offline_pin.physical_offset == first.physical_offset
+    config = StoreConfig(clock=bench.clock)
+    with ReadOnlyMessageStore(bench.path, config=config) as store:
+        view = inspect.timer_view(open_tables(store))
+    assert (view.waiting, view.physical_offset) == (5, first.physical_offset)
+    assert inspect.inspect_broker(bench.path, config=config)["oldest_pin"]["physical_offset"] == first.physical_offset
 
 
 def test_a_clock_set_back_finds_what_was_rolled_where_it_is(bench: Bench) -> None:

@@ -33,7 +33,7 @@ import pytest
 
 import mqstore
 from mqstore import Message, OutgoingMessage, Retention, StoreConfig
-from mqstore.engine import Finding, MessageStore
+from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore
 from mqstore.errors import OffsetOutOfRangeError
 from mqstore.jobs.verifying import verify
 from mqstore.log.walk import walk_queue
@@ -138,7 +138,7 @@ def of(messages: Iterator[Message] | list[Message]) -> Rows:
 
 
 def _log(path: Path) -> MessageStore:
-    return MessageStore(path, "r")
+    return ReadOnlyMessageStore(path)
 
 
 def _read(path: Path) -> Rows:
@@ -260,7 +260,7 @@ LOOKS = [
 
 
 def bounds(path: Path) -> dict[int, tuple[int, int]]:
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         return {ref.queue_id: store.offsets(*ref) for ref in store.queues("orders")}
 
 

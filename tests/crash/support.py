@@ -5,19 +5,18 @@ from __future__ import annotations
 import random
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.log.store import MessageStore
 from mqstore.options import Profile, StoreConfig
 from tests.crash.recording import RecordingFileSystem, build_image
-from tests.log.support import kill
+from tests.log.support import kill, open_in
 
 QUEUES = [("orders", 0), ("orders", 1), ("clicks", 0)]
 
 
-def open_store(path: Path, mode: Literal["rw", "r"], profile: Profile, fs: FileSystem = REAL) -> MessageStore:
+def open_store(path: Path, mode: Literal["rw", "r"], profile: Profile, fs: FileSystem = REAL) -> Any:
     new = mode == "rw" and not any((path / name).exists() for name in ("mqstore.json", "mqstore.json.bak", "commitlog"))
     sizes = (
         {"segment_bytes": 8192, "consumequeue_units": 16, "index_slots": 8, "index_entries": 32}
@@ -25,7 +24,7 @@ def open_store(path: Path, mode: Literal["rw", "r"], profile: Profile, fs: FileS
         else {}
     )
     config = StoreConfig(clock=SimulatedClock(), **sizes)
-    return MessageStore(path, mode, profile=profile, config=config, fs=fs)
+    return open_in(mode, path, profile=profile, config=config, fs=fs)
 
 
 def cut_short(image: Path, rng: random.Random, profile: Profile, *, in_order: bool) -> Path:

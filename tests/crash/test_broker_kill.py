@@ -219,5 +219,5 @@ def test_nothing_is_lost_repeated_early_or_out_of_order_when_a_broker_is_killed(
     # have counted without that.
     assert books.ordered <= books.ordered_settled + books.ordered_doubtful
     assert books.ordered_settled <= books.ordered + 10
-    with mqstore.engine.MessageStore(path, "r") as store:
+    with mqstore.engine.ReadOnlyMessageStore(path) as store:
         assert list(store.verify()) == []

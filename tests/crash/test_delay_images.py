@@ -34,6 +34,7 @@ from mqstore.broker.parts import open_parts
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.message import Message
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.crash.campaign import Campaign
@@ -217,7 +218,7 @@ def check_seed(seed: int, tmp: Path) -> None:
             firsts = list(dict.fromkeys(offsets))
             assert firsts == sorted(firsts), f"level {level} out of order: {offsets}"
     broker.close()
-    with MessageStore(image, "r") as reader:
+    with ReadOnlyMessageStore(image) as reader:
         assert list(reader.verify()) == []
     shutil.rmtree(image)
 

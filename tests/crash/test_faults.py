@@ -27,6 +27,7 @@ from mqstore.errors import (
 )
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.commitlog import SendReceipt
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig
 from tests.faults import STEP, FaultyFileSystem
@@ -101,7 +102,7 @@ def check(path: Path, count: int) -> None:
         for n, message in zip(range(low, high), store.iter("t"), strict=True):
             assert message.body == body_of(n)
             assert [m.offset for m in store.find("t", key=f"k{n}")] == [n]
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         assert list(store.verify()) == []
 
 
@@ -323,7 +324,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         assert [m.body for m in store.iter("t")] == [body_of(n) for n in range(count)]
         count = fill(store, count)
         store.close()  # dispatch finds no room either: not a clean end
-        with MessageStore(path, "r") as reader:
+        with ReadOnlyMessageStore(path) as reader:
             assert all(m.body == body_of(n) for n, m in enumerate(reader.iter("t")))
         (disk / "ballast-1").unlink()
         with MessageStore(path) as store:

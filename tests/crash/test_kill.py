@@ -19,6 +19,7 @@ import pytest
 
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.children import killed_child
@@ -143,7 +144,7 @@ def test_no_acknowledged_message_is_lost_to_kill_9(tmp_path: Path) -> None:
             there = held(store)
             assert there.stop > acknowledged, f"round {i}: {acknowledged} was acknowledged, {there} is there"
         if i % 6 == 0:
-            with MessageStore(path, "r") as store:
+            with ReadOnlyMessageStore(path) as store:
                 assert list(store.verify()) == []
 
 
@@ -199,5 +200,5 @@ def test_dying_at_any_change_loses_nothing(tmp_path: Path, offset: int) -> None:
             count = len(acknowledged)
             # The put that was under way may be there as well.
             assert there.stop in (count, count + 1), f"killed at change {nth}: {count} acknowledged, {there} there"
-        with MessageStore(path, "r") as store:
+        with ReadOnlyMessageStore(path) as store:
             assert list(store.verify()) == []

@@ -32,6 +32,7 @@ from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.log import manifest
 from mqstore.log.outgoing import Copy
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from mqstore.options import Retention, StoreConfig
 from tests.broker.support import settle
@@ -258,7 +259,7 @@ def check_seed(seed: int, tmp: Path) -> None:
         assert count <= 1 << doublings, f"{body} came {count} times; not on record: {unsaved}"
     assert broker.timer.waiting() == broker.delay.waiting() == 0
     broker.close()
-    with MessageStore(image, "r") as reader:
+    with ReadOnlyMessageStore(image) as reader:
         assert list(reader.verify()) == []
     shutil.rmtree(image)
 

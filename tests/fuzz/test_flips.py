@@ -27,6 +27,7 @@ import pytest
 from mqstore.clock import SimulatedClock
 from mqstore.errors import MQStoreError
 from mqstore.layout.batch import encode_batch
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.store import MessageStore
@@ -86,7 +87,7 @@ def make(path: Path, profile: Profile) -> Made:
             store.put("t", b"filler %d" % n * 10, n % 2, keys=f"f{n}")
         store.dispatch()
     made = Made(path, profile)
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         assert list(store.verify()) == []
         made.messages = read_all(store)
         made.end = store.parts.checkpoint.clean_end or 0
@@ -167,7 +168,7 @@ DETECTED_IN_MANIFEST = (
 def outcome(made: Made) -> tuple[str, dict[int, Record]]:
     """("detected" or "", the messages that can be read) of the store as it now is, opened for reading."""
     try:
-        with MessageStore(made.path, "r") as store:
+        with ReadOnlyMessageStore(made.path) as store:
             findings = list(store.verify())
             return ("detected" if findings else ""), read_all(store)
     except MQStoreError:
@@ -220,7 +221,7 @@ def test_a_manifest_with_other_sizes_is_refused_before_it_does_harm(made: Made) 
                 changed = made.original["mqstore.json"].replace(line, line.replace(value, other))
                 (made.path / "mqstore.json").write_bytes(changed)
                 with pytest.raises(MQStoreError):
-                    MessageStore(made.path, "r")
+                    ReadOnlyMessageStore(made.path)
     put_back(made, "mqstore.json")
 
 
@@ -244,7 +245,7 @@ def test_flipped_bytes_are_repaired_as_far_as_the_log_knows(made: Made, tmp_path
             with MessageStore(copy, config=StoreConfig(clock=SimulatedClock())) as store:
                 reports.append(store.recovery)
         reports.append(recover_store(copy, RecoverOptions(full=True), config=StoreConfig(clock=SimulatedClock())))
-        with MessageStore(copy, "r") as store:
+        with ReadOnlyMessageStore(copy) as store:
             found = read_all(store)
             kinds = {finding.kind for finding in store.verify()}
         compare(made, found, where)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mqstore import StoreConfig
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import RecoveryReport
@@ -62,7 +62,7 @@ def test_light_queues(jvm: Jvm, tmp_path: Path, end: str, lost: str) -> None:
     if lost != "nothing":
         shutil.rmtree(path / "consumequeue" if lost == "all" else path / "consumequeue" / "%LMQ%two")
     recovered(path)
-    with MessageStore(path, "r", config=CONFIG) as store:
+    with ReadOnlyMessageStore(path, config=CONFIG) as store:
         assert list(store.verifier().findings()) == []
         for (topic, queue_id), units in before.items():
             assert [message.physical_offset for message in store.iter(topic, queue_id)] == [unit[0] for unit in units]
@@ -74,7 +74,7 @@ def test_light_queues(jvm: Jvm, tmp_path: Path, end: str, lost: str) -> None:
         fill(later, 7, light)  # and goes on with the numbers
         assert len(later.messages("%LMQ%one", 0)) == 60 + 4
         later.close()
-    with MessageStore(path, "r", config=CONFIG) as store:
+    with ReadOnlyMessageStore(path, config=CONFIG) as store:
         assert list(store.verifier().findings()) == []
 
 
@@ -109,7 +109,7 @@ def test_addresses(jvm: Jvm, tmp_path: Path) -> None:
         before = units_of(engine)
         engine.close()
     assert not recovered(path).changed
-    with MessageStore(path, "r", config=CONFIG) as store:
+    with ReadOnlyMessageStore(path, config=CONFIG) as store:
         read = [message.tag for queue_id in (0, 1) for message in store.read("orders", queue_id, 0, 100, tags="t1")]
         assert read == ["t1"] * 30
     ours_writes(path)
@@ -129,7 +129,7 @@ def test_rocksdb(jvm: Jvm, tmp_path: Path) -> None:
         engine.close()
     recovered(path)
     ours_writes(path)
-    with MessageStore(path, "r", config=CONFIG) as store:
+    with ReadOnlyMessageStore(path, config=CONFIG) as store:
         assert list(store.verifier().findings()) == []
         assert [store.offsets("orders", queue_id) for queue_id in (0, 1)] == [(0, 30), (0, 30)]
     with JavaEngine(jvm) as later:

@@ -14,7 +14,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, OffsetOutOfRangeError
 from mqstore.jobs import export as module
 from mqstore.jobs import export_parquet
@@ -54,7 +54,7 @@ def offsets(dest: Path) -> list[tuple[str, int, int]]:
 
 def model(path: Path) -> list[tuple[str, int, int]]:
     """What a loop over messages gives."""
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         refs = [ref for topic in store.topics() for ref in store.queues(topic)]
         return sorted((m.topic, m.queue_id, m.offset) for ref in refs for m in store.iter(*ref))
 
@@ -181,7 +181,7 @@ def test_filters_and_bounds_narrow_what_is_written(store: Path, tmp_path: Path) 
 
 def test_damage_stops_an_export_or_is_counted(store: Path, tmp_path: Path) -> None:
     log = store / "commitlog" / f"{0:020d}"
-    with MessageStore(store, "r") as opened:
+    with ReadOnlyMessageStore(store) as opened:
         place = opened.get("t", 0, 4, 1).messages[0].physical_offset
     flip(log, place + 100)
 

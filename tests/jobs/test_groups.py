@@ -14,7 +14,7 @@ import pytest
 from mqstore import SimulatedClock
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.deadletters import DeadLetters
-from mqstore.engine import MessageStore
+from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError
 from mqstore.jobs import dlq_report, dlq_resend, lag_report, trace
 from mqstore.spark import select
@@ -328,7 +328,7 @@ def test_nothing_bears_it(travelled: Path) -> None:
 
 def test_keys_of_a_java_store_are_found_as_java_finds_them(golden: Golden) -> None:
     store = golden("clean")
-    with MessageStore(store.path, "r") as opened:
+    with ReadOnlyMessageStore(store.path) as opened:
         refs = [ref for topic in opened.topics() for ref in opened.queues(topic)]
         ids = {m.physical_offset: m.message_id for ref in refs for m in opened.iter(*ref)}
     for line in store.of("key")[:8]:

@@ -10,8 +10,8 @@ import pytest
 
 from mqstore import SimulatedClock
 from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.parts import open_parts
-from mqstore.engine import MessageStore
+from mqstore.broker.parts import open_tables
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, FilterError, InvalidMessageError, StoreLockedError
 from mqstore.jobs import dlq_report, dlq_resend, select
 from tests.log.support import files
@@ -41,8 +41,8 @@ def stores(tmp_path: Path) -> dict[str, Path]:
 
 
 def left(path: Path, group: str = "billing") -> list[bytes]:
-    with MessageStore(path, "r") as store:
-        return [bytes(letter.body) for letter in DeadLetters(open_parts(store), group)]
+    with ReadOnlyMessageStore(path) as store:
+        return [bytes(letter.body) for letter in DeadLetters(open_tables(store), group)]
 
 
 def rows(report: Any) -> list[tuple[str, str, int, dict[str, int]]]:
@@ -64,7 +64,7 @@ def test_all_letters_of_all_stores_are_sent_once(stores: dict[str, Path]) -> Non
     )
     assert (planned.dry_run, done.dry_run, done.count) == (True, False, 11)
     assert left(stores["a"]) == left(stores["b"]) == left(stores["b"], "audit") == []
-    with MessageStore(stores["a"], "r") as store:
+    with ReadOnlyMessageStore(stores["a"]) as store:
         bodies = [bytes(message.body) for message in store.iter("orders")]
     assert sorted(bodies) == sorted(2 * [b"%d" % i for i in range(6)])
     assert dlq_resend(stores, all_groups=True).count == 0

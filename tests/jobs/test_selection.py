@@ -17,7 +17,7 @@ import pytest
 
 import mqstore.jobs
 import mqstore.spark
-from mqstore.engine import MessageStore
+from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError
 from mqstore.jobs import export_parquet, lag_report, traffic_report, verify
 from mqstore.spark.queries import columns_of
@@ -45,7 +45,7 @@ def test_a_selection_is_bounded_by_times_exactly(store: Path) -> None:
     start = datetime.fromtimestamp(T0 / 1000, UTC) + timedelta(milliseconds=40)
     tasks = select(store, topics=["t"], start=start, stop=start + timedelta(milliseconds=8)).queue_tasks()
     found = []
-    with MessageStore(store, "r") as opened:
+    with ReadOnlyMessageStore(store) as opened:
         for (topic, queue_id), (low, high) in bounds(tasks).items():
             found += [m.store_timestamp_ms for m in opened.get(topic, queue_id, low, high - low).messages]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mqstore import Message
-from mqstore.engine import MessageStore
+from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.jobs import traffic_report
 from mqstore.jobs.traffic import TrafficReport
@@ -30,7 +30,7 @@ YEAR_1_MS, YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
 
 
 def messages(path: Path, topics: Callable[[str], bool]) -> list[Message]:
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         refs = [ref for topic in store.topics() if topics(topic) for ref in store.queues(topic)]
         return [m for ref in refs for m in store.iter(*ref)]
 
@@ -169,7 +169,7 @@ def test_filters_and_bounds_count(tmp_path: Path) -> None:
 def test_damaged_messages_stop_it_or_are_counted_apart(tmp_path: Path, on_corrupt: str) -> None:
     path = write_store(tmp_path / "s", many(80))
     log = path / "commitlog" / f"{0:020d}"
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         place = store.get("t", 0, 4, 1).messages[0].physical_offset
     flip(log, place + 100)
 

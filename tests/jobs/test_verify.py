@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mqstore.engine import Finding, MessageStore
+from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError
 from mqstore.jobs import verifying as job
 from mqstore.jobs.verifying import VerifyReport, verify
@@ -52,7 +52,7 @@ def told(findings: Iterable[Finding | Any]) -> list[Told]:
 
 
 def one_process(path: Path) -> tuple[list[Told], int, int]:
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         verifier = store.verifier()
         return told(verifier.findings()), verifier.messages, verifier.bytes
 
@@ -189,7 +189,7 @@ def with_an_image_inside(path: Path) -> Path:
         return write_store(path, [*before, Odd(topic="large", body=body), *behind])
 
     blank = written(bytes(2_000))
-    with MessageStore(blank, "r") as store:
+    with ReadOnlyMessageStore(blank) as store:
         [large] = store.iter("large")
         at = large.physical_offset + 1_900
         checksum = store.manifest.checksum
@@ -212,7 +212,7 @@ def with_an_image_inside(path: Path) -> Path:
 def test_a_record_image_inside_a_body_at_its_own_offset_is_read_over(tmp_path: Path) -> None:
     """A range that began in that body took the image for its first record, and what followed for damage."""
     path = with_an_image_inside(tmp_path / "s")
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         log = bytes(store.log_files.mapping(store.log_files.segments()[0]))
         assert find_next(log, log.index(b"never sent") - 91, len(log), 0, store.manifest.checksum) is not None
 
@@ -226,7 +226,7 @@ def with_a_stale_record_in_a_blank(path: Path) -> Path:
     """A store whose first segment ends in a BLANK, and in it lies a record of an earlier life of the file: what a BLANK
     holds is not defined (format#blank)."""
     write_store(path, [*many(3), Odd(body=bytes(9_000)), Odd(topic="large", body=bytes(9_000))])
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         at = 12_000
         [large] = store.iter("large")
         assert large.physical_offset == SEGMENT
@@ -280,7 +280,7 @@ def test_segments_that_nobody_has_read_are_read_when_the_store_is_joined(tmp_pat
 def test_of_a_range_so_many_findings_are_told_and_the_others_counted(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(60))
     log = path / "commitlog" / f"{0:020d}"
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         places = [message.physical_offset for message in store.iter("orders", 0)]
     for place in places[1:]:
         flip(log, place + 100)
@@ -367,7 +367,7 @@ def test_a_writer_that_comes_while_a_task_is_at_it_is_noticed(tmp_path: Path, mo
 
     assert outcome.error is None
     assert sum(result.records for result in outcome.results) > 101
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         assert [part.findings for result in outcome.results for part in result.queues.values() if part.findings] == []
         assert [finding for result in outcome.results for finding in result.index.findings(store.index)] == []
 
@@ -397,7 +397,7 @@ def test_a_report_is_plain_values(tmp_path: Path) -> None:
 def test_the_view_has_a_row_for_each_range_and_says_what_is_wrong_in_it(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(200), segment_bytes=6_000)
     flip(path / "commitlog" / f"{6_000:020d}", 1_000)
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         [bad] = [finding for finding in store.verify() if finding.kind == "bad_record"]
         messages = store.verifier()
         list(messages.findings())
@@ -428,7 +428,7 @@ def test_the_ranges_of_the_view_know_of_every_stretch_that_is_no_record(tmp_path
             file.unlink()
         else:
             file.write_bytes(file.read_bytes()[:begin] + b"\xff" * (SEGMENT - begin))
-        with MessageStore(damaged, "r") as store:
+        with ReadOnlyMessageStore(damaged) as store:
             wrong = [said for _, errors, said in verified_ranges(store.verifier()) if errors]
         of_log = [each for each in verify(damaged).findings if each.file.startswith("commitlog")]
         assert wrong == [f"{each.kind} at {each.position} of {each.file}: {each.detail}" for each in of_log]

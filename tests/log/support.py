@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem, StrPath
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Profile, StoreConfig
 
@@ -50,6 +51,11 @@ class Unsynced(FileSystem):
         self.stat(path)
 
 
+def open_in(mode: str, path: Path | str, **options: Any) -> Any:
+    """A `MessageStore` for mode "rw", a `ReadOnlyMessageStore` for "r"."""
+    return {"rw": MessageStore, "r": ReadOnlyMessageStore}[mode](path, **options)
+
+
 def open_store(
     path: Path,
     mode: Literal["rw", "r"] = "rw",
@@ -58,7 +64,7 @@ def open_store(
     durability: Durability = "append",
     fs: FileSystem | None = None,
     **config: Any,
-) -> MessageStore:
+) -> Any:
     """A store without threads: what is not asked for by `dispatch` or `run_once` only happens when a reader needs it.
 
     Sizes are small when it is created here, and its own when it exists.
@@ -66,7 +72,9 @@ def open_store(
     new = mode == "rw" and not (path / "commitlog").exists()
     small = {"segment_bytes": SEGMENT, "consumequeue_units": 8, "index_slots": 16, "index_entries": 32} if new else {}
     chosen = StoreConfig(**{**small, "clock": SimulatedClock(), **config})
-    return MessageStore(path, mode, profile=profile, durability=durability, config=chosen, fs=fs or Unsynced())
+    if mode == "rw":
+        return MessageStore(path, profile=profile, durability=durability, config=chosen, fs=fs or Unsynced())
+    return ReadOnlyMessageStore(path, profile=profile, config=chosen, fs=fs or Unsynced())
 
 
 def kill(store: MessageStore) -> None:

@@ -210,10 +210,10 @@ def test_a_store_is_verified_while_the_interpreter_ends(tmp_path: Path) -> None:
         store.put_many("t", [b"body"] * 20_000)
     script = """
         import atexit, sys
-        from mqstore.log.store import MessageStore
+        from mqstore.log.readonly import ReadOnlyMessageStore
 
         def verify():
-            with MessageStore(sys.argv[1], mode="r") as store:
+            with ReadOnlyMessageStore(sys.argv[1]) as store:
                 print(list(store.verify()), store.offsets("t"))
 
         atexit.register(verify)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mqstore import Retention, SimulatedClock, StoreConfig
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, UnsupportedStoreError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.layout.checkpoint import decode, encode
@@ -23,7 +23,7 @@ from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config, recover_store
 from tests.conftest import GoldenStore
 from tests.faults import FaultyFileSystem
-from tests.log.support import SEGMENT, files, open_store
+from tests.log.support import SEGMENT, files, open_in, open_store
 
 MODES: list[Any] = ["r", "rw"]
 
@@ -51,9 +51,9 @@ def test_where_there_is_no_store_yet_one_is_created_only_if_asked(tmp_path: Path
     root = tmp_path / "a" / "b" / "s" if "parents" in found else tmp_path / "s"
     NO_STORE_YET[found](root)
     before = tree(tmp_path)
-    for refused in ({"mode": "r"}, {"create": False}, {"mode": "r", "create": False}):
+    for refused in (lambda: ReadOnlyMessageStore(root), lambda: MessageStore(root, create=False)):
         with pytest.raises(NotAStoreError):
-            MessageStore(root, **refused)  # type: ignore[arg-type]  # keywords of several types
+            refused()
         assert tree(tmp_path) == before
     with open_store(root) as store:
         assert (store.manifest.profile, store.put("t", b"x").offset) == ("mqstore", 0)
@@ -68,7 +68,7 @@ def test_anything_else_is_no_store_and_is_left_alone(tmp_path: Path, mode: Any, 
     root.mkdir()
     (root / name).write_bytes(b"mine")
     with pytest.raises(NotAStoreError, match=name):
-        MessageStore(root, mode)
+        open_in(mode, root)
     assert files(tmp_path) == {f"s/{name}": b"mine"}
 
 
@@ -86,7 +86,7 @@ def test_the_size_of_segments_is_what_most_of_the_files_say(golden: Callable[[st
     if "stray" in there:
         (root / "commitlog" / f"{10**20 - 1 if 'far' in there else 1:020d}").write_bytes(b"x" * 40)
     before = {start: (root / "commitlog" / f"{start:020d}").read_bytes() for start in kept}
-    with MessageStore(root, "r") as store:
+    with ReadOnlyMessageStore(root) as store:
         assert store.manifest.commitlog_segment_bytes == size
     MessageStore(root).close()
     assert {start: (root / "commitlog" / f"{start:020d}").read_bytes() for start in kept} == before
@@ -96,7 +96,7 @@ def test_the_size_of_segments_is_what_most_of_the_files_say(golden: Callable[[st
 def test_a_file_is_no_store(tmp_path: Path, mode: Any) -> None:
     (tmp_path / "s").write_bytes(b"mine")
     with pytest.raises(NotAStoreError, match="file"):
-        MessageStore(tmp_path / "s", mode)
+        open_in(mode, tmp_path / "s")
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "garbage", "other JSON", "no JSON object", "a key missing"])
@@ -306,7 +306,7 @@ def test_options_out_of_range(tmp_path: Path, options: dict[str, Any]) -> None:
     for wrong in ({"age": -1}, {"max_bytes": -1}, {"disk_ratio": 0}, {"disk_ratio": 1.1}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             Retention(**wrong)  # type: ignore[arg-type]  # wrong on purpose
-    for arguments in ({"mode": "w"}, {"durability": "disk"}, {"profile": "kafka"}, {"lock_timeout": -1}):
+    for arguments in ({"durability": "disk"}, {"profile": "kafka"}, {"lock_timeout": -1}):
         with pytest.raises(ConfigError):
             MessageStore(tmp_path / "s", **arguments)  # type: ignore[arg-type]
     assert not (tmp_path / "s" / "mqstore.json").exists()
@@ -565,7 +565,7 @@ def test_files_that_are_all_cut_to_one_page_do_not_contradict_a_manifest(tmp_pat
 
         assert recover_store(root, RecoverOptions()).changed
 
-        with MessageStore(root, "r") as store:
+        with ReadOnlyMessageStore(root) as store:
             assert (store.manifest.commitlog_segment_bytes, store.manifest.consumequeue_segment_bytes) == (16384, 20000)
             found = sum(len(list(store.iter(topic))) for topic in store.topics())
             assert found == kept

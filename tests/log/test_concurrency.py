@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mqstore import OutgoingMessage, Retention, StoreConfig
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import (
     ConfigError,
     OffsetOutOfRangeError,
@@ -28,7 +28,7 @@ from mqstore.errors import (
 from tests.children import in_child, speaking_child
 from tests.faults import FaultyFileSystem
 from tests.holding import linux_only, open_files
-from tests.log.support import open_store
+from tests.log.support import open_in, open_store
 
 SMALL = StoreConfig(segment_bytes=1 << 14, consumequeue_units=50, index_slots=50, index_entries=200)
 STORE = Path(sys.modules[MessageStore.__module__].__file__ or "").parents[2]
@@ -196,7 +196,7 @@ def test_threads_and_descriptors_are_given_back(tmp_path: Path) -> None:
     MessageStore(tmp_path / "s", config=SMALL).close()
     threads, before = set(threading.enumerate()), open_files()
     for mode in ("rw", "r", "rw"):
-        store = MessageStore(tmp_path / "s", mode)  # type: ignore[arg-type]  # a Literal
+        store = open_in(mode, tmp_path / "s")
         if mode == "rw":
             store.put_many("t", [OutgoingMessage(b"x" * 100, keys="k")] * 500)
             store.flush()
@@ -244,7 +244,7 @@ def test_a_segment_that_is_just_being_removed_is_no_damage(tmp_path: Path) -> No
 READER = """
 import sys, time, mqstore
 path, total = sys.argv[1], int(sys.argv[2])
-with mqstore.engine.MessageStore(path, "r") as store:
+with mqstore.engine.ReadOnlyMessageStore(path) as store:
     print("ready", flush=True)
     seen = {0: 0, 1: 0}
     while min(seen.values()) < total:
@@ -312,7 +312,7 @@ def test_another_process_holds_the_lock_as_long_as_it_lives(
         MessageStore(tmp_path / "s")
     assert caught.value.pid == holder.process.pid
     assert caught.value.since is not None
-    with MessageStore(tmp_path / "s", "r") as reader:
+    with ReadOnlyMessageStore(tmp_path / "s") as reader:
         assert reader.read("t")[0].body == b"by the other"
         with pytest.raises(StoreLockedError):  # nor does reading make it any weaker
             MessageStore(tmp_path / "s")
@@ -358,7 +358,7 @@ def test_a_forked_child_can_do_nothing_with_its_parents_store(tmp_path: Path) ->
             store.close()  # as a `with` would; must not touch the parent's files
             with pytest.raises(StoreLockedError):
                 MessageStore(tmp_path / "s")
-            with MessageStore(tmp_path / "s", "r") as reader:
+            with ReadOnlyMessageStore(tmp_path / "s") as reader:
                 assert reader.read("t")[0].body == b"parent"
             assert view.body == b"parent"
 
@@ -514,7 +514,7 @@ for turn in range(2):
             assert [m.body for m in store.read(topic, queue_id)] == [b"%d.%d" % (t, i) for t in range(turn + 1)]
         assert len(store.topics()) == topics
         assert not store.stats().errors, store.stats().errors
-with mqstore.engine.MessageStore(path, "r") as store:
+with mqstore.engine.ReadOnlyMessageStore(path) as store:
     assert sum(1 for topic in store.topics() for ref in store.queues(topic) for _ in store.iter(*ref)) == 2 * count
     assert list(store.verify()) == []
 print("fine")
@@ -531,7 +531,8 @@ import resource, sys
 import mqstore
 path, mode, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-with mqstore.engine.MessageStore(path, mode) as store:
+store_type = mqstore.engine.MessageStore if mode == "rw" else mqstore.engine.ReadOnlyMessageStore
+with store_type(path) as store:
     assert [m.offset for m in store.find("t", key="all", limit=100_000)] == list(range(1999, -1, -1))
     assert [m.offset for m in store.find("t", key="k1")] == [1]
     if mode == "rw":

@@ -21,7 +21,6 @@ from typing import Any, cast
 import pytest
 
 from mqstore import StoreConfig
-from mqstore.engine import MessageStore
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.consumequeue import LAST_ADDRESS
 from mqstore.layout.dispatch import few, light_queues, rows_of
@@ -30,7 +29,7 @@ from mqstore.layout.scan import gather, walk
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.walk import walk_queue
-from tests.log.support import files
+from tests.log.support import files, open_in
 
 NAMES = ("light", "batch", "addresses", "rocksdb")
 SMALL = StoreConfig(index_slots=53, index_entries=200)
@@ -44,8 +43,8 @@ def said(path: Path) -> dict[tuple[str, int], dict[str, Any]]:
     return {(line["topic"], line["queue_id"]): line for line in lines}
 
 
-def opened(path: Path, mode: Any = "r", **options: Any) -> MessageStore:
-    return MessageStore(path, mode, config=SMALL, **options)
+def opened(path: Path, mode: Any = "r", **options: Any) -> Any:
+    return open_in(mode, path, config=SMALL, **options)
 
 
 def units(path: Path, topic: str, queue_id: int) -> list[Unit]:

@@ -16,6 +16,7 @@ from mqstore.files.filesystem import FileSystem, StrPath
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config, recover_store
 from mqstore.log.store import MessageStore
+from tests.log.support import open_in
 
 OWN = (
     *("tmp", "commitlog", "commitlog/00000000000000000000", "commitlog/mqstore.profile", "checkpoint", "mqstore.json"),
@@ -70,7 +71,7 @@ def test_a_fifo_is_refused_by_name(root: Path, name: str) -> None:
     for mode in ("rw", "r"):
         if mode == "rw" or name == "checkpoint":
             with pytest.raises(StoreIOError, match="FIFO") as caught:
-                MessageStore(root, mode)
+                open_in(mode, root)
             assert str(root / name) in str(caught.value)
 
 

@@ -27,7 +27,6 @@ from mqstore.errors import (
     FlushFailedError,
     FormatError,
     InvalidMessageError,
-    ReadOnlyStoreError,
     StoreBusyError,
     StoreClosedError,
     StoreFullError,
@@ -161,23 +160,16 @@ def test_a_refused_put_does_not_bring_a_topic_into_being(store: MessageStore) ->
         store.queues("new")
 
 
-def test_a_store_opened_for_reading_takes_no_put(tmp_path: Path) -> None:
-    open_store(tmp_path / "s").close()
+def test_a_store_opened_for_reading_has_no_way_to_change_it(tmp_path: Path) -> None:
+    changing = (
+        *("put", "put_many", "put_batch", "append", "copy_many", "outlet", "flush", "dispatch", "run_once"),
+        *("splice", "take_inbox", "clean", "drop_before"),
+    )
+    with open_store(tmp_path / "s") as writer:
+        assert all(hasattr(writer, name) for name in changing)
     before = files(tmp_path)
     with open_store(tmp_path / "s", "r") as reader:
-        for change in (
-            lambda: reader.put("t", b"x"),
-            lambda: reader.put_many("t", [b"x"]),
-            lambda: reader.put_batch("t", b""),
-            lambda: reader.append("t", 0, b"x"),
-            reader.flush,
-            reader.dispatch,
-            lambda: reader.run_once(1 << 40),
-            reader.clean,
-            lambda: reader.drop_before(1),
-        ):
-            with pytest.raises(ReadOnlyStoreError):
-                change()
+        assert not any(hasattr(reader, name) for name in changing)
     assert files(tmp_path) == before
 
 

@@ -249,7 +249,7 @@ def test_no_change_to_any_byte_of_a_message_is_ever_served(tmp_path: Path, mode:
         flip(segment, position, position % 8)
         with open_store(tmp_path / "s", "r") as store:
             # What another process's writer may still be doing is stopped before.
-            store.checker.passes_over_bad = mode == "rw"
+            store.records.checker.passes_over_bad = mode == "rw"
             assert [m.record_bytes() for m in store.read("t")] == [whole[0], whole[2]]
             assert store.stats().bad_records == 1
             with pytest.raises(LookupError):
@@ -668,7 +668,7 @@ def test_a_read_that_a_close_overtakes_is_an_error_and_passes_over_nothing(
     with pytest.raises(StoreClosedError):
         store.get("t", 0, 0)
     assert store.closed
-    assert not store._bad
+    assert not store.records.bad
 
 
 @pytest.mark.parametrize("follow", [False, True])

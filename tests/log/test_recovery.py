@@ -23,6 +23,7 @@ from mqstore.clock import SimulatedClock
 from mqstore.errors import CorruptStoreError, StoreLockedError
 from mqstore.layout.checkpoint import Checkpoint, decode, encode
 from mqstore.log.commitlog import SendReceipt
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import rebuild_config, recover_store
 from mqstore.log.recovery.report import RecoveryReport
@@ -30,7 +31,7 @@ from mqstore.log.recovery.slots import least_plausible, sort_out
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.faults import Crash, FaultyFileSystem
-from tests.log.support import HEADER, SEGMENT, files, flip, kill, open_store, reboot, units_of
+from tests.log.support import HEADER, SEGMENT, files, flip, kill, open_in, open_store, reboot, units_of
 
 PROFILES = ("mqstore", "rocketmq")
 VOID = (0, 0x7FFF_FFFF, 0)
@@ -60,9 +61,9 @@ class Made:
     def in_segment(self, segment: int) -> list[SendReceipt]:
         return [r for r in self.receipts if r.physical_offset // SEGMENT == segment]
 
-    def open(self, mode: str = "rw") -> MessageStore:
+    def open(self, mode: str = "rw") -> Any:
         config = StoreConfig(clock=SimulatedClock(), **SIZES)
-        return MessageStore(self.path, mode, profile=self.profile, config=config)  # type: ignore[arg-type]
+        return open_in(mode, self.path, profile=self.profile, config=config)
 
     def recover(self, **options: Any) -> RecoveryReport:
         config = StoreConfig(clock=SimulatedClock(), **SIZES)
@@ -863,7 +864,7 @@ def test_a_wild_queue_offset_at_the_end_of_a_segment_costs_no_other_record_its_s
     flip(path / "commitlog" / f"{0:020d}", last.physical_offset + 20 + 2)
     made = Made(path, "rocketmq", receipts)
     assert kinds(made.recover()) == []
-    with MessageStore(path, "r") as reader:
+    with ReadOnlyMessageStore(path) as reader:
         assert kinds(reader.verify()) == []
         assert [m.offset for m in reader.iter("t")] == list(range(100))
 
@@ -886,7 +887,7 @@ def test_units_that_are_not_of_the_queue_do_not_count_as_numbers_given_out(tmp_p
     with open_store(path) as store:
         receipt = store.put("t", b"next")
     assert kinds(made.recover()) == []
-    with MessageStore(path, "r") as reader:
+    with ReadOnlyMessageStore(path) as reader:
         assert kinds(reader.verify()) == []
         assert [m.offset for m in reader.iter("t", 0)] == [0, 1, 2, receipt.offset]
 
@@ -910,10 +911,10 @@ def test_what_recovery_makes_of_a_wild_queue_offset_is_what_verify_asks_for(
         file.seek(bad.physical_offset % SEGMENT + 20)
         file.write(number.to_bytes(8, "big"))
     made = Made(path, "rocketmq", receipts)
-    with MessageStore(path, "r") as reader:
+    with ReadOnlyMessageStore(path) as reader:
         assert kinds(reader.verify()) == ["queue_offset"]
     assert kinds(made.recover()) == []
-    with MessageStore(path, "r") as reader:
+    with ReadOnlyMessageStore(path) as reader:
         assert kinds(reader.verify()) == []
         assert [m.offset for m in reader.iter("t")] == list(range(2, 20))
     settle(made)
@@ -931,7 +932,7 @@ def test_a_queue_that_recovery_let_begin_with_a_wild_queue_offset_begins_there_f
         file.write((1).to_bytes(8, "big"))
     made = Made(path, "rocketmq", receipts)
     assert kinds(made.recover()) == ["bad_record"]
-    with MessageStore(path, "r") as reader:
+    with ReadOnlyMessageStore(path) as reader:
         assert kinds(reader.verify()) == ["bad_record"]
         assert [m.physical_offset for m in reader.iter("t")] == [0, receipts[2].physical_offset]
     settle(made)

@@ -17,6 +17,7 @@ import pytest
 from mqstore.clock import SimulatedClock
 from mqstore.files.segments import Segment, SegmentRun
 from mqstore.layout.consumequeue import UNIT_BYTES
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery import recover as recovery
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.scanner import Good, scan_log, used_end
@@ -176,7 +177,7 @@ def outcome(path: Path, options: RecoverOptions | None) -> dict[str, Any]:
     """What opening, or `recover`, says of a store and leaves of it; and what verify says before and after."""
     steps: list[tuple[int, int]] = []
     config = StoreConfig(clock=SimulatedClock())
-    with MessageStore(path, "r", create=False, config=config, fs=Unsynced()) as reader:
+    with ReadOnlyMessageStore(path, config=config, fs=Unsynced()) as reader:
         told: dict[str, Any] = {"before": [each.as_dict() for each in reader.verify()]}
         told["plan"] = reader.plan_recovery(RecoverOptions(full=True, dry_run=True)).as_dict()
         told["unlisted"] = reader.has_unlisted()

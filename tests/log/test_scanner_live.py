@@ -33,7 +33,7 @@ def test_a_record_that_is_finished_during_the_scan_is_no_damage(
             return look(*arguments)  # type: ignore[arg-type]  # passed through
 
         monkeypatch.setattr(scanner, "used_end", look_later)
-        with mqstore.engine.MessageStore(tmp_path, "r") as reader:
+        with mqstore.engine.ReadOnlyMessageStore(tmp_path) as reader:
             events = list(scan_log(reader.log_files, 0, reader.manifest.checksum))
 
     assert looks > 0
@@ -63,7 +63,7 @@ def test_a_writer_that_goes_on_to_the_next_segment_during_the_scan_has_left_no_d
         return look(*arguments)  # type: ignore[arg-type]  # passed through
 
     monkeypatch.setattr(scanner, "_next_good", look_later)
-    with mqstore.engine.MessageStore(tmp_path, "r") as reader:
+    with mqstore.engine.ReadOnlyMessageStore(tmp_path) as reader:
         events = list(scan_log(reader.log_files, 0, reader.manifest.checksum))
 
     assert not [event for event in events if isinstance(event, Bad)]
@@ -76,7 +76,7 @@ def test_a_scan_of_a_part_ends_where_the_next_part_begins(tmp_path: Path, stop: 
     with mqstore.engine.MessageStore(tmp_path, config=config) as writer:
         places = [writer.put("orders", bytes(100 + 7 * i)).physical_offset for i in range(30)]
         end = writer.max_offset
-    with mqstore.engine.MessageStore(tmp_path, "r") as reader:
+    with mqstore.engine.ReadOnlyMessageStore(tmp_path) as reader:
         checksum = reader.manifest.checksum
         [segment] = reader.log_files.segments()
         scan = scan_segment(reader.log_files, segment, 0, checksum, stop=stop)
@@ -99,7 +99,7 @@ def _walk_while(
 ) -> tuple[list[int], list[object]]:
     """(fronts that a walk was told of, the other events but for records) of a store that `change` changes at each
     event, and that is then listed again if `lists`."""
-    with mqstore.engine.MessageStore(path, "r") as reader:
+    with mqstore.engine.ReadOnlyMessageStore(path) as reader:
         if limit is not None:
             reader.stop_at(limit)
         fronts: list[int] = []
@@ -159,7 +159,7 @@ def test_a_segment_that_vanishes_from_the_middle_is_missing(ten_segments: Path, 
 
 
 def test_a_walk_that_does_not_expect_it_says_what_is_gone(ten_segments: Path) -> None:
-    with mqstore.engine.MessageStore(ten_segments, "r") as reader:
+    with mqstore.engine.ReadOnlyMessageStore(ten_segments) as reader:
         _segment(ten_segments, 0).unlink()
         with pytest.raises(FileNotFoundError):
             list(scan_log(reader.log_files, 0, reader.manifest.checksum))

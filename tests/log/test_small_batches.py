@@ -31,7 +31,8 @@ from mqstore.log import reput
 from mqstore.log.consumequeue import QueueTable
 from mqstore.log.index import Index
 from mqstore.log.message import Message
-from mqstore.log.reader import GetResult, StoreReader
+from mqstore.log.reader import GetResult
+from mqstore.log.records import RecordReader
 from mqstore.log.reput import Dispatcher
 from mqstore.native import kernel
 from tests.faults import FaultyFileSystem
@@ -175,7 +176,7 @@ def read_all(store: MessageStore, ask: Sequence[tuple[int, int, int | None, str]
     """Answers to some questions, and what the store then says of itself."""
     answers: list[Any] = [told(store.get("t", 0, o, n, max_bytes=size, tags=tags)) for o, n, size, tags in ask]
     stats = store.stats()
-    return [*answers, stats.bad_records, stats.get_bytes, sorted(store._bad)]
+    return [*answers, stats.bad_records, stats.get_bytes, sorted(store.records.bad)]
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +241,7 @@ def test_compiled_code_reads_what_arrays_do(
     for only_arrays in (True, False):
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
             if only_arrays:
-                patch.setattr(StoreReader, "_compiled", lambda *args: None)
+                patch.setattr(RecordReader, "_compiled", lambda *args: None)
             root = write(Path(folder), filled)
             with open_store(root, mode, fs=Unsynced(), verify_reads=verify) as store:
                 found = read_all(store, ask[:2])
@@ -268,7 +269,7 @@ def test_compiled_code_reads_what_arrays_do(
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_ordinary_messages_are_read_by_compiled_code(filled: dict[str, bytes], tmp_path: Path, count: int) -> None:
     with open_store(write(tmp_path, filled)) as store, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "_locate", None)
+        patch.setattr(store.records, "_locate", None)
         for offset in range(4):
             result = store.get("t", 0, offset, count)
             assert [m.offset for m in result.messages] == list(range(offset, offset + count))

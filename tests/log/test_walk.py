@@ -44,7 +44,7 @@ def write_units(path: Path, offset: int, data: bytes) -> None:
 
 def walked(path: Path, *bounds: int | None) -> tuple[list[int], list[Finding]]:
     offsets, findings = [], []
-    with mqstore.engine.MessageStore(path, "r") as store:
+    with mqstore.engine.ReadOnlyMessageStore(path) as store:
         for item in walk_queue(store, "orders", 0, *bounds):
             if isinstance(item, Message):
                 assert item.body == b"%04d" % item.offset
@@ -169,7 +169,7 @@ def test_what_retention_took_is_no_finding(store: tuple[Path, list[SendReceipt]]
 
 
 def test_an_unknown_queue_is_an_error(store: tuple[Path, list[SendReceipt]]) -> None:
-    with mqstore.engine.MessageStore(store[0], "r") as opened, pytest.raises(TopicNotFoundError):
+    with mqstore.engine.ReadOnlyMessageStore(store[0]) as opened, pytest.raises(TopicNotFoundError):
         list(walk_queue(opened, "nonesuch", 0))
 
 
@@ -178,7 +178,7 @@ def test_what_retention_takes_during_a_step_is_no_gap(
 ) -> None:
     """Files of units that went between the read and the look at its gaps were reported as missing units."""
     path, receipts = store
-    with mqstore.engine.MessageStore(path) as writer, mqstore.engine.MessageStore(path, "r") as reader:
+    with mqstore.engine.MessageStore(path) as writer, mqstore.engine.ReadOnlyMessageStore(path) as reader:
         get = reader.get
 
         def overtaken(*arguments: Any, **options: Any) -> GetResult:

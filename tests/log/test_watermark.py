@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mqstore.broker.admin.contents import inspect_store
-from mqstore.engine import Finding, MessageStore
+from mqstore.engine import Finding, ReadOnlyMessageStore
 from mqstore.jobs.verifying import verify
 from mqstore.layout.checkpoint import decode
 from mqstore.log.recovery.recover import RecoverOptions
@@ -245,5 +245,5 @@ def test_beside_a_writer_bad_bytes_are_damage(tmp_path: Path) -> None:
         places = [writer.put("orders", b"message %03d " % n).physical_offset for n in range(40)]
         writer.dispatch()
         name, at = damage(tmp_path / "s", places[20])
-        with MessageStore(tmp_path / "s", "r") as store:
+        with ReadOnlyMessageStore(tmp_path / "s") as store:
             assert of_findings(store.verify()) == {("bad_record", name, at)}

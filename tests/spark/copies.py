@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mqstore.engine import MessageStore
+from mqstore.engine import ReadOnlyMessageStore
 
 
 class Copy(NamedTuple):
@@ -26,7 +26,7 @@ Queues = dict[tuple[str, int], list[Copy]]
 def messages(path: Path) -> Queues:
     """By queue, in order. The store verifies, to the last byte."""
     found: Queues = {}
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         assert [*store.verify()] == []
         for topic in store.topics():
             if not topic.startswith("%"):

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
-from mqstore.engine import MessageStore
+from mqstore.engine import ReadOnlyMessageStore
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.spark.encode import Encoded, Encoder
 from mqstore.spark.options import SinkOptions
@@ -90,7 +90,7 @@ def write(
 
 def bodies(path: Path) -> list[str]:
     """The bodies of all messages of a store, queue by queue; the store must verify."""
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         assert [*store.verify()] == []
         refs = [ref for topic in store.topics() for ref in store.queues(topic)]
         return [message.body.decode() for ref in refs for message in store.iter(*ref)]

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from hypothesis import strategies as st
 
 from mqstore import SimulatedClock, StoreConfig
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.layout.hosts import LOCAL_HOST, encode_host
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import encode_blank, encode_record
@@ -228,7 +228,7 @@ def read_all(
 ) -> list[Any]:
     """Batches of all queues, in the order of an export."""
     batches: list[Any] = []
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         reader = ColumnReader(store, columns, policy=policy, **options)
         for topic in store.topics():
             for ref in store.queues(topic):
@@ -240,7 +240,7 @@ def by_log(
     path: Path, cuts: list[int], columns: Sequence[str] | None = None, policy: Policy | None = None, **options: Any
 ) -> list[Any]:
     """All of the log, read in ranges that are cut at these positions."""
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         reader = ColumnReader(store, columns, policy=policy, **options)
         end = log_end(store)
         edges = [0, *sorted({cut % (end + 1) for cut in cuts}), end]

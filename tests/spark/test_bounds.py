@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mqstore import StoreConfig
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.layout.consumequeue import VOID_UNIT
 from mqstore.spark.plan import StoreName, open_store, queues_of
 from tests.conftest import GOLDEN_NAMES, GoldenStore
@@ -21,7 +21,7 @@ from tests.spark.support import SEGMENT, Odd, odd_records, write_store
 def assert_bounds_are_those_of_the_store(path: Path) -> None:
     with open_store(StoreName("s", str(path))) as opened:
         found = {queue.ref: (queue.min_offset, queue.max_offset) for queue in queues_of(opened)}
-    with MessageStore(path, "r") as opened:
+    with ReadOnlyMessageStore(path) as opened:
         refs = [ref for topic in opened.topics() for ref in opened.queues(topic)]
         assert [*found] == refs
         assert found == {ref: opened.offsets(*ref) for ref in refs}

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.engine import MessageStore
+from mqstore.engine import ReadOnlyMessageStore
 from mqstore.spark import java
 from tests.spark import speculation_job
 from tests.spark.conftest import BRIEF, _unavailable, spark_home
@@ -101,7 +101,7 @@ def run(master: str, store: Path, folder: Path, env: dict[str, str], *settings: 
 
 def check(found: dict[str, Any], store: Path, package: Path, origins: set[str]) -> None:
     """What the cluster read, streamed and wrote, against the store's own reader."""
-    with MessageStore(store, "r") as opened:
+    with ReadOnlyMessageStore(store) as opened:
         expected = [
             [*ref, message.offset, message.tag, message.body.hex()]
             for topic in ("orders", "t")
@@ -153,7 +153,7 @@ def test_a_task_that_is_tried_twice_at_once_writes_once(installed: Path, tmp_pat
         run_job("speculation_job.py", [master, str(tmp_path)], tmp_path, env, *eager)
     last = speculation_job.TASKS - 1
     assert {each.name for each in tmp_path.glob(f"attempt-{last}-*")} == {f"attempt-{last}-0", f"attempt-{last}-1"}
-    with MessageStore(tmp_path / "store", "r") as opened:
+    with ReadOnlyMessageStore(tmp_path / "store") as opened:
         bodies = [int(message.body) for ref in opened.queues("t") for message in opened.iter(*ref)]
     assert sorted(bodies) == list(range(speculation_job.ROWS))
 

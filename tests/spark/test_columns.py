@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import mqstore
 from mqstore import StoreConfig
-from mqstore.engine import Finding, MessageStore
+from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, TopicNotFoundError
 from mqstore.layout import scan
 from mqstore.layout.record import BODY_AT_V4, encode_record
@@ -125,7 +125,7 @@ def test_a_tag_filter_lets_pass_what_read_lets_pass(records: list[Odd], tags: st
     with tempfile.TemporaryDirectory() as folder:
         odd = [Odd(properties=b"TAGS\x01abc\x02TAGS\x01a"), Odd(properties=b"TAGS\x01abc"), *records]
         path = write_store(Path(folder) / "s", odd)
-        with MessageStore(path, "r") as store:
+        with ReadOnlyMessageStore(path) as store:
             expected = [
                 (*ref, message.offset)
                 for topic in store.topics()
@@ -169,7 +169,7 @@ def test_bodies_that_inflate_to_a_batch_each_are_read(tmp_path: Path) -> None:
     """Each cut of the messages that were found together was a call within the last one: some thousand were too many."""
     packed = Odd(body=zlib.compress(bytes(200_000)), sys_flag=0x301)
     path = write_store(tmp_path / "s", [packed] * 1200, segment_bytes=1 << 20)
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         batches = ColumnReader(store, ["body"], policy=Policy(max_bytes=390_000)).queue("t", 0, 0, 1200)
         assert sum(batch.num_rows for batch in batches) == 1200
 
@@ -215,7 +215,7 @@ def test_columns_from_units_alone_touch_no_record(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(50))
     shutil.rmtree(path / "commitlog")
     (path / "commitlog").mkdir()
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         reader = ColumnReader(store, ["queue_offset", "size", "tags_code"])
         assert sum(batch.num_rows for batch in reader.queue("t", 0, 0, 12)) == 12
 
@@ -227,7 +227,7 @@ def test_columns_from_units_alone_touch_no_record(tmp_path: Path) -> None:
 def damaged(tmp_path: Path) -> tuple[Path, list[int]]:
     """40 messages of one queue, four of them damaged in ways that are found in four places; which."""
     path = write_store(tmp_path / "s", [Odd(body=b"%04d" % i * 9) for i in range(40)])
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         places = store.units("t", 0, 0, 40)["physical_offset"].tolist()
     log = path / "commitlog" / f"{0:020d}"
     flip(log, places[3] + 90)  # body: the checksum
@@ -330,7 +330,7 @@ def test_a_filter_passes_damaged_messages_that_are_kept_and_no_others(tmp_path: 
     path = write_store(
         tmp_path / "s", [Odd(properties=b"TAGS\x01%c\x02n\x01%d" % (b"ab"[i % 2], i)) for i in range(12)]
     )
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         places = store.units("t", 0, 0, 12)["physical_offset"].tolist()
     log = path / "commitlog" / f"{0:020d}"
     for row in (2, 5):
@@ -427,7 +427,7 @@ def test_a_body_that_does_not_inflate_is_damage_to_who_wants_it(tmp_path: Path, 
 
 def test_messages_that_retention_took_meanwhile_are_counted_not_damage(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [Odd(body=bytes([i % 256]) * 500) for i in range(100)])
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         low, high = store.offsets("t", 0)
         (path / "commitlog" / f"{0:020d}").unlink()
         policy = Policy()
@@ -439,7 +439,7 @@ def test_messages_that_retention_took_meanwhile_are_counted_not_damage(tmp_path:
 
 def test_a_log_scan_tells_a_lost_segment_from_one_that_retention_took(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [Odd(body=bytes([i % 256]) * 900) for i in range(100)])
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         end = log_end(store)
         segments = [Path(segment.path) for segment in store.log_files.segments()]
         assert len(segments) > 4
@@ -452,7 +452,7 @@ def test_a_log_scan_tells_a_lost_segment_from_one_that_retention_took(tmp_path: 
         assert 70 < len(offsets) < 90
         with pytest.raises(CorruptStoreError, match="no file holds"):
             [*ColumnReader(store, ["body"]).log(0, end)]
-    with MessageStore(path, "r") as store:  # another, which has none of them mapped
+    with ReadOnlyMessageStore(path) as store:  # another, which has none of them mapped
         segments[0].unlink()
         segments[1].unlink()
         policy = Policy()
@@ -466,7 +466,7 @@ def test_a_log_scan_tells_a_lost_segment_from_one_that_retention_took(tmp_path: 
 
 def test_wrong_columns_are_refused_with_the_list_of_those_there_are(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [])
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         with pytest.raises(ConfigError, match="no column 'bodies'; there are store, topic, "):
             ColumnReader(store, ["body", "bodies"])
         with pytest.raises(ConfigError, match="twice"):
@@ -519,7 +519,7 @@ def test_records_of_a_queue_that_shares_the_log_are_checked_each(
     """Many are checked in one run, in which one bad record must not hide or spoil others."""
     path = write_store(tmp_path / "s", many(400), segment_bytes=1 << 18)
     expected = [as_exported(row) for row in rows_of(read_all(path, policy=Policy(verify=False)))]
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         places = [int(store.units("orders", 1, slot, 1)["physical_offset"][0]) for slot in (0, 40, 99)]
     at = {"body": 90, "size": 3, "number": 27, "checksum": 10}
     log = path / "commitlog" / f"{0:020d}"

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from mqstore.broker.selection import group_queue
-from mqstore.engine import MessageStore
+from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import Record, decode_record
@@ -162,6 +162,6 @@ def test_spark_writes_and_reads_kafkas_columns(spark: Any, tmp_path: Path) -> No
 def test_spark_writes_strings(spark: Any, tmp_path: Path) -> None:
     frame = spark.sql("select 'k' as key, 'v' as value, array(struct('a' as key, binary('1') as value)) as headers")
     frame.write.format("mqstore").mode("append").option("topic", "t").save(str(tmp_path / "s"))
-    with MessageStore(tmp_path / "s", "r") as store:
+    with ReadOnlyMessageStore(tmp_path / "s") as store:
         [message] = [message for ref in store.queues("t") for message in store.iter(*ref)]
     assert (message.body, message.keys, message.properties) == (b"v", ("k",), {"a": "1"})

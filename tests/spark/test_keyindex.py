@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mqstore import OutgoingMessage, StoreConfig
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.layout.checkpoint import decode, encode
 from mqstore.spark import keyindex
 from mqstore.spark.options import SourceOptions
@@ -89,7 +89,7 @@ def test_without_an_index_to_rely_on_the_queue_is_scanned(tmp_path: Path, damage
     elif damage == "crashed":
         crash(path, 0)
     elif damage == "record":
-        with MessageStore(path, "r") as store:
+        with ReadOnlyMessageStore(path) as store:
             place = int(store.units("orders", 0, 3, 1)["physical_offset"][0])
         log = path / "commitlog" / f"{0:020d}"
         flip(log, place + 90)
@@ -108,7 +108,7 @@ def test_what_the_index_does_not_vouch_for_is_scanned(tmp_path: Path) -> None:
     oldest, *_, newest = sorted((path / "index").iterdir())
     assert oldest < newest
     oldest.unlink()
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         place = int(store.units("t", 0, 60, 1)["physical_offset"][0])
     crash(path, place)
     newest.write_bytes(bytes(newest.stat().st_size))

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mqstore import StoreConfig
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.spark.options import Key, Offsets, SourceOptions
 from mqstore.spark.pacing import Costs, Limit, admit, costs_of
 from tests.holding import linux_only, open_files
@@ -145,7 +145,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_bytes_of_queues_are_those_of_their_records(store: Path) -> None:
     options = SourceOptions.parse({"path": str(store)})
-    with MessageStore(store, "r") as opened:
+    with ReadOnlyMessageStore(store) as opened:
         sizes = {
             Key(str(store), *ref): opened.units(*ref, 0, 1000)["size"].tolist()
             for topic in opened.topics()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 
 pytestmark = pytest.mark.spark
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -25,7 +25,7 @@ def blocks(page: str, folder: Path) -> list[tuple[str, str]]:
 
 def rows(path: Path) -> list[tuple[str, str | None, bytes]]:
     """(topic, key, body) of all messages, in the order of the log."""
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         found = [m for topic in store.topics() for ref in store.queues(topic) for m in store.iter(*ref)]
         return [
             (m.topic, m.keys[0] if m.keys else None, m.body) for m in sorted(found, key=lambda m: m.physical_offset)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.admin.offline import offline
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.spark import plan as module
 from mqstore.spark.options import SourceOptions
@@ -142,7 +142,7 @@ def test_a_scan_of_the_log_ends_where_recovery_will_end_it(tmp_path: Path) -> No
 def test_what_is_gone_fails_unless_told_otherwise(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", [Odd(body=bytes(1000))] * 40)
     (path / "commitlog" / f"{0:020d}").unlink()
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         low, _ = store.offsets("t", 0)
     assert low > 0
     for offsets, says in (
@@ -321,7 +321,7 @@ def test_offsets_of_several_stores_have_the_store_on_top(tmp_path: Path) -> None
 
 
 def test_a_log_scan_goes_to_the_end_of_what_is_dispatched(store: Path) -> None:
-    with MessageStore(store, "r") as opened:
+    with ReadOnlyMessageStore(store) as opened:
         end = log_end(opened)
     [[piece]] = plan(SourceOptions.parse({"path": str(store), "readBy": "log"}))
     assert isinstance(piece, LogSlice)
@@ -332,7 +332,7 @@ def test_a_log_scan_goes_to_the_end_of_what_is_dispatched(store: Path) -> None:
 
 def test_a_store_without_queues_is_read_by_its_log(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(30))
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         end = log_end(store)
     (path / "consumequeue").rename(tmp_path / "aside")
     for wanted in ({}, {"subscribe": "t"}):  # which topics it has nobody knows before
@@ -423,7 +423,7 @@ def test_queues_that_share_a_log_are_read_a_region_of_it_at_a_time(tmp_path: Pat
     groups = by_region(path, minPartitions="5")
     assert len(groups) == 5
     assert whole(groups) == {**{(t, q): (0, 1000) for t in ("t", "orders") for q in (0, 1)}, ("seed", 0): (0, 1)}
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         end = store.max_offset
         for group in groups:
             units = [store.units(piece.topic, piece.queue_id, piece.start, piece.stop - piece.start) for piece in group]

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mqstore import MQStoreError
-from mqstore.broker.parts import open_parts
-from mqstore.engine import MessageStore
+from mqstore.broker.parts import open_tables
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.spark import telling
 from mqstore.spark.options import Key, SourceOptions
@@ -679,8 +679,8 @@ def test_what_is_processed_shows_as_a_group(world: World) -> None:
     assert [published(world.folder / name) for name in ("s0", "s1")] == [{"t": {"0": 0}}] * 2  # not processed yet
     engine.run()
     assert [published(world.folder / name) for name in ("s0", "s1")] == [{"t": {"0": 10}}, {"t": {"0": 4}}]
-    with MessageStore(world.folder / "s0", "r") as opened:
-        assert open_parts(opened).offsets.of_group("sp") == {("t", 0): 10}
+    with ReadOnlyMessageStore(world.folder / "s0") as opened:
+        assert open_tables(opened).offsets.of_group("sp") == {("t", 0): 10}
 
 
 def test_progress_of_a_spark_that_tells_no_start_is_that_of_its_commits(world: World) -> None:

@@ -21,8 +21,8 @@ import pytest
 import mqstore
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.broker import Broker
-from mqstore.broker.parts import open_parts
-from mqstore.engine import MessageStore
+from mqstore.broker.parts import open_parts, open_tables
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import (
     ConfigError,
     CorruptStoreError,
@@ -248,8 +248,8 @@ def test_a_store_that_is_not_there_is_made_and_messages_lie_in_the_order_of_part
 
     assert bodies(tmp_path / "s") == [*ONE, *TWO, "c"]
     assert staged(tmp_path / "s") == []
-    with MessageStore(tmp_path / "s", "r") as store:
-        assert open_parts(store).topics.need("t").write_queues == 1
+    with ReadOnlyMessageStore(tmp_path / "s") as store:
+        assert open_tables(store).topics.need("t").write_queues == 1
 
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
@@ -605,7 +605,7 @@ def test_a_member_holds_delayed_messages_and_topics_of_its_own(tmp_path: Path) -
     commit(options, Commit("a", 0, shards))
 
     [where] = manifest(tmp_path / "set")["stores"].values()
-    with MessageStore(tmp_path / "set" / where, "r") as store:
+    with ReadOnlyMessageStore(tmp_path / "set" / where) as store:
         assert {config.name: config.write_queues for config in open_parts(store).topics.configs()} == {
             "SCHEDULE_TOPIC_XXXX": 18,
             "t": 3,
@@ -883,8 +883,8 @@ def test_a_bundle_that_is_taken_in_while_spark_opens_the_store_gets_its_topics(r
     write(options_of(root, queues="2"), "b", 0, TWO)
 
     assert sorted(bodies(root)) == [*ONE, *TWO]
-    with MessageStore(root, "r") as store:
-        assert open_parts(store).topics.need("t").write_queues == 6
+    with ReadOnlyMessageStore(root) as store:
+        assert open_tables(store).topics.need("t").write_queues == 6
 
 
 def test_a_topic_that_was_deleted_while_tasks_ran_comes_again_with_the_queues_that_rows_were_given(root: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mqstore import StoreConfig
 from mqstore.broker.names import is_system_topic
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError
 from mqstore.layout.properties import CRC_TAIL_BYTES, decode_crc_tail, encode_properties
 from mqstore.layout.record import Record, decode_record, encode_record
@@ -40,7 +40,7 @@ def stored(path: Path) -> Queues:
     """The messages of a store by (topic of the copy, queue id), read from its files, with every field that is not
     decided by the place in a store, or by the length of the topic's name. The store must verify."""
     found: Queues = defaultdict(list)
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         assert [*store.verify()] == []
         for topic in store.topics():
             if is_system_topic(topic):

@@ -18,7 +18,7 @@ import pytest
 
 import mqstore
 from mqstore import SimulatedClock, StoreConfig
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError
 from tests.spark.staged import bodies, manifest, set_bodies
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.spark
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """All messages of a store, by queue and offset."""
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         refs = [ref for topic in store.topics() for ref in store.queues(topic)]
         return [
             {

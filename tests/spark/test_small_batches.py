@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mqstore import MQStoreError
-from mqstore.engine import MessageStore
+from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.spark import tasks
@@ -34,7 +34,7 @@ def pieces_of(path: Path, size: int) -> list[QueueSlice]:
     """All of a store, cut small."""
     name = StoreName("s", str(path))
     found = []
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         for topic in store.topics():
             for ref in store.queues(topic):
                 low, high = store.offsets(*ref)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from tests.conftest import GoldenStore
 from tests.log.support import flip
 from tests.spark.support import Odd, as_exported, as_row, exported, many, write_store
@@ -178,7 +178,7 @@ def test_our_message_stands_at_the_top_of_what_spark_shows(spark: Any, store: Pa
     looks at when it reports an error (`telling`)."""
     path = write_store(tmp_path / "s", many(8))
     log = path / "commitlog" / f"{0:020d}"
-    with MessageStore(path, "r") as opened:
+    with ReadOnlyMessageStore(path) as opened:
         place = int(opened.units("t", 0, 1, 1)["physical_offset"][0])
     flip(log, place + 90)
     wrong = spark.read.format("mqstore").schema("bodies binary")
@@ -235,7 +235,7 @@ def test_a_store_is_sql(spark: Any, store: Path) -> None:
 def test_views_are_tables_too(spark: Any, tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(40))
     queues = rows(load(spark, path, view="queues").where("topic = 't'").orderBy("queue_id"))
-    with MessageStore(path, "r") as opened:
+    with ReadOnlyMessageStore(path) as opened:
         sizes = [int(opened.units("t", q, 0, 10)["size"].sum()) for q in range(2)]
     assert [(row["min_offset"], row["max_offset"], row["messages"], row["bytes"]) for row in queues] == [
         (0, 10, 10, sizes[0]),

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mqstore.broker.admin.inspect import PopView, lag_of
-from mqstore.broker.parts import open_parts
-from mqstore.engine import MessageStore
+from mqstore.broker.parts import open_parts, open_tables
+from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError
 from mqstore.files.quiet import QUIET
 from tests.log.support import open_store
@@ -249,8 +249,8 @@ def test_a_stream_that_has_read_all_shows_no_lag(query: Query) -> None:
     """The last batch of a run counted as lag until the next run: `mqstore lag --max-age` never stopped its alarm."""
 
     def lags() -> list[int | None]:
-        with MessageStore(query.path, "r", fs=QUIET) as store:
-            return [lag.messages for lag in lag_of(open_parts(store), "reports", PopView())]
+        with ReadOnlyMessageStore(query.path, fs=QUIET) as store:
+            return [lag.messages for lag in lag_of(open_tables(store), "reports", PopView())]
 
     query.append(10, 10)
     query.run(startingOffsets="earliest", commitGroup="reports")  # one batch

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.engine import MessageStore
+from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError
 from mqstore.spark import tally as module
 from mqstore.spark.columns import ColumnReader
@@ -53,7 +53,7 @@ def test_a_tally_in_parts_is_the_tally_of_all(tmp_path_factory: pytest.TempPathF
 
     def of(cuts: list[int]) -> Tally:
         whole = Tally(7)
-        with MessageStore(path, "r") as store:
+        with ReadOnlyMessageStore(path) as store:
             for low, high in pairwise([0, *cuts, 75]):
                 one = Tally(7)
                 for piece in ColumnReader(store, TALLIED).queue_pieces("t", 0, low, high):
@@ -74,7 +74,7 @@ def test_too_many_intervals_are_refused(
     monkeypatch.setattr(module, "MAX_INTERVALS", 9)
     path = write_store(tmp_path_factory.mktemp("tally") / "s", many(300))
     tally = Tally(1)
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         for piece in ColumnReader(store, TALLIED).queue_pieces("t", 0, 0, 75):
             tally.add(piece)
 

@@ -12,8 +12,8 @@ from typing import Any
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.broker.admin.inspect import lag_of, pop_view
 from mqstore.broker.broker import Broker
-from mqstore.broker.parts import Parts, open_parts
-from mqstore.engine import MessageStore
+from mqstore.broker.parts import Tables, open_tables
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 
 __all__ = ["behind", "broker", "clock_now", "filled", "tables"]
 
@@ -32,10 +32,10 @@ def broker(path: Path, clock: SimulatedClock | None = None, **config: Any) -> It
 
 
 @contextmanager
-def tables(path: Path) -> Iterator[Parts]:
+def tables(path: Path) -> Iterator[Tables]:
     """The tables of the store at `path`, read."""
-    with MessageStore(path, "r") as store:
-        yield open_parts(store)
+    with ReadOnlyMessageStore(path) as store:
+        yield open_tables(store)
 
 
 def behind(path: Path, group: str) -> dict[tuple[str, int], tuple[int, int]]:

@@ -138,7 +138,7 @@ def test_it_stops_after_so_many_and_goes_on_there(store: Path) -> None:
 
 
 def test_where_a_new_group_begins(store: Path) -> None:
-    with library.engine.MessageStore(store, "r") as opened:
+    with library.engine.ReadOnlyMessageStore(store) as opened:
         times = {message.store_timestamp_ms for message in opened.iter("orders")}
     future = datetime.fromtimestamp(max(times) / 1000 + 1, UTC).isoformat()
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mqstore import StoreConfig
-from mqstore.engine import MessageStore
+from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from tests.broker.cutsupport import SENT, all_of, cut_from, make, open_again
@@ -170,7 +170,7 @@ def test_messages_larger_than_the_limit_of_today_come_back(tmp_path: Path) -> No
     recover_store(path, RecoverOptions(prefix=True))
 
     assert mqstore("cut", "restore", path).exit_code == 1
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         assert [message.body for message in store.read("t")] == [large]
 
 

@@ -9,7 +9,7 @@ import pytest
 import mqstore as library
 from mqstore import StoreConfig
 from mqstore.broker.admin.inspect import timer_view
-from mqstore.engine import MessageStore
+from mqstore.engine import ReadOnlyMessageStore
 from tests.log.support import flip
 from tests.tools.brokers import broker, clock_now, tables
 from tests.tools.support import mqstore, mqstore_json, snapshot
@@ -202,5 +202,5 @@ def test_a_damaged_progress_file_is_3_and_is_not_taken_for_none(tmp_path: Path) 
 
     assert result.exit_code == 3
     assert "delayOffset.json" in result.stderr
-    with MessageStore(path, "r"):
+    with ReadOnlyMessageStore(path):
         pass

@@ -80,7 +80,7 @@ def test_the_store_holds_the_files_line_by_line(run: tuple[dict[str, Any], Path]
     summary, folder = run
     library = Path(sysconfig.get_path("stdlib"))
     lines: dict[str, list[bytes]] = {}
-    with mqstore.engine.MessageStore(folder / "store", "r") as store:
+    with mqstore.engine.ReadOnlyMessageStore(folder / "store") as store:
         for ref in store.queues("stdlib"):
             for message in store.iter(*ref):
                 assert message.message_group is not None
@@ -97,7 +97,7 @@ def test_the_store_holds_the_files_line_by_line(run: tuple[dict[str, Any], Path]
 
 def test_the_mended_copy_has_lost_one_message_and_says_so(run: tuple[dict[str, Any], Path]) -> None:
     summary, folder = run
-    with mqstore.engine.MessageStore(folder / "copy", "r") as store:
+    with mqstore.engine.ReadOnlyMessageStore(folder / "copy") as store:
         findings = list(store.verify())
         messages = sum(1 for ref in store.queues("stdlib") for _ in store.iter(*ref))
     assert [finding.kind for finding in findings] == ["bad_record"]

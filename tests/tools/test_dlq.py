@@ -41,7 +41,7 @@ def at(day: float) -> str:
 
 
 def bodies(path: Path, topic: str) -> list[bytes]:
-    with library.engine.MessageStore(path, "r") as opened:
+    with library.engine.ReadOnlyMessageStore(path) as opened:
         return [message.body for message in opened.iter(topic)] if topic in opened.topics() else []
 
 

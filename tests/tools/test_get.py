@@ -311,7 +311,7 @@ def test_follow_prints_what_comes_until_interrupted(tmp_path: Path, options: lis
 
 
 def test_damage_among_the_newest_hides_nothing_before_it(turns: Path) -> None:
-    with library.engine.MessageStore(turns, "r") as store:
+    with library.engine.ReadOnlyMessageStore(turns) as store:
         [last] = store.read("orders", 2, 9)
     flip(turns / "commitlog" / f"{0:020d}", last.physical_offset + 88)
 

@@ -24,7 +24,7 @@ WAIT_S = 30
 
 
 def stored(path: Path, topic: str = "orders") -> list[library.Message]:
-    with library.engine.MessageStore(path, "r") as store:
+    with library.engine.ReadOnlyMessageStore(path) as store:
         return sorted(store.iter(topic), key=lambda message: message.physical_offset)
 
 
@@ -125,7 +125,7 @@ def test_delays(tmp_path: Path) -> None:
     text = '{"body":"x","delay":5}\n{"body":"y","delay_level":3}\n'
     assert run(tmp_path / "s", text, "--format", "jsonl").exit_code == 0
 
-    with library.engine.MessageStore(tmp_path / "s", "r") as store:
+    with library.engine.ReadOnlyMessageStore(tmp_path / "s") as store:
         timers = list(store.iter("rmq_sys_wheel_timer"))
         [level] = store.iter("SCHEDULE_TOPIC_XXXX")
     waits = [int(m.system_properties["TIMER_DELIVER_MS"]) - m.store_timestamp_ms for m in timers]
@@ -309,7 +309,7 @@ def test_wrong_usage_is_no_line_s_fault_and_nothing_is_stored(tmp_path: Path, ar
     assert result.exit_code == 2, result.output
     assert "line 1" not in result.stderr
     if (tmp_path / "s").exists():
-        with library.engine.MessageStore(tmp_path / "s", "r") as store:
+        with library.engine.ReadOnlyMessageStore(tmp_path / "s") as store:
             assert store.topics() == []
 
 
@@ -437,7 +437,7 @@ def test_what_came_is_stored_before_more_is_waited_for_and_a_signal_tells_how_mu
     assert b"interrupted; sent 2 messages" in out
     assert b"Traceback" not in err
     assert bodies(tmp_path / "s") == [b"one", b"two"]
-    with library.engine.MessageStore(tmp_path / "s", "r") as store:
+    with library.engine.ReadOnlyMessageStore(tmp_path / "s") as store:
         assert store.clean_shutdown
 
 

@@ -42,7 +42,7 @@ def spoil(path: Path, receipt: SendReceipt) -> None:
 
 
 def bodies(path: Path) -> list[bytes]:
-    with library.engine.MessageStore(path, "r") as store:
+    with library.engine.ReadOnlyMessageStore(path) as store:
         return [message.body for message in store.iter("orders", 0)]
 
 

@@ -131,7 +131,7 @@ def test_a_writer_that_comes_while_it_looks_does_no_damage(tmp_path: Path, close
         writer.close()
     else:
         writer.dispatch()
-    with library.engine.MessageStore(tmp_path / "s", "r") as reader:
+    with library.engine.ReadOnlyMessageStore(tmp_path / "s") as reader:
         verifier = reader.verifier()
         if closed:
             writer = library.engine.MessageStore(tmp_path / "s", config=config)
@@ -139,7 +139,7 @@ def test_a_writer_that_comes_while_it_looks_does_no_damage(tmp_path: Path, close
             writer.put("orders", b"%d" % n, n % 2, keys=f"k{n}")
         assert list(verifier.findings()) == []
     writer.close()
-    with library.engine.MessageStore(tmp_path / "s", "r") as reader:
+    with library.engine.ReadOnlyMessageStore(tmp_path / "s") as reader:
         assert list(reader.verify()) == []
 
 

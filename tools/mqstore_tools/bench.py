@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 import mqstore
-from mqstore.engine import MessageStore
+from mqstore.engine import StoreReader
 from mqstore_tools.render import console, print_json, progress, safe, show_bytes, table
 from mqstore_tools.shared import StoreCommand
 
@@ -117,17 +117,17 @@ def _put_flush(path: Path, body: bytes, count: int) -> int:
     return count
 
 
-def _reader(path: Path, body: bytes, count: int, read: Callable[[MessageStore, int], int]) -> Callable[[], int]:
+def _reader(path: Path, body: bytes, count: int, read: Callable[[StoreReader, int], int]) -> Callable[[], int]:
     _put_many(path, body, count)
 
     def run() -> int:
-        with mqstore.engine.MessageStore(path, "r") as store:
+        with mqstore.engine.ReadOnlyMessageStore(path) as store:
             return read(store, count)
 
     return run
 
 
-def _read_messages(store: MessageStore, count: int) -> int:
+def _read_messages(store: StoreReader, count: int) -> int:
     offset = 0
     while messages := store.read(_TOPIC, 0, offset, _MANY):
         for message in messages:
@@ -136,6 +136,6 @@ def _read_messages(store: MessageStore, count: int) -> int:
     return offset
 
 
-def _verify(store: MessageStore, count: int) -> int:
+def _verify(store: StoreReader, count: int) -> int:
     verifier = store.verifier()
     return verifier.messages if not list(verifier.findings()) else -1

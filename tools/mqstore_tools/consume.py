@@ -26,7 +26,7 @@ from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
 from mqstore.broker.filters import as_filter
 from mqstore.broker.groups import GroupConfig, default_retry
 from mqstore.broker.names import check_group, check_user_topic, pop_retry_topic, retry_topic
-from mqstore.broker.parts import Parts
+from mqstore.broker.parts import Tables
 from mqstore.broker.reading import Reads
 from mqstore.errors import StoreClosedError
 from mqstore_tools.handled import Commands, Printer
@@ -296,9 +296,9 @@ def _text(summary: dict[str, Any]) -> str:
 
 def _dry_run(directory: Path, topics: Iterable[str], group: str, start: Start | None, *, json_output: bool) -> None:
     """Say what the group has before it; changes nothing."""
-    with planning(directory) as parts:
-        missing = [topic for topic in topics if parts.topics.get(topic) is None]
-        rows = _plan(parts, [topic for topic in topics if topic not in missing], group, start)
+    with planning(directory) as tables:
+        missing = [topic for topic in topics if tables.topics.get(topic) is None]
+        rows = _plan(tables, [topic for topic in topics if topic not in missing], group, start)
     total = sum(row["messages"] for row in rows)
     if json_output:
         print_json({"dry_run": True, "group": group, "messages": total, "queues": rows, "missing": missing})
@@ -309,14 +309,14 @@ def _dry_run(directory: Path, topics: Iterable[str], group: str, start: Start | 
     console().print(table(f"would consume {total} messages for group {group}", columns, [row.values() for row in rows]))
 
 
-def _plan(parts: Parts, topics: list[str], group: str, start: Start | None) -> list[dict[str, Any]]:
+def _plan(tables: Tables, topics: list[str], group: str, start: Start | None) -> list[dict[str, Any]]:
     """A row a queue, those with what failed before included."""
-    begins = start or (parts.groups.get(group) or GroupConfig(group)).start
-    reads = Reads(parts)
-    pops = pop_view(parts, parts.clock.now_ms())
-    known = lag_of(parts, group, pops) if group in group_names(parts) else []
+    begins = start or (tables.groups.get(group) or GroupConfig(group)).start
+    reads = Reads(tables)
+    pops = pop_view(tables, tables.clock.now_ms())
+    known = lag_of(tables, group, pops) if group in group_names(tables) else []
     lags = {(each.topic, each.queue_id): each for each in known if each.committed is not None}
-    queues = [(topic, i) for topic in topics for i in range(parts.topics.need(topic).read_queues)]
+    queues = [(topic, i) for topic in topics for i in range(tables.topics.need(topic).read_queues)]
     again = {retry_topic(group), *(pop_retry_topic(group, topic) for topic in topics)}
     queues += sorted(key for key in lags if key[0] in again)
     rows = []

@@ -10,7 +10,7 @@ import click
 
 from mqstore import Message, StoreConfig
 from mqstore.broker.admin import cut as library
-from mqstore.engine import Finding, MessageStore
+from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore, StoreReader
 from mqstore.errors import FormatError, StoreIOError
 from mqstore.files.beneath import REFUSED
 from mqstore.files.lock import refuse_beside_writer
@@ -69,7 +69,7 @@ def list_(ctx: click.Context, directory: Path, files: tuple[str, ...], json_outp
     Such bytes are also told on stderr. Exit code 1 when there are any, or when a name in DIR/cut is no regular file.
     """
     told = Told(json_output)
-    with MessageStore(directory, "r", fs=QUIET) as store:
+    with ReadOnlyMessageStore(directory, fs=QUIET) as store:
         found = library.cut_files(store, files)
         if json_output:
             print(f'{as_json(VERSION)[:-1]}, "files": [')
@@ -88,7 +88,7 @@ def list_(ctx: click.Context, directory: Path, files: tuple[str, ...], json_outp
         ctx.exit(FINDINGS)
 
 
-def _messages(store: MessageStore, file: library.CutFile, tally: library.Tally, told: Told) -> Iterator[Message]:
+def _messages(store: StoreReader, file: library.CutFile, tally: library.Tally, told: Told) -> Iterator[Message]:
     """The whole messages of a file. All else is told and counted."""
     try:
         for item in library.contents(store, file):
@@ -167,7 +167,7 @@ def export(ctx: click.Context, directory: Path, files: tuple[str, ...], output: 
     """
     told = Told(json_output)
     count = 0
-    with MessageStore(directory, "r", fs=QUIET) as store, lines(output, directory) as target:
+    with ReadOnlyMessageStore(directory, fs=QUIET) as store, lines(output, directory) as target:
         found = library.cut_files(store, files)
         for file in found:
             for message in _messages(store, file, library.Tally(file.name), told):
@@ -227,14 +227,14 @@ def restore_(ctx: click.Context, directory: Path, files: tuple[str, ...], dry_ru
 
 
 def _plan(directory: Path, files: tuple[str, ...], report: library.Progress) -> library.Restore:
-    with MessageStore(directory, "r", fs=QUIET) as store:
+    with ReadOnlyMessageStore(directory, fs=QUIET) as store:
         refuse_beside_writer(directory, QUIET)
         return library.restore(store, files, dry_run=True, progress=report)
 
 
 def _restore(directory: Path, files: tuple[str, ...], report: library.Progress) -> library.Restore:
     config = StoreConfig(max_message_size=_LARGEST)
-    with MessageStore(directory, "rw", create=False, config=config) as store:
+    with MessageStore(directory, create=False, config=config) as store:
         return library.restore(store, files, progress=report)
 
 

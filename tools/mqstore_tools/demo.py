@@ -52,7 +52,7 @@ from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.selection import group_queue
-from mqstore.engine import Finding, MessageStore
+from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore
 from mqstore.layout.batch import encode_batch
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.indexfile import ENTRY_BYTES, HEADER_BYTES, SLOT_BYTES, IndexHeader
@@ -164,7 +164,7 @@ def _read(root: str, queue_id: int) -> tuple[int, dict[str, tuple[int, str]], in
     next_line: dict[str, int] = {}
     digests: dict[str, Any] = {}
     seen = wrong = 0
-    with MessageStore(root, "r") as store:
+    with ReadOnlyMessageStore(root) as store:
         for message in store.iter(TOPIC, queue_id):
             properties = message.stored_properties()
             group, _, number = properties[KEYS].rpartition(":")
@@ -178,7 +178,7 @@ def _read(root: str, queue_id: int) -> tuple[int, dict[str, tuple[int, str]], in
 
 def _verify(path: Path) -> tuple[list[Finding], int]:
     """Return (findings, messages)."""
-    with MessageStore(path, "r") as store:
+    with ReadOnlyMessageStore(path) as store:
         verifier = store.verifier(CONFIG_CHECKS)
         with render.progress("verifying", lambda: (verifier.done_bytes, verifier.total_bytes)):
             return list(verifier.findings()), verifier.messages
@@ -355,7 +355,7 @@ class _Demo:
         full = [source for source in self.sources if source.lines]
         chosen = self.rng.choices(full, weights=[s.lines for s in full], k=min(LOOK_UPS, self.lines))
         wanted = [(source, self.rng.randrange(source.lines)) for source in chosen]
-        with MessageStore(self.store, "r") as store:
+        with ReadOnlyMessageStore(self.store) as store:
             hits = [store.find(TOPIC, key=f"{source.group}:{line}") for source, line in wanted]
             right = sum(
                 [message.body for message in messages] == [_lines(source.path)[line]]
@@ -395,7 +395,7 @@ class _Demo:
             f"what verify says now {len(after) - 1} is not the damaged message",
         )
         count = sum(source.lines for source in self.sources if source.queue_id == queue.queue_id)
-        with MessageStore(copy, "r") as store:
+        with ReadOnlyMessageStore(copy) as store:
             offsets = [message.offset for message in store.iter(*queue)]
         text = f"queue {queue.queue_id} of the copy: {len(offsets):,} of {count:,} messages come, all but number "
         self.check("passed_over", offsets == [i for i in range(count) if i != damaged], f"{text}{damaged:,}")
@@ -410,7 +410,7 @@ class _Demo:
         """Flip a bit of a unit, an index entry and a body. Return these; the unit of the body, which is a finding, too,
         for it has lost its record; and the queue and the offset of the body."""
         rng = self.rng
-        with MessageStore(copy, "r") as store:
+        with ReadOnlyMessageStore(copy) as store:
             manifest = store.manifest
             unit_of, body_of = rng.choices(store.queues(TOPIC), k=2)
             slot, damaged = (rng.randrange(store.offsets(*ref)[1]) for ref in (unit_of, body_of))

@@ -11,7 +11,7 @@ import click
 from mqstore.broker.admin.inspect import group_names
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.deadletters import DeadLetters
-from mqstore.broker.parts import Parts
+from mqstore.broker.parts import Tables
 from mqstore.errors import GroupNotFoundError
 from mqstore.log.reader import to_ms
 from mqstore_tools.many import jobs_option, stores_argument
@@ -102,12 +102,12 @@ def _show_report(found: dict[str, Any]) -> None:
     console().print(table("why", ("group", "from", "reason", "letters>"), why))
 
 
-def _letters(parts: Parts, group: str) -> DeadLetters:
+def _letters(tables: Tables, group: str) -> DeadLetters:
     """The dead letters of a group. GroupNotFoundError for one of which there is no trace: its name is misspelt."""
-    letters = DeadLetters(parts, group)
-    if parts.topics.get(letters.topic) is None and group not in group_names(parts):
+    letters = DeadLetters(tables, group)
+    if tables.topics.get(letters.topic) is None and group not in group_names(tables):
         raise GroupNotFoundError(
-            f"{parts.store.path} has no group {group!r}: no dead letters, no settings, no progress"
+            f"{tables.store.path} has no group {group!r}: no dead letters, no settings, no progress"
         )
     return letters
 
@@ -146,8 +146,8 @@ def show(
     """
     printed: set[int] = set()
     fine = True
-    with looking(directory) as parts:
-        for letter in _letters(parts, group).select(offsets=chosen or None, stop_ms=_ms(before)):
+    with looking(directory) as tables:
+        for letter in _letters(tables, group).select(offsets=chosen or None, stop_ms=_ms(before)):
             fine &= print_message(letter, json_output=json_output, body_bytes=body_bytes)
             printed.add(letter.offset)
     missing = ", ".join(map(str, sorted(set(chosen) - printed)))
@@ -260,11 +260,11 @@ def purge(
     They are never listed or replayed again, and no longer hold disk space, which comes back as segments are dropped.
     """
 
-    def change(parts: Parts, *, dry_run: bool) -> int:
-        return _letters(parts, group).purge(before_offset=before_offset, before_ms=_ms(before), dry_run=dry_run)
+    def change(tables: Tables, *, dry_run: bool) -> int:
+        return _letters(tables, group).purge(before_offset=before_offset, before_ms=_ms(before), dry_run=dry_run)
 
-    with planning(directory) as parts:
-        count = change(parts, dry_run=True)
+    with planning(directory) as tables:
+        count = change(tables, dry_run=True)
     row = {"dry_run": dry_run, "group": group, "count": count}
     if dry_run or not count:
         text = f"would purge {count} dead letters of {group}" if count else "no dead letters to purge"

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import click
 
 from mqstore import MQStoreError, QueueRef
-from mqstore.engine import Finding, MessageStore
+from mqstore.engine import Finding, ReadOnlyMessageStore, StoreReader
 from mqstore.errors import FormatError
 from mqstore.files.quiet import QUIET
 from mqstore.files.segments import place_in_file
@@ -114,7 +114,7 @@ def export(
     if queue_id is not None and len(topics) != 1:
         raise click.UsageError("--queue-id goes with one --topic")
     with findings_told():  # the warning that queues are lost: here they are not needed
-        store = MessageStore(directory, "r", fs=QUIET)
+        store = ReadOnlyMessageStore(directory, fs=QUIET)
     told = Told(json_output)
     with store:
         if store.parts.has_all_queues():
@@ -168,7 +168,7 @@ def _to_folder(selection: Selection, to: str, given: dict[str, Any], *, json_out
     console().print(table("", ("", ""), facts))
 
 
-def _check_queue(store: MessageStore, topic: str, queue_id: int | None) -> None:
+def _check_queue(store: StoreReader, topic: str, queue_id: int | None) -> None:
     """TopicNotFoundError for a topic or queue that is not there."""
     store.queues(topic)
     if queue_id is not None:
@@ -179,7 +179,7 @@ def _check_queue(store: MessageStore, topic: str, queue_id: int | None) -> None:
 class _Found:
     """Messages of the chosen queues as the log has them. Tells and counts what is not there."""
 
-    store: MessageStore
+    store: StoreReader
     verifier: Verifier
     told: Told
     topics: tuple[str, ...]

@@ -13,7 +13,7 @@ from typing import Literal
 import click
 
 from mqstore import Message, QueueRef
-from mqstore.engine import Finding, MessageStore
+from mqstore.engine import Finding, ReadOnlyMessageStore, StoreReader
 from mqstore.errors import OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
 from mqstore.layout.messageid import decode_message_id
@@ -115,7 +115,7 @@ def get(
         max_messages = 32
     max_messages = last or max_messages
     positions: dict[QueueRef, int] = {}
-    with MessageStore(directory, "r", fs=QUIET) as store:
+    with ReadOnlyMessageStore(directory, fs=QUIET) as store:
         findings: list[Finding] = []
         messages: list[Message] = []
         incomplete: QueueRef | None = None
@@ -170,7 +170,7 @@ def get(
 
 
 def _walk(
-    store: MessageStore, topic: str, queue_id: int, offset: int | None, max_messages: int
+    store: StoreReader, topic: str, queue_id: int, offset: int | None, max_messages: int
 ) -> tuple[list[Message], list[Finding]]:
     """The messages from `offset` on, and what cannot be read before the last of them."""
     _check_queue(store, topic, queue_id)
@@ -190,7 +190,7 @@ def _walk(
 
 
 def _find(
-    store: MessageStore,
+    store: StoreReader,
     topic: str | None,
     queue_id: int,
     offset: int | None,
@@ -214,7 +214,7 @@ def _find(
     return [*islice(store.iter(topic, queue_id, start=start, tags=tag), max_messages)]
 
 
-def _check_queue(store: MessageStore, topic: str, queue_id: int) -> None:
+def _check_queue(store: StoreReader, topic: str, queue_id: int) -> None:
     """TopicNotFoundError for a topic that is not there, or a queue without messages; that tells which have some."""
     held = [queue.queue_id for queue in store.queues(topic)]
     if queue_id not in held:
@@ -227,7 +227,7 @@ def _check_queue(store: MessageStore, topic: str, queue_id: int) -> None:
 # -- the newest, and those that come ----------------------------------------------------------------------------------
 
 
-def _queues(store: MessageStore, topic: str, queue_id: int | None) -> list[QueueRef]:
+def _queues(store: StoreReader, topic: str, queue_id: int | None) -> list[QueueRef]:
     if queue_id is None:
         return store.queues(topic)
     store.offsets(topic, queue_id)
@@ -235,7 +235,7 @@ def _queues(store: MessageStore, topic: str, queue_id: int | None) -> list[Queue
 
 
 def _newest(
-    store: MessageStore,
+    store: StoreReader,
     topic: str,
     queue_id: int | None,
     count: int,
@@ -274,7 +274,7 @@ def _newest(
 
 
 def _coming(
-    store: MessageStore, topic: str, queue_id: int | None, tag: str, positions: dict[QueueRef, int]
+    store: StoreReader, topic: str, queue_id: int | None, tag: str, positions: dict[QueueRef, int]
 ) -> Iterator[Message]:
     """Messages from `positions` on as they come, merged within each look; queues that appear begin at their start."""
     pause = _PAUSE_MIN_S
@@ -292,7 +292,7 @@ def _coming(
         time.sleep(pause)
 
 
-def _round(store: MessageStore, ref: QueueRef, tag: str, positions: dict[QueueRef, int]) -> Iterator[Message]:
+def _round(store: StoreReader, ref: QueueRef, tag: str, positions: dict[QueueRef, int]) -> Iterator[Message]:
     """Messages of one queue from its position up to its end as of now."""
     while True:
         result = store.get(*ref, positions[ref], tags=tag)

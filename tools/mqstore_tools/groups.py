@@ -10,7 +10,7 @@ import click
 from mqstore.broker.admin.inspect import PopView, group_names, pop_view
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.groups import GroupConfig, RetryPolicy, default_retry
-from mqstore.broker.parts import Parts
+from mqstore.broker.parts import Tables
 from mqstore.errors import GroupNotFoundError
 from mqstore.log.reader import to_ms
 from mqstore.options import delay_table_ms
@@ -95,13 +95,13 @@ def show(directory: Path, group: str, json_output: bool) -> None:
 
 
 def _show(directory: Path, only: str | None, *, json_output: bool) -> None:
-    with looking(directory) as parts:
-        now_ms = parts.clock.now_ms()
-        pops = pop_view(parts, now_ms)
-        names = [name for name in group_names(parts) if only in (None, name)]
+    with looking(directory) as tables:
+        now_ms = tables.clock.now_ms()
+        pops = pop_view(tables, now_ms)
+        names = [name for name in group_names(tables) if only in (None, name)]
         if only is not None and not names:
             raise GroupNotFoundError(f"{directory} has no group {only!r}; `mqstore groups list` shows all")
-        rows = [{**_row(parts, name), "suspended": _suspended(pops, name)} for name in names]
+        rows = [{**_row(tables, name), "suspended": _suspended(pops, name)} for name in names]
     if json_output:
         print_json({"groups": rows} if only is None else rows[0])
         return
@@ -135,8 +135,8 @@ def _suspended(pops: PopView, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def _row(parts: Parts, name: str) -> dict[str, Any]:
-    config = parts.groups.get(name)
+def _row(tables: Tables, name: str) -> dict[str, Any]:
+    config = tables.groups.get(name)
     shown = config or GroupConfig(name)
     return {
         "name": name,
@@ -147,7 +147,7 @@ def _row(parts: Parts, name: str) -> dict[str, Any]:
         "start": shown.start,
         "consume": shown.consume_enable,
         "broadcast": shown.consume_broadcast_enable,
-        "topics": sorted({topic for topic, _ in parts.offsets.of_group(name)}),
+        "topics": sorted({topic for topic, _ in tables.offsets.of_group(name)}),
     }
 
 
@@ -274,10 +274,10 @@ def create(directory: Path, name: str, dry_run: bool, json_output: bool, **typed
     you prefer a gap to a halt.
     """
 
-    def change(parts: Parts) -> dict[str, Any]:
+    def change(tables: Tables) -> dict[str, Any]:
         policy = default_retry(bool(typed["fifo"]))
-        parts.groups.create(name, exist_ok=False, **_given(policy, **typed))
-        return _row(parts, name)
+        tables.groups.create(name, exist_ok=False, **_given(policy, **typed))
+        return _row(tables, name)
 
     carry_out(f"create group {name}", directory, change, dry_run=dry_run, json_output=json_output)
 
@@ -300,10 +300,10 @@ def alter(directory: Path, name: str, dry_run: bool, json_output: bool, **typed:
     if all(value is None for value in typed.values()):
         raise click.UsageError("say what to change: --max-attempts, --retry, --start, --fifo, --consume, --broadcast")
 
-    def change(parts: Parts) -> dict[str, Any]:
-        old = parts.groups.get(name) or GroupConfig(name)
-        parts.groups.alter(name, **_given(old.retry_policy, **typed))
-        return _row(parts, name)
+    def change(tables: Tables) -> dict[str, Any]:
+        old = tables.groups.get(name) or GroupConfig(name)
+        tables.groups.alter(name, **_given(old.retry_policy, **typed))
+        return _row(tables, name)
 
     carry_out(f"alter group {name}", directory, change, dry_run=dry_run, json_output=json_output)
 
@@ -327,10 +327,10 @@ def delete(directory: Path, name: str, dry_run: bool, yes: bool, json_output: bo
     Asks first. Messages stay, those that wait for its retry and its dead letters too. Should the group come again, it
     begins where a new one does.
     """
-    with planning(directory) as parts:
-        if name not in group_names(parts):
+    with planning(directory) as tables:
+        if name not in group_names(tables):
             raise GroupNotFoundError(f"{directory} has no group {name!r}: no settings, no progress")
-        row = {"name": name, "topics": _row(parts, name)["topics"]}
+        row = {"name": name, "topics": _row(tables, name)["topics"]}
     what = f"group {name}"
     what += f" and its progress on {', '.join(row['topics'])}" if row["topics"] else ""
     if dry_run:

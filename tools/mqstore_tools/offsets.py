@@ -10,7 +10,7 @@ import click
 
 from mqstore.broker.admin.inspect import QueueLag, group_names, lag_of, pop_view
 from mqstore.broker.admin.offline import offline
-from mqstore.broker.parts import Parts
+from mqstore.broker.parts import Tables
 from mqstore.broker.reading import Reads
 from mqstore.log.commitlog import QueueRef
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, yes_option
@@ -61,14 +61,14 @@ def show(directory: Path, group: str | None, topic: str | None, json_output: boo
     By what is on disk: a running broker writes its groups' progress a moment after a commit, of groups that pop every
     few seconds.
     """
-    with looking(directory) as parts:
+    with looking(directory) as tables:
         if topic is not None:
-            parts.topics.need(topic)
-        pops = pop_view(parts, parts.clock.now_ms())
+            tables.topics.need(topic)
+        pops = pop_view(tables, tables.clock.now_ms())
         found = [
             lag
-            for name in (group_names(parts) if group is None else [group])
-            for lag in lag_of(parts, name, pops)
+            for name in (group_names(tables) if group is None else [group])
+            for lag in lag_of(tables, name, pops)
             if topic is None or lag.topic == topic
         ]
         rows = [_row(lag) for lag in found]
@@ -140,12 +140,12 @@ def reset(
     Asks first: messages that are skipped are not delivered to the group, others are delivered again, and what it has in
     flight in these queues is forgotten.
     """
-    with planning(directory) as parts:
-        queues = range(parts.topics.need(topic).read_queues)
-        before = {queue: parts.offsets.committed(group, topic, queue) for queue in queues}
+    with planning(directory) as tables:
+        queues = range(tables.topics.need(topic).read_queues)
+        before = {queue: tables.offsets.committed(group, topic, queue) for queue in queues}
         # In memory only: the tables of a store that is read are never written.
-        planned = Reads(parts).reset(group, topic, queue_id, to)
-        rows = _changes(parts, planned, before)
+        planned = Reads(tables).reset(group, topic, queue_id, to)
+        rows = _changes(tables, planned, before)
     if dry_run:
         _tell(group, rows, dry_run=True, json_output=json_output)
         return
@@ -158,11 +158,11 @@ def reset(
     _tell(group, rows, dry_run=False, json_output=json_output)
 
 
-def _changes(parts: Parts, targets: dict[QueueRef, int], before: dict[int, int | None]) -> list[dict[str, Any]]:
+def _changes(tables: Tables, targets: dict[QueueRef, int], before: dict[int, int | None]) -> list[dict[str, Any]]:
     """A row a queue. `skipped`: messages the group will not get; `again`: those that it gets once more."""
     rows = []
     for ref, target in sorted(targets.items()):
-        low = max((parts.store.offsets_or_none(*ref) or (0, 0))[0], parts.offsets.start_of(*ref))
+        low = max((tables.store.offsets_or_none(*ref) or (0, 0))[0], tables.offsets.start_of(*ref))
         old = before.get(ref.queue_id)
         at = low if old is None else max(low, old)
         rows.append(

@@ -20,8 +20,8 @@ from typing import Any
 import click
 
 from mqstore.broker.admin.offline import offline
-from mqstore.broker.parts import Parts, open_parts
-from mqstore.engine import MessageStore
+from mqstore.broker.parts import Tables, open_tables
+from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ReadOnlyStoreError
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.quiet import QUIET
@@ -48,18 +48,18 @@ yes_option = click.option("--yes", is_flag=True, help="Do not ask.")
 
 
 @contextmanager
-def looking(directory: Path) -> Iterator[Parts]:
+def looking(directory: Path) -> Iterator[Tables]:
     """The tables of the store in `directory`, opened for reading."""
-    with MessageStore(directory, "r", fs=QUIET) as store:
-        yield open_parts(store)
+    with ReadOnlyMessageStore(directory, fs=QUIET) as store:
+        yield open_tables(store)
 
 
 @contextmanager
-def planning(directory: Path) -> Iterator[Parts]:
+def planning(directory: Path) -> Iterator[Tables]:
     """As `looking`; StoreLockedError, naming the holder, while a writer is there."""
-    with looking(directory) as parts:
+    with looking(directory) as tables:
         refuse_beside_writer(directory, QUIET)
-        yield parts
+        yield tables
 
 
 def ask(question: str, *, yes: bool) -> None:
@@ -82,7 +82,7 @@ def tell(row: dict[str, Any], text: str, *, json_output: bool) -> None:
 
 
 def carry_out(
-    what: str, directory: Path, change: Callable[[Parts], dict[str, Any]], *, dry_run: bool, json_output: bool
+    what: str, directory: Path, change: Callable[[Tables], dict[str, Any]], *, dry_run: bool, json_output: bool
 ) -> None:
     """Do `what`, as in "create topic orders", by `change`, and print what was done. Programs get the row it returns.
 
@@ -90,8 +90,8 @@ def carry_out(
     """
     verb, kind, name = what.split(" ", 2)
     if dry_run:
-        with planning(directory) as parts, suppress(ReadOnlyStoreError):
-            change(parts)
+        with planning(directory) as tables, suppress(ReadOnlyStoreError):
+            change(tables)
         tell({"dry_run": True, "name": name}, f"would {what}", json_output=json_output)
         return
     with offline(directory) as desk:

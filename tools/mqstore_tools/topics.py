@@ -10,7 +10,7 @@ import click
 
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_topic
-from mqstore.broker.parts import Parts
+from mqstore.broker.parts import Tables
 from mqstore.broker.topics import MESSAGE_TYPES, QUEUES_MAX, TopicConfig
 from mqstore.errors import ReadOnlyStoreError
 from mqstore_tools.opened import DefaultGroup, ask, carry_out, dry_run_option, looking, planning, tell, yes_option
@@ -62,8 +62,8 @@ def list_(directory: Path, system: bool, json_output: bool) -> None:
     A topic that has messages and no entry in config/topics.json (a broker's directory without config/, say) is shown
     with the queues it has.
     """
-    with looking(directory) as parts:
-        rows = [_row(parts, config) for config in parts.topics.configs() if system or _is_users(config.name)]
+    with looking(directory) as tables:
+        rows = [_row(tables, config) for config in tables.topics.configs() if system or _is_users(config.name)]
     cells = [
         [
             *pick(row, "name read_queues write_queues"),
@@ -86,7 +86,7 @@ def _perm_text(perm: int) -> str:
     return "".join(letter for letter, bit in (("r", 4), ("w", 2)) if perm & bit) or "none"
 
 
-def _row(parts: Parts, config: TopicConfig) -> dict[str, Any]:
+def _row(tables: Tables, config: TopicConfig) -> dict[str, Any]:
     return {
         "name": config.name,
         "read_queues": config.read_queues,
@@ -95,19 +95,19 @@ def _row(parts: Parts, config: TopicConfig) -> dict[str, Any]:
         "order": config.order,
         "message_type": config.message_type,
         "attributes": dict(config.attributes),
-        "messages": _messages(parts, config.name),
-        "groups": sorted(parts.offsets.groups_of(config.name)),
+        "messages": _messages(tables, config.name),
+        "groups": sorted(tables.offsets.groups_of(config.name)),
     }
 
 
-def _messages(parts: Parts, topic: str) -> int:
+def _messages(tables: Tables, topic: str) -> int:
     """Return the number of messages that still count."""
-    store = parts.store
+    store = tables.store
     refs = store.queues(topic) if topic in store.topics() else []
     count = 0
     for ref in refs:
         low, high = store.offsets(*ref)
-        count += high - min(high, max(low, parts.offsets.start_of(topic, ref.queue_id)))
+        count += high - min(high, max(low, tables.offsets.start_of(topic, ref.queue_id)))
     return count
 
 
@@ -135,10 +135,10 @@ def create(
 ) -> None:
     """Create the topic NAME in the store in DIR."""
 
-    def change(parts: Parts) -> dict[str, Any]:
+    def change(tables: Tables) -> dict[str, Any]:
         message_type = None if type_ is None else type_.upper()
-        config = parts.topics.create(name, queues=queues, perm=_PERMS[perm], message_type=message_type, exist_ok=False)
-        return _row(parts, config)
+        config = tables.topics.create(name, queues=queues, perm=_PERMS[perm], message_type=message_type, exist_ok=False)
+        return _row(tables, config)
 
     carry_out(f"create topic {name}", directory, change, dry_run=dry_run, json_output=json_output)
 
@@ -184,8 +184,8 @@ def alter(
     if all(value is None for value in (queues, read_queues, write_queues, perm, type_, order)):
         raise click.UsageError("say what to change: --queues, --read-queues, --write-queues, --perm, --type or --order")
 
-    def change(parts: Parts) -> dict[str, Any]:
-        config = parts.topics.alter(
+    def change(tables: Tables) -> dict[str, Any]:
+        config = tables.topics.alter(
             name,
             queues=queues,
             read_queues=read_queues,
@@ -195,7 +195,7 @@ def alter(
             message_type=None if type_ is None else type_.upper(),
             force=force,
         )
-        return _row(parts, config)
+        return _row(tables, config)
 
     carry_out(f"alter topic {name}", directory, change, dry_run=dry_run, json_output=json_output)
 
@@ -219,10 +219,10 @@ def delete(directory: Path, name: str, force: bool, dry_run: bool, yes: bool, js
 
     Asks first. The numbering of its queues goes on should it come again; disk space comes back as segments are dropped.
     """
-    with planning(directory) as parts:
-        row = _row(parts, parts.topics.need(name))
+    with planning(directory) as tables:
+        row = _row(tables, tables.topics.need(name))
         with suppress(ReadOnlyStoreError):
-            parts.topics.delete(name, force=force)
+            tables.topics.delete(name, force=force)
     row = {"name": name, "messages": row["messages"], "groups": row["groups"]}
     what = f"topic {name}, {row['messages']} messages"
     what += f", the progress of {', '.join(row['groups'])}" if row["groups"] else ""

@@ -70,7 +70,7 @@ class Producer(Closable[producer.Producer]):
         super().__init__(bridge, store.producer(group, max_inflight=1 << 40, max_inflight_bytes=1 << 60, **options))
         self.group = group
         self._puts = puts
-        self._flushes = (options.get("durability") or store.log.durability) == "flush"
+        self._flushes = (options.get("durability") or store.broker.store.durability) == "flush"
         self._lingers = bool(seconds(options.get("linger", 0), "linger"))
         self._max = max_inflight
         self._max_bytes = max_inflight_bytes

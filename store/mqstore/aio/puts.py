@@ -58,7 +58,7 @@ class Puts:
         here = self.here(topic, size_of(body))
         if not here and not isinstance(body, bytes) and isinstance(body, bytearray | memoryview):
             body = bytes(body)  # who is cancelled may use it for something else
-        if (options.get("durability") or self._sync.log.durability) == "flush":
+        if (options.get("durability") or self._sync.broker.store.durability) == "flush":
             put = partial(broker.put_async, topic, body, queue_id=queue_id, **options)
             future = put() if here else await self.in_order(put)
             return await self._bridge.wait(future)

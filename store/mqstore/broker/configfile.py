@@ -20,14 +20,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from mqstore.errors import ReadOnlyStoreError, StoreClosedError
 from mqstore.files.jsonfile import load_json, save_json, sync_json
 from mqstore.log.recovery.queueends import LOG_END
 
 if TYPE_CHECKING:
-    from mqstore.log.store import MessageStore
+    from mqstore.log.reader import StoreReader
+from mqstore.log.store import MessageStore
 
 __all__ = ["QUICK_MS", "ConfigFile", "DataVersion", "entries", "member", "object_member"]
 
@@ -97,7 +98,7 @@ class ConfigFile:
 
     def __init__(
         self,
-        store: MessageStore,
+        store: StoreReader,
         name: str,
         check: Callable[[dict[str, Any]], object] | None = None,
         *,
@@ -148,6 +149,16 @@ class ConfigFile:
         self.problems.append(problem)
         _log.warning("%s", problem)
 
+    def _writable(self) -> MessageStore:
+        if self._store.mode != "rw":
+            raise ReadOnlyStoreError(f"{self.path} is of a store that was opened for reading; open it with mode='rw'")
+        return cast(MessageStore, self._store)
+
+    def flush_log(self) -> None:
+        """Return once everything put before is on disk: what is saved next sums it up, and must not be ahead of it.
+        Errors as of `MessageStore.flush`, and ReadOnlyStoreError."""
+        self._writable().flush()
+
     def save(self, value: dict[str, Any], *, quick_log_end: int | None = None) -> None:
         """Write `value` durably, and with it the members of the loaded file that it does not name.
 
@@ -156,9 +167,8 @@ class ConfigFile:
         Raises StoreFullError, StoreIOError, ReadOnlyStoreError, StoreClosedError: what the file said before then still
         stands.
         """
-        store, fs = self._store, self._store.fs
-        if store.mode != "rw":
-            raise ReadOnlyStoreError(f"{self.path} is of a store that was opened for reading; open it with mode='rw'")
+        store = self._writable()
+        fs = store.fs
         if store.closed:  # who holds the lock by now may have written another value
             raise StoreClosedError(f"{store.path} was closed; open it again")
         if not self.has_saved:  # the process before may have been killed before it made folder and file durable

@@ -42,11 +42,11 @@ from mqstore.broker.names import (
     retry_topic,
 )
 from mqstore.broker.offsets import after_sent
-from mqstore.broker.parts import Parts, Pin, Wake, messages_of
+from mqstore.broker.parts import Parts, Pin, Tables, Wake, messages_of
 from mqstore.broker.retry import TIMER_MARKS
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig
-from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
+from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, ReadOnlyStoreError
 from mqstore.layout.properties import (
     DELAY,
     DLQ_ORIGIN_MESSAGE_ID,
@@ -123,12 +123,12 @@ class DeadLetters:
     (['no such item'], {'orders': 1}, 0)
     """
 
-    def __init__(self, parts: Parts, group: str) -> None:
+    def __init__(self, tables: Tables, group: str) -> None:
         if not isinstance(group, str):
             raise ConfigError(f"a group is a str, not {type(group).__name__}")
         self.group = group
         self.topic = dlq_topic(group)
-        self._parts = parts
+        self._tables = tables
         self._turns = RoundRobin()
 
     # -- looking ----------------------------------------------------------------------------------------------------
@@ -136,12 +136,12 @@ class DeadLetters:
     @property
     def bounds(self) -> tuple[int, int]:
         """(offset of the first letter, offset of the next one to come); equal when there is none."""
-        return self._parts.offsets.bounds(self.topic, _QUEUE)
+        return self._tables.offsets.bounds(self.topic, _QUEUE)
 
     @property
     def _sent(self) -> Sequence[tuple[int, int]]:
         """Ranges [start, stop) of the letters behind the first that were sent again, ascending; they are not listed."""
-        return self._parts.offsets.sent(self.topic)
+        return self._tables.offsets.sent(self.topic)
 
     def __len__(self) -> int:
         """How many there are; one that has been damaged since still counts."""
@@ -179,7 +179,7 @@ class DeadLetters:
         stop_ms: int | None,
         where: Callable[[Message], bool] | None,
     ) -> Iterator[Message]:
-        store = self._parts.store
+        store = self._tables.store
         letters = messages_of(store, self.topic, start, end) if chosen is None else self._chosen(start, end, chosen)
         sent = self._sent
         for message in letters:
@@ -196,7 +196,7 @@ class DeadLetters:
     def _chosen(self, start: int, end: int, chosen: list[int]) -> Iterator[Message]:
         for offset in chosen:
             if start <= offset < end:
-                for message in self._parts.store.get(self.topic, _QUEUE, offset, 1).messages:
+                for message in self._tables.store.get(self.topic, _QUEUE, offset, 1).messages:
                     if message.offset == offset:  # else it is damaged, and this is the next one
                         yield message
 
@@ -253,7 +253,7 @@ class DeadLetters:
                     apart.append((message.offset, message.offset + 1))
                 if counts.total() - moved >= _PAGE and not dry_run:
                     self._let_go(front, apart)
-                    self._parts.offsets.save()  # which flushes the log first
+                    self._tables.offsets.save()  # which flushes the log first
                     moved = counts.total()
             if whole:
                 front = end
@@ -263,21 +263,21 @@ class DeadLetters:
         if dry_run:
             return Replay(dict(counts), after_sent(front, sorted([*self._sent, *apart])))
         if counts or front > start:
-            self._parts.offsets.save()
+            self._tables.offsets.save()
         return Replay(dict(counts), self.bounds[0])
 
     def _let_go(self, front: int, apart: list[tuple[int, int]]) -> None:
         """Let go of the letters before `front`, and of those `apart`, which is emptied."""
-        self._parts.offsets.move_start(self.topic, _QUEUE, front)
-        self._parts.offsets.note_sent(self.topic, apart)
+        self._tables.offsets.move_start(self.topic, _QUEUE, front)
+        self._tables.offsets.note_sent(self.topic, apart)
         apart.clear()
 
     def _of_group(self, letter: Message, origin: str, *, create: bool) -> TopicConfig:
         """The topic in which this group, and no other, gets a letter that came from `origin`; made if it may be."""
-        topics, groups = self._parts.topics, self._parts.groups
+        topics, groups = self._tables.topics, self._tables.groups
         group = groups.need(self.group) if create else groups.get(self.group)
         name, queues = retry_topic(self.group), max(1, group.retry_queues if group else 1)
-        popped = pop_retry_topic(self.group, origin, self._parts.config.pop_retry_version)
+        popped = pop_retry_topic(self.group, origin, self._tables.config.pop_retry_version)
         # A letter of an older version bears no mark. Where the group had copies before, it gets this one as well.
         if FIRST_POP_TIME in letter.stored_properties() or (
             topics.get(name) is None and topics.get(popped) is not None
@@ -290,14 +290,14 @@ class DeadLetters:
 
     def _target(self, topic: str, *, create: bool) -> TopicConfig:
         """The topic to send to, made if it may be."""
-        topics = self._parts.topics
+        topics = self._tables.topics
         if is_dlq_topic(topic):
             raise InvalidMessageError(f"dead letters cannot be sent to {topic!r}, a topic of dead letters", "topic")
         config = topics.get(topic)
         if config is None and is_retry_topic(topic):
             raise InvalidMessageError(f"there is no topic {topic!r}: its group never retried anything", "topic")
         if config is None or not is_retry_topic(topic):
-            if create or not self._parts.config.auto_create_topics:
+            if create or not self._tables.config.auto_create_topics:
                 return topics.for_send(topic)
             check_user_topic(topic)
             config = config or TopicConfig(topic)
@@ -308,8 +308,10 @@ class DeadLetters:
     def _send(self, message: Message, config: TopicConfig) -> None:
         queue_id, properties = self._placed(message, config)
         if is_retry_topic(config.name):  # part of the group's lag from now on, and kept
-            self._parts.offsets.begin(self.group, config.name, queue_id)
-        self._parts.road.copy(message, config.name, queue_id, properties, reconsume_times=0, durability="append")
+            self._tables.offsets.begin(self.group, config.name, queue_id)
+        if not isinstance(self._tables, Parts):
+            raise ReadOnlyStoreError(f"{self._tables.store.path} was opened for reading; replay needs mode='rw'")
+        self._tables.road.copy(message, config.name, queue_id, properties, reconsume_times=0, durability="append")
 
     def _placed(self, message: Message, config: TopicConfig) -> tuple[int, dict[str, str]]:
         properties = message.stored_properties()
@@ -323,7 +325,7 @@ class DeadLetters:
         if group is None:
             queue_id = self._turns.next(config.name, queues)
         else:
-            queue_id = group_queue(group, queues, self._parts.store.manifest.group_hash)
+            queue_id = group_queue(group, queues, self._tables.store.manifest.group_hash)
         return queue_id, properties
 
     # -- letting go -------------------------------------------------------------------------------------------------
@@ -335,13 +337,13 @@ class DeadLetters:
         start, end = self.bounds
         stop = end if before_offset is None else min(end, _checked_offset(before_offset))
         if before_ms is not None and start < stop:
-            stop = min(stop, self._parts.store.offset_at(self.topic, _QUEUE, before_ms, "lower"))
+            stop = min(stop, self._tables.store.offset_at(self.topic, _QUEUE, before_ms, "lower"))
         if stop <= start:
             return 0
         count = self._count(start, stop)
         if not dry_run:
-            self._parts.offsets.move_start(self.topic, _QUEUE, stop)
-            self._parts.offsets.save()
+            self._tables.offsets.move_start(self.topic, _QUEUE, stop)
+            self._tables.offsets.save()
         return count
 
 

@@ -27,7 +27,7 @@ from typing import Any, Final, Literal
 from mqstore.broker.configfile import ConfigFile, DataVersion, entries, member, object_member
 from mqstore.broker.names import check_group, is_system_group
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
-from mqstore.log.store import MessageStore
+from mqstore.log.reader import StoreReader
 from mqstore.options import DEFAULT_DELAY_LEVELS, Duration, delay_table_ms, milliseconds
 
 __all__ = [
@@ -329,7 +329,7 @@ class GroupTable:
     with the name of a group after it came, changed or went, in the thread that did it, without a lock.
     """
 
-    def __init__(self, store: MessageStore) -> None:
+    def __init__(self, store: StoreReader) -> None:
         """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
         self.on_change: list[Callable[[str], None]] = []
         self._clock = store.clock

@@ -21,7 +21,7 @@ from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.log.commitlog import QueueRef
 
 if TYPE_CHECKING:
-    from mqstore.log.store import MessageStore
+    from mqstore.log.reader import StoreReader
 
 __all__ = ["LOCAL_OFFSETS", "LocalOffsets", "check_local_offsets", "lower_all"]
 
@@ -45,7 +45,7 @@ class LocalOffsets:
     12
     """
 
-    def __init__(self, store: MessageStore, client_id: str, group: str) -> None:
+    def __init__(self, store: StoreReader, client_id: str, group: str) -> None:
         """Load the file. Raises ConfigError for names that cannot be a folder and a file, CorruptStoreError when there
         were offsets and no good copy is left, StoreIOError."""
         for name in (client_id, group):
@@ -106,7 +106,7 @@ class LocalOffsets:
             if offsets == self._saved:
                 return
             # Else the file could be ahead of the log after a power cut, and the client pass over what comes then.
-            self._store.flush()
+            self._file.flush_log()
             by_topic: dict[str, dict[str, int]] = {}
             for queue, offset in offsets.items():
                 by_topic.setdefault(queue.topic, {})[str(queue.queue_id)] = offset
@@ -123,7 +123,7 @@ class LocalOffsets:
                 self.update(queue, end)
 
 
-def lower_all(store: MessageStore, end_of: Callable[[str, int], int]) -> None:
+def lower_all(store: StoreReader, end_of: Callable[[str, int], int]) -> None:
     """`lower` in every file of a store, on disk when this returns. One that is damaged is left to whoever needs it.
     Errors as of `LocalOffsets.persist`."""
     folder = store.path / LOCAL_OFFSETS

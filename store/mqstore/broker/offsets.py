@@ -52,8 +52,8 @@ from mqstore.broker.names import DELETED_GROUP, START_GROUP, is_system_group
 from mqstore.broker.published import PublishedFiles
 from mqstore.errors import ConfigError
 from mqstore.log.names import is_path_safe
+from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.queueends import load_ends
-from mqstore.log.store import MessageStore
 from mqstore.options import Durability, milliseconds
 
 __all__ = ["OffsetTable", "after_sent", "check_offsets"]
@@ -74,7 +74,7 @@ class OffsetTable:
     before a `commit` returns that asks for "flush". The kernel has a `commit` about 100 ms later (`run_once`).
     """
 
-    def __init__(self, store: MessageStore) -> None:
+    def __init__(self, store: StoreReader) -> None:
         """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
         self._store = store
         self._clock = store.clock
@@ -432,7 +432,7 @@ class OffsetTable:
         # After the copy: whatever message an offset of the copy stands behind was put before, and is flushed now.
         log_end = self._store.max_offset if quick else None
         if not quick:
-            self._store.flush()
+            self._file.flush_log()
         begin_s = thread_time()  # not what it waits for the disk, or for the interpreter's lock
         steps = changes // _VERSION_STEP - self._versioned
         version = self._version.next(self._clock.now_ms(), steps) if steps else self._version

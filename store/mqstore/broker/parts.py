@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -30,18 +30,30 @@ from mqstore.clock import Clock
 from mqstore.errors import GroupNotFoundError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.message import Message
+from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.queueends import forget_ends, load_ends
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
-__all__ = ["Mechanism", "Parts", "Pin", "Roller", "Wake", "delete_group", "messages_of", "open_parts"]
+__all__ = [
+    "Mechanism",
+    "Parts",
+    "Pin",
+    "Roller",
+    "Tables",
+    "Wake",
+    "delete_group",
+    "messages_of",
+    "open_parts",
+    "open_tables",
+]
 
 Wake = Callable[[], None]
 
 _PAGE = 256
 
 
-def messages_of(store: MessageStore, topic: str, offset: int, end: int) -> Iterator[Message]:
+def messages_of(store: StoreReader, topic: str, offset: int, end: int) -> Iterator[Message]:
     """Yield the messages of queue 0 of `topic` in [offset, end) that can be read, a page at a time."""
     while offset < end:
         result = store.get(topic, 0, offset, min(_PAGE, end - offset))
@@ -90,32 +102,36 @@ class Roller(Mechanism, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """The store, its tables, and the one way in."""
+class Tables:
+    """A store and what its `config` folder says. Those of a store opened for reading check a change whole, and then
+    refuse it with ReadOnlyStoreError."""
 
-    store: MessageStore
+    store: StoreReader
     config: StoreConfig
     clock: Clock
     fs: FileSystem
     topics: TopicTable
     groups: GroupTable
     offsets: OffsetTable
-    road: Road
     statistics: Statistics
 
 
-def open_parts(store: MessageStore) -> Parts:
-    """The tables of a store that is open for writing, read from its `config` folder."""
-    if store.mode == "rw":
-        _cut_with_queues(store)
+@dataclass(frozen=True, slots=True)
+class Parts(Tables):
+    """The tables of a store open for writing, and the one way in."""
+
+    store: MessageStore
+    road: Road
+
+
+def open_tables(store: StoreReader) -> Tables:
+    """Read the tables of a store."""
     offsets = OffsetTable(store)
-    if store.mode == "rw":
-        forget_ends(store.path, store.fs)
     topics = TopicTable(store, offsets)
     groups = GroupTable(store)
     topics.group_names = lambda: {*groups.names(), *offsets.groups()}
     topics.in_order.append(lambda _, group: (known := groups.get(group)) is not None and known.orderly)
-    return Parts(
+    return Tables(
         store=store,
         config=store.config,
         clock=store.clock,
@@ -123,12 +139,20 @@ def open_parts(store: MessageStore) -> Parts:
         topics=topics,
         groups=groups,
         offsets=offsets,
-        road=Road(store, topics, offsets),
         statistics=Statistics(store.clock),
     )
 
 
-def _cut_with_queues(store: MessageStore) -> None:
+def open_parts(store: MessageStore) -> Parts:
+    """Read the tables of a store that is open for writing, cut to where its queues end."""
+    _cut_with_queues(store)
+    tables = open_tables(store)
+    forget_ends(store.path, store.fs)
+    road = Road(store, tables.topics, tables.offsets)
+    return Parts(**{each.name: getattr(tables, each.name) for each in fields(Tables)}, road=road)
+
+
+def _cut_with_queues(store: StoreReader) -> None:
     """Where queues were shortened so are their order info and the progress of clients that broadcast, and that of delay
     levels is not taken if it was saved quickly before; before anybody saves that of groups, and voids the note by it.
     """

@@ -42,7 +42,7 @@ from mqstore.log.message import Message, stored_bytes
 from mqstore.log.reader import Bound
 
 if TYPE_CHECKING:
-    from mqstore.broker.parts import Parts
+    from mqstore.broker.parts import Tables
 
 __all__ = ["Fetched", "Loss", "ReadResult", "ReadStatus", "Reads", "Start"]
 
@@ -109,7 +109,7 @@ class Fetched:
 class Reads:
     """Reading for clients. Thread-safe; on the usual path it takes no lock but that of noting the pull."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Tables) -> None:
         self._store = parts.store
         self._topics = parts.topics
         self._groups = parts.groups

@@ -30,10 +30,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.broker.names import START_GROUP, is_dlq_topic, is_system_topic
-from mqstore.broker.parts import Mechanism, Parts, Pin, Roller
+from mqstore.broker.parts import Mechanism, Parts, Pin, Roller, Tables
 from mqstore.layout.consumequeue import is_void
 from mqstore.layout.dispatch import LIGHT_PREFIX
-from mqstore.log.store import MessageStore
+from mqstore.log.reader import StoreReader
 from mqstore.options import Retention
 
 __all__ = ["RetentionService", "all_pins", "oldest_of", "physical_of"]
@@ -45,7 +45,7 @@ _ROLL_STEP = 500
 """Messages put again in one `run_once`: some milliseconds, then others have their turn."""
 
 
-def physical_of(store: MessageStore, topic: str, queue_id: int, offset: int) -> int | None:
+def physical_of(store: StoreReader, topic: str, queue_id: int, offset: int) -> int | None:
     """Where the first record at or behind `offset` of a queue lies; None behind the last."""
     while len(units := store.units(topic, queue_id, offset, _CHUNK_UNITS)):
         live = np.flatnonzero((units["size"] > 0) & ~is_void(units))
@@ -55,14 +55,14 @@ def physical_of(store: MessageStore, topic: str, queue_id: int, offset: int) -> 
     return None
 
 
-def all_pins(parts: Parts, mechanisms: Iterable[Mechanism]) -> Iterator[Pin]:
+def all_pins(parts: Tables, mechanisms: Iterable[Mechanism]) -> Iterator[Pin]:
     """The oldest record that each mechanism needs, and each queue for who has not consumed it."""
     yield from _unconsumed(parts)
     for mechanism in mechanisms:
         yield from mechanism.pins()
 
 
-def _unconsumed(parts: Parts) -> Iterator[Pin]:
+def _unconsumed(parts: Tables) -> Iterator[Pin]:
     store, offsets = parts.store, parts.offsets
     for topic in store.topics():
         if is_system_topic(topic):

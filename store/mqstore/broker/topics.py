@@ -38,7 +38,7 @@ from mqstore.broker.names import RETRY_PREFIX, check_user_topic, is_retry_topic,
 from mqstore.broker.offsets import OffsetTable
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
 from mqstore.log.names import is_path_safe
-from mqstore.log.store import MessageStore
+from mqstore.log.reader import StoreReader
 
 __all__ = ["MESSAGE_TYPES", "PERM_READ", "PERM_WRITE", "QUEUES_MAX", "TopicConfig", "TopicTable", "check_topics"]
 
@@ -131,7 +131,7 @@ class TopicTable:
     with the name of a topic after it came, changed or went, in the thread that did it, without a lock.
     """
 
-    def __init__(self, store: MessageStore, offsets: OffsetTable) -> None:
+    def __init__(self, store: StoreReader, offsets: OffsetTable) -> None:
         """Load the file. Raises CorruptStoreError when no good copy of it is left, StoreIOError."""
         self.on_change: list[Callable[[str], None]] = []
         self.group_names: Callable[[], Collection[str]] = tuple

@@ -19,7 +19,7 @@ from mqstore.broker.admin.inspect import group_names
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.names import DLQ_PREFIX, is_dlq_topic
-from mqstore.broker.parts import Parts, open_parts
+from mqstore.broker.parts import Tables, open_tables
 from mqstore.errors import ConfigError
 from mqstore.files.lock import refuse_beside_writer
 from mqstore.files.quiet import QUIET
@@ -101,10 +101,10 @@ class _Job:
         check_followed(chosen, "topics", "filter", "starting_timestamp_ms", "ending_timestamp_ms")
         return cls(chosen, None if groups is None else frozenset(groups), **how)
 
-    def letters(self, parts: Parts) -> Iterator[DeadLetters]:
+    def letters(self, tables: Tables) -> Iterator[DeadLetters]:
         """Return the dead letters of each group that was asked for and has some."""
-        groups = (topic.removeprefix(DLQ_PREFIX) for topic in sorted(filter(is_dlq_topic, parts.store.topics())))
-        return (DeadLetters(parts, group) for group in groups if self.groups is None or group in self.groups)
+        groups = (topic.removeprefix(DLQ_PREFIX) for topic in sorted(filter(is_dlq_topic, tables.store.topics())))
+        return (DeadLetters(tables, group) for group in groups if self.groups is None or group in self.groups)
 
     def choice(self) -> dict[str, Any]:
         """Return the arguments of `DeadLetters.select` and `replay`."""
@@ -211,9 +211,9 @@ def _count(job: _Job, name: StoreName) -> tuple[set[str], Mapping[tuple[str, str
     """Return all groups of one store, and the letters of those that were asked for."""
     found: dict[tuple[str, str | None], _Heap] = {}
     with open_store(name) as store:
-        parts = open_parts(store)
-        known = _groups_of(parts)
-        for letters in job.letters(parts):
+        tables = open_tables(store)
+        known = _groups_of(tables)
+        for letters in job.letters(tables):
             for letter in letters.select(**job.choice()):
                 key = letters.group, _origin_of(letter)
                 found.setdefault(key, _Heap()).add(letter, letter.stored_property(DLQ_REASON) or "")
@@ -224,15 +224,15 @@ def _plan(job: _Job, name: StoreName) -> tuple[set[str], list[Resent]]:
     """Return all groups of a store, and what would be sent."""
     with open_store(name) as store:
         refuse_beside_writer(name.path, QUIET)
-        parts = open_parts(store)
-        known = _groups_of(parts)
+        tables = open_tables(store)
+        known = _groups_of(tables)
         if job.offsets is not None and job.groups and job.groups <= known:
             [group] = job.groups
-            there = {letter.offset for letter in DeadLetters(parts, group).select(offsets=job.offsets)}
+            there = {letter.offset for letter in DeadLetters(tables, group).select(offsets=job.offsets)}
             if missing := sorted({*job.offsets} - there):
                 numbers = ", ".join(map(str, missing))
                 raise ConfigError(f"no dead letter of {group!r} at offset {numbers}; nothing is sent")
-        return known, _replay(job, name, parts, dry_run=True)
+        return known, _replay(job, name, tables, dry_run=True)
 
 
 def _send(job: _Job, name: StoreName) -> list[Resent]:
@@ -240,9 +240,9 @@ def _send(job: _Job, name: StoreName) -> list[Resent]:
         return _replay(job, name, desk.parts, dry_run=False)
 
 
-def _replay(job: _Job, name: StoreName, parts: Parts, *, dry_run: bool) -> list[Resent]:
+def _replay(job: _Job, name: StoreName, tables: Tables, *, dry_run: bool) -> list[Resent]:
     found = []
-    for letters in job.letters(parts):
+    for letters in job.letters(tables):
         done = letters.replay(
             job.offsets, all_groups=job.all_groups, to_topic=job.to_topic, dry_run=dry_run, **job.choice()
         )
@@ -251,10 +251,10 @@ def _replay(job: _Job, name: StoreName, parts: Parts, *, dry_run: bool) -> list[
     return found
 
 
-def _groups_of(parts: Parts) -> set[str]:
+def _groups_of(tables: Tables) -> set[str]:
     """Return the groups of a store: those with progress or settings, and those that have only dead letters left."""
-    letters = (topic.removeprefix(DLQ_PREFIX) for topic in parts.store.topics() if is_dlq_topic(topic))
-    return {*group_names(parts), *letters}
+    letters = (topic.removeprefix(DLQ_PREFIX) for topic in tables.store.topics() if is_dlq_topic(topic))
+    return {*group_names(tables), *letters}
 
 
 def _origin_of(letter: Message) -> str | None:

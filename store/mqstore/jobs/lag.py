@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
-from mqstore.broker.parts import open_parts
+from mqstore.broker.parts import open_tables
 from mqstore.broker.pop.state import QueueKey
 from mqstore.jobs.runner import Runner, Where
 from mqstore.spark.options import SourceOptions
@@ -133,13 +133,13 @@ class _Seen:
 def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreName) -> _Seen:
     wanted = names_queue(options)
     with open_store(name) as store:
-        parts = open_parts(store)
-        now_ms = parts.clock.now_ms()
-        pops = pop_view(parts, now_ms)
-        known = group_names(parts)
+        tables = open_tables(store)
+        now_ms = tables.clock.now_ms()
+        pops = pop_view(tables, now_ms)
+        known = group_names(tables)
         rows = []
         for group in known if groups is None else sorted({*known} & {*groups}):
-            for lag in lag_of(parts, group, pops):
+            for lag in lag_of(tables, group, pops):
                 if not wanted(lag.topic, lag.queue_id):
                     continue
                 suspended = pops.suspended.get(QueueKey(lag.topic, group, lag.queue_id))
@@ -158,7 +158,7 @@ def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreNam
                 )
                 rows.append((group, row))
         # Known is a topic that has messages, one that was made and has none yet, and one that a group has committed on.
-        topics = {*store.topics(), *parts.topics.names(), *(row.topic for _, row in rows)}
+        topics = {*store.topics(), *tables.topics.names(), *(row.topic for _, row in rows)}
         unlisted = store.unlisted_queue({row.topic for _, row in rows}) if rows else None
     incomplete = None if unlisted is None else Unlisted(name.path, unlisted.topic, unlisted.queue_id)
     return _Seen(now_ms, known, sorted(topics), rows, incomplete)

@@ -22,7 +22,7 @@ from mqstore.broker.names import (
     is_retry_topic,
     is_system_topic,
 )
-from mqstore.broker.parts import Parts, open_parts
+from mqstore.broker.parts import Tables, open_tables
 from mqstore.errors import ConfigError
 from mqstore.jobs.runner import Runner, Where
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, REAL_TOPIC, RETRY_TOPIC, TIMER_OUT_MS, UNIQ_KEY
@@ -112,20 +112,20 @@ def _look(stores: Selection, key: str, name: StoreName) -> list[Hop]:
     with open_store(name) as store:
         if len(places) > _MOST:
             raise ConfigError(f"key={key!r}: {len(places)} messages of {name.id} have it; no trace is that long")
-        parts = open_parts(store)
+        tables = open_tables(store)
         hops = []
         for place in sorted(places):
             with suppress(LookupError):  # retention was quicker
-                hops.append(_hop(parts, name, store.at(place)))
+                hops.append(_hop(tables, name, store.at(place)))
     return hops
 
 
-def _hop(parts: Parts, name: StoreName, message: Message) -> Hop:
+def _hop(tables: Tables, name: StoreName, message: Message) -> Hop:
     properties = message.stored_properties()
     topic = message.topic
     kind, group = _kind(topic)
     there = (topic, message.queue_id)
-    committed = {each: parts.offsets.committed(each, *there) for each in sorted(parts.offsets.groups_of(topic))}
+    committed = {each: tables.offsets.committed(each, *there) for each in sorted(tables.offsets.groups_of(topic))}
     return Hop(
         store_ms=message.store_timestamp_ms,
         store=name.id,

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mqstore.log.bulk.txn import Intent, IntentWatch
-from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.parts import StoreParts
 from mqstore.log.reput import Dispatcher
@@ -75,11 +74,10 @@ class OwnNews:
 class FileNews:
     """News of a store that another process writes, or nobody."""
 
-    def __init__(self, parts: StoreParts, log: CommitLog) -> None:
+    def __init__(self, parts: StoreParts) -> None:
         self.pending_splice: Intent | None = None
         """The splice that the writer, or one that died, has under way."""
         self._run, self._queues, self._index = parts.log_files, parts.queue_table, parts.index
-        self._log = log
         self._intents = IntentWatch(parts.root, parts.fs)
         self._lock = threading.RLock()
         self._first_listed = 0
@@ -87,7 +85,6 @@ class FileNews:
 
     def begin(self) -> None:
         """Take the segments as they were loaded."""
-        self._log.end = self._run.end
         self._first_listed = self._run.min_offset
 
     def stop_at_splice(self) -> None:
@@ -100,7 +97,6 @@ class FileNews:
         with self._lock:  # an intent that one thread saw must not be put in place over later news of another
             self.stop_at_splice()
             self._run.refresh()
-            self._log.end = self._run.end
 
     def catch_up(self, queue: ConsumeQueue | None) -> None:
         """Look for new units, and once a second for new segments, queues and index files."""

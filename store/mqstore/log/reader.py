@@ -1,75 +1,63 @@
 """Reading a store: from (topic, queue, offset) to messages (format#readers, format#reads).
 
-    unit of the queue -> record in a mapped segment -> checks -> Message, a view of the mapping
-
-The same code serves the writer's own process and readers in others; what differs is how they learn of news
-(`log.news`) and what a record that does not verify means: to the writer it is damage, to be passed over and counted;
-to another process it may be a record that is just being written, so reading stops before it.
-
-Whatever reads, `_tell_lost` logs what it passes over: one line for each file while the store is open.
+The same code serves the writer's own process and readers in others. `log.records` finds and checks the records.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from itertools import repeat
 from pathlib import Path
-from types import ModuleType
-from typing import Literal
+from types import TracebackType
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.clock import Clock
+from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import (
+    ConfigError,
     FormatError,
     InvalidMessageError,
     OffsetOutOfRangeError,
     StoreClosedError,
     TopicNotFoundError,
 )
+from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.lock import writer_alive
-from mqstore.files.segments import SegmentRun, place_in_file
-from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_void
-from mqstore.layout.dispatch import tags_code_at
+from mqstore.files.jsonfile import NO_CHECKS, Check
+from mqstore.layout.consumequeue import UNIT, UNIT_DTYPE, VOID_SIZE
 from mqstore.layout.messageid import decode_message_id
-from mqstore.layout.record import (
-    MIN_RECORD_BYTES,
-    Checksum,
-    check_record,
-    decode_record,
-)
+from mqstore.layout.record import MIN_RECORD_BYTES
 from mqstore.log.checking import RecordChecker
-from mqstore.log.consumequeue import ConsumeQueue, QueueTable
+from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.foreign import foreign
-from mqstore.log.index import Index
 from mqstore.log.iteration import iterate
 from mqstore.log.manifest import Manifest
 from mqstore.log.message import Message, stored_bytes
 from mqstore.log.names import is_path_safe
 from mqstore.log.news import News
-from mqstore.log.recovery.report import Finding
-from mqstore.log.stretch import Few, Stretch
+from mqstore.log.parts import StoreParts
+from mqstore.log.records import RecordReader
+from mqstore.log.recovery.report import Finding, RecoveryReport
+from mqstore.log.recovery.verify import Verifier
+from mqstore.log.retention import disk_ratio
+from mqstore.log.stats import StoreStats
+from mqstore.log.stretch import Few
 from mqstore.log.tagfilter import UnitFilter, parse_tags
 from mqstore.log.tip import QueueRef
+from mqstore.options import Duration, StoreConfig
 
-__all__ = ["LOST_SEGMENTS", "Bound", "GetResult", "StoreReader"]
-
-_log = logging.getLogger("mqstore")
+__all__ = ["Bound", "GetResult", "StoreReader"]
 
 Bound = Literal["lower", "upper"]
 _SCAN_UNITS = 800
 """Units looked at for one filtered read (format#reads)."""
-_COMPILED_UNITS = 4096
-"""Units read at once: their messages keep them all."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_LOOK_AHEAD_UNITS = 256
-LOST_SEGMENTS = 1024
-"""A unit that points further behind the end of the log is a damaged one, and no sign of a lost segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,29 +100,46 @@ def to_ms(when: datetime) -> int:
     return (when - _EPOCH) // timedelta(milliseconds=1)
 
 
-class StoreReader:
-    """Everything about a store that does not change it. `MessageStore` is what a program opens."""
+class StoreReader(ABC):
+    """What a store opened for reading and one opened for writing have in common: everything that changes nothing.
 
-    path: Path
-    mode: str
+    `ReadOnlyMessageStore` and `MessageStore` are what a program opens. They differ in how they learn of new messages
+    (`log.news`), and in what a record that does not verify means to them (`log.records`).
+    """
+
+    mode: ClassVar[Literal["r", "rw"]]
     manifest: Manifest
-    _closed: bool = False
-    log_files: SegmentRun
-    queue_table: QueueTable
-    index: Index
-    fs: FileSystem
-    clock: Clock
-    checksum: Checksum
-    delay_table_ms: tuple[int, ...]
+    parts: StoreParts
     news: News
-    checker: RecordChecker
+    records: RecordReader
+    recovery: RecoveryReport
+    """What opening found and did."""
+    _closed = _released = True
+    """Nothing may be done with the store any more; everything that it held was given back. Both until it is open."""
 
-    def _init_reader(self) -> None:
+    def __init__(self, path: str | os.PathLike[str], config: StoreConfig | None, fs: FileSystem) -> None:
+        self._close_lock = threading.RLock()
+        if config is not None and not isinstance(config, StoreConfig):
+            raise ConfigError(f"config is a mqstore.StoreConfig, not {config!r:.80}")
+        self.path = Path(resolved(path))
+        self.config = config = config or StoreConfig()
+        self.fs = fs
+        self.clock = config.clock or SYSTEM_CLOCK
+        self._opened_ms = self.clock.now_ms()
         self._gets = 0
-        self._get_bytes = 0
-        self._bad: set[int] = set()
-        self._told: set[str] = set()
-        """Files whose loss or damage the log has a line about."""
+
+    def _set_parts(self, parts: StoreParts) -> None:
+        self.parts = parts
+        self.delay_table_ms = parts.delay_table_ms
+        self.checksum = parts.checksum
+        self.log_files = parts.log_files
+        self.queue_table = parts.queue_table
+        self.index = parts.index
+
+    def _read_by(self, news: News) -> None:
+        self.news = news
+        checker = RecordChecker(self.parts, news, passes_over_bad=self.mode == "rw")
+        self.records = RecordReader(self.parts, news, checker, self.check_open)
 
     @property
     def closed(self) -> bool:
@@ -144,6 +149,21 @@ class StoreReader:
     def check_open(self) -> None:
         if self._closed:
             raise StoreClosedError(f"{self.path} was closed (or this process was forked from its owner); open it again")
+
+    @abstractmethod
+    def close(self, timeout: Duration = 30) -> None:
+        """Give back all that the store holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {str(self.path)!r}{' closed' if self._closed else ''}>"
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
@@ -280,7 +300,7 @@ class StoreReader:
             if unit_filter is not None:
                 count = min(limit - position, max(count, 256))
             before = position
-            found, position, stop = self._views(
+            found, position, stop = self.records.views(
                 queue, position, count, unit_filter, max_messages - len(messages), budget, not messages, tell
             )
             if before < queue.min_offset and not (found and found[0].offset == before):
@@ -300,274 +320,11 @@ class StoreReader:
         filtered = unit_filter is not None or position == offset
         return GetResult("NO_MATCHED_MESSAGE" if filtered else "MESSAGE_WAS_REMOVING", [], position, low, high)
 
-    def _views(
-        self,
-        queue: ConsumeQueue,
-        offset: int,
-        count: int,
-        unit_filter: UnitFilter | None,
-        max_messages: int,
-        max_bytes: int | None,
-        first_is_free: bool,
-        tell: bool,
-    ) -> tuple[list[Message], int, bool]:
-        """(messages among units [offset, offset + count), offset behind the last unit consumed, whether to stop)."""
-        asked = queue, offset, count, unit_filter, max_messages, max_bytes, first_is_free
-        kernel = self.checker.kernel
-        found = None if kernel is None else self._compiled(kernel, *asked)
-        if found is not None:
-            messages, after, stop = found
-        else:
-            stretches, after, stop = self._locate(*asked, tell=tell)
-            messages = []
-            for stretch in stretches:
-                starts, slots = stretch.starts.tolist(), stretch.slots.tolist()
-                messages += map(Message, repeat(stretch), starts, slots, stretch.body_ends())
-                self._get_bytes += int(stretch.sizes.sum())
-        if unit_filter is not None:
-            messages = [message for message in messages if unit_filter.accepts(message)]
-        return messages, after, stop
-
-    def _compiled(
-        self,
-        kernel: ModuleType,
-        queue: ConsumeQueue,
-        offset: int,
-        count: int,
-        unit_filter: UnitFilter | None,
-        max_messages: int,
-        max_bytes: int | None,
-        first_is_free: bool,
-    ) -> tuple[list[Message], int, bool] | None:
-        """What `_locate` leads to, up to the first unit that is no ordinary message of the segment that the first one
-        lies in. None, and nothing has happened, when that is the very first: `_locate` deals with it."""
-        count = min(count, _COMPILED_UNITS)
-        units = queue.read(offset, count)
-        chosen: npt.NDArray[np.int64] | None = None
-        first, after, stop = 0, offset + count, False
-        if unit_filter is not None:
-            rows = np.frombuffer(units, UNIT_DTYPE)
-            if ((rows["size"] <= 0) | (rows["size"] == VOID_SIZE) | (rows["physical_offset"] < 0)).any():
-                return None
-            chosen = np.flatnonzero(unit_filter.units(rows["tags_code"].astype(np.int64))).astype(np.int64)
-            if len(chosen) > max_messages:
-                after, stop = offset + int(chosen[max_messages]), True
-                chosen = chosen[:max_messages]
-            if not len(chosen):
-                return [], after, stop
-            first = int(chosen[0])
-        elif count > max_messages:
-            after, stop = offset + max_messages, True
-            units = units[: max_messages * UNIT_BYTES]
-        physical, size, _ = UNIT.unpack_from(units, first * UNIT_BYTES)
-        if not 0 < size < VOID_SIZE or physical < 0:
-            return None
-        there = self.checker.segment_at(physical, physical + size)
-        if there is None:
-            return None
-        segment, buffer = there
-        budget = -1 if max_bytes is None else min(max(max_bytes, 0), 1 << 62)
-        messages: list[Message]
-        messages, looked, total, spent = kernel.read_units(
-            Message,
-            Few(queue.ref, buffer, units, offset),
-            buffer,
-            segment.start,
-            units,
-            offset,
-            chosen,
-            queue.queue_id,
-            queue.topic_bytes,
-            -budget - 2 if first_is_free and budget >= 0 else budget,
-        )
-        if not messages and not spent:
-            return None
-        if looked < (len(units) // UNIT_BYTES if chosen is None else len(chosen)):
-            after, stop = offset + (looked if chosen is None else int(chosen[looked])), spent
-        self._get_bytes += total
-        return messages, after, stop
-
-    def _locate(
-        self,
-        queue: ConsumeQueue,
-        offset: int,
-        count: int,
-        unit_filter: UnitFilter | None,
-        max_messages: int,
-        max_bytes: int | None,
-        first_is_free: bool,
-        tell: bool = True,
-    ) -> tuple[list[Stretch], int, bool]:
-        """Where the records of units [offset, offset + count) lie, checked; the offset behind the last unit consumed;
-        and whether a limit ended it."""
-        units = queue.units(offset, count)
-        physical = units["physical_offset"].astype(np.int64)
-        sizes = units["size"].astype(np.int64)
-        tags = units["tags_code"].astype(np.int64)
-        after, stop = offset + count, False
-        live = (sizes > 0) & (physical >= 0)
-        if (sizes == VOID_SIZE).any():
-            live &= ~is_void(units)
-        if unit_filter is not None:
-            live &= unit_filter.units(tags)
-        chosen: npt.NDArray[np.intp] | None = None
-        if not live.all():
-            chosen = np.flatnonzero(live)
-            if (sizes <= 0).any():  # retention may have taken the file they were in
-                front = self.find_front(queue)
-                holes = offset + np.flatnonzero(sizes <= 0)
-                for slot in holes[holes >= front].tolist() if tell else ():
-                    self._tell_lost(queue.missing_units(slot, slot))
-        if chosen is None and count > max_messages:
-            chosen = np.arange(max_messages)
-            after, stop = offset + max_messages, True
-        elif chosen is not None and len(chosen) > max_messages:
-            after, stop = offset + int(chosen[max_messages]), True
-            chosen = chosen[:max_messages]
-        if max_bytes is not None:
-            taken = np.cumsum(sizes if chosen is None else sizes[chosen])
-            fits = int(np.searchsorted(taken, max_bytes, side="right"))
-            fits = max(fits, 1 if first_is_free else 0)
-            if fits < len(taken):
-                chosen = np.arange(count) if chosen is None else chosen
-                after, stop = offset + int(chosen[fits]), True
-                chosen = chosen[:fits]
-        if chosen is not None:
-            physical, sizes, tags = physical[chosen], sizes[chosen], tags[chosen]
-            slots = chosen + offset
-        else:
-            slots = np.arange(offset, offset + count)
-        stretches: list[Stretch] = []
-        bounds = np.flatnonzero(np.diff(physical // self.log_files.segment_bytes)) + 1
-        for low, high in zip([0, *bounds.tolist()], [*bounds.tolist(), len(physical)], strict=True):
-            if low == high:
-                continue
-            here = slice(low, high)
-            checked = self.checker.check(queue, physical[here], sizes[here], slots[here])
-            buffer, good = checked.buffer, checked.good
-            if buffer is None and physical[low] < self._first_kept():
-                queue.correct_min(self._first_kept())  # retention took it meanwhile
-                if stretches:  # to be told when it is asked for
-                    after, stop = int(slots[low]), True
-                    break
-                continue
-            if not good.all():
-                self.check_open()  # a close meanwhile takes the segments away: no damage, and nothing to pass over
-                bad = ~good
-                if not self.checker.passes_over_bad and high == len(physical) and bad[-1]:
-                    # Another process's writer may be at work there: what does not verify yet ends the read, unless
-                    # something behind it does. Then it is damage.
-                    whole = int(np.flatnonzero(good)[-1]) + 1 if good.any() else 0
-                    if not self._verifies_behind(queue, int(slots[-1]) + 1):
-                        after, stop = int(slots[low + whole]), True
-                        bad[whole:] = False
-                        if tell and not writer_alive(self.path, self.fs):
-                            loss = self.loss_at(int(physical[low + whole]), 0, queue.ref, after)
-                            self._tell_lost(loss, "Reading the queue ends there")
-                self._note_bad(queue, slots[here][bad], physical[here][bad], tell)
-            if buffer is None:
-                continue
-            starts = physical[here] - physical[low] // self.log_files.segment_bytes * self.log_files.segment_bytes
-            stretch = Stretch(
-                queue.ref,
-                buffer,
-                starts,
-                sizes[here],
-                tags[here],
-                slots[here],
-                checked.headers,
-                checked.body_ends,
-            )
-            stretches.append(stretch if good.all() else stretch.only(good))
-        return stretches, after, stop
-
-    def find_front(self, queue: ConsumeQueue) -> int:
-        """Return the first offset of `queue` that retention has left by now. Lists the log again."""
-        self.news.list_again()
-        queue.correct_min(self._first_kept())
-        return queue.min_offset
-
-    def _first_kept(self) -> int:
-        """Where the log begins, as far as this process knows."""
-        starts = self.log_files.starts
-        return starts[0] if starts else 0
-
-    def _verifies_behind(self, queue: ConsumeQueue, slot: int) -> bool:
-        """Whether any unit at or behind `slot` leads to a record that verifies."""
-        while slot < queue.max_offset:
-            count = min(queue.max_offset - slot, _LOOK_AHEAD_UNITS)
-            units = queue.units(slot, count)
-            live = np.flatnonzero((units["size"] > 0) & (units["physical_offset"] >= 0) & ~is_void(units))
-            physical = units["physical_offset"][live].astype(np.int64)
-            sizes = units["size"][live].astype(np.int64)
-            segments = physical // self.log_files.segment_bytes
-            for segment in np.unique(segments):
-                here = segments == segment
-                if self.checker.check(queue, physical[here], sizes[here], live[here] + slot).good.any():
-                    return True
-            slot += count
-        return False
-
-    def _note_bad(
-        self, queue: ConsumeQueue, slots: npt.NDArray[np.int64], physical: npt.NDArray[np.int64], tell: bool
-    ) -> None:
-        for slot, position in zip(slots.tolist(), physical.tolist(), strict=True):
-            if len(self._bad) < 100_000:
-                self._bad.add(position)
-            if tell:
-                self._tell_lost(self.loss_at(position, 0, queue.ref, slot))
-
-    def loss_at(self, physical: int, length: int, ref: QueueRef, slot: int) -> Finding:
-        """Return the finding for the record of a unit that cannot be read: a `missing_segment` or a `bad_record`."""
-        message = f"{ref.topic}, queue {ref.queue_id}, offset {slot}"
-        missing = self.missing_segment(physical)
-        if missing is not None:
-            detail = f"{message}: the file that held it is missing"
-            return Finding("missing_segment", missing, 0, self.log_files.segment_bytes, detail)
-        place = place_in_file(max(physical, 0), self.log_files.segment_bytes)
-        return Finding("bad_record", *place, length, f"{message}: the record does not verify")
-
-    def missing_segment(self, physical: int) -> str | None:
-        """Return the missing commitlog file, as a path below the store, that held the offset. None if it is there.
-
-        None also for an offset that retention has removed, or that lies far behind the end of the log.
-        """
-        size, run = self.log_files.segment_bytes, self.log_files
-        if run.find(physical) is not None or not self._first_kept() <= physical < run.end + LOST_SEGMENTS * size:
-            return None
-        return place_in_file(physical, size)[0]
-
-    def _tell_lost(self, finding: Finding, then: str = "Messages that cannot be read there are passed over") -> None:
-        """Log a loss that a read has met, unless the same file was named before."""
-        if finding.file not in self._told:
-            self._told.add(finding.file)
-            _log.error(
-                "%s: %s: %s: %s. %s. Run `mqstore verify` to see all that is damaged",
-                *(self.path, finding.kind, finding.place, finding.detail, then),
-            )
-
     # -- single messages --------------------------------------------------------------------------------------------
 
     def at(self, physical_offset: int) -> Message:
         """The message whose record starts at `physical_offset`. LookupError when no record that verifies does."""
-        self.check_open()
-        stop = physical_offset + MIN_RECORD_BYTES
-        there = self.checker.segment_at(physical_offset, stop) if physical_offset >= 0 else None
-        if there is None:
-            self.check_open()  # a close meanwhile takes the segments away
-            missing = self.missing_segment(physical_offset)
-            why = "" if missing is None else f": missing_segment: {missing}"
-            raise LookupError(f"{self.path} holds nothing at physical offset {physical_offset}{why}")
-        segment, buffer = there
-        at = physical_offset - segment.start
-        check = check_record(buffer, at, len(buffer), physical_offset, self.checksum)
-        if check.status != "ok":
-            raise LookupError(f"{self.path} holds no message at physical offset {physical_offset}: {check.detail}")
-        record = decode_record(buffer, at)
-        code = tags_code_at(buffer, at, self.delay_table_ms)
-        unit = UNIT.pack(physical_offset, record.total_size, code)
-        few = Few(QueueRef(record.topic, record.queue_id), buffer, unit, record.queue_offset)
-        return Message(few, at, record.queue_offset)
+        return self.records.at(physical_offset)
 
     def get_by_id(self, message_id: str) -> Message:
         """The message with this offset message id. LookupError: gone, or not the start of a record;
@@ -645,7 +402,9 @@ class StoreReader:
             unit = queue.read(slot, 1)
             physical, size, _ = UNIT.unpack(unit)
             there = (
-                self.checker.segment_at(physical, physical + size) if 0 < size < VOID_SIZE and physical >= 0 else None
+                self.records.checker.segment_at(physical, physical + size)
+                if 0 < size < VOID_SIZE and physical >= 0
+                else None
             )
             if there is not None:
                 segment, buffer = there
@@ -654,7 +413,7 @@ class StoreReader:
                     return slot, Message(Few(queue.ref, buffer, unit, slot), start, slot).store_timestamp_ms
             slot += 1
             if there is None and size != VOID_SIZE:  # retention may have taken it, and many behind it
-                slot = max(slot, self.find_front(queue))
+                slot = max(slot, self.records.find_front(queue))
         return end, None
 
     # -- iteration --------------------------------------------------------------------------------------------------
@@ -678,3 +437,53 @@ class StoreReader:
         `read`. An offset as `start` that is not there is an OffsetOutOfRangeError.
         """
         return iterate(self, topic, queue_id, start=start, stop=stop, follow=follow, tags=tags)
+
+    # -- looking at it ----------------------------------------------------------------------------------------------
+
+    @property
+    def clean_shutdown(self) -> bool:
+        """True if the last writer had closed the store when it was opened here."""
+        return self.parts.clean
+
+    @property
+    def min_offset(self) -> int:
+        """First physical offset that is kept."""
+        return self.log_files.min_offset
+
+    @property
+    @abstractmethod
+    def max_offset(self) -> int:
+        """Physical offset of the next record; for a reader the end of the last file."""
+
+    def stats(self) -> StoreStats:
+        """A snapshot of counters, lags and sizes."""
+        return StoreStats(
+            gets=self._gets,
+            get_bytes=self.records.bytes_read,
+            min_offset=self.min_offset,
+            max_offset=self.max_offset,
+            segments=len(self.log_files.starts),
+            commitlog_bytes=len(self.log_files.starts) * self.log_files.segment_bytes,
+            disk_ratio=disk_ratio(self.log_files),
+            opened_ms=self._opened_ms,
+            queues=len(self.queue_table),
+            bad_records=len(self.records.bad),
+        )
+
+    @abstractmethod
+    def verifier(
+        self,
+        json_checks: Mapping[str, Check] = NO_CHECKS,
+        *,
+        until: int | None = None,
+        max_errors: int | None = None,
+    ) -> Verifier:
+        """A `Verifier` of this store: its `findings()` go through everything; for progress look at it meanwhile.
+        `json_checks`: by path within the store, what else than decode a JSON file must (`broker.configchecks`).
+        `until`: a writer has been at work since, and what lies at this physical offset or behind is not judged. Beside
+        a writer that is there now it is the end of what queues list. `max_errors`: findings listed of a range of the
+        log; None: all."""
+
+    def verify(self) -> Iterator[Finding]:
+        """Everything in the store that is not as it should be (format#damage); nothing for one in order."""
+        return self.verifier().findings()

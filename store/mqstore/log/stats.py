@@ -35,9 +35,10 @@ class Histogram:
         return {1 << bucket: number for bucket, number in enumerate(self._counts) if number}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """A snapshot. Counters run from opening; lags and sizes are as of now, in bytes.
+    """A snapshot. Counters run from opening; lags and sizes are as of now, in bytes. A store opened for reading has no
+    more than the defaults of what a writer counts.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -47,29 +48,29 @@ class StoreStats:
     (2, True, {})
     """
 
-    puts: int
+    puts: int = 0
     """Messages appended that have a number in a queue."""
-    put_bytes: int
+    put_bytes: int = 0
     """Bytes appended, BLANKs included."""
-    failed_puts: int
+    failed_puts: int = 0
     """Calls that raised: what they were given was refused, or could not be stored, or not be known to be on disk."""
     gets: int
     """Messages handed out."""
     get_bytes: int
     """Bytes of their records."""
-    dispatched: int
+    dispatched: int = 0
     """Messages that got a unit."""
-    put_latency_ns: dict[int, int] = field(repr=False)
+    put_latency_ns: dict[int, int] = field(default_factory=dict, repr=False)
     """A sample of put durations, one of 64 in each queue: upper bound in nanoseconds -> count."""
-    put_longest_ns: int
+    put_longest_ns: int = 0
     """The longest of that sample."""
-    flush_latency_ns: dict[int, int] = field(repr=False)
+    flush_latency_ns: dict[int, int] = field(default_factory=dict, repr=False)
     """Durations of commitlog syncs, likewise."""
-    dispatch_lag_bytes: int
+    dispatch_lag_bytes: int = 0
     """Appended and not yet visible to readers."""
-    flush_lag_bytes: int
+    flush_lag_bytes: int = 0
     """Appended and not yet known to be on disk."""
-    index_pending: int
+    index_pending: int = 0
     """Index entries that wait for room on the disk."""
     min_offset: int
     """First physical offset that is kept."""
@@ -85,9 +86,9 @@ class StoreStats:
     queues: int
     bad_records: int
     """Records that failed verification when they were to be handed out, and were passed over."""
-    inbox_spliced: int
+    inbox_spliced: int = 0
     """Bundles of the inbox that were taken in since opening (spark#inbox)."""
-    inbox_refused: int
+    inbox_refused: int = 0
     """Bundles that were moved to `inbox/refused/` since opening."""
-    errors: dict[str, str]
+    errors: dict[str, str] = field(default_factory=dict)
     """Background task -> what it last failed with; empty when all is well."""

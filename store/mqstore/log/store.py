@@ -17,52 +17,44 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import ClassVar, Literal
 
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import (
     ConfigError,
     MQStoreError,
-    ReadOnlyStoreError,
     StoreBusyError,
     StoreClosedError,
 )
 from mqstore.files.abort import AbortMark
-from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.flusher import GroupCommit
 from mqstore.files.jsonfile import NO_CHECKS, Check
-from mqstore.files.lock import WriterLock, writer_alive
+from mqstore.files.lock import WriterLock
 from mqstore.layout.hosts import encode_host
 from mqstore.log import manifest as manifests
 from mqstore.log.background import BackgroundWork
 from mqstore.log.bulk.appender import BulkAppender
 from mqstore.log.bulk.inbox import CreateTopics
 from mqstore.log.bulk.shard import Limits
-from mqstore.log.bulk.splice import Splicer, SpliceResult, would_undo
-from mqstore.log.bulk.txn import Intent, TxnFile
-from mqstore.log.checking import RecordChecker
+from mqstore.log.bulk.splice import Splicer, SpliceResult
+from mqstore.log.bulk.txn import TxnFile
 from mqstore.log.checkpointer import Checkpointer
 from mqstore.log.commitlog import CommitLog
-from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.news import FileNews, News, OwnNews
-from mqstore.log.opening import Opening, report_renamed, report_undone
+from mqstore.log.news import OwnNews
+from mqstore.log.opening import Opening
 from mqstore.log.own import check_own
 from mqstore.log.parts import StoreParts
-from mqstore.log.recovery.misnamed import misnamed_segments
-from mqstore.log.recovery.recover import Progress, RecoverOptions, recover, unlisted_queue
-from mqstore.log.recovery.report import Finding, RecoveryReport, finding_of
+from mqstore.log.recovery.recover import Progress, RecoverOptions
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.reput import Dispatcher
-from mqstore.log.retention import Retainer, disk_ratio
+from mqstore.log.retention import Retainer
 from mqstore.log.stats import StoreStats
 from mqstore.log.taskerrors import TaskErrors
-from mqstore.log.tip import QueueRef
 from mqstore.log.wakeups import PagesAhead, Wakeups
 from mqstore.log.writer import StoreWriter
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, seconds
@@ -108,14 +100,12 @@ class MessageStore(StoreWriter):
     (b'hello', 'created', ('o-1',), 0)
     """
 
+    mode: ClassVar[Literal["r", "rw"]] = "rw"
     _threads: Sequence[threading.Thread] = ()
-    _closed = _released = True
-    """Nothing may be done with the store any more; everything that it held was given back. Both until it is open."""
 
     def __init__(
         self,
         path: str | os.PathLike[str],
-        mode: Literal["rw", "r"] = "rw",
         *,
         create: bool = True,
         profile: Profile | None = None,
@@ -126,32 +116,18 @@ class MessageStore(StoreWriter):
         recover_options: RecoverOptions | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._close_lock = threading.RLock()
-        if mode not in ("rw", "r"):
-            raise ConfigError(f"mode must be 'rw' or 'r', not {mode!r}")
+        super().__init__(path, config, fs)
         if durability not in ("append", "flush"):
             raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
-        if config is not None and not isinstance(config, StoreConfig):
-            raise ConfigError(f"config is a mqstore.StoreConfig, not {config!r:.80}")
-        self.path = Path(resolved(path))
-        self.mode = mode
         self.durability: Durability = durability
-        self.config = config = config or StoreConfig()
-        self.fs = fs
-        self.clock = config.clock or SYSTEM_CLOCK
+        config = self.config
         self._background = config.clock is None
         self._errors = TaskErrors(self.path)
-        writer = mode == "rw"
         self.manifest = manifests.resolve(
-            self.path, writer=writer, create=create, profile=profile, config=config, clock=self.clock, fs=fs
+            self.path, writer=True, create=create, profile=profile, config=config, clock=self.clock, fs=fs
         )
         self._abort = AbortMark(self.path, fs, config.file_mode)
         self._lock: WriterLock | None = None
-        if not writer:
-            self.parts = self._new_parts()
-            self._build()
-            self._open_for_reading()
-            return
         check_own(self.path, fs)
         if self._background or not self.path.exists():
             fs.make_folders(self.path)
@@ -177,17 +153,9 @@ class MessageStore(StoreWriter):
 
     # -- opening ----------------------------------------------------------------------------------------------------
 
-    def _new_parts(self) -> StoreParts:
-        return StoreParts(self.path, self.manifest, self.config, self.fs, self.clock, writable=self.mode == "rw")
-
     def _build(self) -> None:
         """Make what works on the parts."""
         parts, config = self.parts, self.config
-        self.delay_table_ms = parts.delay_table_ms
-        self.checksum = parts.checksum
-        self.log_files = parts.log_files
-        self.queue_table = parts.queue_table
-        self.index = parts.index
         self._store_host = encode_host(config.store_host)
         pages = PagesAhead(parts.log_files, self.clock)
         after_sync = self.durability == "flush"
@@ -207,16 +175,10 @@ class MessageStore(StoreWriter):
         self.retention_bound: Callable[[Retention], int] | None = None
         """What a broker above still needs: `clean` deletes nothing at or behind this physical offset."""
         self._first_put_position = 0
-        self._opened_ms = self.clock.now_ms()
-        self._file_news = FileNews(parts, self._log)
-        self.news: News = (
-            self._file_news
-            if self.mode == "r"
-            else OwnNews(self._dispatcher, self.wakeups, visible_end=self._visible_end, check_open=self.check_open)
-        )
-        self.checker = RecordChecker(parts, self.news, passes_over_bad=self.mode == "rw")
-        self._init_reader()
         self._init_writer()
+        self._read_by(
+            OwnNews(self._dispatcher, self.wakeups, visible_end=self._visible_end, check_open=self.check_open)
+        )
 
     def _build_background(self, txn: TxnFile) -> None:
         """Make what only a store for writing has: background work, retention, bulk appends."""
@@ -251,43 +213,9 @@ class MessageStore(StoreWriter):
         take_inbox = partial(self._bulk.take_inbox_if_idle, lambda: self._closed)
         self.background.add_task("inbox", _INBOX_MS, take_inbox)
 
-    def _open_for_reading(self) -> None:
-        parts = self.parts
-        self.recovery = RecoveryReport()
-        self._file_news.stop_at_splice()
-        parts.load_problems = self.log_files.load()
-        parts.load_checkpoint()
-        parts.clean = not self._abort.exists() and parts.checkpoint.clean_end != -1
-        parts.machine_ran_on = self._abort.is_of_this_boot()
-        self.recovery.clean_shutdown = parts.clean
-        self._load_queues()
-        parts.index_findings = self.index.load()
-        self._file_news.begin()
-        self._closed = self._released = False
-
-    def _load_queues(self) -> None:
-        """Of a reader: find every queue, and what of it can be read."""
-        for problem in self.parts.missing_in_front():  # no read comes there
-            self._tell_lost(finding_of(problem, self.log_files.segment_bytes), "Its messages are passed over")
-        self.queue_table.load(exact=not self.clean_shutdown)
-        lost = self.clean_shutdown and self.parts.has_lost_queues()
-        if lost or (self.parts.has_no_queues() and not writer_alive(self.path, self.fs)):
-            _log.warning(
-                "%s: queues have lost files, and messages of the log cannot be read by queue, until the store is "
-                "opened for writing or `mqstore recover` has run",
-                self.path,
-            )
-        for queue in self.queue_table:
-            self._bound(queue)
-
-    def _bound(self, queue: ConsumeQueue) -> None:
-        """Of a reader: where a queue that was loaded begins and ends."""
-        if not self.clean_shutdown:
-            queue.stop_at_hole(self.parts.checkpoint.dispatched or 0)
-        queue.correct_min(self.log_files.min_offset)
-
     def _open_for_writing(self, options: RecoverOptions, progress: Progress | None) -> None:
-        self.parts = parts = self._new_parts()
+        parts = StoreParts(self.path, self.manifest, self.config, self.fs, self.clock, writable=True)
+        self._set_parts(parts)
         txn = TxnFile(self.path, self.fs, self.clock, self.config.file_mode)
         opened = Opening(parts, txn, self._abort).run(options, progress)
         outcome, end = opened.outcome, opened.outcome.end
@@ -316,60 +244,11 @@ class MessageStore(StoreWriter):
             self._abort.set(os.getpid())
         self.wakeups.set()
 
-    def stop_at(self, end: int) -> None:
-        """Hide the log at and beyond physical offset `end` until the next refresh. For readers only."""
-        self.log_files.limit = end if self.log_files.limit is None else min(self.log_files.limit, end)
-        self.log_files.refresh()
-
-    def place_segments(self) -> dict[str, int]:
-        """Show segment files with wrong names where their records belong. Return the places by file name. Of a store
-        opened for reading; does nothing beside a writer."""
-        if self.mode != "r" or writer_alive(self.path, self.fs):
-            return {}
-        places = misnamed_segments(self.log_files, self.checksum, self.fs)
-        if places:
-            self.log_files.places = places
-            self.parts.load_problems = self.log_files.load()
-            self._log.end = self.log_files.end
-            for queue in self.queue_table:
-                self._bound(queue)
-        return places
-
-    def plan_recovery(self, options: RecoverOptions, progress: Progress | None = None) -> RecoveryReport:
-        """What `mqstore recover` would do to this store, opened for reading; changes nothing."""
-        assert self.mode == "r"
-        assert options.dry_run
-        places = self.place_segments()
-        self.queue_table.load(exact=True)
-        self.log_files.extend_in_memory()
-        self.recovery = recover(self.parts, options, progress).report
-        report_renamed(self.recovery, places)
-        self.recovery.changed |= self.clean_shutdown and self.parts.has_lost_queues()
-        if self.pending_splice is not None:
-            report_undone(self.recovery, would_undo(self.pending_splice, self.log_files, self.fs))
-        return self.recovery
-
-    def has_unlisted(self) -> bool:
-        """Of a reader: whether a crash left messages that no queue lists, and nobody is there who will list them. Who
-        reads by queues misses them until the store is opened for writing, or recovered."""
-        return not self.clean_shutdown and self.unlisted_queue() is not None
-
-    def unlisted_queue(self, topics: Collection[str] | None = None) -> QueueRef | None:
-        """Return a queue, of `topics` if they are given, that does not list all its messages in the log: after a crash,
-        or because its files are lost. None beside a writer, who will list them. For readers only.
-
-        Cheap for a store that mqstore closed, and that has its queues. Else it reads headers of the part of the log
-        that an opening would read, or of all if queues are known to be lost."""
-        if self.parts.has_all_queues() or self.queue_table.in_rocksdb or writer_alive(self.path, self.fs):
-            return None
-        wanted = (lambda topic: True) if topics is None else topics.__contains__
-        return unlisted_queue(self.parts, wanted, whole=self.clean_shutdown and self.parts.has_lost_queues())
-
     # -- dispatch and waiting ---------------------------------------------------------------------------------------
 
     def dispatch(self) -> int:
         """Make everything put so far visible, now, in this thread; bytes done. Readers do it by themselves."""
-        self._check_writable()
+        self.check_open()
         done = self._dispatcher.run_once()
         self._dispatcher.put_pending()
         return done
@@ -398,8 +277,6 @@ class MessageStore(StoreWriter):
     def run_once(self, now_ms: int) -> int:
         """Do the background work that is due at `now_ms` (monotonic); when to come again. For tests that own the clock.
         A task that fails is logged, shows in `stats().errors`, and is tried again."""
-        if self.mode == "r":
-            raise ReadOnlyStoreError(f"{self.path} was opened for reading and has no background work")
         return self.background.run_once(now_ms)
 
     # -- splicing ---------------------------------------------------------------------------------------------------
@@ -425,21 +302,21 @@ class MessageStore(StoreWriter):
         (in each case the store is as before), FlushFailedError (not known; opening the store anew decides it, and a
         second splice finds out), ReadOnlyStoreError, StoreBusyError, StoreClosedError.
         """
-        self._check_writable()
+        self.check_open()
         splice = self._bulk.splicer.splice
         return self._bulk.show(splice(shards, app=app, version=version, progress=progress, remembered=remembered))
 
     def spliced_version(self, app: str) -> int:
         """The last version that was spliced for `app`; -1: none, or none that is remembered. Of a store open for
         writing."""
-        self._check_writable()
+        self.check_open()
         return self._bulk.txn.state.version_of(app)
 
     def take_inbox(self) -> int:
         """Splice the bundles that wait in `inbox/`, now, in this thread; how many. Opening does it, and the
         background work from time to time. Raises what keeps one from being taken in; bad ones are moved aside."""
         with self._bulk.lock:
-            self._check_writable()
+            self.check_open()
             return self._bulk.inbox.run_once()
 
     def enter_topics_by(self, create_topics: CreateTopics) -> None:
@@ -467,12 +344,12 @@ class MessageStore(StoreWriter):
         index follow. The names of the deleted segments. A view that is held stays valid (format#retention).
 
         Raises FlushFailedError, nothing deleted, when the units of what stays cannot be made durable."""
-        self._check_writable()
+        self.check_open()
         return self._retainer.drop_before(physical_offset)
 
     def clean(self, retention: Retention | None = None) -> list[str]:
         """Delete what `retention` (default: the store's) no longer keeps; the names of the deleted segments."""
-        self._check_writable()
+        self.check_open()
         policy = retention or self.config.retention
         if policy is None:
             return []
@@ -483,61 +360,37 @@ class MessageStore(StoreWriter):
 
     def expired(self, retention: Retention) -> int:
         """The physical offset below which `retention` keeps nothing, whoever still needs it; 0: it keeps everything."""
-        self._check_writable()
+        self.check_open()
         return self._retainer.expired(retention)
 
     # -- looking at it ----------------------------------------------------------------------------------------------
 
     @property
-    def pending_splice(self) -> Intent | None:
-        """For a reader: the splice that its writer, or one that died, has under way."""
-        return self._file_news.pending_splice
-
-    @property
-    def clean_shutdown(self) -> bool:
-        """True if the last writer had closed the store when it was opened here."""
-        return self.parts.clean
-
-    @property
     def min_offset(self) -> int:
-        """First physical offset that is kept."""
         return self._log.min_offset
 
     @property
     def max_offset(self) -> int:
-        """Physical offset of the next record; for a reader the end of the last file."""
         return self._log.end
 
     def stats(self) -> StoreStats:
-        """A snapshot of counters, lags and sizes."""
         errors = dict(self._errors.messages)
         if self.index.dropped_entries:
             errors["index"] = f"{self.index.dropped_entries} entries given up while the disk was full"
-        return StoreStats(
-            puts=sum(queue.next_offset for queue in self.queue_table) - self._numbered_before
-            if self.mode == "rw"
-            else 0,
-            put_bytes=self._log.end - self._first_put_position if self.mode == "rw" else 0,
-            gets=self._gets,
-            get_bytes=self._get_bytes,
+        return replace(
+            super().stats(),
+            puts=sum(queue.next_offset for queue in self.queue_table) - self._numbered_before,
+            put_bytes=self._log.end - self._first_put_position,
             dispatched=self._dispatcher.dispatched,
             failed_puts=self._failed_puts,
             put_latency_ns=self._put_latency.buckets(),
             put_longest_ns=self._put_latency.longest_ns,
             flush_latency_ns=self._flush_latency.buckets(),
-            dispatch_lag_bytes=max(0, self._log.end - self._dispatcher.position) if self.mode == "rw" else 0,
-            flush_lag_bytes=max(0, self._log.end - self._commit.flushed) if self.mode == "rw" else 0,
+            dispatch_lag_bytes=max(0, self._log.end - self._dispatcher.position),
+            flush_lag_bytes=max(0, self._log.end - self._commit.flushed),
             index_pending=self.index.pending,
-            min_offset=self.min_offset,
-            max_offset=self.max_offset,
-            segments=len(self.log_files.starts),
-            commitlog_bytes=len(self.log_files.starts) * self.log_files.segment_bytes,
-            disk_ratio=disk_ratio(self.log_files),
-            opened_ms=self._opened_ms,
-            queues=len(self.queue_table),
-            bad_records=len(self._bad),
-            inbox_spliced=self._bulk.inbox.spliced if self.mode == "rw" else 0,
-            inbox_refused=self._bulk.inbox.refused if self.mode == "rw" else 0,
+            inbox_spliced=self._bulk.inbox.spliced,
+            inbox_refused=self._bulk.inbox.refused,
             errors=errors,
         )
 
@@ -548,44 +401,16 @@ class MessageStore(StoreWriter):
         until: int | None = None,
         max_errors: int | None = None,
     ) -> Verifier:
-        """A `Verifier` of this store: its `findings()` go through everything; for progress look at it meanwhile.
-        `json_checks`: by path within the store, what else than decode a JSON file must (`broker.configchecks`).
-        `until`: a writer has been at work since, and what lies at this physical offset or behind is not judged. Beside
-        a writer that is there now it is the end of what queues list. `max_errors`: findings listed of a range of the
-        log; None: all."""
         self.check_open()
-        if self.mode == "rw":
-            self._dispatcher.catch_up()
-        else:
-            if until is None and writer_alive(self.path, self.fs):
-                self.news.catch_up(None)
-                for queue in self.queue_table:
-                    queue.refresh()
-                until = self.parts.listed_end()
-            if until is not None:
-                self.stop_at(until)
-            self.place_segments()
-            if self.clean_shutdown:
-                self.queue_table.find_short()
+        self._dispatcher.catch_up()
         return Verifier(
             self.parts,
-            live=self.mode == "rw" or until is not None,
+            live=True,
             until=until,
-            problems=[
-                *(self.parts.load_problems if self.mode == "r" else ()),
-                *self.parts.missing_in_front(),
-                *self.parts.misplaced(),
-            ],
-            unfinished=[]
-            if self.pending_splice is None
-            else would_undo(self.pending_splice, self.log_files, self.fs).findings,
+            problems=[*self.parts.missing_in_front(), *self.parts.misplaced()],
             json_checks=json_checks,
             max_errors=max_errors,
         )
-
-    def verify(self) -> Iterator[Finding]:
-        """Everything in the store that is not as it should be (format#damage); nothing for one in order."""
-        return self.verifier().findings()
 
     # -- closing ----------------------------------------------------------------------------------------------------
 
@@ -598,7 +423,7 @@ class MessageStore(StoreWriter):
         timeout_s = seconds(timeout, "timeout")
         if self._released or is_held_here(self._close_lock):
             return
-        if self.mode == "rw" and is_held_here(self._bulk.lock):
+        if is_held_here(self._bulk.lock):
             raise StoreBusyError(f"{self.path} cannot be closed by a signal handler that interrupted a splice")
         if self._log.is_writing:
             raise StoreBusyError(
@@ -616,8 +441,6 @@ class MessageStore(StoreWriter):
         try:
             self._closed = True
             self._dispatcher.wake_all()
-            if self.mode == "r":
-                return
             self.wakeups.stop()
             self._join_threads(timeout_s)
             with self._bulk.lock:  # who splices sees that we are closing, and takes it back
@@ -630,7 +453,7 @@ class MessageStore(StoreWriter):
             self._log.poison(closed)
             self._join_threads(timeout_s)
             # Its files must not be taken from a splice that takes itself back.
-            with self._bulk.lock if self.mode == "rw" else nullcontext():
+            with self._bulk.lock:
                 self._release()
 
     def _join_threads(self, timeout_s: float) -> None:
@@ -682,14 +505,3 @@ class MessageStore(StoreWriter):
         self._closed = self._released = True
         self.wakeups.stopping = True
         self._log.disown(StoreClosedError(f"{self.path} belongs to the process that forked this one; open it here"))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<MessageStore {str(self.path)!r} mode={self.mode!r}{' closed' if self._closed else ''}>"

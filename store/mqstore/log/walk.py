@@ -32,12 +32,12 @@ import numpy as np
 from mqstore.layout.consumequeue import UNIT_BYTES, is_void
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.message import Message
-from mqstore.log.reader import LOST_SEGMENTS
+from mqstore.log.reader import StoreReader
+from mqstore.log.records import LOST_SEGMENTS
 from mqstore.log.recovery.report import Finding
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log
 from mqstore.log.recovery.slots import Placed
 from mqstore.log.recovery.verify import Gap, Verifier
-from mqstore.log.store import MessageStore
 from mqstore.log.stretch import Stretch
 
 __all__ = ["damage_at", "in_log_order", "walk_log", "walk_queue"]
@@ -46,7 +46,7 @@ _STEP = 512
 
 
 def walk_log(
-    store: MessageStore, verifier: Verifier, wanted: Callable[[str, int], bool] | None = None
+    store: StoreReader, verifier: Verifier, wanted: Callable[[str, int], bool] | None = None
 ) -> Iterator[list[Stretch] | Finding | Gap]:
     """Yield all messages of the queues `wanted` (by topic and queue id; None: all) that the log of a reader holds.
 
@@ -78,7 +78,7 @@ def walk_log(
         yield from _lost_behind(store, verifier, wanted)
 
 
-def damage_at(store: MessageStore, position: int) -> Iterator[Finding]:
+def damage_at(store: StoreReader, position: int) -> Iterator[Finding]:
     """Yield the damaged range of a reader's log that holds physical offset `position`; nothing if it is not damaged.
     Reads the log from the start of that segment up to there."""
     verifier = store.verifier()
@@ -110,7 +110,7 @@ def _stretch(good: Good, found: Placed) -> Stretch:
     return Stretch(found.queue.ref, good.buffer, starts, sizes, codes, slots, None)
 
 
-def _lost_behind(store: MessageStore, verifier: Verifier, wanted: Callable[[str, int], bool] | None) -> Iterator[Gap]:
+def _lost_behind(store: StoreReader, verifier: Verifier, wanted: Callable[[str, int], bool] | None) -> Iterator[Gap]:
     """Queue offsets behind the last record of each queue that its units, or void ones, stand for."""
     for queue in store.queue_table:
         if wanted is None or wanted(*queue.ref):
@@ -122,7 +122,7 @@ def _lost_behind(store: MessageStore, verifier: Verifier, wanted: Callable[[str,
 
 
 def walk_queue(
-    store: MessageStore, topic: str, queue_id: int, start: int | None = None, stop: int | None = None
+    store: StoreReader, topic: str, queue_id: int, start: int | None = None, stop: int | None = None
 ) -> Iterator[Message | Finding]:
     """Messages of queue offsets [start, stop) in order, and a `Finding` in place of what cannot be read.
 
@@ -149,13 +149,15 @@ def walk_queue(
             yield from messages
         else:
             units = queue.units(position, after - position)
-            front = store.find_front(queue)  # behind the look at the units: retention takes a record before its unit
+            front = store.records.find_front(
+                queue
+            )  # behind the look at the units: retention takes a record before its unit
             yield from _with_gaps(store, queue, position, messages, units, front, missing)
         position = after
 
 
 def _with_gaps(
-    store: MessageStore,
+    store: StoreReader,
     queue: ConsumeQueue,
     first: int,
     messages: list[Message],
@@ -185,7 +187,7 @@ def _with_gaps(
             physical, length, _ = units[slot - first].tolist()
             if 0 <= physical < store.min_offset:
                 continue
-            loss = store.loss_at(physical, length, queue.ref, slot)
+            loss = store.records.loss_at(physical, length, queue.ref, slot)
             if loss.file not in missing:
                 yield loss
             if loss.kind == "missing_segment":

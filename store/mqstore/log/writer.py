@@ -23,7 +23,6 @@ from mqstore.errors import (
     FlushTimeoutError,
     InvalidMessageError,
     MQStoreError,
-    ReadOnlyStoreError,
 )
 from mqstore.files.filesystem import SyncNotBegunError
 from mqstore.files.flusher import GroupCommit
@@ -518,8 +517,6 @@ class StoreWriter(StoreReader):
     def _putter(self, topic: str, queue_id: int) -> ConsumeQueue:
         """The queue to put to, after every check of its name."""
         self.check_open()
-        if self.mode == "r":
-            raise ReadOnlyStoreError(f"{self.path} was opened for reading; open it with mode='rw' to put")
         name = check_topic(topic)
         if topic in self.queue_table.batch_topics:
             raise InvalidMessageError(
@@ -592,11 +589,6 @@ class StoreWriter(StoreReader):
 
     def flush(self) -> None:
         """Return once everything put before is on disk. Raises FlushFailedError, FlushTimeoutError."""
-        self._check_writable()
+        self.check_open()
         if self._log.end > self._commit.flushed:
             self._wait_flushed(self._log.end, None)
-
-    def _check_writable(self) -> None:
-        self.check_open()
-        if self.mode == "r":
-            raise ReadOnlyStoreError(f"{self.path} was opened for reading; open it with mode='rw'")

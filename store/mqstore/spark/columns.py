@@ -33,7 +33,7 @@ from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties, is_reserved
 from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, STORE_HOST_AT_V4, STORE_HOST_V6
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.store import MessageStore
+from mqstore.log.reader import StoreReader
 from mqstore.log.tagfilter import TagFilter, parse_tags
 from mqstore.spark.arrow import cut, spread, text
 from mqstore.spark.rows import OnCorrupt, Piece, Policy, QueueScan, inflated, joined, log_pieces, merged
@@ -327,7 +327,7 @@ class ColumnReader:
 
     def __init__(
         self,
-        store: MessageStore,
+        store: StoreReader,
         columns: Sequence[str] | None = None,
         *,
         tags: str | None = None,
@@ -467,7 +467,7 @@ def _passes(where: str | None, keys: Sequence[str] | None) -> Callable[[dict[str
 
 
 def table_of(
-    store: MessageStore,
+    store: StoreReader,
     refs: Sequence[QueueRef],
     columns: Sequence[str] | None,
     start: datetime | int | None,

@@ -19,7 +19,7 @@ from functools import cache, cached_property
 from itertools import pairwise
 
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.store import MessageStore
+from mqstore.log.reader import StoreReader
 
 __all__ = ["KeyIndex"]
 
@@ -33,7 +33,7 @@ _ALWAYS = 1 << 62
 class KeyIndex:
     """What the index of an opened store says of some keys."""
 
-    def __init__(self, store: MessageStore, keys: Sequence[str]) -> None:
+    def __init__(self, store: StoreReader, keys: Sequence[str]) -> None:
         self._store = store
         self._keys = keys
         self._hits = cache(self._look_up)

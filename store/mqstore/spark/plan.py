@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX, is_system_topic
-from mqstore.broker.parts import open_parts
+from mqstore.broker.parts import open_tables
 from mqstore.errors import ConfigError, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.files.quiet import QUIET
 from mqstore.layout.consumequeue import UNIT
@@ -33,7 +33,8 @@ from mqstore.layout.dispatch import LIGHT_PREFIX
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
-from mqstore.log.store import MessageStore
+from mqstore.log.reader import StoreReader
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.options import StoreConfig
 from mqstore.spark.keyindex import KeyIndex
 from mqstore.spark.options import ANY, EARLIEST, LATEST, Key, Offsets, SourceOptions
@@ -167,13 +168,13 @@ def _stores_at(path: str) -> Iterator[StoreName]:
             yield StoreName(os.fsencode(place).decode("utf-8", "backslashreplace"), place)
 
 
-def open_store(store: StoreName, config: StoreConfig | None = None) -> MessageStore:
+def open_store(store: StoreName, config: StoreConfig | None = None) -> ReadOnlyMessageStore:
     """Return the store, opened for reading, without a lock or a trace. NotAStoreError and others name the path."""
     with of_store(store.path):
-        return MessageStore(store.path, "r", config=config, fs=QUIET)
+        return ReadOnlyMessageStore(store.path, config=config, fs=QUIET)
 
 
-class SlicedStore(MessageStore):
+class SlicedStore(ReadOnlyMessageStore):
     """A store of which slices are planned or read. It knows no queue before `load` is asked for it: to find the ends of
     all queues can take longer than to read a few messages of one."""
 
@@ -195,10 +196,10 @@ class SlicedStore(MessageStore):
 def open_sliced(store: StoreName) -> SlicedStore:
     """Return the store, opened as by `open_store`, to read slices."""
     with of_store(store.path):
-        return SlicedStore(store.path, "r", fs=QUIET, config=_FEW_MAPPINGS)
+        return SlicedStore(store.path, fs=QUIET, config=_FEW_MAPPINGS)
 
 
-def queues_of(store: MessageStore) -> list[ConsumeQueue]:
+def queues_of(store: StoreReader) -> list[ConsumeQueue]:
     """Return the queues of a store that was opened a moment ago, by topic and queue id, with their bounds as of then.
     `topics`, `queues` and `offsets` of the store look for news with every call: half the time of planning a fleet."""
     return sorted((queue for queue in store.queue_table if queue.next_offset), key=lambda queue: queue.ref)
@@ -228,13 +229,13 @@ def names_queue(options: SourceOptions) -> Callable[[str, int], bool]:
     return lambda topic, queue_id: not topic or (wanted(topic) and (assign is None or queue_id in assign[topic]))
 
 
-def bounds_of(store: MessageStore, queue: ConsumeQueue, options: SourceOptions) -> Bounds:
+def bounds_of(store: StoreReader, queue: ConsumeQueue, options: SourceOptions) -> Bounds:
     """Return the bounds of a queue that was found a moment ago."""
     low, top = queue.min_offset, queue.max_offset
     return Bounds(low, min(top, _flushed(store, queue.ref, low, top)) if options.isolation == "flushed" else top, top)
 
 
-def bounds_of_log(store: MessageStore, options: SourceOptions) -> Bounds:
+def bounds_of_log(store: StoreReader, options: SourceOptions) -> Bounds:
     """Return the bounds of the records that queues list. ConfigError for options that only queues can follow."""
     by_queue = ["startingOffsets"] if len(options.starting_offsets or ()) > 1 else []
     options.refuse(
@@ -326,7 +327,7 @@ def plan(
     return [*partitions(found, options.min_partitions, slots)]
 
 
-def _check_queues(name: StoreName, store: MessageStore, queues: Sequence[object], options: SourceOptions) -> None:
+def _check_queues(name: StoreName, store: StoreReader, queues: Sequence[object], options: SourceOptions) -> None:
     """Raise ConfigError for a store that lost some of its queues, or, unless the user has said readBy=queue, that has
     records and no queue. A job that notes how far it has come would pass over them once they are back."""
     none = options.read_by == "auto" and not queues and store.parts.has_records()
@@ -411,16 +412,16 @@ class Wanted:
             self.missing |= {(topic, i): "assign" for topic, ids in (options.assign or {}).items() for i in ids}
             self.missing |= {(topic, None): "subscribe" for topic in options.topics or ()}
 
-    def open(self, store: MessageStore, queues: Iterable[ConsumeQueue]) -> None:
+    def open(self, store: StoreReader, queues: Iterable[ConsumeQueue]) -> None:
         """Go on with this store. `queues` are those of its queues that have had a message."""
         self._store = store
         if self._options.starting_group is not None:
-            self._committed = open_parts(store).offsets.of_group(self._options.starting_group)
+            self._committed = open_tables(store).offsets.of_group(self._options.starting_group)
             self._knows_group |= bool(self._committed)
         refs = {queue.ref for queue in queues} if self.missing else set()
         there: set[tuple[str, int | None]] = {*refs, *((ref.topic, None) for ref in refs)}
         if left := self.missing.keys() - there:
-            table = open_parts(store).topics
+            table = open_tables(store).topics
             for topic, queue_id in left:
                 config = table.get(topic)
                 if config is not None and (queue_id or 0) < max(config.read_queues, config.write_queues):
@@ -480,7 +481,7 @@ def _of_stores(option: str, offsets: Offsets, stores: Sequence[StoreName]) -> Of
     return found
 
 
-def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: int, stop: int) -> list[tuple[int, int]]:
+def _by_key(index: KeyIndex, store: StoreReader, queue: ConsumeQueue, start: int, stop: int) -> list[tuple[int, int]]:
     """Return the parts of [start, stop) where messages with the wanted keys can be."""
     vouched = []
     at = start
@@ -491,7 +492,7 @@ def _by_key(index: KeyIndex, store: MessageStore, queue: ConsumeQueue, start: in
     return [*index.narrowed(queue.ref, start, stop, vouched)]
 
 
-def _by_region(store: MessageStore, found: list[Weighed]) -> list[Weighed]:
+def _by_region(store: StoreReader, found: list[Weighed]) -> list[Weighed]:
     """Return the same messages cut where their records pass from one region of the log to the next, region by region:
     each page is then mapped and fetched once, and not once for each queue with a record in it. The cuts need not be
     exact."""
@@ -531,7 +532,7 @@ def mean_size(queue: ConsumeQueue, start: int, stop: int) -> float:
 
 
 def _slot_at(
-    store: MessageStore, ref: QueueRef, low: int, high: int, physical: int, near: int = 0, *, ends: bool = False
+    store: StoreReader, ref: QueueRef, low: int, high: int, physical: int, near: int = 0, *, ends: bool = False
 ) -> int:
     """Return the first slot of [low, high) whose record begins (with `ends`: ends) at or behind `physical`, or up to
     `near` slots before it. Void units count as before it."""
@@ -551,7 +552,7 @@ def _slot_at(
     return low
 
 
-def _flushed(store: MessageStore, ref: QueueRef, low: int, high: int) -> int:
+def _flushed(store: StoreReader, ref: QueueRef, low: int, high: int) -> int:
     """Return the offset behind the last message that is known to be on disk."""
     if store.clean_shutdown:
         return high

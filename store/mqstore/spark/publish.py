@@ -27,7 +27,7 @@ from typing import Final
 
 from mqstore.broker.configchecks import OVERWRITE_FILE, check_overwrite
 from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic, is_dlq_topic, is_retry_topic, is_system_topic
-from mqstore.broker.parts import Parts, open_parts
+from mqstore.broker.parts import Parts, Tables, open_parts, open_tables
 from mqstore.broker.topics import TopicConfig
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, NotAStoreError, StoreLockedError
@@ -107,12 +107,12 @@ def plan_target(options: SinkOptions) -> Rules:
         _refuse_foreign(root, NOT_YET)
         return Rules(new_queues=options.queues)
     with store:
-        parts = open_parts(store)
-        config, manifest = parts.config, store.manifest
+        tables = open_tables(store)
+        config, manifest = tables.config, store.manifest
         room = manifest.commitlog_segment_bytes - BLANK_BYTES
         largest = min(config.max_message_size + ALLOWANCE, room)
         return Rules(
-            topics={each.name: _rule(parts, each) for each in parts.topics.configs()},
+            topics={each.name: _rule(tables, each) for each in tables.topics.configs()},
             new_queues=options.queues,
             group_hash="siphash24" if manifest.group_hash == "siphash24" else "jump",
             levels=len(store.delay_table_ms),
@@ -135,10 +135,10 @@ def check_lock(options: SinkOptions) -> None:
             time.sleep(_LOCK_POLL_S)
 
 
-def _rule(parts: Parts, config: TopicConfig) -> TopicRule:
+def _rule(tables: Tables, config: TopicConfig) -> TopicRule:
     refused = ""
     try:
-        parts.topics.for_send(config.name)
+        tables.topics.for_send(config.name)
     except MQStoreError as error:
         refused = str(error)
     return TopicRule(config.write_queues, max(config.write_queues, config.read_queues), refused)

@@ -38,9 +38,9 @@ from mqstore.layout.scan import Headers, gather, ordinary_bodies, walk
 from mqstore.log.checking import sound_records
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
+from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.recovery.scanner import Bad, Good, scan_segment
-from mqstore.log.store import MessageStore
 from mqstore.log.tagfilter import TagFilter
 from mqstore.native import kernel
 from mqstore.spark.arrow import cut, laid
@@ -224,7 +224,7 @@ def merged(pieces: Sequence[Piece]) -> list[Piece]:
     return found
 
 
-def inflated(pieces: Iterable[Piece], store: MessageStore, policy: Policy) -> Iterator[Piece]:
+def inflated(pieces: Iterable[Piece], store: StoreReader, policy: Policy) -> Iterator[Piece]:
     """`pieces` with compressed bodies inflated, cut where these would make a batch too large. A body that does not
     inflate is damage of its message."""
     for piece in pieces:
@@ -263,7 +263,7 @@ def _with_bodies(piece: Piece, low: int, high: int, bodies: Mapping[int, bytes])
     yield part
 
 
-def _not_inflated(piece: Piece, row: int, error: Exception, store: MessageStore, policy: Policy) -> Iterator[Piece]:
+def _not_inflated(piece: Piece, row: int, error: Exception, store: StoreReader, policy: Policy) -> Iterator[Piece]:
     headers = piece.headers
     place = place_in_file(int(piece.physical[row]), store.manifest.commitlog_segment_bytes)
     kind: Kind = "not_inflated" if isinstance(error, MissingPackageError) else "bad_record"
@@ -282,7 +282,7 @@ def _not_inflated(piece: Piece, row: int, error: Exception, store: MessageStore,
 class QueueScan:
     """Reads queues of one store."""
 
-    store: MessageStore
+    store: StoreReader
     policy: Policy
     records: bool = True
     """Look at the records; else units alone are read."""
@@ -354,7 +354,7 @@ class QueueScan:
         for part in np.split(np.arange(len(whole)), np.flatnonzero(np.diff(segments)) + 1) if len(whole) else ():
             first, last = int(part[0]), int(part[-1]) + 1
             here = slice(first, last)
-            there = store.checker.segment_at(
+            there = store.records.checker.segment_at(
                 int(whole.physical[first]), int((whole.physical[here] + whole.sizes[here]).max())
             )
             if there is None and int(whole.physical[first]) < store.min_offset:
@@ -413,7 +413,9 @@ class QueueScan:
                 yield part
             else:
                 places = zip(part.physical.tolist(), part.sizes.tolist(), part.slots.tolist(), strict=True)
-                findings = [self.store.loss_at(physical, size, queue.ref, slot) for physical, size, slot in places]
+                findings = [
+                    self.store.records.loss_at(physical, size, queue.ref, slot) for physical, size, slot in places
+                ]
                 yield from part.damaged(findings, self.policy)
 
     def _are_ordinary(self, queue: ConsumeQueue, piece: Piece) -> bool:
@@ -444,7 +446,7 @@ class QueueScan:
 
 
 def log_pieces(
-    store: MessageStore, start: int, stop: int, policy: Policy, wanted: Callable[[str], bool]
+    store: StoreReader, start: int, stop: int, policy: Policy, wanted: Callable[[str], bool]
 ) -> Iterator[Piece]:
     """Messages, of the topics `wanted`, whose records begin at physical offsets [start, stop), in log order.
 
@@ -471,9 +473,9 @@ def log_pieces(
             yield from map(whole.take, _spans(whole.sizes, policy.max_rows, policy.max_bytes))
 
 
-def _events(store: MessageStore, base: int, low: int, high: int, policy: Policy) -> Iterator[Good | Bad]:
+def _events(store: StoreReader, base: int, low: int, high: int, policy: Policy) -> Iterator[Good | Bad]:
     """The records that begin in [low, high) of the segment at `base`, and the bytes that are none."""
-    there = store.checker.segment_at(low, high)
+    there = store.records.checker.segment_at(low, high)
     if there is None:
         if low < store.min_offset:
             policy.removed += 1  # at least: nobody knows how many they were
@@ -505,9 +507,9 @@ def _listed(found: Good, is_wanted: Callable[[bytes], bool]) -> _Bools:
     return chosen
 
 
-def _no_record(store: MessageStore, found: Bad, policy: Policy) -> Iterator[Piece]:
+def _no_record(store: StoreReader, found: Bad, policy: Policy) -> Iterator[Piece]:
     size, length = store.manifest.commitlog_segment_bytes, found.end - found.start
-    missing = store.missing_segment(found.start)
+    missing = store.records.missing_segment(found.start)
     file, position = missing or f"commitlog/{found.start - found.start % size:020d}", found.start % size
     kind: Kind = "bad_record" if missing is None else "missing_segment"
     detail = f"{length} bytes hold no record: {found.detail or 'it is not what it should be'}"

@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow as pa
 
 from mqstore.broker.admin.inspect import delay_levels, group_names, lag_of, pop_view, timer_view
-from mqstore.broker.parts import open_parts
+from mqstore.broker.parts import open_tables
 from mqstore.errors import NotAStoreError
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.scanner import Good, scan_log
 from mqstore.log.recovery.verify import verified_ranges
-from mqstore.log.store import MessageStore
 from mqstore.spark.columns import ARROW_TYPES, ColumnReader
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, Wanted, names_queue, open_store, queues_of, stores_of
@@ -32,7 +32,7 @@ __all__ = ["VIEWS", "as_markdown", "view_batch", "view_stores"]
 _BY_QUEUE: Final = ("queues", "traffic")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
-_Rows = Callable[[MessageStore, SourceOptions], Iterator[tuple[Any, ...]]]
+_Rows = Callable[[StoreReader, SourceOptions], Iterator[tuple[Any, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def _instant(ms: int | None) -> datetime | None:
         return None
 
 
-def _wanted(store: MessageStore, options: SourceOptions) -> list[ConsumeQueue]:
+def _wanted(store: StoreReader, options: SourceOptions) -> list[ConsumeQueue]:
     wanted = names_queue(options)
     return [queue for queue in queues_of(store) if wanted(*queue.ref)]
 
@@ -109,7 +109,7 @@ def _wanted(store: MessageStore, options: SourceOptions) -> list[ConsumeQueue]:
     "store string, topic string, queue_id int, min_offset bigint, max_offset bigint, messages bigint, "
     "first_store_timestamp timestamp, last_store_timestamp timestamp, bytes bigint, state string"
 )
-def _queues(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
+def _queues(store: StoreReader, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
     for queue in _wanted(store, options):
         ref, low, high = queue.ref, queue.min_offset, queue.max_offset
         messages = size = 0
@@ -123,7 +123,7 @@ def _queues(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, 
         yield ref.topic, ref.queue_id, low, high, messages, first, last, size, "holes" if holes else "whole"
 
 
-def _time_of(store: MessageStore, ref: QueueRef, slots: range) -> datetime | None:
+def _time_of(store: StoreReader, ref: QueueRef, slots: range) -> datetime | None:
     """Store time of the first of these, up to a few, that can be read."""
     for slot in slots[:64]:
         found = store.get(*ref, slot, 1).messages
@@ -136,7 +136,7 @@ def _time_of(store: MessageStore, ref: QueueRef, slots: range) -> datetime | Non
     "store string, file string, base bigint, used_bytes bigint, messages bigint, "
     "first_store_timestamp timestamp, last_store_timestamp timestamp, sealed boolean, modified timestamp"
 )
-def _segments(store: MessageStore, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
+def _segments(store: StoreReader, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
     segments = store.log_files.segments()
     seen: dict[int, tuple[int, int, int, int]] = {}
     events = scan_log(*(store.log_files, store.min_offset, store.checksum), checksums=False, on_front=lambda _: None)
@@ -160,13 +160,13 @@ def _segments(store: MessageStore, _: SourceOptions) -> Iterator[tuple[Any, ...]
     "store string, group string, topic string, queue_id int, committed_offset bigint, max_offset bigint, "
     "lag bigint, lag_seconds bigint, in_flight bigint, lost bigint, oldest_store_timestamp timestamp"
 )
-def _groups(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
+def _groups(store: StoreReader, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
     wanted = names_queue(options)
-    parts = open_parts(store)
-    now_ms = parts.clock.now_ms()
-    pops = pop_view(parts, now_ms)
-    for group in group_names(parts):
-        for lag in lag_of(parts, group, pops):
+    tables = open_tables(store)
+    now_ms = tables.clock.now_ms()
+    pops = pop_view(tables, now_ms)
+    for group in group_names(tables):
+        for lag in lag_of(tables, group, pops):
             if not wanted(lag.topic, lag.queue_id):
                 continue
             behind = None if lag.oldest_ms is None else max(0, now_ms - lag.oldest_ms) // 1000
@@ -180,12 +180,12 @@ def _groups(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, 
     "store string, level int, delay_ms bigint, delay_offset bigint, max_offset bigint, waiting bigint, "
     "next_deliver_timestamp timestamp"
 )
-def _delay(store: MessageStore, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
+def _delay(store: StoreReader, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
     """Levels, and a row without one: what waits for a moment of its own."""
-    parts = open_parts(store)
-    for level in delay_levels(parts):
+    tables = open_tables(store)
+    for level in delay_levels(tables):
         yield level.level, level.delay_ms, level.offset, level.end, level.waiting, _instant(level.next_due_ms)
-    timer = timer_view(parts)
+    timer = timer_view(tables)
     if timer.waiting:
         yield None, None, None, None, timer.waiting, _instant(timer.next_due_ms)
 
@@ -194,7 +194,7 @@ def _delay(store: MessageStore, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
     "store string, topic string, queue_id int, interval_start timestamp, messages bigint, bytes bigint, "
     "size_p50 bigint, size_p95 bigint, size_max bigint"
 )
-def _traffic(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
+def _traffic(store: StoreReader, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
     policy = policy_of(replace(options, on_corrupt="fail" if options.on_corrupt == "fail" else "skip"))
     for queue in _wanted(store, options):
         tally = Tally(options.interval_ms, by_interval=True)
@@ -207,7 +207,7 @@ def _traffic(store: MessageStore, options: SourceOptions) -> Iterator[tuple[Any,
 
 
 @_view("store string, file string, first bigint, end bigint, records bigint, errors bigint, first_error string")
-def _verify(store: MessageStore, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
+def _verify(store: StoreReader, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
     for result, errors, told in verified_ranges(store.verifier()):
         base = result.range.base
         begin = result.range.low if result.first is None else result.first

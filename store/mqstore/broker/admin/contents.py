@@ -47,9 +47,10 @@ from mqstore.layout.consumequeue import is_message
 from mqstore.log.bulk.inbox import inbox_state
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
+from mqstore.log.reader import StoreReader
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, until_torn
 from mqstore.log.recovery.watermark import NEVER_TORN
-from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 
 __all__ = ["inspect_store"]
@@ -82,7 +83,7 @@ def inspect_store(
     path = Path(path)
     problems: list[str] = []
     live = writer_alive(path, fs)
-    with MessageStore(path, "r", config=config, fs=fs) as store:
+    with ReadOnlyMessageStore(path, config=config, fs=fs) as store:
         if live:
             store.stop_at(store.parts.listed_end())
         manifest = store.manifest
@@ -190,7 +191,7 @@ def _physical_bounds(queue: ConsumeQueue) -> tuple[int, int]:
 
 
 def _walk_log(
-    store: MessageStore,
+    store: StoreReader,
     dispatched: int,
     problems: list[str],
     progress: Callable[[int, int], None] | None,
@@ -258,7 +259,7 @@ def _walk_log(
     )
 
 
-def _without_queue(store: MessageStore, good: Good, dispatched: int) -> int:
+def _without_queue(store: StoreReader, good: Good, dispatched: int) -> int:
     """Bytes of the records at or beyond `dispatched` that dispatch would give a unit."""
     rows = store.queue_table.rows_of(good.buffer, good.headers, good.base)
     total = 0

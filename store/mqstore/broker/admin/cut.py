@@ -33,7 +33,7 @@ from typing import Any, Final
 
 from crc32c import crc32c
 
-from mqstore.errors import ConfigError, FormatError, InvalidMessageError
+from mqstore.errors import ConfigError, FormatError, InvalidMessageError, ReadOnlyStoreError
 from mqstore.files.jsonfile import decode_json, read_json, save_json
 from mqstore.layout.consumequeue import UNIT
 from mqstore.layout.dispatch import tags_code_at, topics_of
@@ -57,6 +57,7 @@ from mqstore.log.bulk.txn import read_txn
 from mqstore.log.message import Message
 from mqstore.log.names import HALF_TOPIC, SYSTEM_PREFIX, TIMER_TOPIC, check_topic
 from mqstore.log.outgoing import without_place
+from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.recover import Progress
 from mqstore.log.recovery.report import Finding
 from mqstore.log.store import MessageStore
@@ -123,7 +124,7 @@ class Restore:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def cut_files(store: MessageStore, names: Sequence[str] = ()) -> list[CutFile]:
+def cut_files(store: StoreReader, names: Sequence[str] = ()) -> list[CutFile]:
     """Return the files in `cut/` that were not restored, by offset, or those with these `names`.
 
     A name that begins with `restored/` means a file that was restored. Raises ConfigError for a name that is not there.
@@ -141,7 +142,7 @@ def cut_files(store: MessageStore, names: Sequence[str] = ()) -> list[CutFile]:
     return sorted({known[name] for name in names}, key=_order)
 
 
-def _listed(store: MessageStore, folder: str) -> list[CutFile]:
+def _listed(store: StoreReader, folder: str) -> list[CutFile]:
     try:
         names = store.fs.scandir(store.path / "cut" / folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -154,7 +155,7 @@ def _order(file: CutFile) -> tuple[int, str]:
     return file.start, file.name
 
 
-def contents(store: MessageStore, file: CutFile) -> Iterator[Message | Finding]:
+def contents(store: StoreReader, file: CutFile) -> Iterator[Message | Finding]:
     """Yield each whole message of a file, in order, and a Finding for each range of bytes that is none.
 
     A message counts only if it verifies and says that it lay where the file's name says. Raises StoreIOError for a name
@@ -165,7 +166,7 @@ def contents(store: MessageStore, file: CutFile) -> Iterator[Message | Finding]:
         yield from _walk(store, file, buffer)
 
 
-def _map(store: MessageStore, file: CutFile) -> mmap.mmap | bytes:
+def _map(store: StoreReader, file: CutFile) -> mmap.mmap | bytes:
     fs = store.fs
     fd = fs.open(store.path / "cut" / file.name, os.O_RDONLY | os.O_NOFOLLOW)
     try:
@@ -175,7 +176,7 @@ def _map(store: MessageStore, file: CutFile) -> mmap.mmap | bytes:
         fs.close(fd)
 
 
-def _walk(store: MessageStore, file: CutFile, buffer: mmap.mmap | bytes) -> Iterator[Message | Finding]:
+def _walk(store: StoreReader, file: CutFile, buffer: mmap.mmap | bytes) -> Iterator[Message | Finding]:
     name, start, size = f"cut/{file.name}", file.start, len(buffer)
     checksum, segment_bytes = store.manifest.checksum, store.manifest.commitlog_segment_bytes
     if start + size >= 1 << 63:
@@ -212,7 +213,7 @@ def _walk(store: MessageStore, file: CutFile, buffer: mmap.mmap | bytes) -> Iter
 
 
 def restore(
-    store: MessageStore, names: Sequence[str] = (), *, dry_run: bool = False, progress: Progress | None = None
+    store: StoreReader, names: Sequence[str] = (), *, dry_run: bool = False, progress: Progress | None = None
 ) -> Restore:
     """Append the messages of the files in `cut/`, or of those with these `names`, to the log, in the order of their old
     offsets.
@@ -225,20 +226,23 @@ def restore(
     Raises ConfigError for an unknown name, for files that share messages with files that are not named, and for a
     message whose topic no longer has its queue. Raises what `MessageStore.splice` raises. Nothing was appended then.
     """
-    if not dry_run:
+    writer = store if isinstance(store, MessageStore) and not dry_run else None
+    if writer is not None:
         _settle(store)
+    elif not dry_run:
+        raise ReadOnlyStoreError(f"{store.path} was opened for reading; open it for writing to restore messages")
     files = cut_files(store, names)
     for name in names:
         if name.startswith(_RESTORED):
             raise ConfigError(f"{name} was restored already; to append its messages once more, move it to cut/ first")
-    staged = _Staged(store, write=not dry_run)
+    staged = _Staged(store, write=writer is not None)
     try:
         tallies = _gather(store, files, staged, progress or _unheard)
         moved = [tally.file for tally in tallies if tally.messages]
-        if dry_run or not moved:
+        if writer is None or not moved:
             return Restore(tallies, staged.queues, {})
         staged.finish()
-        number = store.spliced_version(_APP) + 1
+        number = writer.spliced_version(_APP) + 1
         save_json(
             store.path / "cut" / _JOURNAL,
             {"number": number, "files": moved},
@@ -251,7 +255,7 @@ def restore(
             if progress is not None:
                 progress(read + done, read + total)
 
-        result = store.splice([staged.folder], app=_APP, version=number, progress=spliced)
+        result = writer.splice([staged.folder], app=_APP, version=number, progress=spliced)
         _settle(store)
         return Restore(tallies, staged.queues, result.offsets)
     finally:
@@ -262,11 +266,11 @@ def _unheard(done: int, total: int) -> None:
     """Progress that nobody wants to hear of."""
 
 
-def _size(store: MessageStore, file: CutFile) -> int:
+def _size(store: StoreReader, file: CutFile) -> int:
     return len(_map(store, file))  # of a regular file, as everywhere: `stat` would follow a link
 
 
-def _gather(store: MessageStore, files: Sequence[CutFile], staged: _Staged, progress: Progress) -> list[Tally]:
+def _gather(store: StoreReader, files: Sequence[CutFile], staged: _Staged, progress: Progress) -> list[Tally]:
     """Stage each message that is to be appended, and count the others."""
     entered = topics_entered(store.path, store.fs)
     others = [file for file in cut_files(store) if file not in files]
@@ -338,7 +342,7 @@ def _obstacle(message: Message) -> str:
     return "property that is no number" if unreadable_number(topic, message.encoded_properties) else ""
 
 
-def _is_in_log(store: MessageStore, message: Message) -> bool:
+def _is_in_log(store: StoreReader, message: Message) -> bool:
     place = message.physical_offset
     if not store.min_offset <= place < store.max_offset:
         return False  # `at` would list the log's folder to find out
@@ -363,7 +367,7 @@ def _holder(message: Message, files: Sequence[tuple[CutFile, mmap.mmap | bytes]]
 class _Staged:
     """Records on their way into the log, as a shard (`log.shard`). With `write` false they are only counted."""
 
-    def __init__(self, store: MessageStore, *, write: bool) -> None:
+    def __init__(self, store: StoreReader, *, write: bool) -> None:
         self.folder: Path = store.path / "cut" / _STAGED
         self.queues: Counter[QueueKey] = Counter()
         self._store = store
@@ -436,7 +440,7 @@ def _without_place(message: Message) -> bytes:
 # -- once --------------------------------------------------------------------------------------------------------------
 
 
-def _spliced(store: MessageStore) -> frozenset[str]:
+def _spliced(store: StoreReader) -> frozenset[str]:
     """Return the names of the files that the last restore has appended and, being killed, may not have moved."""
     path = store.path / "cut" / _JOURNAL
     try:
@@ -458,7 +462,7 @@ def _spliced(store: MessageStore) -> frozenset[str]:
     return frozenset(names) if number <= read_txn(store.path, store.fs).version_of(_APP) else frozenset()
 
 
-def _settle(store: MessageStore) -> None:
+def _settle(store: StoreReader) -> None:
     """Bring the last restore to its end: move its files, and remove what is left of it."""
     fs, folder = store.fs, store.path / "cut"
     done = _spliced(store)

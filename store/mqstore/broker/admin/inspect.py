@@ -31,7 +31,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -60,7 +60,7 @@ from mqstore.broker.names import (
     TRANS_CHECK_TOPIC,
     is_dlq_topic,
 )
-from mqstore.broker.parts import Parts, Pin, messages_of, open_parts
+from mqstore.broker.parts import Parts, Pin, Tables, messages_of, open_tables
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.orderinfo import OrderInfo, Suspended, check_order_info
 from mqstore.broker.pop.receipts import parse_recall_handle
@@ -83,7 +83,8 @@ from mqstore.layout.properties import (
     UNIQ_KEY,
 )
 from mqstore.log.message import Message
-from mqstore.log.store import MessageStore
+from mqstore.log.reader import StoreReader
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.options import StoreConfig
 
 __all__ = [
@@ -126,9 +127,9 @@ class LevelView(NamedTuple):
     """When the first that waits is due; None: nothing waits, or its unit is damaged."""
 
 
-def delay_levels(parts: Parts) -> list[LevelView]:
+def delay_levels(tables: Tables) -> list[LevelView]:
     """The levels in use, orphans included. CorruptStoreError when `delayOffset.json` and its backup are damaged."""
-    store = parts.store
+    store = tables.store
     if SCHEDULE_TOPIC not in store.topics():
         return []
     value = ConfigFile(store, "delayOffset.json").load() or {}
@@ -145,7 +146,7 @@ def delay_levels(parts: Parts) -> list[LevelView]:
     return views
 
 
-def _due_ms(store: MessageStore, level: int, offset: int) -> int | None:
+def _due_ms(store: StoreReader, level: int, offset: int) -> int | None:
     units = store.units(SCHEDULE_TOPIC, level - 1, offset, 1)
     if len(units) and int(units["tags_code"][0]) > 0:
         return int(units["tags_code"][0])
@@ -177,19 +178,19 @@ class TimerView:
         self.physical_offset = physical_offset if old is None else min(old, physical_offset)
 
 
-def timer_view(parts: Parts) -> TimerView:
+def timer_view(tables: Tables) -> TimerView:
     """What waits, by the timer's last checkpoint and what came into its topic since. Reads 52 bytes a message; where
     the files are lost or damaged each message itself, as the timer will that builds them again."""
-    store = parts.store
+    store = tables.store
     bounds = store.offsets_or_none(TIMER_TOPIC, 0)
     if bounds is None:
         return TimerView()
-    check = TimerCheck(store.path / "config" / "timercheck", parts.fs, parts.config.file_mode)
+    check = TimerCheck(store.path / "config" / "timercheck", tables.fs, tables.config.file_mode)
     placed: TimerView | None = None
     found = before = None
     for _ in range(_LOOKS):  # a timer at work may have dropped what the checkpoint named
         found, before = check.load(), found
-        placed = _placed(parts, found) if isinstance(found, Progress) else None
+        placed = _placed(tables, found) if isinstance(found, Progress) else None
         if placed is not None or found == before:
             break
     done_ms, done_until = _done(found)
@@ -214,11 +215,12 @@ def _done(found: Progress | JavaProgress | None) -> tuple[int, int]:
     return found.read_ms, found.queue_offset if late < 0 else min(late, found.queue_offset)
 
 
-def _placed(parts: Parts, progress: Progress) -> TimerView | None:
+def _placed(tables: Tables, progress: Progress) -> TimerView | None:
     """What has a unit in the timer log; None when the log is not as the checkpoint says."""
-    store = parts.store
+    store = tables.store
     size = store.manifest.timerlog_segment_bytes
-    log = TimerLog(store.path / "timerlog", store.path / "tmp", size, parts.fs, parts.config.file_mode, writable=False)
+    mode = tables.config.file_mode
+    log = TimerLog(store.path / "timerlog", store.path / "tmp", size, tables.fs, mode, writable=False)
     view = TimerView()
     done = progress.slot_done
     try:
@@ -253,13 +255,13 @@ def _slot_of(message: Message) -> int | None:
     return placement(message.store_timestamp_ms, slot_of(out_ms + 1))[0]
 
 
-def is_waiting(parts: Parts, handle: str, now_ms: int) -> bool:
+def is_waiting(tables: Tables, handle: str, now_ms: int) -> bool:
     """Whether the message of a recall handle could still be cancelled, by what its topic holds (delivery#recall).
     InvalidReceiptError for what is no handle."""
     wanted = parse_recall_handle(handle)
-    if wanted.deliver_ms <= now_ms or parts.store.offsets_or_none(TIMER_TOPIC, 0) is None:
+    if wanted.deliver_ms <= now_ms or tables.store.offsets_or_none(TIMER_TOPIC, 0) is None:
         return False
-    found = copies_of(parts.store, wanted)
+    found = copies_of(tables.store, wanted)
     recalled = Cancellations(found)
     return any(TIMER_DEL_UNIQKEY not in m.stored_properties() and not recalled.cover(m) for m in found)
 
@@ -301,33 +303,34 @@ class PopView:
         return sum(each.messages for each in self.in_flight if each[:3] == (group, topic, queue_id))
 
 
-def pop_view(parts: Parts, now_ms: int) -> PopView:
+def pop_view(tables: Tables, now_ms: int) -> PopView:
     """What is in flight and how queues stand, as the next opening will find it; what receivers in the broker's own
     process hold still counts, and what a Java broker had handed out does not until ours has taken it over.
     CorruptStoreError when `consumerOrderInfo.json` and its backup are damaged."""
-    tables = PopTables(parts, _nothing, Waiters(parts, _nothing), Reads(parts), _no_letter)
-    tables.orders.load(ConfigFile(parts.store, "consumerOrderInfo.json", check_order_info).load() or {})
-    fifo = FifoQueues(tables)
-    Replay(tables, fifo).look()
+    parts = _as_parts(tables)
+    pop_tables = PopTables(parts, _nothing, _NOBODY_WAITS, Reads(tables), _no_letter)
+    pop_tables.orders.load(ConfigFile(tables.store, "consumerOrderInfo.json", check_order_info).load() or {})
+    fifo = FifoQueues(pop_tables)
+    Replay(pop_tables, fifo).look()
     view = PopView()
-    for key, record in sorted(tables.orders.records().items()):
+    for key, record in sorted(pop_tables.orders.records().items()):
         topic, group, queue_id = key
-        if parts.groups.get(group) is not None and record.offsets:
-            committed = parts.offsets.committed(group, topic, queue_id) or 0
-            state = tables.states.get(QueueKey(*key))
+        if tables.groups.get(group) is not None and record.offsets:
+            committed = tables.offsets.committed(group, topic, queue_id) or 0
+            state = pop_tables.states.get(QueueKey(*key))
             local = state is not None and state.fifo is not None and state.fifo.local
             _note_order(view, QueueKey(*key), record, committed, now_ms, local=local)
             suspended = record.suspended_at(committed)
             if suspended is not None:
                 view.suspended[QueueKey(*key)] = suspended
-    for key, state in sorted(tables.states.items()):
+    for key, state in sorted(pop_tables.states.items()):
         if state.cursor >= 0:
-            order = tables.order(state)
+            order = pop_tables.order(state)
             view.standings[key] = state.standing() if order is None else fifo.standing(state, order, now_ms)
-        low, high = parts.store.offsets_or_none(key.topic, key.queue_id) or (0, 0)
-        low = parts.offsets.start_of(key.topic, key.queue_id)
+        low, high = tables.store.offsets_or_none(key.topic, key.queue_id) or (0, 0)
+        low = tables.offsets.start_of(key.topic, key.queue_id)
         held = {offset: batch for offset, batch in state.in_flight.items() if low <= offset < high}
-        if held and parts.groups.get(key.group) is not None:
+        if held and tables.groups.get(key.group) is not None:
             view.in_flight.append(
                 InFlight(
                     key.group,
@@ -369,6 +372,19 @@ def _note_order(view: PopView, key: QueueKey, record: OrderInfo, committed: int,
         )
 
 
+def _as_parts(tables: Tables) -> Parts:
+    """For what is built to be asked, and never puts: of a store opened for reading there is no way in."""
+    return cast(Parts, tables)
+
+
+class _Nobody:
+    def wake_one(self, topic: str, queue_id: int, group: str = "") -> None:
+        """Wake nobody: receivers are in the process of the broker."""
+
+
+_NOBODY_WAITS = cast(Waiters, _Nobody())
+
+
 def _nothing() -> None:
     """Nobody is to be woken."""
 
@@ -402,31 +418,31 @@ class QueueLag(NamedTuple):
     """When the first message that is not consumed was stored; None without one, or when it is damaged."""
 
 
-def group_names(parts: Parts) -> list[str]:
+def group_names(tables: Tables) -> list[str]:
     """Every group of consumers that has settings or progress."""
-    return sorted({*parts.groups.names(), *parts.offsets.groups()})
+    return sorted({*tables.groups.names(), *tables.offsets.groups()})
 
 
-def lag_of(parts: Parts, group: str, pops: PopView) -> list[QueueLag]:
+def lag_of(tables: Tables, group: str, pops: PopView) -> list[QueueLag]:
     """The queues of each topic that the group has progress on, or something in flight, its retry topics included.
     GroupNotFoundError when it has neither settings nor progress."""
-    progress = parts.offsets.of_group(group)
-    if not progress and parts.groups.get(group) is None:
-        raise GroupNotFoundError(f"{parts.store.path} has no group {group!r}: no settings, no progress")
+    progress = tables.offsets.of_group(group)
+    if not progress and tables.groups.get(group) is None:
+        raise GroupNotFoundError(f"{tables.store.path} has no group {group!r}: no settings, no progress")
     found: list[QueueLag] = []
-    there = set(parts.store.topics())
+    there = set(tables.store.topics())
     # A broker at work may have popped or failed in a queue, and not have written its offsets yet.
     files = {*pops.standings, *pops.suspended}
     known = {*progress, *((each.topic, each.queue_id) for each in files if each.group == group)}
     for topic in sorted({topic for topic, _ in known}):
-        queues = {ref.queue_id for ref in parts.store.queues(topic)} if topic in there else set()
+        queues = {ref.queue_id for ref in tables.store.queues(topic)} if topic in there else set()
         queues |= {queue_id for each, queue_id in known if each == topic}
-        found += (_lag(parts, group, topic, queue_id, pops) for queue_id in sorted(queues))
+        found += (_lag(tables, group, topic, queue_id, pops) for queue_id in sorted(queues))
     return found
 
 
-def _lag(parts: Parts, group: str, topic: str, queue_id: int, pops: PopView) -> QueueLag:
-    store, offsets = parts.store, parts.offsets
+def _lag(tables: Tables, group: str, topic: str, queue_id: int, pops: PopView) -> QueueLag:
+    store, offsets = tables.store, tables.offsets
     popped = pops.standings.get(QueueKey(topic, group, queue_id))
     # The table of a broker at work is seconds old, the pop log is not.
     committed = offsets.committed(group, topic, queue_id) if popped is None else popped.first
@@ -448,14 +464,14 @@ def _lag(parts: Parts, group: str, topic: str, queue_id: int, pops: PopView) -> 
 # -- pins --------------------------------------------------------------------------------------------------------------
 
 
-def oldest_pin(parts: Parts, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Pin | None:
+def oldest_pin(tables: Tables, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Pin | None:
     """What keeps the front of the log, by what is on disk; None when nothing does."""
-    return oldest_of(_pins(parts, transactions, levels, timer))
+    return oldest_of(_pins(tables, transactions, levels, timer))
 
 
-def _pins(parts: Parts, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Iterator[Pin]:
-    store = parts.store
-    yield from all_pins(parts, [transactions])
+def _pins(tables: Tables, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Iterator[Pin]:
+    store = tables.store
+    yield from all_pins(tables, [transactions])
     for view in levels:
         physical = physical_of(store, SCHEDULE_TOPIC, view.level - 1, view.offset) if view.waiting else None
         if physical is not None:
@@ -465,7 +481,7 @@ def _pins(parts: Parts, transactions: Transactions, levels: Iterable[LevelView],
         yield Pin(timer.physical_offset, TIMER_TOPIC, 0, "", "the oldest message that waits for its time")
     bounds = store.offsets_or_none(POP_LOG_TOPIC, 0)
     if bounds is not None:
-        position = max(bounds[0], parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0)
+        position = max(bounds[0], tables.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) or 0)
         physical = physical_of(store, POP_LOG_TOPIC, 0, position)
         if physical is not None:
             yield Pin(physical, POP_LOG_TOPIC, 0, POP_LOG_GROUP, "where the replay of the pop log begins")
@@ -484,10 +500,10 @@ def inspect_broker(
     """
     found: dict[str, Any] = {}
     not_shown: dict[str, str] = {}
-    with MessageStore(path, "r", config=config, fs=fs) as store:
+    with ReadOnlyMessageStore(path, config=config, fs=fs) as store:
         sections: dict[str, Callable[[], Any]] = {}
         try:
-            sections = _sections(open_parts(store), store.clock.now_ms())
+            sections = _sections(open_tables(store), store.clock.now_ms())
         except (MQStoreError, OSError) as error:
             not_shown["broker"] = str(error)
         for section, look in sections.items():
@@ -509,25 +525,25 @@ _EMPTY: dict[str, Any] = {
 }
 
 
-def _sections(parts: Parts, now_ms: int) -> dict[str, Callable[[], Any]]:
+def _sections(tables: Tables, now_ms: int) -> dict[str, Callable[[], Any]]:
     """Look at each section. What several of them need is looked at once; if that fails, so do they."""
-    levels = cache(lambda: delay_levels(parts))
-    timer = cache(lambda: timer_view(parts))
-    pops = cache(lambda: pop_view(parts, now_ms))
-    transactions = cache(lambda: Transactions(parts, _nothing))
+    levels = cache(lambda: delay_levels(tables))
+    timer = cache(lambda: timer_view(tables))
+    pops = cache(lambda: pop_view(tables, now_ms))
+    transactions = cache(lambda: Transactions(_as_parts(tables), _nothing))
     return {
         "delay_levels": lambda: [view._asdict() for view in levels()],
         "timer": lambda: {"waiting": timer().waiting, "next_due_ms": timer().next_due_ms},
         "in_flight": lambda: [view._asdict() for view in pops().in_flight],
         "order_info": lambda: pops().orders,
-        "transactions": lambda: _transactions(parts, transactions()),
-        "dead_letters": lambda: _dead_letters(parts),
-        "oldest_pin": lambda: _pin_row(parts.store, oldest_pin(parts, transactions(), levels(), timer())),
+        "transactions": lambda: _transactions(tables, transactions()),
+        "dead_letters": lambda: _dead_letters(tables),
+        "oldest_pin": lambda: _pin_row(tables.store, oldest_pin(tables, transactions(), levels(), timer())),
     }
 
 
-def _transactions(parts: Parts, transactions: Transactions) -> dict[str, Any]:
-    store = parts.store
+def _transactions(tables: Tables, transactions: Transactions) -> dict[str, Any]:
+    store = tables.store
     low, high = store.offsets_or_none(TRANS_CHECK_TOPIC, 0) or (0, 0)
     newest = []
     for message in messages_of(store, TRANS_CHECK_TOPIC, max(low, high - _GIVEN_UP_SHOWN), high):
@@ -545,13 +561,13 @@ def _transactions(parts: Parts, transactions: Transactions) -> dict[str, Any]:
     return {"open": transactions.open_count(), "given_up": high - low, "newest_given_up": newest}
 
 
-def _dead_letters(parts: Parts) -> dict[str, int]:
-    groups = [topic[len(DLQ_PREFIX) :] for topic in parts.store.topics() if is_dlq_topic(topic)]
-    counts = {group: len(DeadLetters(parts, group)) for group in groups}
+def _dead_letters(tables: Tables) -> dict[str, int]:
+    groups = [topic[len(DLQ_PREFIX) :] for topic in tables.store.topics() if is_dlq_topic(topic)]
+    counts = {group: len(DeadLetters(tables, group)) for group in groups}
     return {group: count for group, count in counts.items() if count}
 
 
-def _pin_row(store: MessageStore, pin: Pin | None) -> dict[str, Any] | None:
+def _pin_row(store: StoreReader, pin: Pin | None) -> dict[str, Any] | None:
     if pin is None:
         return None
     try:

@@ -18,7 +18,7 @@ from mqstore.broker.pop.state import Standing
 
 if TYPE_CHECKING:
     from mqstore.broker.offsets import OffsetTable
-    from mqstore.log.store import MessageStore
+    from mqstore.log.reader import StoreReader
 
 __all__ = ["Lag", "measure"]
 
@@ -39,7 +39,7 @@ class Lag(NamedTuple):
 
 
 def measure(
-    store: MessageStore,
+    store: StoreReader,
     offsets: OffsetTable,
     group: str,
     topic: str,

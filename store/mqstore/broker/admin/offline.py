@@ -99,7 +99,7 @@ def offline(path: str | os.PathLike[str], *, config: StoreConfig | None = None) 
     """The store in directory `path`, opened for changing it by hand. Raises what opening for writing raises, foremost
     StoreLockedError while a broker runs; NotAStoreError where there is none: none is made."""
     config = replace(config or StoreConfig(), release_in_flight=False)
-    with MessageStore(path, "rw", create=False, config=config) as store:
+    with MessageStore(path, create=False, config=config) as store:
         desk = Offline(store)
         try:
             yield desk

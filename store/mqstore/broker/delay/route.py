@@ -54,7 +54,7 @@ from mqstore.layout.properties import (
     WAIT,
 )
 from mqstore.log.message import Message
-from mqstore.log.store import MessageStore
+from mqstore.log.reader import StoreReader
 
 __all__ = [
     "DELAY_PIECE",
@@ -146,7 +146,7 @@ class Cancellations:
         return any(message.born_timestamp_ms <= self._born_ms.get(name, -1) for name in names if name is not None)
 
 
-def copies_of(store: MessageStore, wanted: RecallHandle) -> list[Message]:
+def copies_of(store: StoreReader, wanted: RecallHandle) -> list[Message]:
     """Return the messages of the timer topic with a handle's key, topic and moment: the first, its
     rolled copies, and cancellations. Messages of a level are not among them: they cannot be recalled."""
     real = {REAL_TOPIC: wanted.topic, TIMER_OUT_MS: str(slot_of(wanted.deliver_ms))}

@@ -27,6 +27,7 @@ from mqstore.broker.names import POP_LOG_TOPIC
 from mqstore.broker.pop.orderinfo import OrderInfo
 from mqstore.layout.javahash import java_hash
 from mqstore.layout.properties import TAGS
+from mqstore.log.reader import StoreReader
 from mqstore.log.store import MessageStore
 
 __all__ = [
@@ -103,11 +104,12 @@ class PopLog:
     """Appends to the log and reads it. Each `put_...` returns the record's queue offset, and never waits for the disk:
     whoever wants that flushes the store after letting go of its locks, and shares the sync with others."""
 
-    def __init__(self, store: MessageStore) -> None:
+    def __init__(self, store: StoreReader) -> None:
         self._store = store
         # A store opened for reading has no way in; what is read of it is read all the same.
-        kinds = KINDS if store.mode == "rw" else ()
-        outlets = {kind: store.outlet(POP_LOG_TOPIC, 0, {TAGS: kind}) for kind in kinds}
+        outlets = {}
+        if isinstance(store, MessageStore):
+            outlets = {kind: store.outlet(POP_LOG_TOPIC, 0, {TAGS: kind}) for kind in KINDS}
         self._put = {kind: outlet.put for kind, outlet in outlets.items()}
         self.ways = {kind: outlet.way() for kind, outlet in outlets.items()}
         """By kind, for compiled callers."""

@@ -18,6 +18,8 @@ from mqstore.files.lock import WriterLock, refuse_beside_writer
 from mqstore.layout.record import Checksum
 from mqstore.log import manifest as manifests
 from mqstore.log.own import check_own
+from mqstore.log.reader import StoreReader
+from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.known import load_known, save_known
 from mqstore.log.recovery.recover import Progress, RecoverOptions
 from mqstore.log.recovery.report import Cut, Finding, RecoveryReport
@@ -54,7 +56,7 @@ def recover_store(
     root = Path(resolved(path))
     if options.dry_run:
         refuse_beside_writer(path, fs)  # what it is writing cannot be judged
-        with MessageStore(path, "r", config=config, fs=fs) as store:
+        with ReadOnlyMessageStore(path, config=config, fs=fs) as store:
             report = store.plan_recovery(options, progress)
             _report_json(report, bad_json(root, json_files(root, json_checks), fs))
             _settle(store, report, dry_run=True)
@@ -66,7 +68,7 @@ def recover_store(
         return report
 
 
-def _settle(store: MessageStore, report: RecoveryReport, *, dry_run: bool) -> None:
+def _settle(store: StoreReader, report: RecoveryReport, *, dry_run: bool) -> None:
     """Move away what segments have too much, and note the damage that stays."""
     size = store.manifest.commitlog_segment_bytes
     for finding in [*report.findings]:

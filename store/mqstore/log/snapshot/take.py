@@ -162,7 +162,7 @@ def snapshot_store(
     ...     with mqstore.engine.MessageStore(f"{folder}/mq") as store:
     ...         receipt = store.put("orders", b"hello")
     ...         report = snapshot_store(store.path, f"{folder}/copy")
-    ...     with mqstore.engine.MessageStore(f"{folder}/copy", "r") as copy:
+    ...     with mqstore.engine.ReadOnlyMessageStore(f"{folder}/copy") as copy:
     ...         report.messages, report.findings, copy.clean_shutdown, [bytes(m.body) for m in copy.read("orders")]
     (1, [], True, [b'hello'])
     """

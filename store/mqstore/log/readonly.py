@@ -1,0 +1,201 @@
+"""A store opened for reading: beside the process that writes it, or on one that nobody writes (format#readers).
+
+It changes nothing in the directory. What a crash has left stays as it is: `plan_recovery` says what `mqstore recover`
+would do, and `unlisted_queue` whether queues miss messages until somebody does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import ClassVar, Literal
+
+from mqstore.files.abort import AbortMark
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.files.jsonfile import NO_CHECKS, Check
+from mqstore.files.lock import writer_alive
+from mqstore.log import manifest as manifests
+from mqstore.log.bulk.splice import would_undo
+from mqstore.log.bulk.txn import Intent
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.news import FileNews
+from mqstore.log.opening import report_renamed, report_undone
+from mqstore.log.parts import StoreParts
+from mqstore.log.reader import StoreReader
+from mqstore.log.recovery.misnamed import misnamed_segments
+from mqstore.log.recovery.recover import Progress, RecoverOptions, recover, unlisted_queue
+from mqstore.log.recovery.report import RecoveryReport, finding_of
+from mqstore.log.recovery.verify import Verifier
+from mqstore.log.tip import QueueRef
+from mqstore.options import Duration, Profile, StoreConfig
+from mqstore.signalsafe import is_held_here
+
+__all__ = ["ReadOnlyMessageStore"]
+
+_log = logging.getLogger("mqstore")
+
+
+class ReadOnlyMessageStore(StoreReader):
+    """A store directory, opened for reading. Use `mqstore.open` with mode="r".
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as store:
+    ...     _ = store.put("orders", b"hello")
+    ...     with mqstore.engine.ReadOnlyMessageStore(folder) as beside:
+    ...         [message.body for message in beside.read("orders")]
+    [b'hello']
+    """
+
+    mode: ClassVar[Literal["r", "rw"]] = "r"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        profile: Profile | None = None,
+        config: StoreConfig | None = None,
+        fs: FileSystem = REAL,
+    ) -> None:
+        """`profile`: refuse a store of another. Raises NotAStoreError, ConfigError, CorruptStoreError,
+        UnsupportedStoreError."""
+        super().__init__(path, config, fs)
+        self.manifest = manifests.resolve(
+            self.path, writer=False, create=False, profile=profile, config=self.config, clock=self.clock, fs=fs
+        )
+        parts = StoreParts(self.path, self.manifest, self.config, fs, self.clock, writable=False)
+        self._set_parts(parts)
+        self._news = FileNews(parts)
+        self._read_by(self._news)
+        self.recovery = RecoveryReport()
+        self._news.stop_at_splice()
+        parts.load_problems = self.log_files.load()
+        parts.load_checkpoint()
+        abort = AbortMark(self.path, fs, self.config.file_mode)
+        parts.clean = not abort.exists() and parts.checkpoint.clean_end != -1
+        parts.machine_ran_on = abort.is_of_this_boot()
+        self.recovery.clean_shutdown = parts.clean
+        self._load_queues()
+        parts.index_findings = self.index.load()
+        self._news.begin()
+        self._closed = self._released = False
+
+    def _load_queues(self) -> None:
+        """Find every queue, and what of it can be read."""
+        for problem in self.parts.missing_in_front():  # no read comes there
+            finding = finding_of(problem, self.log_files.segment_bytes)
+            self.records.tell_lost(finding, "Its messages are passed over")
+        self.queue_table.load(exact=not self.clean_shutdown)
+        lost = self.clean_shutdown and self.parts.has_lost_queues()
+        if lost or (self.parts.has_no_queues() and not writer_alive(self.path, self.fs)):
+            _log.warning(
+                "%s: queues have lost files, and messages of the log cannot be read by queue, until the store is "
+                "opened for writing or `mqstore recover` has run",
+                self.path,
+            )
+        for queue in self.queue_table:
+            self._bound(queue)
+
+    def _bound(self, queue: ConsumeQueue) -> None:
+        """Set where a queue that was loaded begins and ends."""
+        if not self.clean_shutdown:
+            queue.stop_at_hole(self.parts.checkpoint.dispatched or 0)
+        queue.correct_min(self.log_files.min_offset)
+
+    @property
+    def max_offset(self) -> int:
+        return self.log_files.end
+
+    @property
+    def pending_splice(self) -> Intent | None:
+        """The splice that the writer, or one that died, has under way."""
+        return self._news.pending_splice
+
+    def stop_at(self, end: int) -> None:
+        """Hide the log at and beyond physical offset `end` until the next refresh."""
+        self.log_files.limit = end if self.log_files.limit is None else min(self.log_files.limit, end)
+        self.log_files.refresh()
+
+    # -- after a crash ----------------------------------------------------------------------------------------------
+
+    def place_segments(self) -> dict[str, int]:
+        """Show segment files with wrong names where their records belong. Return the places by file name. Does nothing
+        beside a writer."""
+        if writer_alive(self.path, self.fs):
+            return {}
+        places = misnamed_segments(self.log_files, self.checksum, self.fs)
+        if places:
+            self.log_files.places = places
+            self.parts.load_problems = self.log_files.load()
+            for queue in self.queue_table:
+                self._bound(queue)
+        return places
+
+    def plan_recovery(self, options: RecoverOptions, progress: Progress | None = None) -> RecoveryReport:
+        """What `mqstore recover` would do to this store; changes nothing. `options`: with `dry_run`."""
+        assert options.dry_run
+        places = self.place_segments()
+        self.queue_table.load(exact=True)
+        self.log_files.extend_in_memory()
+        self.recovery = recover(self.parts, options, progress).report
+        report_renamed(self.recovery, places)
+        self.recovery.changed |= self.clean_shutdown and self.parts.has_lost_queues()
+        if self.pending_splice is not None:
+            report_undone(self.recovery, would_undo(self.pending_splice, self.log_files, self.fs))
+        return self.recovery
+
+    def has_unlisted(self) -> bool:
+        """Whether a crash left messages that no queue lists, and nobody is there who will list them. Who reads by
+        queues misses them until the store is opened for writing, or recovered."""
+        return not self.clean_shutdown and self.unlisted_queue() is not None
+
+    def unlisted_queue(self, topics: Collection[str] | None = None) -> QueueRef | None:
+        """Return a queue, of `topics` if they are given, that does not list all its messages in the log: after a crash,
+        or because its files are lost. None beside a writer, who will list them.
+
+        Cheap for a store that mqstore closed, and that has its queues. Else it reads headers of the part of the log
+        that an opening would read, or of all if queues are known to be lost."""
+        if self.parts.has_all_queues() or self.queue_table.in_rocksdb or writer_alive(self.path, self.fs):
+            return None
+        wanted: Callable[[str], bool] = (lambda topic: True) if topics is None else topics.__contains__
+        return unlisted_queue(self.parts, wanted, whole=self.clean_shutdown and self.parts.has_lost_queues())
+
+    def verifier(
+        self,
+        json_checks: Mapping[str, Check] = NO_CHECKS,
+        *,
+        until: int | None = None,
+        max_errors: int | None = None,
+    ) -> Verifier:
+        self.check_open()
+        if until is None and writer_alive(self.path, self.fs):
+            self.news.catch_up(None)
+            for queue in self.queue_table:
+                queue.refresh()
+            until = self.parts.listed_end()
+        if until is not None:
+            self.stop_at(until)
+        self.place_segments()
+        if self.clean_shutdown:
+            self.queue_table.find_short()
+        pending = self.pending_splice
+        return Verifier(
+            self.parts,
+            live=until is not None,
+            until=until,
+            problems=[*self.parts.load_problems, *self.parts.missing_in_front(), *self.parts.misplaced()],
+            unfinished=[] if pending is None else would_undo(pending, self.log_files, self.fs).findings,
+            json_checks=json_checks,
+            max_errors=max_errors,
+        )
+
+    def close(self, timeout: Duration = 30) -> None:
+        """Close all files. Calling it again does nothing, except that it closes what an interrupted call has left open.
+        `timeout` is there for what a store open for writing does with it."""
+        del timeout
+        if self._released or is_held_here(self._close_lock):
+            return
+        with self._close_lock:
+            self._closed = True
+            self.parts.close()
+            self._released = True

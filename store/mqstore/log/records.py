@@ -1,0 +1,332 @@
+"""From units of a queue to messages (format#readers, format#reads).
+
+    unit of the queue -> record in a mapped segment -> checks -> Message, a view of the mapping
+
+What a record that does not verify means depends on who reads. To the writer it is damage, to be passed over and
+counted. To another process it may be a record that is just being written, so reading stops before it.
+
+Whatever reads, `tell_lost` logs what it passes over: one line for each file while the store is open.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import repeat
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+
+from mqstore.files.lock import writer_alive
+from mqstore.files.segments import place_in_file
+from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_void
+from mqstore.layout.dispatch import tags_code_at
+from mqstore.layout.record import MIN_RECORD_BYTES, check_record, decode_record
+from mqstore.log.checking import RecordChecker
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.message import Message
+from mqstore.log.news import News
+from mqstore.log.parts import StoreParts
+from mqstore.log.recovery.report import Finding
+from mqstore.log.stretch import Few, Stretch
+from mqstore.log.tagfilter import UnitFilter
+from mqstore.log.tip import QueueRef
+
+__all__ = ["LOST_SEGMENTS", "RecordReader"]
+
+_log = logging.getLogger("mqstore")
+
+_COMPILED_UNITS = 4096
+"""Units read at once: their messages keep them all."""
+_LOOK_AHEAD_UNITS = 256
+LOST_SEGMENTS = 1024
+"""A unit that points further behind the end of the log is a damaged one, and no sign of a lost segment."""
+
+
+class RecordReader:
+    """Reads the records of one store that units lead to."""
+
+    def __init__(self, parts: StoreParts, news: News, checker: RecordChecker, check_open: Callable[[], None]) -> None:
+        self.checker = checker
+        self.bytes_read = 0
+        """Bytes of the records that were handed out."""
+        self.bad: set[int] = set()
+        """Physical offsets of records that did not verify."""
+        self._root, self._fs = parts.root, parts.fs
+        self._checksum = parts.checksum
+        self._delay_table_ms = parts.delay_table_ms
+        self._run = parts.log_files
+        self._news = news
+        self._check_open = check_open
+        self._told: set[str] = set()
+        """Files whose loss or damage the log has a line about."""
+
+    def views(
+        self,
+        queue: ConsumeQueue,
+        offset: int,
+        count: int,
+        unit_filter: UnitFilter | None,
+        max_messages: int,
+        max_bytes: int | None,
+        first_is_free: bool,
+        tell: bool,
+    ) -> tuple[list[Message], int, bool]:
+        """(messages among units [offset, offset + count), offset behind the last unit consumed, whether to stop).
+
+        Without `tell` nothing is logged about messages that are passed over."""
+        asked = queue, offset, count, unit_filter, max_messages, max_bytes, first_is_free
+        kernel = self.checker.kernel
+        found = None if kernel is None else self._compiled(kernel, *asked)
+        if found is not None:
+            messages, after, stop = found
+        else:
+            stretches, after, stop = self._locate(*asked, tell=tell)
+            messages = []
+            for stretch in stretches:
+                starts, slots = stretch.starts.tolist(), stretch.slots.tolist()
+                messages += map(Message, repeat(stretch), starts, slots, stretch.body_ends())
+                self.bytes_read += int(stretch.sizes.sum())
+        if unit_filter is not None:
+            messages = [message for message in messages if unit_filter.accepts(message)]
+        return messages, after, stop
+
+    def _compiled(
+        self,
+        kernel: ModuleType,
+        queue: ConsumeQueue,
+        offset: int,
+        count: int,
+        unit_filter: UnitFilter | None,
+        max_messages: int,
+        max_bytes: int | None,
+        first_is_free: bool,
+    ) -> tuple[list[Message], int, bool] | None:
+        """What `_locate` leads to, up to the first unit that is no ordinary message of the segment that the first one
+        lies in. None, and nothing has happened, when that is the very first: `_locate` deals with it."""
+        count = min(count, _COMPILED_UNITS)
+        units = queue.read(offset, count)
+        chosen: npt.NDArray[np.int64] | None = None
+        first, after, stop = 0, offset + count, False
+        if unit_filter is not None:
+            rows = np.frombuffer(units, UNIT_DTYPE)
+            if ((rows["size"] <= 0) | (rows["size"] == VOID_SIZE) | (rows["physical_offset"] < 0)).any():
+                return None
+            chosen = np.flatnonzero(unit_filter.units(rows["tags_code"].astype(np.int64))).astype(np.int64)
+            if len(chosen) > max_messages:
+                after, stop = offset + int(chosen[max_messages]), True
+                chosen = chosen[:max_messages]
+            if not len(chosen):
+                return [], after, stop
+            first = int(chosen[0])
+        elif count > max_messages:
+            after, stop = offset + max_messages, True
+            units = units[: max_messages * UNIT_BYTES]
+        physical, size, _ = UNIT.unpack_from(units, first * UNIT_BYTES)
+        if not 0 < size < VOID_SIZE or physical < 0:
+            return None
+        there = self.checker.segment_at(physical, physical + size)
+        if there is None:
+            return None
+        segment, buffer = there
+        budget = -1 if max_bytes is None else min(max(max_bytes, 0), 1 << 62)
+        messages: list[Message]
+        messages, looked, total, spent = kernel.read_units(
+            Message,
+            Few(queue.ref, buffer, units, offset),
+            buffer,
+            segment.start,
+            units,
+            offset,
+            chosen,
+            queue.queue_id,
+            queue.topic_bytes,
+            -budget - 2 if first_is_free and budget >= 0 else budget,
+        )
+        if not messages and not spent:
+            return None
+        if looked < (len(units) // UNIT_BYTES if chosen is None else len(chosen)):
+            after, stop = offset + (looked if chosen is None else int(chosen[looked])), spent
+        self.bytes_read += total
+        return messages, after, stop
+
+    def _locate(
+        self,
+        queue: ConsumeQueue,
+        offset: int,
+        count: int,
+        unit_filter: UnitFilter | None,
+        max_messages: int,
+        max_bytes: int | None,
+        first_is_free: bool,
+        tell: bool = True,
+    ) -> tuple[list[Stretch], int, bool]:
+        """Where the records of units [offset, offset + count) lie, checked; the offset behind the last unit consumed;
+        and whether a limit ended it."""
+        units = queue.units(offset, count)
+        physical = units["physical_offset"].astype(np.int64)
+        sizes = units["size"].astype(np.int64)
+        tags = units["tags_code"].astype(np.int64)
+        after, stop = offset + count, False
+        live = (sizes > 0) & (physical >= 0)
+        if (sizes == VOID_SIZE).any():
+            live &= ~is_void(units)
+        if unit_filter is not None:
+            live &= unit_filter.units(tags)
+        chosen: npt.NDArray[np.intp] | None = None
+        if not live.all():
+            chosen = np.flatnonzero(live)
+            if (sizes <= 0).any():  # retention may have taken the file they were in
+                front = self.find_front(queue)
+                holes = offset + np.flatnonzero(sizes <= 0)
+                for slot in holes[holes >= front].tolist() if tell else ():
+                    self.tell_lost(queue.missing_units(slot, slot))
+        if chosen is None and count > max_messages:
+            chosen = np.arange(max_messages)
+            after, stop = offset + max_messages, True
+        elif chosen is not None and len(chosen) > max_messages:
+            after, stop = offset + int(chosen[max_messages]), True
+            chosen = chosen[:max_messages]
+        if max_bytes is not None:
+            taken = np.cumsum(sizes if chosen is None else sizes[chosen])
+            fits = int(np.searchsorted(taken, max_bytes, side="right"))
+            fits = max(fits, 1 if first_is_free else 0)
+            if fits < len(taken):
+                chosen = np.arange(count) if chosen is None else chosen
+                after, stop = offset + int(chosen[fits]), True
+                chosen = chosen[:fits]
+        if chosen is not None:
+            physical, sizes, tags = physical[chosen], sizes[chosen], tags[chosen]
+            slots = chosen + offset
+        else:
+            slots = np.arange(offset, offset + count)
+        stretches: list[Stretch] = []
+        bounds = np.flatnonzero(np.diff(physical // self._run.segment_bytes)) + 1
+        for low, high in zip([0, *bounds.tolist()], [*bounds.tolist(), len(physical)], strict=True):
+            if low == high:
+                continue
+            here = slice(low, high)
+            checked = self.checker.check(queue, physical[here], sizes[here], slots[here])
+            buffer, good = checked.buffer, checked.good
+            if buffer is None and physical[low] < self._first_kept():
+                queue.correct_min(self._first_kept())  # retention took it meanwhile
+                if stretches:  # to be told when it is asked for
+                    after, stop = int(slots[low]), True
+                    break
+                continue
+            if not good.all():
+                self._check_open()  # a close meanwhile takes the segments away: no damage, and nothing to pass over
+                bad = ~good
+                if not self.checker.passes_over_bad and high == len(physical) and bad[-1]:
+                    # Another process's writer may be at work there: what does not verify yet ends the read, unless
+                    # something behind it does. Then it is damage.
+                    whole = int(np.flatnonzero(good)[-1]) + 1 if good.any() else 0
+                    if not self._verifies_behind(queue, int(slots[-1]) + 1):
+                        after, stop = int(slots[low + whole]), True
+                        bad[whole:] = False
+                        if tell and not writer_alive(self._root, self._fs):
+                            loss = self.loss_at(int(physical[low + whole]), 0, queue.ref, after)
+                            self.tell_lost(loss, "Reading the queue ends there")
+                self._note_bad(queue, slots[here][bad], physical[here][bad], tell)
+            if buffer is None:
+                continue
+            starts = physical[here] - physical[low] // self._run.segment_bytes * self._run.segment_bytes
+            stretch = Stretch(
+                queue.ref,
+                buffer,
+                starts,
+                sizes[here],
+                tags[here],
+                slots[here],
+                checked.headers,
+                checked.body_ends,
+            )
+            stretches.append(stretch if good.all() else stretch.only(good))
+        return stretches, after, stop
+
+    def find_front(self, queue: ConsumeQueue) -> int:
+        """Return the first offset of `queue` that retention has left by now. Lists the log again."""
+        self._news.list_again()
+        queue.correct_min(self._first_kept())
+        return queue.min_offset
+
+    def _first_kept(self) -> int:
+        """Where the log begins, as far as this process knows."""
+        starts = self._run.starts
+        return starts[0] if starts else 0
+
+    def _verifies_behind(self, queue: ConsumeQueue, slot: int) -> bool:
+        """Whether any unit at or behind `slot` leads to a record that verifies."""
+        while slot < queue.max_offset:
+            count = min(queue.max_offset - slot, _LOOK_AHEAD_UNITS)
+            units = queue.units(slot, count)
+            live = np.flatnonzero((units["size"] > 0) & (units["physical_offset"] >= 0) & ~is_void(units))
+            physical = units["physical_offset"][live].astype(np.int64)
+            sizes = units["size"][live].astype(np.int64)
+            segments = physical // self._run.segment_bytes
+            for segment in np.unique(segments):
+                here = segments == segment
+                if self.checker.check(queue, physical[here], sizes[here], live[here] + slot).good.any():
+                    return True
+            slot += count
+        return False
+
+    def _note_bad(
+        self, queue: ConsumeQueue, slots: npt.NDArray[np.int64], physical: npt.NDArray[np.int64], tell: bool
+    ) -> None:
+        for slot, position in zip(slots.tolist(), physical.tolist(), strict=True):
+            if len(self.bad) < 100_000:
+                self.bad.add(position)
+            if tell:
+                self.tell_lost(self.loss_at(position, 0, queue.ref, slot))
+
+    def loss_at(self, physical: int, length: int, ref: QueueRef, slot: int) -> Finding:
+        """Return the finding for the record of a unit that cannot be read: a `missing_segment` or a `bad_record`."""
+        message = f"{ref.topic}, queue {ref.queue_id}, offset {slot}"
+        missing = self.missing_segment(physical)
+        if missing is not None:
+            detail = f"{message}: the file that held it is missing"
+            return Finding("missing_segment", missing, 0, self._run.segment_bytes, detail)
+        place = place_in_file(max(physical, 0), self._run.segment_bytes)
+        return Finding("bad_record", *place, length, f"{message}: the record does not verify")
+
+    def missing_segment(self, physical: int) -> str | None:
+        """Return the missing commitlog file, as a path below the store, that held the offset. None if it is there.
+
+        None also for an offset that retention has removed, or that lies far behind the end of the log.
+        """
+        size, run = self._run.segment_bytes, self._run
+        if run.find(physical) is not None or not self._first_kept() <= physical < run.end + LOST_SEGMENTS * size:
+            return None
+        return place_in_file(physical, size)[0]
+
+    def tell_lost(self, finding: Finding, then: str = "Messages that cannot be read there are passed over") -> None:
+        """Log a loss that a read has met, unless the same file was named before."""
+        if finding.file not in self._told:
+            self._told.add(finding.file)
+            _log.error(
+                "%s: %s: %s: %s. %s. Run `mqstore verify` to see all that is damaged",
+                *(self._root, finding.kind, finding.place, finding.detail, then),
+            )
+
+    def at(self, physical_offset: int) -> Message:
+        """The message whose record starts at `physical_offset`. LookupError when no record that verifies does."""
+        self._check_open()
+        stop = physical_offset + MIN_RECORD_BYTES
+        there = self.checker.segment_at(physical_offset, stop) if physical_offset >= 0 else None
+        if there is None:
+            self._check_open()  # a close meanwhile takes the segments away
+            missing = self.missing_segment(physical_offset)
+            why = "" if missing is None else f": missing_segment: {missing}"
+            raise LookupError(f"{self._root} holds nothing at physical offset {physical_offset}{why}")
+        segment, buffer = there
+        at = physical_offset - segment.start
+        check = check_record(buffer, at, len(buffer), physical_offset, self._checksum)
+        if check.status != "ok":
+            raise LookupError(f"{self._root} holds no message at physical offset {physical_offset}: {check.detail}")
+        record = decode_record(buffer, at)
+        code = tags_code_at(buffer, at, self._delay_table_ms)
+        unit = UNIT.pack(physical_offset, record.total_size, code)
+        few = Few(QueueRef(record.topic, record.queue_id), buffer, unit, record.queue_offset)
+        return Message(few, at, record.queue_offset)
