@@ -13,7 +13,8 @@ import pytest
 
 from mqstore.errors import StoreFullError, StoreIOError
 from mqstore.files.filesystem import REAL, FileSystem, StrPath
-from mqstore.files.segments import LoadProblem, SegmentRun, segment_name
+from mqstore.files.segment import LoadProblem, segment_name
+from mqstore.files.segments import SegmentRun
 from mqstore.native import kernel
 from tests.faults import Crash, FaultyFileSystem
 from tests.holding import held, linux_only, mapped_files

@@ -32,7 +32,8 @@ from mqstore.errors import (
     StoreFullError,
     StoreIOError,
 )
-from mqstore.files.segments import Segment, SegmentRun
+from mqstore.files.segment import Segment
+from mqstore.files.segments import SegmentRun
 from mqstore.layout.batch import encode_batch
 from mqstore.layout.checkpoint import Checkpoint, encode
 from mqstore.layout.encode import lengths_of

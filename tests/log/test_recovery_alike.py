@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from mqstore.clock import SimulatedClock
-from mqstore.files.segments import Segment, SegmentRun
+from mqstore.files.segment import Segment
+from mqstore.files.segments import SegmentRun
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery import recover as recovery

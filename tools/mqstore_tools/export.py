@@ -19,7 +19,7 @@ from mqstore import MQStoreError, QueueRef
 from mqstore.engine import Finding, ReadOnlyMessageStore, StoreReader
 from mqstore.errors import FormatError
 from mqstore.files.quiet import QUIET
-from mqstore.files.segments import place_in_file
+from mqstore.files.segment import place_in_file
 from mqstore.layout.compression import MissingPackageError
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.stretch import Stretch

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.files.segments import Segment
+from mqstore.files.segment import Segment
 from mqstore.layout.dispatch import is_listed
 from mqstore.layout.record import (
     MAGIC_AT,

@@ -28,7 +28,8 @@ from crc32c import crc32c
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError, StoreBusyError
-from mqstore.files.segments import Segment, SegmentRun
+from mqstore.files.segment import Segment
+from mqstore.files.segments import SegmentRun
 from mqstore.layout.encode import encode_copies, encode_records, lengths_of
 from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.messageid import encode_message_id

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.segments import segment_start
+from mqstore.files.segment import segment_start
 from mqstore.files.tmp import new_file
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_UNIT, is_void
 from mqstore.layout.dispatch import Rows, as_kept, rows_of

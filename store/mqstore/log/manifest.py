@@ -27,7 +27,7 @@ from mqstore.clock import Clock
 from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, UnsupportedStoreError
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import load_json, save_json
-from mqstore.files.segments import segment_start
+from mqstore.files.segment import segment_start
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.indexfile import ENTRY_BYTES, file_bytes, slots_entries_from_length
 from mqstore.layout.record import Checksum

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from mqstore.errors import StoreIOError
 from mqstore.files.abort import AbortMark
 from mqstore.files.jsonfile import load_json
-from mqstore.files.segments import segment_name
+from mqstore.files.segment import segment_name
 from mqstore.files.tmp import remove_temporaries
 from mqstore.log import manifest as manifests
 from mqstore.log.bulk.splice import Undone, undo

@@ -13,7 +13,8 @@ from mqstore.clock import Clock
 from mqstore.files.descriptors import DescriptorCache
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.limit import free_descriptors
-from mqstore.files.segments import LoadProblem, SegmentRun, segment_name
+from mqstore.files.segment import LoadProblem, segment_name
+from mqstore.files.segments import SegmentRun
 from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import VOID_SIZE
 from mqstore.log.checkpoint import CheckpointFile

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.files.lock import writer_alive
-from mqstore.files.segments import place_in_file
+from mqstore.files.segment import place_in_file
 from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_void
 from mqstore.layout.dispatch import tags_code_at
 from mqstore.layout.record import MIN_RECORD_BYTES, check_record, decode_record

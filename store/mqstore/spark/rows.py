@@ -29,7 +29,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from mqstore.errors import CorruptStoreError, FormatError
-from mqstore.files.segments import place_in_file
+from mqstore.files.segment import place_in_file
 from mqstore.layout.compression import MissingPackageError, inflate
 from mqstore.layout.consumequeue import is_void
 from mqstore.layout.pairs import Pairs

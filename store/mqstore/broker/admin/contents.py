@@ -42,7 +42,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import load_json
 from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
-from mqstore.files.segments import place_in_file
+from mqstore.files.segment import place_in_file
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.bulk.inbox import inbox_state
 from mqstore.log.consumequeue import ConsumeQueue

@@ -43,7 +43,8 @@ from crc32c import crc32c
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, StoreBusyError, StoreClosedError
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.segments import SegmentRun, segment_name
+from mqstore.files.segment import segment_name
+from mqstore.files.segments import SegmentRun
 from mqstore.layout.hosts import IPV4_BYTES
 from mqstore.layout.record import (
     BLANK_BYTES,

@@ -19,7 +19,7 @@ from typing import Any, Final
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import load_json, save_json
-from mqstore.files.segments import segment_start
+from mqstore.files.segment import segment_start
 from mqstore.log.recovery.report import Finding
 
 __all__ = ["KNOWN_FILE", "KnownDamage", "check_known", "load_known", "save_known"]

@@ -13,7 +13,8 @@ from collections import Counter
 
 from mqstore.errors import CorruptStoreError
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.segments import SegmentRun, segment_name, segment_start
+from mqstore.files.segment import segment_name, segment_start
+from mqstore.files.segments import SegmentRun
 from mqstore.layout.record import MAGIC_AT, MAGIC_V1, MAGIC_V2, PHYSICAL_OFFSET_AT, Checksum, check_record
 from mqstore.layout.scan import content_end, find_next
 from mqstore.log.recovery.scanner import record_at

@@ -29,7 +29,8 @@ from itertools import pairwise
 import numpy as np
 
 from mqstore.errors import ConfigError
-from mqstore.files.segments import Segment, SegmentRun
+from mqstore.files.segment import Segment
+from mqstore.files.segments import SegmentRun
 from mqstore.layout.dispatch import Listed, Rows
 from mqstore.layout.record import Checksum, check_record
 from mqstore.layout.scan import has_crc_tail

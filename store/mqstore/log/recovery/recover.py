@@ -33,7 +33,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.files.segments import EXTENDED, LoadProblem, place_in_file
+from mqstore.files.segment import LoadProblem, place_in_file
+from mqstore.files.segments import EXTENDED
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, differing, is_void
 from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import QUEUE_OFFSET_AT

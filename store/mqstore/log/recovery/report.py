@@ -6,7 +6,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from mqstore.files.segments import LoadProblem
+from mqstore.files.segment import LoadProblem
 
 __all__ = ["Cut", "Finding", "Kind", "Rebuilt", "RecoveryReport", "finding_of"]
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
-from mqstore.files.segments import Segment, SegmentRun
+from mqstore.files.segment import Segment
+from mqstore.files.segments import SegmentRun
 from mqstore.layout.record import Checksum, Record, check_record, decode_record
 from mqstore.layout.scan import Headers, content_end, find_next, read_run
 from mqstore.layout.spares import Spares

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.files.segments import SegmentRun, place_in_file
+from mqstore.files.segment import place_in_file
+from mqstore.files.segments import SegmentRun
 from mqstore.layout.consumequeue import is_void
 from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import MIN_RECORD_BYTES, Checksum

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.segments import place_in_file
+from mqstore.files.segment import place_in_file
 from mqstore.layout.record import check_record
 from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.report import Cut, RecoveryReport

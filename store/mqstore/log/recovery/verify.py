@@ -25,7 +25,7 @@ from mqstore.errors import CorruptStoreError, MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import Check, check_backup, load_json
 from mqstore.files.lock import writer_alive
-from mqstore.files.segments import LoadProblem, place_in_file
+from mqstore.files.segment import LoadProblem, place_in_file
 from mqstore.layout.consumequeue import UNIT_BYTES, differing, is_void
 from mqstore.layout.dispatch import Rows
 from mqstore.log.bulk.txn import TXN_FILE, TxnState

@@ -32,7 +32,8 @@ from mqstore.files.jsonfile import JSON_BYTES_MAX, decode_json, encode_json
 from mqstore.files.limit import free_descriptors
 from mqstore.files.lock import writer_alive
 from mqstore.files.quiet import QUIET
-from mqstore.files.segments import Segment, SegmentRun, segment_start
+from mqstore.files.segment import Segment, segment_start
+from mqstore.files.segments import SegmentRun
 from mqstore.layout.checkpoint import FILE_BYTES, decode, encode
 from mqstore.log import manifest as manifests
 from mqstore.log.bulk.inbox import inbox_state

@@ -35,7 +35,7 @@ from mqstore.errors import ConfigError, StoreBusyError, raise_os_error
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.jsonfile import NO_CHECKS, Check
 from mqstore.files.quiet import QUIET
-from mqstore.files.segments import Segment
+from mqstore.files.segment import Segment
 from mqstore.files.treecopy import TreeCopy
 from mqstore.log.recovery.recover import Progress, RecoverOptions
 from mqstore.log.recovery.repair import recover_store

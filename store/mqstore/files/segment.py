@@ -1,0 +1,86 @@
+"""One segment file of a run (`files.segments`): its name, its place in the stream, and what may be amiss with it."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Literal, NamedTuple
+
+from mqstore.files.descriptors import File
+
+__all__ = ["NAME_DIGITS", "LoadProblem", "Segment", "place_in_file", "segment_name", "segment_start"]
+
+NAME_DIGITS = 20
+
+
+def segment_name(start: int) -> str:
+    """The file name of the segment that starts at `start`.
+
+    >>> segment_name(67108864)
+    '00000000000067108864'
+    """
+    return f"{start:0{NAME_DIGITS}d}"
+
+
+def place_in_file(physical_offset: int, segment_bytes: int) -> tuple[str, int]:
+    """Return the segment file of a physical offset, as a path below the store, and the position in it.
+
+    >>> place_in_file(70000000, 67108864)
+    ('commitlog/00000000000067108864', 2891136)
+    """
+    at = physical_offset % segment_bytes
+    return f"commitlog/{segment_name(physical_offset - at)}", at
+
+
+def segment_start(name: str) -> int | None:
+    """The offset that a file name says; None for names that are no segment's (Unicode digits are none)."""
+    return int(name) if len(name) == NAME_DIGITS and name.isascii() and name.isdigit() else None
+
+
+class LoadProblem(NamedTuple):
+    """What `SegmentRun.load` found amiss. Nothing of it is fatal; kinds as format#damage.
+
+    ==================  ===============================================  ============================================
+    kind                position, length                                 what load did about it
+    ==================  ===============================================  ============================================
+    ``segment_size``    first byte that lacks or is too much, how many   last and short: extended with zeros by a
+                                                                         writer. Else: what is there is served, a
+                                                                         surplus ignored
+    ``empty_segment``   start, 0                                         last: removed by a writer. Else: not served
+    ``missing_segment`` first missing byte, how many                     nothing
+    ``segment_name``    what the name says, 0                            not served: off the grid, or beyond i64
+    ==================  ===============================================  ============================================
+    """
+
+    file: str
+    kind: Literal["segment_size", "empty_segment", "missing_segment", "segment_name"]
+    position: int
+    length: int
+    detail: str
+
+    def place(self, segment_bytes: int) -> int:
+        """Where in its file a ``segment_size`` begins; a surplus does at the segment's end."""
+        return self.position % segment_bytes or segment_bytes
+
+
+class Segment:
+    """One file of a run. `start`, `end`: its range in the stream. `length`: bytes of it that the file really holds
+    (less than `size` only for a damaged one). `mapping` is None until `SegmentRun.mapping` makes it, and becomes None
+    again when the run lets go of it; `writable` says what kind it is, `in_memory` that it is of no file
+    (`extend_in_memory`). Take a reference before use."""
+
+    __slots__ = ("end", "file", "in_memory", "inode", "length", "mapping", "path", "size", "start", "writable")
+
+    def __init__(self, start: int, size: int, length: int, path: str) -> None:
+        self.start = start
+        self.size = size
+        self.end = start + size
+        self.length = length
+        self.path = path
+        self.mapping: mmap.mmap | None = None
+        self.writable = False
+        self.in_memory = False
+        self.inode = -1  # of the file that a reader's mapping is of
+        self.file: File | None = None
+
+    def __repr__(self) -> str:
+        return f"Segment({segment_name(self.start)}, {self.length} of {self.size} bytes)"
