@@ -1,6 +1,6 @@
 """`mqstore produce`: messages from the command line, files, lines, JSON lines or CSV.
 
-    bytes --Lines--> lines --_records--> records --_Recipe--> messages --_Sender--> the store
+    bytes --Lines--> lines --_records--> records --Recipe--> messages --_Sender--> the store
                                      |                      |
                                      +-- a bad one ---------+--> stop (exit 2), or count it (--skip-bad, exit 1)
 
@@ -10,8 +10,6 @@ pieces: one wait for the disk each, all of a piece that are free to lie anywhere
 
 from __future__ import annotations
 
-import base64
-import binascii
 import csv
 import io
 import json
@@ -19,12 +17,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import click
 
@@ -32,12 +30,12 @@ import mqstore
 from mqstore import MQStoreError, OutgoingMessage, SendReceipt, StoreConfig
 from mqstore.broker.names import check_user_topic
 from mqstore.client.producer import Producer
-from mqstore.client.sendrules import check_options, check_size, options_of
+from mqstore.client.sendrules import check_size
 from mqstore.errors import InvalidMessageError, NotAStoreError
-from mqstore.layout.properties import SHARDINGKEY, is_reserved
 from mqstore.log.writer import MAX_QUEUE_ID
 from mqstore_tools.many import duration, pairs
 from mqstore_tools.opened import dry_run_option, planning
+from mqstore_tools.recipe import Format, NoMessage, Recipe, Record
 from mqstore_tools.render import note, print_json, progress, safe, show_bytes
 from mqstore_tools.shared import FINDINGS, INTERRUPTED, NumberRange, StoreCommand, directory_argument, json_option
 
@@ -51,8 +49,6 @@ _LINE_BYTES = 64 << 20
 _PIECES_A_SECOND = 10
 """With --rate."""
 _BAD_SHOWN = 10
-
-Format = Literal["lines", "jsonl", "csv", "file"]
 
 
 @click.command(
@@ -149,7 +145,7 @@ def produce(
         if files or format_ != "lines" or exported:
             raise click.UsageError("--body is the one message: leave out FILE, --format and --exported")
         format_ = "file"
-    recipe = _Recipe(
+    recipe = Recipe(
         "jsonl" if exported else format_,
         {"tag": tag, "message_group": message_group, "unique_key": unique_key},
         keys,
@@ -182,7 +178,7 @@ def produce(
 
 def _run(
     sources: Iterable[tuple[str, BinaryIO]],
-    recipe: _Recipe,
+    recipe: Recipe,
     done: _Done,
     stop: _Interrupt,
     send: _Send,
@@ -198,7 +194,7 @@ def _run(
             for number, record in _records(recipe.format, lines):
                 try:
                     message = recipe.message(record)
-                except _NoMessage as error:
+                except NoMessage as error:
                     bad = f"{name}, line {number}: {error}"
                     if not skip_bad:
                         sender.store()
@@ -483,19 +479,12 @@ def _sources(files: Sequence[Path], done: _Done) -> Iterator[tuple[str, BinaryIO
     return opened()
 
 
-class _NoMessage(Exception):  # noqa: N818
-    """Why a line is no message."""
-
-
 class _BadLineError(InvalidMessageError):
     """The same, with its place."""
 
 
-_Record = bytes | dict[str, Any] | _NoMessage
-
-
-def _records(format_: Format, lines: Lines) -> Iterator[tuple[int, _Record]]:
-    """(line number, record) of each; what cannot be read as the format says comes as `_NoMessage`."""
+def _records(format_: Format, lines: Lines) -> Iterator[tuple[int, Record]]:
+    """(line number, record) of each; what cannot be read as the format says comes as `NoMessage`."""
     if format_ == "csv":
         yield from _rows(lines)
         return
@@ -506,15 +495,15 @@ def _records(format_: Format, lines: Lines) -> Iterator[tuple[int, _Record]]:
             yield lines.number, _object(line)
 
 
-def _object(line: bytes) -> _Record:
+def _object(line: bytes) -> Record:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return _NoMessage(f"no JSON: {error}")
-    return found if isinstance(found, dict) else _NoMessage("a JSON value, but no object")
+        return NoMessage(f"no JSON: {error}")
+    return found if isinstance(found, dict) else NoMessage("a JSON value, but no object")
 
 
-def _rows(lines: Lines) -> Iterator[tuple[int, _Record]]:
+def _rows(lines: Lines) -> Iterator[tuple[int, Record]]:
     text = (line.decode("utf-8", "surrogateescape") + "\n" for line in lines)
     reader = csv.reader(text, strict=True)
     names: list[str] | None = None
@@ -526,196 +515,13 @@ def _rows(lines: Lines) -> Iterator[tuple[int, _Record]]:
         except csv.Error as error:
             if lines.interrupted:  # inside a cell of several lines
                 return
-            yield lines.number, _NoMessage(f"no CSV: {error}")
+            yield lines.number, NoMessage(f"no CSV: {error}")
             continue
         if names is None:
             names = [name.removeprefix("\ufeff").strip() for name in row]
             if len(set(names)) != len(names):
                 raise InvalidMessageError(f"line {lines.number}: the header names a field twice: {names}", "body")
         elif row and len(row) != len(names):
-            yield lines.number, _NoMessage(f"{len(row)} fields, and the header has {len(names)}")
+            yield lines.number, NoMessage(f"{len(row)} fields, and the header has {len(names)}")
         elif row:
             yield lines.number, dict(zip(names, row, strict=True))
-
-
-# -- from a record to a message ---------------------------------------------------------------------------------------
-
-
-class _Recipe:
-    """How a record becomes a message: `texts` are the options --tag, --message-group and --unique-key as given."""
-
-    def __init__(
-        self,
-        format_: Format,
-        texts: Mapping[str, str | None],
-        keys: Sequence[str],
-        properties: Mapping[str, str],
-        delay: float | None,
-        body_field: str,
-        *,
-        exported: bool,
-        whole: bool,
-    ) -> None:
-        self.format: Format = format_
-        self._texts = {name: _source(value) for name, value in texts.items() if value is not None}
-        self._keys = [_source(value) for value in keys]
-        self._properties = {name: _source(value) for name, value in properties.items()}
-        self._delay, self._body_field, self._exported, self._whole = delay, body_field, exported, whole
-        self._config = StoreConfig()
-        fields = [is_field for is_field, _ in (*self._texts.values(), *self._keys, *self._properties.values())]
-        if format_ in ("lines", "file"):
-            if any(fields):
-                raise click.UsageError("bodies have no fields for @FIELD; give --format jsonl or csv (@@ for one @)")
-            if whole:
-                raise click.UsageError("--whole is for --format jsonl and csv")
-        if exported and (whole or body_field != "body"):
-            raise click.UsageError("--exported says what the body is; --whole and --body-field go without it")
-        self._constant = None if any(fields) else self._checked(b"", self._options({}))
-
-    def _checked(self, body: bytes, options: dict[str, Any]) -> OutgoingMessage:
-        message = OutgoingMessage(body, **options)
-        check_options(
-            body,
-            options_of(message),
-            now_ms=time.time_ns() // 1_000_000,
-            max_delay=self._config.max_delay,
-            max_message_size=self._config.max_message_size,
-        )
-        return message
-
-    def message(self, record: _Record) -> OutgoingMessage:
-        """The message of a record, checked. `_NoMessage` says what is wrong with it."""
-        if isinstance(record, _NoMessage):
-            raise record
-        try:
-            if isinstance(record, bytes):
-                assert self._constant is not None
-                check_size(record, self._config.max_message_size)
-                return replace(self._constant, body=record)
-            if self._exported:
-                record = _imported(record)
-            return self._checked(self._body(record), self._options(record))
-        except (MQStoreError, TypeError, ValueError) as error:
-            raise _NoMessage(str(error)) from error
-
-    def _body(self, record: dict[str, Any]) -> bytes:
-        if self._whole:
-            return _compact(record)
-        if self._body_field not in record:
-            raise _NoMessage(f"no field {self._body_field!r} for the body; name another with --body-field, or --whole")
-        value = record[self._body_field]
-        if isinstance(value, bytes):
-            return value
-        if isinstance(value, str):
-            return value.encode("utf-8", "surrogateescape" if self.format == "csv" else "strict")
-        return _compact(value)
-
-    def _options(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a put that the command line and the record give."""
-        options: dict[str, Any] = {}
-        for name in ("tag", "message_group", "unique_key"):
-            given = self._texts.get(name)
-            value = _text(record, name) if given is None else _value(record, given)
-            if value is not None:
-                options[name] = value
-        keys = [key for each in self._keys if (key := _value(record, each)) is not None] or _own_keys(record)
-        if keys and (self._keys or keys):
-            options["keys"] = tuple(keys)
-        properties = _own_properties(record)
-        for name, given in self._properties.items():
-            value = _value(record, given)
-            if value is not None:
-                properties.setdefault(name, value)
-        if properties:
-            options["properties"] = properties
-        for name, kind in (("delay", float), ("deliver_at", float), ("delay_level", int), ("flag", int)):
-            number = self._delay if name == "delay" and self._delay is not None else _number(record, name, kind)
-            if number is not None:
-                options[name] = number
-        return options
-
-
-_Source = tuple[bool, str]
-"""(whether it is the name of a field, the name or the value)."""
-
-
-def _source(value: str) -> _Source:
-    if value.startswith("@@"):
-        return False, value[1:]
-    return (True, value[1:]) if value.startswith("@") else (False, value)
-
-
-def _value(record: Mapping[str, Any], source: _Source) -> str | None:
-    is_field, text = source
-    return _text(record, text) if is_field else text
-
-
-def _text(record: Mapping[str, Any], name: str) -> str | None:
-    """A field as text; None where there is none, or it is empty."""
-    value = record.get(name)
-    if value is None or value == "":
-        return None
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise _NoMessage(f"field {name!r} is neither text nor a number")
-    return str(value)
-
-
-def _number(record: Mapping[str, Any], name: str, kind: type[int] | type[float]) -> float | None:
-    text = _text(record, name)
-    try:
-        return None if text is None else kind(text)
-    except ValueError:
-        what = "whole number" if kind is int else "number"
-        raise _NoMessage(f"field {name!r} is no {what}: {text!r}") from None
-
-
-def _own_keys(record: Mapping[str, Any]) -> list[str]:
-    """Fields key and keys; the latter is a list, or words."""
-    several = record.get("keys")
-    if isinstance(several, list):
-        found = [text for i in range(len(several)) if (text := _text({"keys": several[i]}, "keys")) is not None]
-    else:
-        found = (_text(record, "keys") or "").split()
-    own = _text(record, "key")
-    return found if own is None else [own, *found]
-
-
-_PROPERTY = "property."
-
-
-def _own_properties(record: Mapping[str, Any]) -> dict[str, str]:
-    given = _object_field(record, "properties")
-    found = {name: text for name in given if (text := _text(given, name)) is not None}
-    for name in record:
-        if name.startswith(_PROPERTY) and (text := _text(record, name)) is not None:
-            found[name.removeprefix(_PROPERTY)] = text
-    return found
-
-
-def _imported(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `mqstore export` as a record: what its message was put with, nothing of where it lay."""
-    stored = _object_field(row, "properties")
-    try:
-        body = base64.b64decode(row.get("body", ""), validate=True)
-    except (binascii.Error, ValueError, TypeError) as error:
-        raise _NoMessage(f"field 'body' is no base64: {error}") from error
-    return {
-        "body": body,
-        "tag": row.get("tags"),
-        "keys": row.get("keys"),
-        "unique_key": row.get("unique_key"),
-        "flag": row.get("flag") or None,
-        "message_group": stored.get(SHARDINGKEY),
-        "properties": {name: value for name, value in stored.items() if not is_reserved(name)},
-    }
-
-
-def _object_field(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = record.get(name) or {}
-    if not isinstance(found, dict):
-        raise _NoMessage(f"field {name!r} is no object")
-    return found
-
-
-def _compact(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogateescape")
