@@ -32,7 +32,8 @@ from mqstore.layout.hosts import LOCAL_HOST
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import MAGIC_V1, header_struct, record_bytes
 from mqstore.log.outgoing import user_properties
-from mqstore.spark.encode import Encoder, Rules
+from mqstore.spark.encode import Encoder
+from mqstore.spark.rules import Rules
 
 _SEED = 20_240_229
 _BATCH = 10_000

@@ -19,8 +19,9 @@ from mqstore.layout.properties import RESERVED, decode_properties
 from mqstore.layout.record import Record, decode_record
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.store import MessageStore
-from mqstore.spark.encode import Encoder, Rules, TopicRule, derived_prefix
+from mqstore.spark.encode import Encoder, derived_prefix
 from mqstore.spark.inputs import INPUTS, as_markdown, check_columns
+from mqstore.spark.rules import Rules, TopicRule
 from tests.spark.staged import records
 
 NOW = 1_700_000_000_000

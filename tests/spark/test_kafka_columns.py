@@ -15,8 +15,9 @@ from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import Record, decode_record
-from mqstore.spark.encode import Encoder, Rules
+from mqstore.spark.encode import Encoder
 from mqstore.spark.inputs import check_columns
+from mqstore.spark.rules import Rules
 from tests.spark.staged import records
 from tests.spark.support import Odd, instant, read_all, write_store
 

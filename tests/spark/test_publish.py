@@ -38,10 +38,11 @@ from mqstore.layout.record import decode_record
 from mqstore.log.bulk.txn import read_txn
 from mqstore.log.commitlog import QueueRef
 from mqstore.spark import publish
-from mqstore.spark.encode import Encoder, Rules
+from mqstore.spark.encode import Encoder
 from mqstore.spark.options import SinkOptions, SourceOptions
 from mqstore.spark.plan import stores_of
 from mqstore.spark.publish import Commit, abort, clean_target, commit, plan_target
+from mqstore.spark.rules import Rules
 from mqstore.spark.staging import STAGING, clean, transaction_folder, write_shards
 from tests.crash.recording import Event, RecordingFileSystem, build_image
 from tests.faults import STEP, Crash, FaultyFileSystem

@@ -19,11 +19,12 @@ from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError
 from mqstore.layout.properties import CRC_TAIL_BYTES, decode_crc_tail, encode_properties
 from mqstore.layout.record import Record, decode_record, encode_record
-from mqstore.spark.encode import Encoder, Rules, TopicRule
+from mqstore.spark.encode import Encoder
 from mqstore.spark.inputs import check_columns
 from mqstore.spark.options import SinkOptions
 from mqstore.spark.publish import Commit, commit
 from mqstore.spark.rows import Policy
+from mqstore.spark.rules import Rules, TopicRule
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.spark.staged import records, stage
 from tests.spark.support import Odd, many, odd_records, read_all, write_store

@@ -1,4 +1,4 @@
-"""Arrow arrays of bytes that lie scattered over a mapped file: side by side in one copy.
+"""Arrow arrays of bytes: made of bytes that lie scattered over a mapped file, and looked at without an object a value.
 
 Arrow's binary arrays need their values side by side, and records have headers between them, so a copy there must be:
 by compiled parts, or a Python object a value without them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,11 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("columns as Arrow need pyarrow: pip install 'mqstore[spark]', or pyarrow alone") from error
 
-__all__ = ["cut", "laid", "spread", "text"]
+__all__ = ["cut", "fixed", "flat", "laid", "nulls", "odd_rows", "sizes_of", "small", "spread", "text", "write_numbers"]
 
 _Int64s = npt.NDArray[np.int64]
+_Int32s = npt.NDArray[np.int32]
+_Bools = npt.NDArray[np.bool_]
 _MOST = 1 << 31
 """Bytes of a binary array are fewer."""
 
@@ -65,3 +67,67 @@ def text(values: Any) -> Any:
             None if value is None else value.decode("utf-8", "replace") for value in values.to_pylist()
         ]
         return pa.array(decoded, pa.string())
+
+
+def flat(values: Any) -> tuple[npt.NDArray[np.uint8], _Int32s]:
+    """The bytes of a string or binary array and where its values begin in them, one edge more than values."""
+    _, edges, data = values.buffers()
+    if not len(values):
+        return np.zeros(0, np.uint8), np.zeros(1, np.int32)
+    found = np.frombuffer(edges, np.int32, len(values) + 1, values.offset * 4)
+    bytes_ = np.zeros(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+    return bytes_[found[0] : found[-1]], found - found[0]
+
+
+def sizes_of(values: Any) -> _Int64s:
+    """Bytes of each value; of a null none."""
+    sizes = np.diff(flat(values)[1]).astype(np.int64)
+    if values.null_count:
+        sizes[nulls(values)] = 0
+    return sizes
+
+
+def nulls(values: Any) -> _Bools:
+    """Which values are null."""
+    found: _Bools = values.is_null().to_numpy(zero_copy_only=False)
+    return found
+
+
+def fixed(rows: npt.NDArray[Any]) -> Any:
+    """A C-contiguous array, one row a value, as binary."""
+    count = len(rows)
+    edges = np.arange(count + 1, dtype=np.int32) * (rows.nbytes // max(1, count))
+    return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(edges), pa.py_buffer(rows)])
+
+
+_SMALL: Final = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
+
+
+def small(values: Any) -> Any:
+    """The array with offsets of 32 bits, where Spark was told to use 64."""
+    kind = _SMALL.get(values.type)
+    return values if kind is None else values.cast(kind)
+
+
+def odd_rows(values: Any, forbidden: bytes) -> list[int]:
+    """Return the values that need a closer look: empty, beginning with a blank, or holding anything but printable ASCII
+    without `forbidden`."""
+    data, edges = flat(values)
+    suspect = (data - np.uint8(0x20)) > 0x5E  # wraps: below the blank is far above
+    for byte in forbidden:
+        suspect |= data == byte
+    odd = np.diff(edges) == 0
+    full = np.flatnonzero(~odd)
+    odd[full] = data[edges[full]] == 0x20
+    if suspect.any():
+        odd[np.searchsorted(edges, np.flatnonzero(suspect), "right") - 1] = True
+    if values.null_count:
+        odd &= ~nulls(values)
+    return np.flatnonzero(odd).tolist()
+
+
+def write_numbers(data: npt.NDArray[np.uint8], kind: str, positions: _Int64s, values: Any) -> None:
+    """Write a number at each of these positions, which need not be aligned."""
+    dtype = np.dtype(kind)
+    everywhere: npt.NDArray[Any] = np.ndarray((len(data) - dtype.itemsize + 1,), dtype, data.data, 0, (1,))
+    everywhere[positions] = values

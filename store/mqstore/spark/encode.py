@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn, cast
 
@@ -32,8 +31,8 @@ except ImportError as error:  # pragma: no cover
     raise ImportError("writing columns needs pyarrow: pip install 'mqstore[spark]', or pyarrow alone") from error
 
 from mqstore.broker.delay.route import delay_route
-from mqstore.broker.names import check_user_topic, is_system_topic
-from mqstore.broker.selection import GroupHash, group_queue, jump_hash_many
+from mqstore.broker.names import is_system_topic
+from mqstore.broker.selection import group_queue, jump_hash_many
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import InvalidMessageError, MQStoreError
 from mqstore.layout import properties as props
@@ -42,58 +41,20 @@ from mqstore.layout.encode import header_dtype
 from mqstore.layout.hosts import IPV4_BYTES, LOCAL_HOST
 from mqstore.layout.javahash import java_hash_many
 from mqstore.layout.scan import Headers, gather, has_crc_tail, verify
-from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.outgoing import MAX_MESSAGE_GROUP, checked_text
-from mqstore.options import DEFAULT_DELAY_LEVELS, Profile, StoreConfig, delay_table_ms, seconds
-from mqstore.spark.arrow import cut, text
+from mqstore.spark.arrow import cut, fixed, flat, nulls, odd_rows, sizes_of, small, text, write_numbers
 from mqstore.spark.inputs import INPUTS, KAFKA, is_kafka
+from mqstore.spark.rules import Rules, TopicRule
 
-__all__ = ["Encoded", "Encoder", "Rules", "TopicRule", "derived_prefix"]
+__all__ = ["Encoded", "Encoder", "derived_prefix"]
 
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
 _Bools = npt.NDArray[np.bool_]
 
-_DEFAULTS: Final = StoreConfig()
 _SLICE_ROWS = 16_384
 _SLICE_BYTES = 64 << 20
 """Of bodies. Arrow counts the bytes of an array in 32 bits, and a slice is in memory three times on its way."""
-
-
-# -- what the target demands -------------------------------------------------------------------------------------------
-
-
-class TopicRule(NamedTuple):
-    """A topic that is there: queues to choose among, queues that a row may name, and why nobody may write to it."""
-
-    write_queues: int
-    queues: int
-    refused: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """What the target's store takes. Plain values: made once where a job is planned, and sent to its tasks."""
-
-    topics: Mapping[str, TopicRule] = field(default_factory=dict)
-    new_queues: int = 8
-    """Queues of a topic that is not there."""
-    group_hash: GroupHash = "jump"
-    levels: int = len(delay_table_ms(DEFAULT_DELAY_LEVELS))
-    max_delay_ms: int = int(seconds(_DEFAULTS.max_delay, "max_delay") * 1000)
-    max_body_bytes: int = _DEFAULTS.max_message_size
-    max_record_bytes: int = _DEFAULTS.max_message_size + ALLOWANCE
-    profile: Profile = "mqstore"
-
-    def topic(self, name: str) -> TopicRule:
-        """What holds for a topic. InvalidMessageError, NotPermittedError for one that rows may not go to."""
-        known = self.topics.get(name)
-        if known is None:
-            check_user_topic(name)
-            return TopicRule(self.new_queues, self.new_queues)
-        if known.refused:
-            raise InvalidMessageError(known.refused, "topic")
-        return known
 
 
 class Encoded(NamedTuple):
@@ -127,65 +88,6 @@ def derived_prefix(app: str, version: int, partition: int) -> str:
     """The first 24 of the 34 digits of a derived unique key: "01", as keys of 5.x clients begin, and a hash. The rest
     is the number of the row."""
     return "01" + _digest(app, version, partition).hex().upper()[: 34 - 2 - _ROW_DIGITS]
-
-
-# -- arrays of bytes ---------------------------------------------------------------------------------------------------
-
-
-def _flat(values: Any) -> tuple[npt.NDArray[np.uint8], _Int32s]:
-    """The bytes of a string or binary array and where its values begin in them, one edge more than values."""
-    _, edges, data = values.buffers()
-    if not len(values):
-        return np.zeros(0, np.uint8), np.zeros(1, np.int32)
-    found = np.frombuffer(edges, np.int32, len(values) + 1, values.offset * 4)
-    bytes_ = np.zeros(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
-    return bytes_[found[0] : found[-1]], found - found[0]
-
-
-def _sizes(values: Any) -> _Int64s:
-    """Bytes of each value; of a null none."""
-    sizes = np.diff(_flat(values)[1]).astype(np.int64)
-    if values.null_count:
-        sizes[_nulls(values)] = 0
-    return sizes
-
-
-def _nulls(values: Any) -> _Bools:
-    found: _Bools = values.is_null().to_numpy(zero_copy_only=False)
-    return found
-
-
-def _fixed(rows: npt.NDArray[Any]) -> Any:
-    """A C-contiguous array, one row a value, as binary."""
-    count = len(rows)
-    edges = np.arange(count + 1, dtype=np.int32) * (rows.nbytes // max(1, count))
-    return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(edges), pa.py_buffer(rows)])
-
-
-_SMALL: Final = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
-
-
-def _small(values: Any) -> Any:
-    """The array with offsets of 32 bits, where Spark was told to use 64."""
-    kind = _SMALL.get(values.type)
-    return values if kind is None else values.cast(kind)
-
-
-def _odd_rows(values: Any, forbidden: bytes) -> list[int]:
-    """Return the values that need a closer look: empty, beginning with a blank, or holding anything but printable ASCII
-    without `forbidden`."""
-    data, edges = _flat(values)
-    suspect = (data - np.uint8(0x20)) > 0x5E  # wraps: below the blank is far above
-    for byte in forbidden:
-        suspect |= data == byte
-    odd = np.diff(edges) == 0
-    full = np.flatnonzero(~odd)
-    odd[full] = data[edges[full]] == 0x20
-    if suspect.any():
-        odd[np.searchsorted(edges, np.flatnonzero(suspect), "right") - 1] = True
-    if values.null_count:
-        odd &= ~_nulls(values)
-    return np.flatnonzero(odd).tolist()
 
 
 # -- the encoder -------------------------------------------------------------------------------------------------------
@@ -233,14 +135,14 @@ class Encoder:
     def encode(self, batch: Any) -> Iterator[Encoded]:
         """The records of a RecordBatch, whose columns have passed `check_columns`, in pieces. InvalidMessageError for a
         row; then nothing of the piece that the row belongs to is handed out."""
-        columns = {each.name: _small(batch.column(i)) for i, each in enumerate(batch.schema)}
+        columns = {each.name: small(batch.column(i)) for i, each in enumerate(batch.schema)}
         self.called = {}
         if is_kafka(columns):
             columns = _from_kafka(columns)
             self.called = {here: name for name, here in KAFKA.items()} | {"sharding_key": "key"}
         start = 0
         kind = _Copies if "record" in columns else _Slice
-        ends = np.cumsum(_sizes(columns["record" if "record" in columns else "body"]))
+        ends = np.cumsum(sizes_of(columns["record" if "record" in columns else "body"]))
         while start < len(batch):
             before = int(ends[start - 1]) if start else 0
             stop = min(start + self._max_rows, int(np.searchsorted(ends, before + _SLICE_BYTES, "right")))
@@ -270,9 +172,9 @@ class _Slice:
         queues = self._queues(topics, groups)
         parts, sizes = self._properties(topics, queues, groups)
         topic, magics = self._topic_pieces(topics)
-        header = self._header(magics, queues, _sizes(body), _sizes(topic), sizes)
-        joined = pc.binary_join_element_wise(_fixed(header), body, topic, _fixed(sizes.astype(">i2")), *parts, _NOTHING)
-        data, edges = _flat(joined)
+        header = self._header(magics, queues, sizes_of(body), sizes_of(topic), sizes)
+        joined = pc.binary_join_element_wise(fixed(header), body, topic, fixed(sizes.astype(">i2")), *parts, _NOTHING)
+        data, edges = flat(joined)
         total = header["size"]
         assert np.array_equal(np.diff(edges), total), "a record is not as long as it says"
         return Encoded(memoryview(data.data), total.astype(np.int64), self._counted(topics, queues), self._found)
@@ -295,7 +197,7 @@ class _Slice:
             parts = self._route(delayed, parts, topics, queues, entries, texts)
         sizes = np.zeros(self._rows, np.int64)
         for part in parts:
-            sizes += _sizes(part)
+            sizes += sizes_of(part)
         self._check_sizes(sizes, props.MAX_PROPERTIES_BYTES, "properties", _LONG)
         return parts, sizes
 
@@ -354,7 +256,7 @@ class _Slice:
         forbidden, rule = (
             ("|", "use text without '|', and not blank") if column == "tags" else ("", "use text, not blank")
         )
-        for i in _odd_rows(values, forbidden.encode()):
+        for i in odd_rows(values, forbidden.encode()):
             row = row_of(i)
             try:
                 value = values[i].as_py()
@@ -368,8 +270,8 @@ class _Slice:
     def _body(self) -> Any:
         body = self._columns["body"].cast(pa.binary())
         if body.null_count:
-            self._refuse_first(_nulls(body), "body", lambda _: "null", "a message has a body, which may be empty")
-        self._check_sizes(_sizes(body), self._rules.max_body_bytes, "body")
+            self._refuse_first(nulls(body), "body", lambda _: "null", "a message has a body, which may be empty")
+        self._check_sizes(sizes_of(body), self._rules.max_body_bytes, "body")
         return body
 
     def _topics(self) -> _Int32s:
@@ -379,7 +281,7 @@ class _Slice:
             return np.zeros(self._rows, np.int32)
         column = self._columns["topic"]
         if column.null_count:
-            self._refuse_first(_nulls(column), "topic", lambda _: "null", "give each row a topic, or option topic")
+            self._refuse_first(nulls(column), "topic", lambda _: "null", "give each row a topic, or option topic")
         self._check(column, "topic")
         coded = column.dictionary_encode()
         numbers: _Int32s = coded.indices.to_numpy().astype(np.int32)
@@ -395,7 +297,7 @@ class _Slice:
         queues = np.full(self._rows, -1, np.int64)
         given = self._columns.get("queue_id")
         if given is not None:
-            present = ~_nulls(given)
+            present = ~nulls(given)
             queues[present] = given.drop_null().to_numpy()
             bound = np.array([rule.queues for rule in rules], np.int64)[topics]
             self._refuse_first(
@@ -407,8 +309,8 @@ class _Slice:
         write = np.array([rule.write_queues for rule in rules], np.int64)[topics]
         if keys is not None:
             rule = f"a message group takes {MAX_MESSAGE_GROUP} at most; hash longer ones: md5(sharding_key)"
-            self._check_sizes(_sizes(keys), MAX_MESSAGE_GROUP, "sharding_key", rule)
-            rows = np.flatnonzero((queues < 0) & ~_nulls(keys))
+            self._check_sizes(sizes_of(keys), MAX_MESSAGE_GROUP, "sharding_key", rule)
+            rows = np.flatnonzero((queues < 0) & ~nulls(keys))
             if len(rows):
                 queues[rows] = self._group_queues(keys.take(pa.array(rows)), write[rows])
         free = np.flatnonzero(queues < 0)
@@ -422,7 +324,7 @@ class _Slice:
         if self._rules.group_hash != "jump":
             pairs = zip(keys.to_pylist(), write.tolist(), strict=True)
             return np.array([group_queue(key, count, self._rules.group_hash) for key, count in pairs], np.int64)
-        data, edges = _flat(keys)
+        data, edges = flat(keys)
         return jump_hash_many(java_hash_many(data, edges[:-1], np.diff(edges)), write)
 
     def _text(self, name: str) -> Any:
@@ -437,9 +339,9 @@ class _Slice:
         values = self._columns.get("keys")
         if values is None or pa.types.is_string(values.type):
             return self._text("keys")
-        words = _small(pc.list_flatten(values))
+        words = small(pc.list_flatten(values))
         row_of = pc.list_parent_indices(values).to_numpy().item
-        self._refuse_first(_nulls(words), "keys", lambda _: "null", "leave it out of the array: filter()", row_of)
+        self._refuse_first(nulls(words), "keys", lambda _: "null", "leave it out of the array: filter()", row_of)
         self._check(words, "keys", row_of)
         blank = pc.match_substring(words, " ").to_numpy(zero_copy_only=False)
         self._refuse_first(
@@ -458,7 +360,7 @@ class _Slice:
         digits[:, :-_ROW_DIGITS] = self._encoder.prefix
         numbers = np.arange(self._encoder.row, self._encoder.row + rows, dtype=">u8").tobytes().hex().upper()
         digits[:, -_ROW_DIGITS:] = np.frombuffer(numbers.encode(), np.uint8).reshape(rows, 16)[:, -_ROW_DIGITS:]
-        derived = _fixed(digits).cast(pa.string())
+        derived = fixed(digits).cast(pa.string())
         return derived if given is None else pc.coalesce(given, derived)
 
     def _entries(self) -> _Entries | None:
@@ -495,14 +397,14 @@ class _Slice:
             return np.full(self._rows, default_ms, np.int64)
         raw = values.cast(pa.timestamp("us")).cast(pa.int64()).fill_null(0).to_numpy()  # Spark's unit
         times = -(-raw // 1000) if up else raw // 1000
-        return cast(_Int64s, np.where(_nulls(values), default_ms, times))
+        return cast(_Int64s, np.where(nulls(values), default_ms, times))
 
     # -- delayed rows ------------------------------------------------------------------------------------------------
 
     def _delayed(self) -> npt.NDArray[np.intp]:
         """Rows that are delayed. Refuses two delays in a row."""
         delayed = np.zeros(self._rows, np.bool_)
-        given = [~_nulls(self._columns[name]) for name in _DELAYS if name in self._columns]
+        given = [~nulls(self._columns[name]) for name in _DELAYS if name in self._columns]
         if given:
             rule = f"of {', '.join(_DELAYS)} only one"
             self._refuse_first(np.sum(given, axis=0) > 1, "delay_level", lambda _: "not alone", rule)
@@ -512,7 +414,7 @@ class _Slice:
             self._refuse_first((numbers < 0) | (numbers >= _TOO_LONG), name, numbers.item, rule)
             delayed |= numbers > 0
         if "deliver_time" in self._columns:
-            delayed |= ~_nulls(self._columns["deliver_time"])
+            delayed |= ~nulls(self._columns["deliver_time"])
         return np.flatnonzero(delayed)
 
     def _route(
@@ -579,8 +481,8 @@ class _Copies(_Slice):
 
     def encode(self) -> Encoded:
         stored = self._columns["record"]
-        self._refuse_first(_nulls(stored), "record", lambda _: "null", "its message was damaged; leave such rows out")
-        data, edges = _flat(stored)
+        self._refuse_first(nulls(stored), "record", lambda _: "null", "its message was damaged; leave such rows out")
+        data, edges = flat(stored)
         headers = self._gather(data.data, edges)
         own = text(cut(data, headers.topic_position, headers.topic_position + headers.topic_size))
         tails = has_crc_tail(data.data, headers)
@@ -593,19 +495,19 @@ class _Copies(_Slice):
         topics = self._topics()
         queues = self._queues(topics, None)
         topic_at = headers.topic_position - np.where(headers.magic == record.MAGIC_V2, 2, 1)
-        lengths = _fixed(property_sizes.astype(">i2"))
+        lengths = fixed(property_sizes.astype(">i2"))
         topic, magics = self._topic_pieces(topics)
         parts = (cut(data, headers.positions, topic_at), topic, lengths, properties)
-        data, edges = _flat(pc.binary_join_element_wise(*parts, _NOTHING))
+        data, edges = flat(pc.binary_join_element_wise(*parts, _NOTHING))
         data, starts, sizes = data.copy(), edges[:-1].astype(np.int64), np.diff(edges).astype(np.int64)
         self._check_sizes(sizes, self._rules.max_record_bytes, "record")
-        _write(data, ">i4", starts + record.TOTAL_SIZE_AT, sizes)
-        _write(data, ">i4", starts + record.MAGIC_AT, magics)
-        _write(data, ">i4", starts + record.CHECKSUM_AT, 0)
-        _write(data, ">i4", starts + record.QUEUE_ID_AT, queues)
-        _write(data, ">i8", starts + record.QUEUE_OFFSET_AT, 0)
-        _write(data, ">i8", starts + record.PHYSICAL_OFFSET_AT, 0)
-        _write(data, ">i8", starts + record.STORE_TIMESTAMP_AT_V4 + (headers.born_host_size - IPV4_BYTES), 0)
+        write_numbers(data, ">i4", starts + record.TOTAL_SIZE_AT, sizes)
+        write_numbers(data, ">i4", starts + record.MAGIC_AT, magics)
+        write_numbers(data, ">i4", starts + record.CHECKSUM_AT, 0)
+        write_numbers(data, ">i4", starts + record.QUEUE_ID_AT, queues)
+        write_numbers(data, ">i8", starts + record.QUEUE_OFFSET_AT, 0)
+        write_numbers(data, ">i8", starts + record.PHYSICAL_OFFSET_AT, 0)
+        write_numbers(data, ">i8", starts + record.STORE_TIMESTAMP_AT_V4 + (headers.born_host_size - IPV4_BYTES), 0)
         return Encoded(memoryview(data.data), sizes, self._counted(topics, queues), self._found)
 
     def _gather(self, data: memoryview, edges: _Int32s) -> Headers:
@@ -655,14 +557,14 @@ class _Entries:
         self._column = column
         self.rows = pc.list_parent_indices(lists).to_numpy()
         """Row of each entry."""
-        self.names, self.values = (_small(pc.struct_field(entries, i)) for i in (0, 1))
+        self.names, self.values = (small(pc.struct_field(entries, i)) for i in (0, 1))
 
     @property
     def bytes(self) -> Any:
         """A value a row. Entries lie side by side, so the end of one row's is the beginning of the next one's."""
         names, values = self.names.cast(pa.binary()), self.values.cast(pa.binary())
         pieces = pc.binary_join_element_wise(names, _NAME_END, values, _PAIR_END, _NOTHING)
-        data, edges = _flat(pieces.fill_null(_NOTHING) if pieces.null_count else pieces)
+        data, edges = flat(pieces.fill_null(_NOTHING) if pieces.null_count else pieces)
         count = len(self._column)
         ends = edges[np.append(0, np.bincount(self.rows, minlength=count).cumsum())]
         return pa.Array.from_buffers(pa.binary(), count, [None, pa.py_buffer(ends), pa.py_buffer(data)])
@@ -708,13 +610,6 @@ def _origin(data: memoryview, headers: Headers) -> Callable[[int], str]:
         return f"{topic}, queue {headers.queue_id[row]}, offset {headers.queue_offset[row]}"
 
     return said
-
-
-def _write(data: npt.NDArray[np.uint8], kind: str, positions: _Int64s, values: Any) -> None:
-    """Write a number at each of these positions, which need not be aligned."""
-    dtype = np.dtype(kind)
-    everywhere: npt.NDArray[Any] = np.ndarray((len(data) - dtype.itemsize + 1,), dtype, data.data, 0, (1,))
-    everywhere[positions] = values
 
 
 _DELAYS: Final = ("delay_level", "deliver_time", "delay_seconds")

@@ -42,9 +42,9 @@ from mqstore.log.commitlog import ALLOWANCE
 from mqstore.log.manifest import MANIFEST, NOT_YET
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
-from mqstore.spark.encode import Rules, TopicRule
 from mqstore.spark.options import SinkOptions
 from mqstore.spark.plan import StoreName, open_store
+from mqstore.spark.rules import Rules, TopicRule
 from mqstore.spark.sets import MEMBERS, RECORDED, SET_FILE, read_set
 from mqstore.spark.staging import STAGING, ShardInfo, clean, folders, make_folders, transaction_folder
 

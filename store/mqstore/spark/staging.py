@@ -29,7 +29,8 @@ from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.log.bulk.shard import shard_json
 from mqstore.options import Profile
-from mqstore.spark.encode import Encoded, TopicRule
+from mqstore.spark.encode import Encoded
+from mqstore.spark.rules import TopicRule
 
 __all__ = ["STAGING", "ShardInfo", "clean", "folders", "make_folders", "transaction_folder", "write_shards"]
 

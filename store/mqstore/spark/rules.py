@@ -1,0 +1,50 @@
+"""What the target of a write takes (spark#encode): plain values, made where a job is planned, and sent to its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from mqstore.broker.names import check_user_topic
+from mqstore.broker.selection import GroupHash
+from mqstore.errors import InvalidMessageError
+from mqstore.log.commitlog import ALLOWANCE
+from mqstore.options import DEFAULT_DELAY_LEVELS, Profile, StoreConfig, delay_table_ms, seconds
+
+__all__ = ["Rules", "TopicRule"]
+
+_DEFAULTS: Final = StoreConfig()
+
+
+class TopicRule(NamedTuple):
+    """A topic that is there: queues to choose among, queues that a row may name, and why nobody may write to it."""
+
+    write_queues: int
+    queues: int
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the target's store takes."""
+
+    topics: Mapping[str, TopicRule] = field(default_factory=dict)
+    new_queues: int = 8
+    """Queues of a topic that is not there."""
+    group_hash: GroupHash = "jump"
+    levels: int = len(delay_table_ms(DEFAULT_DELAY_LEVELS))
+    max_delay_ms: int = int(seconds(_DEFAULTS.max_delay, "max_delay") * 1000)
+    max_body_bytes: int = _DEFAULTS.max_message_size
+    max_record_bytes: int = _DEFAULTS.max_message_size + ALLOWANCE
+    profile: Profile = "mqstore"
+
+    def topic(self, name: str) -> TopicRule:
+        """What holds for a topic. InvalidMessageError, NotPermittedError for one that rows may not go to."""
+        known = self.topics.get(name)
+        if known is None:
+            check_user_topic(name)
+            return TopicRule(self.new_queues, self.new_queues)
+        if known.refused:
+            raise InvalidMessageError(known.refused, "topic")
+        return known
