@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
+from mqstore.broker.halves import CHECK_AFTER_MS, CHECK_EVERY_MS
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP
 from mqstore.broker.parts import Parts
 from mqstore.broker.transactionops import OP_EVERY_MS
 from mqstore.broker.transactions import (
-    CHECK_AFTER_MS,
-    CHECK_EVERY_MS,
     NOT_ASKED,
     TransactionHandle,
     Transactions,

@@ -23,10 +23,11 @@ from typing import Any
 
 import pytest
 
+from mqstore.broker.halves import CHECK_EVERY_MS, TransactionHandle
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC
 from mqstore.broker.parts import Parts
 from mqstore.broker.retention import all_pins, oldest_of
-from mqstore.broker.transactions import CHECK_EVERY_MS, TransactionHandle, Transactions
+from mqstore.broker.transactions import Transactions
 from mqstore.log.message import Message
 from mqstore.options import Durability
 from tests.broker.support import advance, clock_of, new_parts, settle

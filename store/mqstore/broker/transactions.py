@@ -34,13 +34,12 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
-from heapq import nsmallest
-from typing import Final, Literal, NamedTuple, cast
+from typing import Final, Literal, cast
 
 from mqstore.broker.admin.statistics import COMMIT_NUMS, ROLLBACK_NUMS
+from mqstore.broker.halves import CHECK_EVERY_MS, Ended, Half, Halves, TransactionHandle, number_of
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP
 from mqstore.broker.parts import Parts, Pin, Wake, messages_of
 from mqstore.broker.selection import RoundRobin
@@ -81,20 +80,15 @@ __all__ = ["NOT_ASKED", "NotAsked", "Outcome", "TransactionHandle", "Transaction
 
 _log = logging.getLogger("mqstore")
 
-CHECK_AFTER_MS: Final = 6_000
-CHECK_EVERY_MS: Final = 30_000
 _IMMUNITY_MAX_S: Final = 366 * 86_400
 _RETURN_MS: Final = 600_000
 """How long after an opening producers may take to be there for a check."""
 CHECKS_MAX: Final = 15
-_ENDED_KEPT: Final = 20_000
-"""Transactions whose outcome is remembered, so that a repeated answer is told from a contradiction."""
 _CHECKS_A_RUN: Final = 32
 """Callbacks before other mechanisms get their turn."""
 _QUEUE: Final = 0
 
 Outcome = Literal["commit", "rollback", "unknown"]
-_Ended = Literal["commit", "rollback", "discard"]
 
 
 class NotAsked(Enum):
@@ -105,42 +99,6 @@ class NotAsked(Enum):
 
 NOT_ASKED: Final = NotAsked.NOT_ASKED
 CheckCallback = Callable[[Message], bool | NotAsked | None]
-
-
-class TransactionHandle(NamedTuple):
-    """An open transaction; good as long as its half message, over restarts too."""
-
-    transaction_id: str
-    topic: str
-    """Where the message goes on commit."""
-    producer_group: str
-    offset: int
-    """Queue offset of the half message."""
-    physical_offset: int
-
-
-class _Half:
-    """One half message. `lock` is held while it ends, so that it ends once."""
-
-    __slots__ = ("checks", "ended", "handle", "immunity_ms", "lock", "next_ms", "receipt", "recovered", "stored_ms")
-
-    def __init__(self, handle: TransactionHandle, stored_ms: int, immunity: str | None, *, recovered: bool) -> None:
-        self.handle = handle
-        self.stored_ms = stored_ms
-        self.immunity_ms = _immunity_ms(immunity)
-        """None: it has none of its own."""
-        self.next_ms = self.first_ms
-        self.checks = 0
-        self.recovered = recovered
-        """Whether an earlier process may have committed it."""
-        self.ended: _Ended | None = None
-        self.receipt: SendReceipt | None = None
-        self.lock = threading.Lock()
-
-    @property
-    def first_ms(self) -> int:
-        """When its producer is first asked."""
-        return self.stored_ms + (self.immunity_ms or CHECK_AFTER_MS)
 
 
 class Transactions:
@@ -167,12 +125,7 @@ class Transactions:
         self._age_ms = None if age is None else milliseconds(age, "retention.age")
         self._callbacks: dict[str | None, CheckCallback] = {}
         self._lock = threading.Lock()
-        self._open: dict[int, _Half] = {}
-        """By queue offset of the half."""
-        self._by_id: dict[str, _Half] = {}
-        self._beginning: dict[str, int] = {}
-        """Id -> an offset that its half, being put just now, will not lie below."""
-        self._ended: OrderedDict[str, _Half] = OrderedDict()
+        self._halves = Halves()
         self._promised_ms: int | None = None
         """What the last `run_once` said."""
         self._last_ms = self._opened_ms = parts.clock.now_ms()
@@ -207,21 +160,20 @@ class Transactions:
     def _recover(self, message: Message, done: set[int]) -> bool:
         """False when nobody can tell where it goes."""
         properties = message.stored_properties()
-        before = _number(properties.get(TRAN_PREPARED_QUEUE_OFFSET))
+        before = number_of(properties.get(TRAN_PREPARED_QUEUE_OFFSET))
         if before is not None and before in done:
             return True  # RocketMQ's copy of a half that has ended
         topic = properties.get(REAL_TOPIC)
-        if topic is None or _number(properties.get(REAL_QID)) is None:
+        if topic is None or number_of(properties.get(REAL_QID)) is None:
             return False
         handle = TransactionHandle(
             message.unique_key, topic, properties.get(PGROUP, ""), message.offset, message.physical_offset
         )
-        half = _Half(handle, message.store_timestamp_ms, properties.get(CHECK_IMMUNITY_TIME_IN_SECONDS), recovered=True)
-        half.checks = max(0, _number(properties.get(TRANSACTION_CHECK_TIMES)) or 0)
+        half = Half(handle, message.store_timestamp_ms, properties.get(CHECK_IMMUNITY_TIME_IN_SECONDS), recovered=True)
+        half.checks = max(0, number_of(properties.get(TRANSACTION_CHECK_TIMES)) or 0)
         if half.stored_ms > self._last_ms:  # the clock was set back meanwhile
             half.next_ms = self._last_ms
-        self._open[message.offset] = half
-        self._by_id[handle.transaction_id] = half
+        self._halves.recover(half)
         return True
 
     # -- beginning --------------------------------------------------------------------------------------------------
@@ -275,7 +227,7 @@ class Transactions:
         already, a queue that the topic does not have, a producer group without a name. When it raises FlushTimeoutError
         the half is stored and rolled back: the caller must not run what the transaction was for.
         """
-        if (_number(properties.get(DELAY)) or 0) > 0:
+        if (number_of(properties.get(DELAY)) or 0) > 0:
             raise InvalidMessageError("a transaction cannot be delayed by a level; use a timer", "delay_level")
         if not producer_group:
             raise InvalidMessageError("a transaction needs a producer group, which is asked about it", "producer_group")
@@ -300,9 +252,10 @@ class Transactions:
         _check_room(visible)
         stored = {**marked, REAL_TOPIC: topic, REAL_QID: str(queue_id)}
         self._parts.topics.ensure(HALF_TOPIC, 1)
-        self._announce(identity)
+        bounds = self._store.offsets_or_none(HALF_TOPIC, _QUEUE)
+        self._halves.announce(identity, bounds[1] if bounds else 0)
         late: FlushTimeoutError | None = None
-        half: _Half | None = None
+        half: Half | None = None
         try:
             try:
                 receipt = self._store.append(
@@ -318,31 +271,14 @@ class Transactions:
                 receipt, late = cast(SendReceipt, error.receipt), error
             handle = TransactionHandle(identity, topic, producer_group, receipt.offset, receipt.physical_offset)
             immunity = stored.get(CHECK_IMMUNITY_TIME_IN_SECONDS)
-            half = _Half(handle, receipt.store_timestamp_ms, immunity, recovered=False)
+            half = Half(handle, receipt.store_timestamp_ms, immunity, recovered=False)
         finally:
-            self._enter(identity, half)
+            self._halves.enter(identity, half)
         if late is not None:
             self.end(handle, "rollback", from_check=True)
             raise late
         self._due_at(half.next_ms)
         return handle
-
-    def _announce(self, identity: str) -> None:
-        """Hold progress where it is for a half that is about to be put."""
-        bounds = self._store.offsets_or_none(HALF_TOPIC, _QUEUE)
-        with self._lock:
-            if identity in self._by_id or identity in self._beginning:
-                raise InvalidMessageError(
-                    f"transaction {identity!r} is open; a unique key names one message", "unique_key"
-                )
-            self._beginning[identity] = bounds[1] if bounds else 0
-
-    def _enter(self, identity: str, half: _Half | None) -> None:
-        with self._lock:
-            del self._beginning[identity]
-            if half is not None:
-                self._ended.pop(identity, None)
-                self._by_id[identity] = self._open[half.handle.offset] = half
 
     # -- ending -----------------------------------------------------------------------------------------------------
 
@@ -367,7 +303,7 @@ class Transactions:
             raise ConfigError(f"a transaction ends with 'commit' or 'rollback' ('unknown': not yet), not {outcome!r}")
         if outcome == "unknown":
             return None
-        half = self._half(transaction)
+        half = self._halves.find(transaction)
         late: FlushTimeoutError | None = None
         with half.lock:
             if half.ended is None and half.recovered and self._committed_before(half):
@@ -390,16 +326,7 @@ class Transactions:
             self._store.flush()
         return half.receipt
 
-    def _half(self, transaction: TransactionHandle | str) -> _Half:
-        identity = transaction if isinstance(transaction, str) else transaction.transaction_id
-        with self._lock:
-            half = None if isinstance(transaction, str) else self._open.get(transaction.offset)
-            half = half or self._by_id.get(identity) or self._ended.get(identity)
-        if half is None or (not isinstance(transaction, str) and half.handle != transaction):
-            raise InvalidMessageError(f"no transaction {identity[:150]!r} is known here", "transaction_id")
-        return half
-
-    def _refuse_late(self, half: _Half) -> None:
+    def _refuse_late(self, half: Half) -> None:
         age_ms = self._clock.now_ms() - half.stored_ms
         if half.immunity_ms is not None and age_ms > half.immunity_ms:
             raise TransactionStateError(
@@ -408,7 +335,7 @@ class Transactions:
                 None,
             )
 
-    def _commit(self, half: _Half, durability: Durability | None) -> FlushTimeoutError | None:
+    def _commit(self, half: Half, durability: Durability | None) -> FlushTimeoutError | None:
         """Put the visible message; the error of a put whose durability is unknown."""
         message = self._store.at(half.handle.physical_offset)
         properties = message.stored_properties()
@@ -438,7 +365,7 @@ class Transactions:
             return error
         return None
 
-    def _committed_before(self, half: _Half) -> bool:
+    def _committed_before(self, half: Half) -> bool:
         """Whether the log holds this half's commit, though no op says so: the process died between the two."""
         for topic in (half.handle.topic, TIMER_TOPIC):
             for message in self._store.find(topic, unique_key=half.handle.transaction_id, limit=sys.maxsize):
@@ -450,19 +377,11 @@ class Transactions:
         half.recovered = False
         return False
 
-    def _end(self, half: _Half, outcome: _Ended) -> None:
+    def _end(self, half: Half, outcome: Ended) -> None:
         """Note that a half has ended, and gather its op. Never fails: what is decided is decided."""
-        offset = half.handle.offset
-        with self._lock:
-            half.ended = outcome
-            self._open.pop(offset, None)
-            if self._by_id.get(half.handle.transaction_id) is half:
-                del self._by_id[half.handle.transaction_id]
-            self._ended[half.handle.transaction_id] = half
-            while len(self._ended) > _ENDED_KEPT:
-                self._ended.popitem(last=False)
+        self._halves.end(half, outcome)
         self._parts.statistics.add(_COUNTERS[outcome], half.handle.topic)
-        if self._ops.add(offset):
+        if self._ops.add(half.handle.offset):
             try:
                 self._ops.write()
             except MQStoreError as error:  # it is ended all the same; `run_once` writes them when it can
@@ -488,10 +407,7 @@ class Transactions:
                 self._callbacks.pop(producer_group, None)
                 return
             self._callbacks[producer_group] = callback
-            for half in self._open.values():
-                waits = producer_group is None or half.handle.producer_group == producer_group
-                if waits and not half.checks and half.next_ms > half.first_ms:
-                    half.next_ms = half.first_ms
+        self._halves.ask_anew(producer_group)
         self._wake()
 
     def _due_at(self, when_ms: int) -> None:
@@ -499,7 +415,7 @@ class Transactions:
         if self._promised_ms is None or when_ms < self._promised_ms:
             self._wake()
 
-    def _check(self, half: _Half, now_ms: int) -> None:
+    def _check(self, half: Half, now_ms: int) -> None:
         """Ask what became of a half, or give it up."""
         try:
             message = self._store.at(half.handle.physical_offset)
@@ -540,7 +456,7 @@ class Transactions:
         elif too_old and now_ms - self._opened_ms >= _RETURN_MS:
             self._give_up(half, message, f"it is {age_ms // 3_600_000} hours old, and nobody can be asked")
 
-    def _give_up(self, half: _Half, message: Message | None, why: str) -> None:
+    def _give_up(self, half: Half, message: Message | None, why: str) -> None:
         """Move a half to where nobody asks about it any more, but an operator can find it."""
         with half.lock:
             if half.ended is not None:
@@ -575,34 +491,20 @@ class Transactions:
 
     def run_once(self, now_ms: int) -> int | None:
         """Write gathered ops, ask about what is due, let go of what is done; when to come again."""
-        self._notice_clock(now_ms)
+        if now_ms < self._last_ms:
+            self._halves.clock_set_back(now_ms)
+        self._last_ms = now_ms
         due_ms = self._ops.due_ms
         if due_ms is not None and not due_ms - OP_EVERY_MS <= now_ms < due_ms:
             self._ops.write()
-        with self._lock:
-            late = (half for half in self._open.values() if half.next_ms <= now_ms)
-            due = nsmallest(_CHECKS_A_RUN, late, key=lambda half: (half.next_ms, half.handle.offset))
-        for half in due:
+        for half in self._halves.due(now_ms, _CHECKS_A_RUN):
             if half.ended is None:  # else the check of another one has ended it
                 half.next_ms = now_ms + CHECK_EVERY_MS
                 self._check(half, now_ms)
         self._note_progress()
-        due_ms = self._ops.due_ms
-        with self._lock:
-            times = [half.next_ms for half in self._open.values()]
-            self._promised_ms = min(times if due_ms is None else [*times, due_ms], default=None)
+        times = (each for each in (self._halves.next_ms(), self._ops.due_ms) if each is not None)
+        self._promised_ms = min(times, default=None)
         return self._promised_ms
-
-    def _notice_clock(self, now_ms: int) -> None:
-        """After the wall clock was set back, nobody waits for it to come to where it was."""
-        if now_ms < self._last_ms:
-            with self._lock:
-                for half in self._open.values():
-                    if half.next_ms > now_ms + CHECK_EVERY_MS and now_ms < half.stored_ms:
-                        half.next_ms = now_ms
-                    elif half.next_ms > now_ms + CHECK_EVERY_MS + (half.immunity_ms or 0):
-                        half.next_ms = now_ms + CHECK_EVERY_MS
-        self._last_ms = now_ms
 
     def _note_progress(self) -> None:
         """Move the two committed offsets over what is done. A half whose op is only gathered is done: nobody will ever
@@ -610,12 +512,9 @@ class Transactions:
         bounds = self._store.offsets_or_none(HALF_TOPIC, _QUEUE)
         if bounds is None:
             return
-        with self._lock:
-            # What began after `bounds` was asked for lies behind it; what is being put lies behind its mark.
-            first = min(bounds[1], min(self._open, default=bounds[1]), min(self._beginning.values(), default=bounds[1]))
-            half_done = max(first, self._half_done)
-            moved = half_done != self._half_done
-            self._half_done = half_done
+        half_done = max(self._halves.first_needed(bounds[1]), self._half_done)
+        moved = half_done != self._half_done
+        self._half_done = half_done
         op_done = self._ops.needed_from(half_done)
         offsets = self._parts.offsets
         if moved or offsets.committed(TRANS_GROUP, HALF_TOPIC, _QUEUE) is None:
@@ -630,8 +529,7 @@ class Transactions:
 
     def pins(self) -> Iterator[Pin]:
         """The oldest open half."""
-        with self._lock:
-            half = self._open[min(self._open)] if self._open else None
+        half = self._halves.oldest()
         if half is not None:
             why = f"transaction {half.handle.transaction_id} of producer group {half.handle.producer_group} is open"
             yield Pin(half.handle.physical_offset, HALF_TOPIC, _QUEUE, TRANS_GROUP, why)
@@ -640,17 +538,15 @@ class Transactions:
 
     def get(self, transaction_id: str) -> TransactionHandle | None:
         """The open transaction of that id."""
-        half = self._by_id.get(transaction_id)
-        return None if half is None else half.handle
+        return self._halves.open_id(transaction_id)
 
     def open_transactions(self) -> list[TransactionHandle]:
         """What is open, oldest first."""
-        with self._lock:
-            return [self._open[offset].handle for offset in sorted(self._open)]
+        return self._halves.handles()
 
     def open_count(self) -> int:
         """How many are open."""
-        return len(self._open)
+        return len(self._halves)
 
 
 _COUNTERS: Final[Mapping[str, str]] = {
@@ -660,21 +556,8 @@ _COUNTERS: Final[Mapping[str, str]] = {
 }
 
 
-def _number(text: str | None) -> int | None:
-    try:
-        return None if text is None else int(text)
-    except ValueError:
-        return None
-
-
 def _check_room(properties: Mapping[str, str]) -> None:
     """InvalidMessageError for properties of a timer that a half message would have room for, and its commit not."""
     room = MAX_PROPERTIES_BYTES - CRC_TAIL_BYTES
     if TIMER_OUT_MS in properties and (size := len(encode_properties(properties))) > room:
         raise InvalidMessageError(f"with those of its timer the properties take {size} bytes, of {room}", "properties")
-
-
-def _immunity_ms(text: str | None) -> int | None:
-    """Immunity that a message asks for, 6 s at least; None for one that asks for none, or for nonsense."""
-    wanted = _number(text)
-    return None if wanted is None or wanted < 0 else max(wanted * 1000, CHECK_AFTER_MS)

@@ -1,0 +1,179 @@
+"""The half messages of a store that are open, and those that ended a while ago (delivery#transactions)."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from heapq import nsmallest
+from typing import Final, Literal, NamedTuple
+
+from mqstore.errors import InvalidMessageError
+from mqstore.log.commitlog import SendReceipt
+
+__all__ = ["CHECK_AFTER_MS", "CHECK_EVERY_MS", "Ended", "Half", "Halves", "TransactionHandle", "number_of"]
+
+CHECK_AFTER_MS: Final = 6_000
+CHECK_EVERY_MS: Final = 30_000
+_ENDED_KEPT: Final = 20_000
+"""Transactions whose outcome is remembered, so that a repeated answer is told from a contradiction."""
+
+Ended = Literal["commit", "rollback", "discard"]
+
+
+class TransactionHandle(NamedTuple):
+    """An open transaction; good as long as its half message, over restarts too."""
+
+    transaction_id: str
+    topic: str
+    """Where the message goes on commit."""
+    producer_group: str
+    offset: int
+    """Queue offset of the half message."""
+    physical_offset: int
+
+
+class Half:
+    """One half message. `lock` is held while it ends, so that it ends once."""
+
+    __slots__ = ("checks", "ended", "handle", "immunity_ms", "lock", "next_ms", "receipt", "recovered", "stored_ms")
+
+    def __init__(self, handle: TransactionHandle, stored_ms: int, immunity: str | None, *, recovered: bool) -> None:
+        self.handle = handle
+        self.stored_ms = stored_ms
+        self.immunity_ms = _immunity_ms(immunity)
+        """None: it has none of its own."""
+        self.next_ms = self.first_ms
+        self.checks = 0
+        self.recovered = recovered
+        """Whether an earlier process may have committed it."""
+        self.ended: Ended | None = None
+        self.receipt: SendReceipt | None = None
+        self.lock = threading.Lock()
+
+    @property
+    def first_ms(self) -> int:
+        """When its producer is first asked."""
+        return self.stored_ms + (self.immunity_ms or CHECK_AFTER_MS)
+
+
+class Halves:
+    """A table. Thread-safe; its lock is the innermost one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, Half] = {}
+        """By queue offset of the half."""
+        self._by_id: dict[str, Half] = {}
+        self._beginning: dict[str, int] = {}
+        """Id -> an offset that its half, being put just now, will not lie below."""
+        self._ended: OrderedDict[str, Half] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def announce(self, identity: str, offset: int) -> None:
+        """Hold progress where it is for a half that is about to be put, at `offset` or behind it. InvalidMessageError
+        for an id that is open."""
+        with self._lock:
+            if identity in self._by_id or identity in self._beginning:
+                raise InvalidMessageError(
+                    f"transaction {identity!r} is open; a unique key names one message", "unique_key"
+                )
+            self._beginning[identity] = offset
+
+    def enter(self, identity: str, half: Half | None) -> None:
+        """Take in what was announced; None: it was not put."""
+        with self._lock:
+            del self._beginning[identity]
+            if half is not None:
+                self._ended.pop(identity, None)
+                self._by_id[identity] = self._open[half.handle.offset] = half
+
+    def recover(self, half: Half) -> None:
+        """Take in one that an earlier process put."""
+        self._by_id[half.handle.transaction_id] = self._open[half.handle.offset] = half
+
+    def end(self, half: Half, outcome: Ended) -> None:
+        """Note that a half has ended."""
+        identity = half.handle.transaction_id
+        with self._lock:
+            half.ended = outcome
+            self._open.pop(half.handle.offset, None)
+            if self._by_id.get(identity) is half:
+                del self._by_id[identity]
+            self._ended[identity] = half
+            while len(self._ended) > _ENDED_KEPT:
+                self._ended.popitem(last=False)
+
+    def find(self, transaction: TransactionHandle | str) -> Half:
+        """The half of a transaction, open or ended. InvalidMessageError for one that is not known."""
+        identity = transaction if isinstance(transaction, str) else transaction.transaction_id
+        with self._lock:
+            half = None if isinstance(transaction, str) else self._open.get(transaction.offset)
+            half = half or self._by_id.get(identity) or self._ended.get(identity)
+        if half is None or (not isinstance(transaction, str) and half.handle != transaction):
+            raise InvalidMessageError(f"no transaction {identity[:150]!r} is known here", "transaction_id")
+        return half
+
+    def open_id(self, transaction_id: str) -> TransactionHandle | None:
+        """The open transaction of that id."""
+        half = self._by_id.get(transaction_id)
+        return None if half is None else half.handle
+
+    def handles(self) -> list[TransactionHandle]:
+        """What is open, oldest first."""
+        with self._lock:
+            return [self._open[offset].handle for offset in sorted(self._open)]
+
+    def oldest(self) -> Half | None:
+        """The open half with the lowest offset."""
+        with self._lock:
+            return self._open[min(self._open)] if self._open else None
+
+    def first_needed(self, end: int) -> int:
+        """The offset of the first half that is open or being put; `end` if there is none. `end` was looked up before:
+        what began since lies behind it."""
+        with self._lock:
+            return min(end, min(self._open, default=end), min(self._beginning.values(), default=end))
+
+    def due(self, now_ms: int, count: int) -> list[Half]:
+        """The `count` open ones that are due for a check, or have been for longest."""
+        with self._lock:
+            late = (half for half in self._open.values() if half.next_ms <= now_ms)
+            return nsmallest(count, late, key=lambda half: (half.next_ms, half.handle.offset))
+
+    def next_ms(self) -> int | None:
+        """When the next one is due for a check."""
+        with self._lock:
+            return min((half.next_ms for half in self._open.values()), default=None)
+
+    def ask_anew(self, producer_group: str | None) -> None:
+        """Have those be due that waited for somebody of this group to ask; None: of any group."""
+        with self._lock:
+            for half in self._open.values():
+                waits = producer_group is None or half.handle.producer_group == producer_group
+                if waits and not half.checks and half.next_ms > half.first_ms:
+                    half.next_ms = half.first_ms
+
+    def clock_set_back(self, now_ms: int) -> None:
+        """The wall clock was set back: nobody waits for it to come to where it was."""
+        with self._lock:
+            for half in self._open.values():
+                if half.next_ms > now_ms + CHECK_EVERY_MS and now_ms < half.stored_ms:
+                    half.next_ms = now_ms
+                elif half.next_ms > now_ms + CHECK_EVERY_MS + (half.immunity_ms or 0):
+                    half.next_ms = now_ms + CHECK_EVERY_MS
+
+
+def number_of(text: str | None) -> int | None:
+    """The number that a property says; None for none, and for nonsense."""
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        return None
+
+
+def _immunity_ms(text: str | None) -> int | None:
+    """Immunity that a message asks for, 6 s at least; None for one that asks for none, or for nonsense."""
+    wanted = number_of(text)
+    return None if wanted is None or wanted < 0 else max(wanted * 1000, CHECK_AFTER_MS)
