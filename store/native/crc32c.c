@@ -58,7 +58,6 @@ uint32_t crc32c_record(const uint8_t *record, size_t n) { return sum_of_record(r
 #ifdef __ARM_FEATURE_CRC32 /* of every processor that this is compiled for, as on macOS */
 #define HAS_INSTRUCTION true
 #elif defined(__linux__)
-#include <asm/hwcap.h>
 #include <sys/auxv.h>
 #define HAS_INSTRUCTION ((getauxval(AT_HWCAP) & HWCAP_CRC32) != 0)
 #else
