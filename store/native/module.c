@@ -3,10 +3,22 @@
 
 #include "native.h"
 
+#include <stdatomic.h>
+
+/* fence(): neither loads nor stores of this thread pass it. */
+static PyObject *native_fence(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("fence", nargs, 0))
+        return NULL;
+    atomic_thread_fence(memory_order_seq_cst);
+    Py_RETURN_NONE;
+}
+
 #define FUNCTION(name, doc) {#name, (PyCFunction)(void (*)(void))native_##name, METH_FASTCALL, doc}
 
 static PyMethodDef functions[] = {
     FUNCTION(walk, "walk(buffer, start, end, limit) -> (positions, stop)"),
+    FUNCTION(fence, "fence()"),
     FUNCTION(crc32c_by_table, "crc32c_by_table(wanted) -> bool: for tests"),
     FUNCTION(sweep,
              "sweep(buffer, start, stop, base, limit, checksums, populated, longs, ints) -> "
