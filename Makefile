@@ -19,6 +19,8 @@
 #   make hostile  commands on stores whose files and folders are links, pipes, devices: N=30000 of such cases (all)
 #   make salvage  every kind of damage on every kind of store, and N=200 random stores with random damage
 #   make sanitize  tests of the compiled parts under the address and undefined-behaviour sanitizers (needs gcc)
+#   make arm64   tests of the compiled parts on Linux arm64, emulated (needs Debian, its cross-compiler and qemu; ARM64="tests" chooses)
+#   make wheel   a wheel, checked by auditwheel, installed where there is no compiler, and used there
 #   make docs    docs/commands.md, and the tables of docs/spark-options.md, from the code; fails if one was stale (and makes it fresh)
 #   make clean   remove the environment, caches and var/
 #
@@ -35,6 +37,8 @@ N     ?= 5000
 ROCKETMQ ?= 5.3.3
 PYSPARK ?=
 COVER ?=
+ARM64 ?=
+WHEEL := var/wheel
 SPARK_VENV := .venv-spark$(PYSPARK:%=-%)
 # One more than there are processors: tests wait for disks, other processes and clocks.
 JOBS  ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
@@ -44,7 +48,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash descriptors retention hostile salvage stress interrupts sanitize docs clean
+.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash descriptors retention hostile salvage stress interrupts sanitize arm64 wheel docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -133,6 +137,19 @@ salvage: $(VENV)/stamp-dev
 sanitize: $(VENV)/stamp-dev
 	$(BIN)/python tests/sanitized.py
 
+arm64: $(VENV)/stamp-dev
+	$(BIN)/python tests/arm64.py $(ARM64)
+
+# What auditwheel makes names every Linux that it runs on; elsewhere the wheel stays as it was built.
+wheel: $(VENV)/stamp-wheel
+	rm -rf $(WHEEL)
+	MQSTORE_NATIVE=require $(PIP) wheel --no-deps --no-build-isolation --wheel-dir $(WHEEL) .
+	if [ -x $(BIN)/auditwheel ]; then $(BIN)/auditwheel show $(WHEEL)/*.whl && \
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --wheel-dir $(WHEEL) $(WHEEL)/*.whl && rm $(WHEEL)/*-linux_*.whl; fi
+	$(BIN)/python -m venv --without-pip $(WHEEL)/venv
+	PATH=/nowhere $(PIP) --python $(WHEEL)/venv/bin/python install $(WHEEL)/*.whl
+	env -i PATH=/nowhere $(CURDIR)/$(WHEEL)/venv/bin/python -I tests/installed.py
+
 docs: $(VENV)/stamp-dev
 	@stale=0; for page in docs/commands.md docs/spark-options.md; do \
 	$(BIN)/python -m mqstore_tools.docs $$page > $(VENV)/page.md || exit 1; \
@@ -154,10 +171,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 $(VENV)/stamp-core:  EXTRA :=
 $(VENV)/stamp-dev:   EXTRA := [dev]
 $(VENV)/stamp-bench: EXTRA := [bench]
+$(VENV)/stamp-wheel: EXTRA := [wheel]
 $(VENV)/stamp-spark: EXTRA := [dev,spark]
 $(VENV)/stamp-spark: PINNED := $(PYSPARK:%=pyspark==%)
 
-$(VENV)/stamp-core $(VENV)/stamp-dev $(VENV)/stamp-bench $(VENV)/stamp-spark: $(MADE_FOR) $(BIN)/python
+$(VENV)/stamp-core $(VENV)/stamp-dev $(VENV)/stamp-bench $(VENV)/stamp-wheel $(VENV)/stamp-spark: $(MADE_FOR) $(BIN)/python
 	@if cat $(MADE_FOR) 2>/dev/null | cmp -s - $@; then touch $@; else \
 	echo "installing mqstore$(EXTRA) $(PINNED) into $(VENV)"; \
 	$(PIP) install 'hatchling>=1.26' 'setuptools>=70.1' && $(PIP) install --no-build-isolation --editable '.$(EXTRA)' $(PINNED) && \

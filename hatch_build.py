@@ -1,14 +1,13 @@
 """The build hook of hatchling: compiles store/native to `mqstore._native`, if this machine can.
 
-Without a C compiler, and elsewhere than on CPython for Linux and x86-64, mqstore is installed without
-it and does the same by Python and numpy, more slowly. MQSTORE_NATIVE=0 leaves it out on purpose; MQSTORE_NATIVE=require
-makes it an error that it cannot be built.
+Without a C compiler, for an interpreter other than CPython, and on processors that native.h refuses, mqstore is
+installed without the module and does the same by Python and numpy, more slowly. MQSTORE_NATIVE=0 leaves it out on
+purpose; MQSTORE_NATIVE=require makes it an error that it cannot be built.
 """
 
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import sysconfig
 import tempfile
@@ -31,9 +30,8 @@ def sources_crc32(folder: Path) -> int:
 
 def compile_native(root: Path) -> Path:
     """Build the module into store/mqstore; its path. Raises whatever keeps it from being built."""
-    here = sys.implementation.name, sys.platform, platform.machine()
-    if here != ("cpython", "linux", "x86_64"):
-        raise RuntimeError(f"only for CPython on Linux and x86-64, not for {' '.join(here)}")
+    if sys.implementation.name != "cpython":
+        raise RuntimeError(f"only for CPython, not for {sys.implementation.name}")
     from setuptools import Distribution, Extension
 
     sources = root / "store" / "native"

@@ -75,11 +75,16 @@ def _listing(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
+def unpack_archive(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as file:
+        file.extraction_filter = getattr(tarfile, "data_filter", None)  # since Python 3.11.4
+        file.extractall(folder)
+
+
 @pytest.fixture
 def foreign(tmp_path: Path) -> Callable[[str], Path]:
     """`foreign(name)`: one of the stores with kinds of queues that only RocketMQ writes (tests/log/test_foreign.py)."""
-    with tarfile.open(_GOLDEN / "foreign.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack_archive(_GOLDEN / "foreign.tar.xz", tmp_path)
     return lambda name: tmp_path / name
 
 
@@ -91,8 +96,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GoldenSt
     def unpack(name: str) -> GoldenStore:
         if name not in masters:
             folder = tmp_path_factory.mktemp("golden")
-            with tarfile.open(_GOLDEN / f"{name}.tar.xz") as archive:
-                archive.extractall(folder, filter="data")
+            unpack_archive(_GOLDEN / f"{name}.tar.xz", folder)
             masters[name] = folder / name
         copy = tmp_path_factory.mktemp(name) / name
         shutil.copytree(masters[name], copy)

@@ -21,6 +21,15 @@ TESTS = ("tests/test_native.py", "tests/layout", "tests/log", *POP)
 FLAGS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g"
 
 
+def copy_sources(to: Path) -> None:
+    """What is built and tested, without a module that was compiled in another way."""
+    unwanted = shutil.ignore_patterns("_native.*", "__pycache__")
+    for name in ("store", "tools", "tests", "bench"):
+        shutil.copytree(ROOT / name, to / name, ignore=unwanted)
+    for name in ("pyproject.toml", "hatch_build.py"):
+        shutil.copy(ROOT / name, to / name)
+
+
 def build(copy: Path) -> None:
     """The module, in `copy`, by the hook that an installation uses."""
     os.environ.update(CFLAGS=FLAGS, LDFLAGS=FLAGS)
@@ -40,11 +49,7 @@ def library() -> str:
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mqstore-sanitized-") as folder:
         copy = Path(folder)
-        unwanted = shutil.ignore_patterns("_native.*", "__pycache__")
-        for name in ("store", "tools", "tests", "bench"):
-            shutil.copytree(ROOT / name, copy / name, ignore=unwanted)
-        for name in ("pyproject.toml", "hatch_build.py"):
-            shutil.copy(ROOT / name, copy / name)
+        copy_sources(copy)
         build(copy)
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(str(copy / name) for name in ("store", "tools", ".")),

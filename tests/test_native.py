@@ -108,21 +108,31 @@ def test_the_numbers_of_the_byte_table_are_those_of_python() -> None:
 
 
 @compiled
-@given(st.integers(0, 5000), st.integers(0, 64), st.randoms(use_true_random=False))
-def test_the_checksum_of_a_record_is_that_of_the_package(body_bytes: int, position: int, random: Any) -> None:
-    """Three strands, eight bytes at a time, and what is left: at every length and alignment."""
-    data = encode_record(
-        topic="t", body=random.randbytes(body_bytes), queue_id=0, queue_offset=0, physical_offset=0,
-        born_timestamp_ms=0, store_timestamp_ms=0, checksum="crc32c-record",
-    )  # fmt: skip
-    stored = np.array([crc32c.crc32c(data[:8] + bytes(4) + data[12:])], np.uint32)
-    starts, sizes, out = np.array([position]), np.array([len(data)]), np.empty(2, np.bool_)
+@pytest.mark.parametrize("by_table", [False, True])
+@given(st.lists(st.integers(0, 2500), min_size=1, max_size=4), st.integers(0, 64), st.randoms(use_true_random=False))
+def test_checksums_of_records_are_those_of_the_package(by_table: bool, sizes: list[int], gap: int, random: Any) -> None:
+    """Three strands, three records at once, eight bytes at a time, and what is left: at every length and alignment."""
+    records = [
+        encode_record(
+            topic="t", body=random.randbytes(size), queue_id=0, queue_offset=0, physical_offset=0,
+            born_timestamp_ms=0, store_timestamp_ms=0, checksum="crc32c-record",
+        ) for size in sizes
+    ]  # fmt: skip
+    stored = np.array([crc32c.crc32c(record[:8] + bytes(4) + record[12:]) for record in records], np.uint32)
+    lengths = np.array([len(record) for record in records])
+    starts = gap + np.cumsum(lengths + gap) - (lengths + gap)
+    log = bytearray(gap) + b"".join(record + bytes(gap) for record in records)
+    damaged = [random.random() < 0.5 for _ in records]
+    for start, length, bad in zip(starts, lengths, damaged, strict=True):
+        log[start + 12 + random.randrange(length - 12)] ^= bad << random.randrange(8)
+    holds = np.empty(len(records), np.bool_)
 
-    for damaged in (False, True):
-        bad = bytearray(bytes(position) + data)
-        bad[position + 12 + random.randrange(len(data) - 12)] ^= damaged << random.randrange(8)
-        kernel.records_hold(bytes(bad), starts, sizes, stored, out[:1])
-        assert bool(out[0]) is not damaged
+    assert kernel.crc32c_by_table(by_table) or not by_table
+    try:
+        kernel.records_hold(bytes(log), starts, lengths, stored, holds)
+    finally:
+        kernel.crc32c_by_table(False)
+    assert holds.tolist() == [not bad for bad in damaged]
 
 
 # --- bad arguments: an error, never a look outside the buffer ---

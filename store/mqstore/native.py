@@ -2,6 +2,7 @@
 
     kernel      the module `mqstore._native` (store/native), or None: then Python and numpy do the same work
     why_not     why `kernel` is None; "" when it is there
+    fence       keep loads and stores of mappings in order, for other processes that map the same file
 
 Everything works without. Whoever uses `kernel` has the same thing in Python beside it, which says what it does; tests
 hold both against each other. MQSTORE_NATIVE=0 in the environment leaves the compiled parts out.
@@ -10,12 +11,14 @@ hold both against each other. MQSTORE_NATIVE=0 in the environment leaves the com
 from __future__ import annotations
 
 import os
+from _thread import allocate_lock
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 
-__all__ = ["described", "kernel", "why_not"]
+__all__ = ["described", "fence", "kernel", "why_not"]
 
-_VERSION = 12
+_VERSION = 13
 """Of what the functions take and give: a module built from older sources is not used."""
 
 
@@ -32,6 +35,20 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 kernel, why_not = _load()
+
+
+def _fence() -> None:
+    # Nothing passes a lock that is released and then acquired: neither what comes before nor what comes after.
+    with (lock := allocate_lock()):
+        pass
+    lock.acquire()
+
+
+fence: Callable[[], None] = _fence if kernel is None else kernel.fence
+"""Order what this thread loads and stores before the call ahead of what it loads and stores after it.
+
+Processors such as arm64 show stores to each other in another order, also those to a mapping of a file.
+"""
 
 
 def described() -> str:

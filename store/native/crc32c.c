@@ -1,9 +1,71 @@
-/* CRC-32C by the instruction that the processor has for it: eight bytes in three cycles, three streams at once. */
+/* CRC-32C: by the instruction that the processor has for it, eight bytes in three cycles and three streams at once; by tables
+   where it has none, or the compiler knows of none. */
 
 #include "native.h"
-#include <nmmintrin.h>
 
+/* --- by tables: eight bytes at a time. They say what the rest computes --- */
+
+static uint32_t table[8][256];
+
+/* The bare register: neither inverted before nor after. */
+static uint32_t run_by_table(uint32_t crc, const uint8_t *at, size_t n)
+{
+    for (; n >= 8; n -= 8, at += 8) {
+        uint64_t word;
+        memcpy(&word, at, 8);
+        word ^= crc;
+        crc = 0;
+        for (int i = 0; i < 8; i++)
+            crc ^= table[7 - i][word >> 8 * i & 255];
+    }
+    for (; n; n--)
+        crc = crc >> 8 ^ table[0][(crc ^ *at++) & 255];
+    return crc;
+}
+
+static uint32_t record_by_table(const uint8_t *record, size_t n)
+{
+    uint8_t head[QUEUE_ID_AT] = {0};
+    memcpy(head, record, CHECKSUM_AT);
+    return ~run_by_table(run_by_table(~0u, head, sizeof head), record + QUEUE_ID_AT, n - QUEUE_ID_AT);
+}
+
+static uint32_t (*sum_of_record)(const uint8_t *, size_t) = record_by_table;
+
+uint32_t crc32c_record(const uint8_t *record, size_t n) { return sum_of_record(record, n); }
+
+/* --- by instruction --- */
+
+#if defined(__x86_64__)
+#include <nmmintrin.h>
 #define TARGET __attribute__((target("sse4.2")))
+#define HAS_INSTRUCTION (__builtin_cpu_init(), __builtin_cpu_supports("sse4.2"))
+#define STEP_8(crc, word) _mm_crc32_u64(crc, word)
+#define STEP_4(crc, word) _mm_crc32_u32((uint32_t)(crc), word)
+#define STEP_1(crc, byte) _mm_crc32_u8((uint32_t)(crc), byte)
+#elif defined(__aarch64__)
+#ifdef __clang__
+#define TARGET __attribute__((target("crc")))
+#define STEP_8(crc, word) __builtin_arm_crc32cd((uint32_t)(crc), word)
+#define STEP_4(crc, word) __builtin_arm_crc32cw((uint32_t)(crc), word)
+#define STEP_1(crc, byte) __builtin_arm_crc32cb((uint32_t)(crc), byte)
+#else
+#define TARGET __attribute__((target("+crc")))
+#define STEP_8(crc, word) __builtin_aarch64_crc32cx((uint32_t)(crc), word)
+#define STEP_4(crc, word) __builtin_aarch64_crc32cw((uint32_t)(crc), word)
+#define STEP_1(crc, byte) __builtin_aarch64_crc32cb((uint32_t)(crc), byte)
+#endif
+#ifdef __ARM_FEATURE_CRC32 /* of every processor that this is compiled for, as on macOS */
+#define HAS_INSTRUCTION true
+#elif defined(__linux__)
+#include <sys/auxv.h>
+#define HAS_INSTRUCTION ((getauxval(AT_HWCAP) & HWCAP_CRC32) != 0)
+#else
+#define HAS_INSTRUCTION false
+#endif
+#endif
+
+#ifdef TARGET
 
 /* The instruction takes a new value each cycle but gives its result after three. So long inputs are read as three
    strands side by side, and the strands joined: a CRC is linear, so the state behind the first strand, moved on by as
@@ -20,10 +82,10 @@ TARGET static inline uint64_t step(uint64_t crc, const uint8_t *at)
 {
     uint64_t word;
     memcpy(&word, at, 8);
-    return _mm_crc32_u64(crc, word);
+    return STEP_8(crc, word);
 }
 
-/* The bare register: neither inverted before nor after. */
+/* As `run_by_table`. */
 TARGET static uint32_t run(uint32_t start, const uint8_t *at, size_t n)
 {
     uint64_t crc = start;
@@ -43,39 +105,30 @@ TARGET static uint32_t run(uint32_t start, const uint8_t *at, size_t n)
     if (n & 4) {
         uint32_t word;
         memcpy(&word, at, 4);
-        crc = _mm_crc32_u32((uint32_t)crc, word);
+        crc = STEP_4(crc, word);
         at += 4;
     }
     for (n &= 3; n; n--)
-        crc = _mm_crc32_u8((uint32_t)crc, *at++);
+        crc = STEP_1(crc, *at++);
     return (uint32_t)crc;
 }
 
-uint32_t crc32c(uint32_t crc, const uint8_t *data, size_t n) { return ~run(~crc, data, n); }
+/* Behind the first twelve bytes of a record. */
+TARGET static inline uint64_t begin(const uint8_t *record) { return STEP_4(step(0xFFFFFFFFu, record), 0); }
 
-TARGET uint32_t crc32c_record(const uint8_t *record, size_t n)
+TARGET static uint32_t record_by_instruction(const uint8_t *record, size_t n)
 {
-    uint64_t crc = step(0xFFFFFFFFu, record);
-    crc = _mm_crc32_u32((uint32_t)crc, 0);
-    return ~run((uint32_t)crc, record + QUEUE_ID_AT, n - QUEUE_ID_AT);
+    return ~run((uint32_t)begin(record), record + QUEUE_ID_AT, n - QUEUE_ID_AT);
 }
 
 /* How far before it is used memory is asked for: by itself the processor does not see three readers as one. */
 enum { READ_AHEAD = 8192 };
 
 /* Each value waits for the one before, so records that are short are read side by side, as long as all of them last. */
-TARGET void crc32c_records(const uint8_t *const *records, const size_t *sizes, int count, uint32_t *sums)
+TARGET static void three_by_instruction(const uint8_t *const *records, const size_t *sizes, uint32_t *sums)
 {
-    if (count < 3) {
-        for (int i = 0; i < count; i++)
-            sums[i] = crc32c_record(records[i], sizes[i]);
-        return;
-    }
     const uint8_t *a = records[0] + QUEUE_ID_AT, *b = records[1] + QUEUE_ID_AT, *c = records[2] + QUEUE_ID_AT;
-    uint64_t first = step(0xFFFFFFFFu, records[0]), second = step(0xFFFFFFFFu, records[1]), third = step(0xFFFFFFFFu, records[2]);
-    first = _mm_crc32_u32((uint32_t)first, 0);
-    second = _mm_crc32_u32((uint32_t)second, 0);
-    third = _mm_crc32_u32((uint32_t)third, 0);
+    uint64_t first = begin(records[0]), second = begin(records[1]), third = begin(records[2]);
     size_t least = sizes[0] < sizes[1] ? sizes[0] : sizes[1];
     least = ((sizes[2] < least ? sizes[2] : least) - QUEUE_ID_AT) & ~(size_t)7;
     for (size_t at = 0; at < least; at += 8) {
@@ -93,32 +146,63 @@ TARGET void crc32c_records(const uint8_t *const *records, const size_t *sizes, i
     sums[1] = ~run((uint32_t)second, records[1] + least, sizes[1] - least);
     sums[2] = ~run((uint32_t)third, records[2] + least, sizes[2] - least);
 }
+#endif
+
+void crc32c_records(const uint8_t *const *records, const size_t *sizes, int count, uint32_t *sums)
+{
+#ifdef TARGET
+    if (count == SIDE_BY_SIDE && sum_of_record == record_by_instruction) {
+        three_by_instruction(records, sizes, sums);
+        return;
+    }
+#endif
+    for (int i = 0; i < count; i++)
+        sums[i] = crc32c_record(records[i], sizes[i]);
+}
+
+/* crc32c_by_table(wanted) -> whether records are summed by tables from now on: for tests, which try both ways. Without
+   `wanted` the tables are used only where the processor has no instruction. */
+PyObject *native_crc32c_by_table(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("crc32c_by_table", nargs, 1))
+        return NULL;
+    sum_of_record = record_by_table;
+#ifdef TARGET
+    if (args[0] != Py_True && HAS_INSTRUCTION)
+        sum_of_record = record_by_instruction;
+#endif
+    return PyBool_FromLong(sum_of_record == record_by_table);
+}
 
 int crc32c_init(void)
 {
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("sse4.2")) {
-        PyErr_SetString(PyExc_ImportError, "this processor has no instruction for CRC-32C");
-        return -1;
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        table[0][byte] = byte;
+        for (int bit = 0; bit < 8; bit++)
+            table[0][byte] = table[0][byte] >> 1 ^ (table[0][byte] & 1 ? 0x82F63B78u : 0);
     }
-    static const uint8_t zeros[STRAND];
-    for (int bit = 0; bit < 32; bit++) {
-        /* Shorter than three strands, so it does not use the table that is being made. */
-        uint32_t image = run(1u << bit, zeros, STRAND);
-        uint32_t *row = moved[bit / 8];
-        for (int low = 1 << bit % 8, i = 0; i < low; i++)
-            row[low + i] = row[i] ^ image;
+    for (int i = 1; i < 8; i++)
+        for (int byte = 0; byte < 256; byte++)
+            table[i][byte] = table[i - 1][byte] >> 8 ^ table[0][table[i - 1][byte] & 255];
+    /* The published check value, and the other way against the tables. */
+    bool right = ~run_by_table(~0u, (const uint8_t *)"123456789", 9) == 0xE3069283u;
+#ifdef TARGET
+    if (HAS_INSTRUCTION) {
+        static const uint8_t zeros[STRAND];
+        for (int bit = 0; bit < 32; bit++) {
+            uint32_t image = run_by_table(1u << bit, zeros, STRAND);
+            uint32_t *row = moved[bit / 8];
+            for (int low = 1 << bit % 8, i = 0; i < low; i++)
+                row[low + i] = row[i] ^ image;
+        }
+        uint8_t sample[4 * STRAND];
+        for (size_t i = 0; i < sizeof sample; i++)
+            sample[i] = (uint8_t)(i * 31 + (i >> 5));
+        right = right && record_by_instruction(sample, sizeof sample) == record_by_table(sample, sizeof sample);
+        sum_of_record = record_by_instruction;
     }
-    /* The published check value, and long inputs against short ones. */
-    uint8_t sample[4 * STRAND];
-    for (size_t i = 0; i < sizeof sample; i++)
-        sample[i] = (uint8_t)(i * 31 + (i >> 5));
-    uint32_t pieces = 0;
-    for (size_t i = 0; i < sizeof sample; i += 64)
-        pieces = crc32c(pieces, sample + i, 64);
-    if (crc32c(0, (const uint8_t *)"123456789", 9) != 0xE3069283u || crc32c(0, sample, sizeof sample) != pieces) {
+#endif
+    if (!right)
         PyErr_SetString(PyExc_ImportError, "mqstore._native computes CRC-32C wrongly on this processor");
-        return -1;
-    }
-    return 0;
+    return right ? 0 : -1;
 }

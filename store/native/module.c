@@ -3,11 +3,24 @@
 
 #include "native.h"
 
+#include <stdatomic.h>
+
+/* fence(): neither loads nor stores of this thread pass it. */
+static PyObject *native_fence(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (!has_arguments("fence", nargs, 0))
+        return NULL;
+    atomic_thread_fence(memory_order_seq_cst);
+    Py_RETURN_NONE;
+}
+
 #define FUNCTION(name, doc) {#name, (PyCFunction)(void (*)(void))native_##name, METH_FASTCALL, doc}
 
 static PyMethodDef functions[] = {
     FUNCTION(walk, "walk(buffer, start, end, limit) -> (positions, stop)"),
-    FUNCTION(sweep, 
+    FUNCTION(fence, "fence()"),
+    FUNCTION(crc32c_by_table, "crc32c_by_table(wanted) -> bool: for tests"),
+    FUNCTION(sweep,
              "sweep(buffer, start, stop, base, limit, checksums, populated, longs, ints) -> "
              "(count, stop, topics, tails, populated)"),
     FUNCTION(list,
@@ -41,35 +54,39 @@ static PyMethodDef functions[] = {
     {NULL},
 };
 
+static int fill(PyObject *module)
+{
+    PyTypeObject *const types[] = {&NumberedType, &TipType, &LocatedType, &LentType, &TimedType, &LendingType, &DeskType};
+    if (crc32c_init() < 0 || message_init() < 0 || pop_init() < 0 || options_init() < 0 ||
+        PyModule_AddIntConstant(module, "VERSION", NATIVE_VERSION) < 0 ||
+        PyModule_AddIntConstant(module, "SOURCES", MQSTORE_NATIVE_SOURCES) < 0)
+        return -1;
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+        if (PyModule_AddType(module, types[i]) < 0)
+            return -1;
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, fill},
+#ifdef Py_mod_multiple_interpreters
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED}, /* types and names are static */
+#endif
+#ifdef Py_mod_gil
+    /* A put and a pop are whole because nothing of Python runs beside them, and lists that are given stay as they are while
+       they are read. Nor was the rest of mqstore tested without the lock, which this makes the interpreter keep. */
+    {Py_mod_gil, Py_MOD_GIL_USED},
+#endif
+    {0, NULL},
+};
+
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "mqstore._native",
     .m_doc = "Compiled parts of mqstore; mqstore.native tells whether they are used.",
-    .m_size = -1,
+    .m_size = 0,
     .m_methods = functions,
+    .m_slots = slots,
 };
 
-PyMODINIT_FUNC PyInit__native(void)
-{
-    if (crc32c_init() < 0)
-        return NULL;
-    if (PyType_Ready(&NumberedType) < 0 || PyType_Ready(&TipType) < 0 || message_init() < 0 || pop_init() < 0 ||
-        options_init() < 0)
-        return NULL;
-    PyObject *module = PyModule_Create(&definition);
-    if (!module)
-        return NULL;
-    if (PyModule_AddIntConstant(module, "VERSION", NATIVE_VERSION) < 0 ||
-        PyModule_AddIntConstant(module, "SOURCES", MQSTORE_NATIVE_SOURCES) < 0 ||
-        PyModule_AddObjectRef(module, "Numbered", (PyObject *)&NumberedType) < 0 ||
-        PyModule_AddObjectRef(module, "Tip", (PyObject *)&TipType) < 0 ||
-        PyModule_AddObjectRef(module, "Located", (PyObject *)&LocatedType) < 0 ||
-        PyModule_AddObjectRef(module, "Lent", (PyObject *)&LentType) < 0 ||
-        PyModule_AddObjectRef(module, "Timed", (PyObject *)&TimedType) < 0 ||
-        PyModule_AddObjectRef(module, "Lending", (PyObject *)&LendingType) < 0 ||
-        PyModule_AddObjectRef(module, "Desk", (PyObject *)&DeskType) < 0) {
-        Py_DECREF(module);
-        return NULL;
-    }
-    return module;
-}
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

@@ -10,10 +10,10 @@
 #include <string.h>
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 12
+#define NATIVE_VERSION 13
 
-#if !defined(__x86_64__) || !defined(__GNUC__)
-#error "built for x86-64 by GCC or Clang only; elsewhere mqstore runs on Python and numpy"
+#if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
+#error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
 #endif
 
 /* --- the record (format#record); store/mqstore/layout/record.py has the table, and the tests hold both together --- */
@@ -68,14 +68,12 @@ static inline bool is_magic(uint32_t magic) { return magic == MAGIC_V1 || magic 
 
 /* --- checksum (crc32c.c) --- */
 
-/* The CRC-32C of `n` bytes, going on from `crc`, which is a finished one (0 at the start). */
-uint32_t crc32c(uint32_t crc, const uint8_t *data, size_t n);
-/* Of a whole record, its checksum field read as zero (format#checksum). `n` is at least 12. */
+/* The CRC-32C of a whole record, its checksum field read as zero (format#checksum). `n` is at least 12. */
 uint32_t crc32c_record(const uint8_t *record, size_t n);
 /* Of several of them, or fewer, side by side. */
 enum { SIDE_BY_SIDE = 3 };
 void crc32c_records(const uint8_t *const *records, const size_t *sizes, int count, uint32_t *sums);
-/* 0, or -1 with an exception where the processor has no instruction for it. */
+/* 0, or -1 with an exception where it is computed wrongly. */
 int crc32c_init(void);
 
 /* --- one record (scan.c) --- */
@@ -145,6 +143,7 @@ static inline void fetch_at(const uint8_t *data, int64_t length, int64_t at, int
 
 /* --- the functions and types of the module, by file --- */
 
+PyObject *native_crc32c_by_table(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_sweep(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_content_end(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_lay(PyObject *, PyObject *const *, Py_ssize_t);

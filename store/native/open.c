@@ -5,12 +5,25 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <unistd.h>
-
-#ifndef SYS_openat2
-#define SYS_openat2 437
+#ifdef __linux__
+#include <sys/syscall.h>
 #endif
+
+/* Open what no link leads to, by the system's own rule; -1 with an errno. */
+static int open_strictly(const char *name, int flags, int mode)
+{
+#if defined(__linux__)
+    enum { SYS_OPENAT2 = 437, NO_SYMLINKS = 4 };
+    struct { uint64_t flags, mode, resolve; } how = {(uint64_t)flags, flags & O_CREAT ? (uint64_t)mode : 0, NO_SYMLINKS};
+    return (int)syscall(SYS_OPENAT2, AT_FDCWD, name, &how, sizeof how);
+#elif defined(O_NOFOLLOW_ANY) /* macOS */
+    return open(name, (flags & ~O_NOFOLLOW) | O_NOFOLLOW_ANY, mode);
+#else
+    errno = ENOSYS;
+    return -1;
+#endif
+}
 
 static bool is_file(int found, const struct stat *status)
 {
@@ -36,7 +49,6 @@ PyObject *native_open_beneath(PyObject *module, PyObject *const *args, Py_ssize_
     if (file)
         flags |= CAREFUL;
     const char *name = PyBytes_AS_STRING(path);
-    struct { uint64_t flags, mode, resolve; } how = {(uint64_t)flags, flags & O_CREAT ? (uint64_t)mode : 0, 4 /* NO_SYMLINKS */};
     struct stat status;
     int fd = -1, number = 0;
     PyThreadState *others = PyEval_SaveThread();
@@ -46,7 +58,7 @@ PyObject *native_open_beneath(PyObject *module, PyObject *const *args, Py_ssize_
             number = found < 0 ? errno : EINVAL;
     }
     if (!number) {
-        fd = strict ? (int)syscall(SYS_openat2, AT_FDCWD, name, &how, sizeof how) : open(name, flags, mode);
+        fd = strict ? open_strictly(name, flags, mode) : open(name, flags, mode);
         if (fd < 0)
             number = errno;
         else if (file && !is_file(fstat(fd, &status), &status)) {

@@ -3,8 +3,10 @@
 #include "native.h"
 
 #include <errno.h>
-#include <sys/vfs.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <sys/vfs.h>
+#endif
 
 /* read_at(fds, positions, sizes) -> the bytes at each place of each file, side by side; None where a file ends before, or
    cannot be read. All three are int64; by who has compared the sizes with what there is. */
@@ -51,12 +53,24 @@ done:
     return result;
 }
 
+/* Whether the file system is known to look at what is in the page cache, too, when it is asked for holes. */
+static bool tells_holes(int fd)
+{
+#ifdef __linux__
+    enum { EXT4 = 0xEF53, XFS = 0x58465342, TMPFS = 0x01021994 };
+    struct statfs system;
+    return !fstatfs(fd, &system) && (system.f_type == EXT4 || system.f_type == XFS || system.f_type == TMPFS);
+#else
+    return false;
+#endif
+}
+
 /* data_end(fd, start, end) -> a position in the range behind which the file has nothing but holes, and blocks that were
    allocated and never written to: they read as zeros, and reading them would fill the page cache with these. `end` where that
-   cannot be told. Only file systems are believed that look at what is in the page cache, too, when they are asked. */
+   cannot be told. */
 PyObject *native_data_end(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
-    enum { EXT4 = 0xEF53, XFS = 0x58465342, TMPFS = 0x01021994, PATIENCE = 64 };
+    enum { PATIENCE = 64 };
     if (!has_arguments("data_end", nargs, 3))
         return NULL;
     long fd = PyLong_AsLong(args[0]);
@@ -64,9 +78,8 @@ PyObject *native_data_end(PyObject *module, PyObject *const *args, Py_ssize_t na
     if (PyErr_Occurred())
         return NULL;
     int64_t found = end;
-    struct statfs system;
     PyThreadState *others = PyEval_SaveThread();
-    if (!fstatfs((int)fd, &system) && (system.f_type == EXT4 || system.f_type == XFS || system.f_type == TMPFS)) {
+    if (tells_holes((int)fd)) {
         int64_t last = start, at = start;
         for (int left = PATIENCE; left && last < end; left--) {
             int64_t data = lseek((int)fd, (off_t)at, SEEK_DATA);

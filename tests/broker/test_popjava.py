@@ -12,7 +12,6 @@ import json
 import lzma
 import shutil
 import struct
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from mqstore.errors import ReceiptExpiredError
 from mqstore.log.message import Message
 from tests.broker.popsupport import PopBench
 from tests.broker.support import new_parts
+from tests.conftest import unpack_archive
 from tests.log.support import files, kill, open_store
 
 HERE = Path(__file__).parent
@@ -117,8 +117,7 @@ def seen() -> Seen:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    with tarfile.open(HERE / "popjava.tar.xz") as archive:
-        archive.extractall(tmp_path / "java", filter="data")
+    unpack_archive(HERE / "popjava.tar.xz", tmp_path / "java")
     return tmp_path / "java"
 
 

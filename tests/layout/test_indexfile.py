@@ -17,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mqstore.errors import FormatError
+from mqstore.layout import indexfile
 from mqstore.layout.indexfile import (
     ENTRY_BYTES,
     HEADER_BYTES,
@@ -433,6 +434,33 @@ def test_arrays_are_taken_as_well_as_lists() -> None:
 
     assert put_entries(buf, 4, 16, columns[0].astype(np.int32), columns[1], columns[2]) == 3
     assert buf.tobytes() == VECTOR_BYTES
+
+
+@pytest.mark.parametrize("count", [2, 20])
+def test_a_fence_stands_before_and_behind_the_header(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Other processors may see stores in another order: a slot must not lead to an entry that is not there yet."""
+    buf = bytearray(file_bytes(4, 64))
+    assert put(buf, 4, 64, [(3, 1024, 1000)]) == 1
+    before, shown = bytes(buf), []
+    monkeypatch.setattr(indexfile, "fence", lambda: shown.append(bytes(buf)))
+
+    assert put(buf, 4, 64, [(3, 2048 + number, 1000) for number in range(count)]) == count
+
+    header, table = slice(0, HEADER_BYTES), HEADER_BYTES + 4 * 4
+    assert shown == [before[:table] + buf[table:], buf[header] + before[HEADER_BYTES:table] + buf[table:]]
+
+
+def test_a_query_takes_the_slot_before_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    buf = bytearray(file_bytes(4, 64))
+    assert put(buf, 4, 64, [(3, 1024, 1000)]) == 1
+
+    def put_meanwhile() -> None:
+        monkeypatch.undo()
+        put(buf, 4, 64, [(3, 2048, 1000)])
+
+    monkeypatch.setattr(indexfile, "fence", put_meanwhile)
+    assert query_entries(buf, 4, 3, *ALWAYS, 10) == [1024]
+    assert query_entries(buf, 4, 3, *ALWAYS, 10) == [2048, 1024]
 
 
 _PUTS = """

@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.errors import FormatError
+from mqstore.native import fence
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -154,10 +155,11 @@ def put_entries(
     after the other, except that entry 1 gets timeDiff 0 instead of one relative to another file. Who calls leaves
     out what is in the file already (physical offsets below endPhyOffset).
 
-    Entries are stored first, then the header, then the slots: a reader that takes slot, header and entry in this order
-    never meets a number that is not there yet. If a signal handler raises in between, header and slots are put back, so
-    that the caller can put the same entries again. Header and slots are assigned whole: `pack_into` clears what it will
-    write to, and a reader in another process that looked in between would find no entry at all.
+    Entries are stored first, then the header, then the slots, with a fence between them: a reader that takes slot,
+    header and entry in this order never meets a number that is not there yet. If a signal handler raises in between,
+    header and slots are put back, so that the caller can put the same entries again. Header and slots are assigned
+    whole: `pack_into` clears what it will write to, and a reader in another process that looked in between would find
+    no entry at all.
 
     Raises ValueError for a negative hash or unequal lengths, FormatError for a short buffer or a header whose
     indexCount no file of this shape has; nothing was written then.
@@ -221,7 +223,9 @@ def put_entries(
     )
     with memoryview(buf) as view:
         try:
+            fence()
             view[:HEADER_BYTES] = after.encode()
+            fence()
             slot_table[slot[closes]] = number_by_slot[closes]
         except BaseException:
             slot_table[slot[opens]] = stored
@@ -282,7 +286,9 @@ def _put_few(
     )
     with memoryview(buf) as view:
         try:
+            fence()
             view[:HEADER_BYTES] = after.encode()
+            fence()
             _link(view, newest)
         except BaseException:
             _link(view, stored)
@@ -317,6 +323,7 @@ def query_entries(buf: ReadableBuffer, slots: int, key_hash: int, begin_ms: int,
         # Slot before header: see put_entries.
         slot = HEADER_BYTES + SLOT_BYTES * (key_hash % slots)
         (number,) = _SLOT.unpack(bytes(view[slot : slot + SLOT_BYTES]))
+        fence()
         header = IndexHeader.decode(view)
         last = min(header.next_entry, (view.nbytes - table) // ENTRY_BYTES - 1)
         found: list[int] = []

@@ -37,6 +37,7 @@ from mqstore.layout.indexfile import (
 )
 from mqstore.layout.javahash import index_hash
 from mqstore.log.recovery.report import Finding
+from mqstore.native import fence
 
 __all__ = ["Index", "IndexFile"]
 
@@ -138,6 +139,7 @@ class IndexFile:
             header = IndexHeader.decode(self.mapping)
             while not self.writable and header != (again := IndexHeader.decode(self.mapping)):
                 header = again  # another process's writer was in the middle of it
+            fence()  # the entries that it counts are read after it
             if header.next_entry >= self._entries and not self.writable:
                 self._final_header = header  # a full file does not change any more
         return header
