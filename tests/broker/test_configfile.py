@@ -11,11 +11,14 @@ from typing import Any, cast
 import pytest
 
 from mqstore.broker.configfile import ConfigFile, DataVersion, member
+from mqstore.broker.groups import GroupConfig
+from mqstore.broker.topics import TopicConfig
 from mqstore.clock import SimulatedClock
 from mqstore.errors import CorruptStoreError, ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
+from tests.broker.support import new_parts
 from tests.faults import FaultyFileSystem
 
 
@@ -151,3 +154,52 @@ def test_the_next_data_version_counts_and_takes_the_time() -> None:
 def test_a_member_of_another_type_is_no_member(value: object, kind: type) -> None:
     with pytest.raises(ValueError, match="x must be of type"):
         member({"x": value}, "x", kind, None)
+
+
+# -- tables of many entries --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "config", "file"),
+    [("topics", TopicConfig, "topics.json"), ("groups", GroupConfig, "subscriptionGroup.json")],
+)
+def test_a_create_encodes_its_entry_and_reads_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, config: Any, file: str
+) -> None:
+    """Each create once encoded every entry, and read the whole file back: 2,000 groups took minutes."""
+    fs = FaultyFileSystem()
+    parts = new_parts(tmp_path / "s", fs=fs)
+    tables = getattr(parts, table)
+    tables.create("first")
+    encoded: list[str] = []
+    as_json = config.as_json
+
+    def counted(entry: TopicConfig | GroupConfig) -> Any:
+        encoded.append(entry.name)
+        return as_json(entry)
+
+    monkeypatch.setattr(config, "as_json", counted)
+    fs.calls.clear()
+    names = [f"n{number}" for number in range(20)]
+    for name in names:
+        tables.create(name)
+    assert encoded == names
+    assert [call.path for call in fs.calls if call.operation == "pread" and file in call.path] == []
+    parts.store.close()
+    again = new_parts(tmp_path / "s")
+    assert getattr(again, table).names() == ["first", *sorted(names)]
+    again.store.close()
+
+
+def test_an_altered_or_deleted_entry_is_so_in_the_file(tmp_path: Path) -> None:
+    parts = new_parts(tmp_path / "s")
+    for name in ("a", "b", "c"):
+        parts.groups.create(name)
+    parts.groups.alter("a", consume_enable=False)
+    parts.groups.delete("b")
+    parts.groups.create("b", orderly=True)
+    parts.store.close()
+    again = new_parts(tmp_path / "s")
+    assert [again.groups.need(name) for name in "abc"] == [parts.groups.need(name) for name in "abc"]
+    assert (again.groups.need("a").consume_enable, again.groups.need("b").orderly) == (False, True)
+    again.store.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,15 @@ from hypothesis import strategies as st
 from mqstore.clock import SimulatedClock
 from mqstore.errors import CorruptStoreError, FormatError, StoreFullError, StoreIOError
 from mqstore.files import jsonfile
-from mqstore.files.jsonfile import check_backup, decode_json, encode_json, load_json, save_json, set_aside_json
+from mqstore.files.jsonfile import (
+    check_backup,
+    decode_json,
+    encode_entry,
+    encode_json,
+    load_json,
+    save_json,
+    set_aside_json,
+)
 from tests.faults import CHANGES, Crash, FaultyFileSystem
 
 NOW_MS = 1_700_000_000_000
@@ -221,14 +230,25 @@ def test_unquoted_keys_are_read_and_strings_that_look_like_them_left_alone(value
         assert decode_json(fastjson(value).encode()) == expected
 
 
-def test_text_is_strict_sorted_and_readable() -> None:
-    assert encode_json({"b": {10: 1, 9: 2}, "a": "Grüße"}) == (
-        b'{\n  "a": "Gr\xc3\xbc\xc3\x9fe",\n  "b": {\n    "9": 2,\n    "10": 1\n  }\n}\n'
-    )
+def test_text_is_strict_sorted_and_has_a_line_for_each_entry() -> None:
+    text = '{\n  "a": "Grüße",\n  "b": {\n    "9": 2,\n    "10": {"y": {}, "z": [1, 2]}\n  },\n  "c": {}\n}\n'
+    assert encode_json({"b": {10: {"z": [1, 2], "y": {}}, 9: 2}, "c": {}, "a": "Grüße"}) == text.encode()
+    assert encode_json({}) == b"{}\n"
     with pytest.raises(ValueError, match="JSON"):
         encode_json({"a": float("nan")})
+
+
+def test_a_lone_surrogate_is_escaped_and_other_text_is_not() -> None:
     surrogate = os.fsdecode(b"\xff")
-    assert decode_json(encode_json({surrogate: 1})) == {surrogate: 1}
+    value = {surrogate: 1, "table": {surrogate + "ü\\": [surrogate]}}
+    assert "ü".encode() in encode_json(value)
+    assert decode_json(encode_json(value)) == value
+
+
+@given(st.dictionaries(st.text(), JSON_VALUES, max_size=4), st.text())
+def test_an_encoded_entry_stands_for_its_value(table: dict[str, Any], name: str) -> None:
+    encoded = {key: encode_entry(key, value) for key, value in table.items()}
+    assert encode_json({name: encoded}) == encode_json({name: table})
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -401,6 +421,36 @@ def test_a_damaged_file_does_not_replace_a_good_bak(tmp_path: Path) -> None:
     path.write_bytes(b"\0" * 13)
     save_json(path, {"n": 3})
     assert json.loads((tmp_path / "x.json.bak").read_bytes()) == {"n": 1}
+
+
+def _rewrite(path: Path) -> None:
+    path.write_bytes(b"\0" * 13)
+
+
+def _exchange(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(b"\0" * path.stat().st_size)
+    os.utime(other, ns=(0, path.stat().st_mtime_ns))
+    other.replace(path)
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "reads", "backup"),
+    [(lambda path: None, 0, 2), (_rewrite, 1, 1), (_exchange, 1, 1), (Path.unlink, 0, 1)],
+    ids=["unchanged", "rewritten", "exchanged", "removed"],
+)
+def test_the_last_file_is_backed_up_unread_unless_it_changed(
+    tmp_path: Path, meanwhile: Callable[[Path], object], reads: int, backup: int
+) -> None:
+    path, fs = tmp_path / "x.json", FaultyFileSystem()
+    save_json(path, {"n": 1}, fs)
+    last = save_json(path, {"n": 2}, fs)
+    meanwhile(path)
+    fs.calls.clear()
+    save_json(path, {"n": 3}, fs, last=last)
+    assert len([call for call in fs.calls if call.operation == "pread"]) == reads
+    assert json.loads((tmp_path / "x.json.bak").read_bytes()) == {"n": backup}
+    assert load_json(path, writer=False) == ({"n": 3}, [])
 
 
 def test_a_value_that_json_cannot_hold_changes_nothing(tmp_path: Path) -> None:

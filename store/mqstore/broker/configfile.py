@@ -20,17 +20,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from mqstore.errors import ReadOnlyStoreError, StoreClosedError
-from mqstore.files.jsonfile import load_json, save_json, sync_json
+from mqstore.files.jsonfile import EncodedEntry, FileState, encode_entry, load_json, save_json, sync_json
 from mqstore.log.recovery.queueends import LOG_END
 
 if TYPE_CHECKING:
     from mqstore.log.reader import StoreReader
-from mqstore.log.store import MessageStore
+    from mqstore.log.store import MessageStore
 
-__all__ = ["QUICK_MS", "ConfigFile", "DataVersion", "entries", "member", "object_member"]
+__all__ = ["QUICK_MS", "ConfigFile", "DataVersion", "EncodedEntries", "entries", "member", "object_member"]
 
 _log = logging.getLogger("mqstore")
 
@@ -93,6 +93,30 @@ class DataVersion:
         return cls(*(member(value, name, int, 0) for name in ("counter", "stateVersion", "timestamp")))
 
 
+class _Entry(Protocol):
+    """Immutable entry of a table."""
+
+    def as_json(self) -> dict[str, Any]: ...
+
+
+class EncodedEntries:
+    """Entries of a table as lines of its file: each is encoded when it changed, and not with every save."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, tuple[_Entry, EncodedEntry]] = {}
+
+    def of(self, table: Mapping[str, _Entry]) -> dict[str, EncodedEntry]:
+        """Return the line of each entry of `table`."""
+        lines = {}
+        for name, entry in table.items():
+            line = self._lines.get(name)
+            if line is None or line[0] is not entry:
+                line = entry, encode_entry(name, entry.as_json())
+            lines[name] = line
+        self._lines = lines
+        return {name: line for name, (_, line) in lines.items()}
+
+
 class ConfigFile:
     """One JSON file of a store. Not thread-safe: its table calls it under the table's own lock."""
 
@@ -119,6 +143,8 @@ class ConfigFile:
         """Whether there was a synced save since this was loaded. Only then is a quick one allowed."""
         self._is_quick = False
         """Whether the file is of a quick save."""
+        self._last: FileState | None = None
+        """State of the file after the last save."""
 
     def load(self) -> dict[str, Any] | None:
         """The value of the file or of its backup; None when neither was ever written.
@@ -152,7 +178,7 @@ class ConfigFile:
     def _writable(self) -> MessageStore:
         if self._store.mode != "rw":
             raise ReadOnlyStoreError(f"{self.path} is of a store that was opened for reading; open it with mode='rw'")
-        return cast(MessageStore, self._store)
+        return cast("MessageStore", self._store)
 
     def flush_log(self) -> None:
         """Return once everything put before is on disk: what is saved next sums it up, and must not be ahead of it.
@@ -179,7 +205,7 @@ class ConfigFile:
             sync_json(self.path, fs)
         merged = {**self._members, **value}
         quick = quick_log_end is not None
-        save_json(
+        self._last = save_json(
             self.path,
             {LOG_END: quick_log_end, **merged} if quick else merged,
             fs,
@@ -187,6 +213,7 @@ class ConfigFile:
             file_mode=store.config.file_mode,
             synced=not quick,
             back_up=not self._is_quick,
+            last=self._last,
         )
         self._members, self._is_quick = merged, quick
         self.has_saved = True

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from mqstore.broker.configfile import ConfigFile, DataVersion, entries, member, object_member
+from mqstore.broker.configfile import ConfigFile, DataVersion, EncodedEntries, entries, member, object_member
 from mqstore.broker.names import check_group, is_system_group
 from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError
 from mqstore.log.reader import StoreReader
@@ -336,6 +336,7 @@ class GroupTable:
         self._auto_create = store.config.auto_create_groups
         self._lock = threading.Lock()
         self._file = ConfigFile(store, "subscriptionGroup.json", check_groups)
+        self._encoded = EncodedEntries()
         value = self._file.load() or {}
         self._version = DataVersion.from_json(value.get("dataVersion"))
         self._groups = {
@@ -455,7 +456,7 @@ class GroupTable:
             {
                 "dataVersion": version.as_json(),
                 "forbiddenTable": forbidden,
-                "subscriptionGroupTable": {name: config.as_json() for name, config in groups.items()},
+                "subscriptionGroupTable": self._encoded.of(groups),
             }
         )
         self._version, self._groups, self._forbidden = version, groups, forbidden

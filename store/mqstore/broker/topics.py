@@ -33,7 +33,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from mqstore.broker.configfile import ConfigFile, DataVersion, entries, member, object_member
+from mqstore.broker.configfile import ConfigFile, DataVersion, EncodedEntries, entries, member, object_member
 from mqstore.broker.names import RETRY_PREFIX, check_user_topic, is_retry_topic, is_system_topic, retry_topic
 from mqstore.broker.offsets import OffsetTable
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, TopicNotFoundError
@@ -146,6 +146,7 @@ class TopicTable:
         self._default_queues = store.config.default_queues
         self._lock = threading.Lock()
         self._file = ConfigFile(store, "topics.json", check_topics)
+        self._encoded = EncodedEntries()
         self._version = DataVersion()
         self._foreign: dict[str, Any] = {}
         self._entered: dict[str, TopicConfig] = {}
@@ -459,7 +460,7 @@ class TopicTable:
     def _write(self, entered: dict[str, TopicConfig]) -> None:
         """Make `entered` the table: first on disk, then here."""
         version = self._version.next(self._clock.now_ms())
-        table = self._foreign | {name: config.as_json() for name, config in entered.items()}
+        table = self._foreign | self._encoded.of(entered)
         self._file.save({"dataVersion": version.as_json(), "topicConfigTable": table})
         # New dicts in place of old ones: a look-up sees the table before or after, and what was found is found anew.
         # In this order, for who fills one of them takes hold of it first and then reads the ones before it.

@@ -34,13 +34,13 @@ Limits keep somebody else's file from filling the memory: an object of five byte
 before anything is decoded, and before anything is written. Sizes as `encode_json` writes them, names of 30 characters::
 
     file                                              MiB     values    part of the limits
-    topics.json, 10,000 topics                        3.1     120,000   1/8
-    subscriptionGroup.json, 2,000 groups              1.1      40,000   1/25
+    topics.json, 10,000 topics                        2.2     100,000   1/10
+    subscriptionGroup.json, 2,000 groups              0.9      34,000   1/29
     consumerOffset.json, 100,000 offsets
-      of topics with 16 queues                        2.7     113,000   1/9
-      of topics with one queue                        9.1     200,000   1/3
+      of topics with 16 queues                        1.7     106,000   1/9
+      of topics with one queue                        8.0     200,000   1/4
     consumerOrderInfo.json, 1,000 ordered queues
-      with 32 messages each in flight                 1.5      77,000   1/13
+      with 32 messages each in flight                 0.8      77,000   1/13
 
 The worst file within the limits costs `mqstore inspect` 0.6 GiB: 17 bytes for a byte of long strings, 600 for a value.
 """
@@ -66,9 +66,12 @@ from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem
 __all__ = [
     "NO_CHECKS",
     "Check",
+    "EncodedEntry",
+    "FileState",
     "LoadedJson",
     "check_backup",
     "decode_json",
+    "encode_entry",
     "encode_json",
     "load_json",
     "read_json",
@@ -88,6 +91,7 @@ NO_CHECKS: Mapping[str, Check] = MappingProxyType({})
 
 # Either a string, left alone, or an unquoted integer key with the brace or comma before it. The string's closing quote
 # is optional and its body possessive, so that broken input is passed once and not once per quotation mark.
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True).encode
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*+"?|([{,]\s*+)(-?[0-9]++)(\s*+:)', re.DOTALL)
 
 
@@ -96,6 +100,14 @@ class LoadedJson(NamedTuple):
 
     value: dict[str, Any] | None
     problems: list[str]
+
+
+class FileState(NamedTuple):
+    """State of a file by which a change of its content shows, by whoever made it."""
+
+    inode: int
+    size_bytes: int
+    mtime_ns: int
 
 
 def decode_json(data: bytes) -> dict[str, Any]:
@@ -145,16 +157,42 @@ def _finite(digits: str) -> float:
     return number
 
 
+class EncodedEntry(str):
+    """Line of a table in a JSON file: the key and its value, encoded by `encode_entry`."""
+
+    __slots__ = ()
+
+
+def encode_entry(key: str | int, value: object) -> EncodedEntry:
+    """Encode one entry of a table. `encode_json` takes it in place of the value. Raises as `encode_json`.
+
+    >>> encode_entry("orders", {"perm": 6, "order": False})
+    '"orders": {"order": false, "perm": 6}'
+    """
+    return EncodedEntry(_dumps({key: value})[1:-1])
+
+
 def encode_json(value: dict[str, Any]) -> bytes:
-    """Strict JSON as all our files have it: UTF-8, keys sorted, 2-space indent, newline at the end.
+    """Encode strict JSON as all our files have it: UTF-8, sorted keys, a line for each member and entry of a table.
 
     Integer keys are written as strings and come back as strings. ValueError for NaN and infinities, TypeError for
     what JSON has no type for.
     """
-    try:
-        return (json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2, sort_keys=True) + "\n").encode("utf-8")
-    except UnicodeEncodeError:  # a lone surrogate, from a name that was not UTF-8: only an escape can carry it
-        return (json.dumps(value, allow_nan=False, indent=2, sort_keys=True) + "\n").encode("ascii")
+    text: list[str] = []
+    for name in sorted(value):
+        member = value[name]
+        text += [",\n  " if text else "{\n  ", _dumps(name), ": "]
+        if member and isinstance(member, dict):
+            lines = [
+                entry if type(entry := member[key]) is EncodedEntry else encode_entry(key, entry)
+                for key in sorted(member)
+            ]
+            text += ["{\n    ", ",\n    ".join(lines), "\n  }"]
+        else:
+            text.append(_dumps(member))
+    text.append("\n}\n" if text else "{}\n")
+    # A lone surrogate, from a name that was not UTF-8: only an escape can carry it.
+    return "".join(text).encode("utf-8", "backslashreplace")
 
 
 def load_json(
@@ -214,23 +252,27 @@ def save_json(
     file_mode: int = FILE_MODE,
     synced: bool = True,
     back_up: bool = True,
-) -> None:
+    last: FileState | None = None,
+) -> FileState | None:
     """Put `value` at `path`, durably, keeping the value before it at ``.bak``. The folder must exist.
 
     With `synced` false this is a quick save. `back_up` must be true if the file at `path` is on disk, and false if it
-    is of a quick save. `check` is that of `load_json`.
+    is of a quick save. `check` is that of `load_json`. Returns the state of the new file, which the next save takes as
+    `last`: a file that is still in this state is known to be good.
 
     Raises StoreIOError for a value that is too large to be loaded again. After an error `path` holds the old value, or
     the new one if only the last sync failed; the call may be repeated. One caller at a time for each file.
 
-    Cost: two syncs (the file, the folder), and one read of the old file. A quick save without `back_up`: none.
+    Cost: two syncs (the file, the folder), and one read of the old file unless it is `last`. A quick save without
+    `back_up`: none.
     """
     main = os.fspath(path)
     folder = os.path.dirname(main) or "."
     content = _encode_checked(value, main)
-    _write_new(main + ".tmp", content, fs, file_mode, synced=synced)
+    state = _write_new(main + ".tmp", content, fs, file_mode, synced=synced)
     try:
-        if back_up and _read(main, fs, check).value is not None:
+        is_last = last is not None and _state_of(main, fs) == last
+        if back_up and (is_last or _read(main, fs, check).value is not None):
             _back_up(main, fs, file_mode)
             if not synced:
                 fs.sync_directory(folder)
@@ -240,6 +282,7 @@ def save_json(
         raise
     if synced:
         fs.sync_directory(folder)
+    return state
 
 
 def sync_json(path: str | os.PathLike[str], fs: FileSystem = REAL) -> None:
@@ -340,7 +383,16 @@ def _read(path: str, fs: FileSystem, check: Check | None) -> _Read:
     return _Read(value, None)
 
 
-def _write_new(path: str, content: bytes, fs: FileSystem, mode: int, *, synced: bool = True) -> None:
+def _state_of(file: int | str, fs: FileSystem) -> FileState | None:
+    """Return the state of a file, None if there is none."""
+    try:
+        found = fs.stat(file)
+    except FileNotFoundError:
+        return None
+    return FileState(found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def _write_new(path: str, content: bytes, fs: FileSystem, mode: int, *, synced: bool = True) -> FileState | None:
     """Write a new file, and sync it if `synced`. A leftover is never rewritten: a backup may hold a hard link of it."""
     fs.unlink(path, missing_ok=True)
     try:
@@ -348,6 +400,7 @@ def _write_new(path: str, content: bytes, fs: FileSystem, mode: int, *, synced: 
             fs.pwrite(fd, content, 0)
             if synced:
                 fs.fdatasync(fd)
+            return _state_of(fd, fs)
     except OSError:
         _remove_quietly(path, fs)
         raise

@@ -457,6 +457,8 @@ class QueueTable:
         self._tmp = str(tmp)
         self._file_mode = file_mode
         self._queues: dict[tuple[str, int], ConsumeQueue] = {}
+        self._topics: dict[str, dict[int, ConsumeQueue]] = {}
+        """The same queues by topic."""
         self._lock = threading.Lock()
         self.news_lock = threading.RLock()
         """Of readers: for who moves the end of a queue."""
@@ -507,10 +509,10 @@ class QueueTable:
             return []
         return self.fs.scandir_own(path)[1] if own else self.fs.scandir_directories(path)
 
-    def refresh(self) -> list[ConsumeQueue]:
-        """Find queues that another process has made since, and return them."""
+    def refresh(self, only: str | None) -> list[ConsumeQueue]:
+        """Find queues of the topic `only` (None: of all) that another process has made since, and return them."""
         found = []
-        for topic in self._folders(self.root):
+        for topic in self._folders(self.root) if only is None else [only]:
             if is_path_safe(topic):
                 for name in self._folders(os.path.join(self.root, topic)):
                     if _is_queue_id(name) and (topic, int(name)) not in self._queues:
@@ -528,7 +530,9 @@ class QueueTable:
         queue = self._queues.get(key)
         if queue is None:
             with self._lock:
-                queue = self._queues.setdefault(key, ConsumeQueue(self, topic, queue_id))
+                queue = self._queues.get(key) or ConsumeQueue(self, topic, queue_id)
+                self._topics.setdefault(topic, {})[queue_id] = queue
+                self._queues[key] = queue
         return queue
 
     def __iter__(self) -> Iterator[ConsumeQueue]:
@@ -539,7 +543,7 @@ class QueueTable:
 
     def of(self, topic: str) -> list[ConsumeQueue]:
         """The queues of `topic` by queue id."""
-        return sorted((q for q in list(self._queues.values()) if q.topic == topic), key=lambda q: q.queue_id)
+        return sorted(self._topics.get(topic, {}).values(), key=lambda q: q.queue_id)
 
     # -- files ------------------------------------------------------------------------------------------------------
 

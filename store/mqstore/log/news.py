@@ -21,8 +21,8 @@ _PAUSE_MIN_S, _PAUSE_MAX_S = 0.001, 0.1
 class News(Protocol):
     """Interface by which reading learns of a store's growth."""
 
-    def catch_up(self, queue: ConsumeQueue | None) -> None:
-        """Make what is new in `queue` (None: anywhere) visible."""
+    def catch_up(self, queue: ConsumeQueue | None, topic: str | None = None) -> None:
+        """Make what is new in `queue` visible; without a queue, in `topic` or anywhere."""
 
     def list_again(self) -> None:
         """List the segments again. Does nothing for the process that owns them."""
@@ -47,7 +47,7 @@ class OwnNews:
         self._visible_end = visible_end
         self._check_open = check_open
 
-    def catch_up(self, queue: ConsumeQueue | None) -> None:
+    def catch_up(self, queue: ConsumeQueue | None, topic: str | None = None) -> None:
         """Dispatch what is visible, in this thread, unless the queue has nothing that is not dispatched."""
         if queue is not None and queue.max_offset == queue.next_offset:
             return
@@ -98,8 +98,9 @@ class FileNews:
             self.stop_at_splice()
             self._run.refresh()
 
-    def catch_up(self, queue: ConsumeQueue | None) -> None:
-        """Look for new units, and once a second for new segments, queues and index files."""
+    def catch_up(self, queue: ConsumeQueue | None, topic: str | None = None) -> None:
+        """Look for new units of `queue`, and once a second for new segments. Without a queue look for those, for new
+        queues of `topic` (None: of all topics), and for new index files."""
         if queue is not None:
             cuts = queue.cuts
             queue.refresh()
@@ -112,9 +113,9 @@ class FileNews:
             if queue is not None:
                 changed = [queue]
             else:
-                changed = self._queues.refresh()
+                changed = self._queues.refresh(topic)
                 self._index.refresh()
-                for each in self._queues:
+                for each in self._queues if topic is None else self._queues.of(topic):
                     if not each.max_offset:  # of one with messages nobody asks more here than that it has some
                         each.refresh()
                         changed.append(each)

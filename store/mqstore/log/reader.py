@@ -176,7 +176,7 @@ class StoreReader(ABC):
     def queues(self, topic: str) -> list[QueueRef]:
         """The queues of `topic`, by queue id; TopicNotFoundError without one."""
         self.check_open()
-        self.news.catch_up(None)
+        self.news.catch_up(None, topic)
         found = [QueueRef(topic, q.queue_id) for q in self.queue_table.of(topic) if q.max_offset or q.next_offset]
         if not found:
             raise TopicNotFoundError(f"{self.path} has no topic {topic!r}")
@@ -193,7 +193,7 @@ class StoreReader(ABC):
         queue = self.queue_table.get(topic, queue_id)
         if queue is None or not queue.next_offset:  # a refused put may have left a queue without a message
             if is_path_safe(topic):
-                self.news.catch_up(None)
+                self.news.catch_up(None, topic)
                 queue = self.queue_table.get(topic, queue_id)
             if queue is None or not queue.next_offset:
                 raise TopicNotFoundError(f"{self.path} has no queue {queue_id} of topic {topic!r}")

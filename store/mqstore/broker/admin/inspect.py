@@ -29,6 +29,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -71,7 +72,7 @@ from mqstore.broker.reading import Reads
 from mqstore.broker.retention import all_pins, oldest_of, physical_of
 from mqstore.broker.transactions import Transactions
 from mqstore.broker.waiting import Waiters
-from mqstore.errors import GroupNotFoundError, MQStoreError
+from mqstore.errors import GroupNotFoundError, MQStoreError, TopicNotFoundError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.quiet import QUIET
 from mqstore.layout.properties import (
@@ -430,13 +431,14 @@ def lag_of(tables: Tables, group: str, pops: PopView) -> list[QueueLag]:
     if not progress and tables.groups.get(group) is None:
         raise GroupNotFoundError(f"{tables.store.path} has no group {group!r}: no settings, no progress")
     found: list[QueueLag] = []
-    there = set(tables.store.topics())
     # A broker at work may have popped or failed in a queue, and not have written its offsets yet.
     files = {*pops.standings, *pops.suspended}
-    known = {*progress, *((each.topic, each.queue_id) for each in files if each.group == group)}
-    for topic in sorted({topic for topic, _ in known}):
-        queues = {ref.queue_id for ref in tables.store.queues(topic)} if topic in there else set()
-        queues |= {queue_id for each, queue_id in known if each == topic}
+    known: dict[str, set[int]] = {}
+    for topic, queue_id in (*progress, *((each.topic, each.queue_id) for each in files if each.group == group)):
+        known.setdefault(topic, set()).add(queue_id)
+    for topic, queues in sorted(known.items()):
+        with suppress(TopicNotFoundError):
+            queues |= {ref.queue_id for ref in tables.store.queues(topic)}
         found += (_lag(tables, group, topic, queue_id, pops) for queue_id in sorted(queues))
     return found
 
