@@ -18,7 +18,7 @@ import org.apache.rocketmq.store.stats.BrokerStatsManager;
  * Apache RocketMQ's own store, which one thread puts messages with a tag and two keys into: each is built as a broker
  * does and given to `putMessage`, ASYNC_FLUSH.
  *
- * <p>Arguments: a new folder, a file of bodies, the length of a body, the number of messages, and the number of those
+ * <p>Arguments: a new folder, a file of bodies, the length of a body, the number of messages, and the number of small ones
  * that go before and do not count, so that the code is compiled by then. It prints `ready`, waits for a line, puts, and
  * prints how many messages were put.
  */
@@ -33,7 +33,7 @@ public final class JavaStore {
             bodies[i] = Arrays.copyOfRange(pool, i * length, (i + 1) * length);
         }
         DefaultMessageStore store = open(args[0]);
-        put(store, bodies, Integer.parseInt(args[4]));
+        put(store, new byte[][] {new byte[16]}, Integer.parseInt(args[4]));
         System.out.println("ready");
         System.in.read();
         System.out.println(put(store, bodies, Integer.parseInt(args[3])));

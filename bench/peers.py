@@ -89,7 +89,7 @@ def sqlite_insert(directory: Path, load: Load) -> Iterator[Work]:
 def sqlite_table(
     directory: Path, load: Load, *, work: Literal["put", "get"], synchronous: Literal["NORMAL", "FULL"]
 ) -> Iterator[Work]:
-    bodies = load.bodies()
+    bodies = load.bodies(_SQLITE_SHARE)
     with closing(sqlite3.connect(directory / "queue.db", isolation_level=None)) as connection:
         execute = connection.execute
         execute("PRAGMA journal_mode=WAL")

@@ -35,7 +35,7 @@ _ENGINE = (
         group="engine",
         ours=everyday.PUT_TAG_KEYS,
         peers={servers.JAVA_PUT: 1},
-        messages={128: 200_000, 1024: 100_000},
+        messages={128: 200_000, 1024: 200_000},
     ),
     Question(
         name="put_many",
@@ -162,7 +162,7 @@ _DELIVERY = (
         group="delivery",
         ours=delivery.QUEUE_GET_FLUSH,
         peers={peers.SQLITE_TABLE_GET_FULL: None, servers.REDIS_GET_ALWAYS: None},
-        messages={128: 4000, 1024: 4000},
+        messages={128: 3000, 1024: 3000},
         sync_first=True,
     ),
     Question(
