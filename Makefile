@@ -4,7 +4,8 @@
 #   make test    everything that must hold: formatting, lints, types, import arrows, tests, doctests
 #   make lint    the same without the tests
 #   make cover   the tests, and which lines they miss
-#   make bench   mqstore beside its peers, ratios with their spread (BENCH="put --quick" chooses)
+#   make bench   mqstore beside its peers, each answer beside its goal (BENCH="put --quick" chooses)
+#   make bench-compare OLD=results.json  what became better or worse since then; fails if by more than WORSE=0.2
 #   make spark   the tests that need pyspark and Java, in an environment of their own (3 minutes once that is there)
 #                (PYSPARK=4.1.4 takes that version, in an environment of its own; 4.1 or later)
 #   make spark-alone  those that start a Spark of their own: clusters, the tutorials as typed in (4 minutes)
@@ -33,6 +34,9 @@ PYTHON ?= $(shell for candidate in $(CANDIDATES); do \
 VENV  ?= .venv
 BIN   := $(VENV)/bin
 BENCH ?=
+OLD   ?=
+NEW   ?=
+WORSE ?=
 N     ?= 5000
 ROCKETMQ ?= 5.3.3
 PYSPARK ?=
@@ -48,7 +52,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test cover lint bench spark spark-alone spark-bench delta interop crash descriptors retention hostile salvage stress interrupts sanitize arm64 wheel docs clean
+.PHONY: help demo test cover lint bench bench-compare spark spark-alone spark-bench delta interop crash descriptors retention hostile salvage stress interrupts sanitize arm64 wheel docs clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -75,8 +79,14 @@ lint: $(VENV)/stamp-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+# The jars of RocketMQ's store are those of `make interop`. Without them that side is left out, with a word.
 bench: $(VENV)/stamp-bench
-	$(BIN)/python -m bench.compare $(BENCH)
+	-@test -n "$$MQSTORE_ROCKETMQ" || ! command -v mvn >/dev/null || $(MAKE) --no-print-directory var/rocketmq-$(ROCKETMQ)/fetched
+	$(BIN)/python -m bench $(BENCH)
+
+bench-compare: $(VENV)/stamp-core
+	@test -n "$(OLD)" || { echo "give the earlier results: make bench-compare OLD=FILE [NEW=FILE] [WORSE=0.2]"; exit 2; }
+	@$(BIN)/python -m bench.compare $(OLD) $(NEW) $(WORSE:%=--worse %)
 
 # Not with the others: pyspark alone is half a gigabyte.
 spark:

@@ -11,22 +11,23 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Literal, Unpack
 
 import mqstore
-from bench import engine
 from bench.harness import Load, Side, Work
 from bench.peers import BATCH
 from mqstore.broker.broker import Broker
+from mqstore.client.pushconsumer import PushConsumerOptions
 
 POP_BATCH = 32
 """The most that one pop gives."""
 
 
-def _fill(broker: Broker, load: Load) -> None:
-    broker.topics.create(load.topic, queues=1)
-    bodies = load.bodies()
-    for start in range(0, len(bodies), BATCH):
-        broker.put_many(load.topic, bodies[start : start + BATCH])
+def _fill(broker: Broker, load: Load, *, queues: int = 1, tag: str | None = None) -> None:
+    broker.topics.create(load.topic, queues=queues)
+    messages = [mqstore.OutgoingMessage(body, tag=tag) if tag else body for body in load.bodies()]
+    for number, start in enumerate(range(0, len(messages), BATCH)):
+        broker.put_many(load.topic, messages[start : start + BATCH], queue_id=number % queues)
     broker.store.dispatch()
 
 
@@ -104,9 +105,19 @@ def queue_put(directory: Path, load: Load) -> Iterator[Work]:
 
 
 @contextmanager
-def queue_get(directory: Path, load: Load) -> Iterator[Work]:
-    with mqstore.open(directory / "store") as store:
-        queue = store.queue(load.topic)
+def queue_get(
+    directory: Path,
+    load: Load,
+    *,
+    ordered: bool = False,
+    beside_delayed: bool = False,
+    durability: Literal["append", "flush"] = "append",
+) -> Iterator[Work]:
+    """Get and acknowledge. `beside_delayed`: as many messages as are taken wait for their time meanwhile."""
+    with mqstore.open(directory / "store", durability=durability) as store:
+        queue = store.queue(load.topic, ordered=ordered)
+        for _ in range(load.messages if beside_delayed else 0):
+            queue.put(b"", delay=3600)
         queue.put_many(load.bodies())
         store.log.dispatch()
 
@@ -123,41 +134,52 @@ def queue_get(directory: Path, load: Load) -> Iterator[Work]:
 
 
 @contextmanager
-def push(directory: Path, load: Load, *, ordered: bool) -> Iterator[Work]:
+def push(
+    directory: Path,
+    load: Load,
+    *,
+    queues: int = 4,
+    tag: str | None = None,
+    tags: str = "*",
+    **options: Unpack[PushConsumerOptions],
+) -> Iterator[Work]:
     """A push consumer that finds a backlog, with a handler that only looks at the body."""
     with mqstore.open(directory / "store") as store:
-        _fill(store.broker, load)
+        _fill(store.broker, load, queues=queues, tag=tag)
         done = threading.Event()
-        taken = taken_bytes = 0
+        taken: list[int] = []
 
         def handle(message: mqstore.Message) -> None:
-            nonlocal taken, taken_bytes
-            taken += 1
-            taken_bytes += len(message.body)
-            if taken == load.messages:
+            taken.append(len(message.body))  # as good as a lock around a counter
+            if len(taken) == load.messages:
                 done.set()
 
-        # One worker: what is counted here needs no lock, and empty handlers have no use for more.
-        consumer = store.push_consumer("bench", workers=1, ordered=ordered)
-        consumer.subscribe(load.topic, handle)
+        consumer = store.push_consumer("bench", **options)
+        consumer.subscribe(load.topic, handle, tags=tags)
 
         def work() -> int:
             consumer.start()
             assert done.wait(300)
-            return taken
+            return load.messages
 
         yield work
         consumer.stop()
-        assert (taken, taken_bytes) == (load.messages, load.messages * load.body_bytes)
+        assert taken == [load.body_bytes] * load.messages
 
 
-PUSH = Side("mqstore push consumer", partial(push, ordered=False))
-PUSH_ORDERED = Side("mqstore push consumer, ordered", partial(push, ordered=True))
-QUEUE_PUT = Side("mqstore Queue", queue_put)
-QUEUE_GET = Side("mqstore Queue", queue_get)
 POP_ONE = Side("mqstore", partial(pop_and_ack, batch=1))
 POP_MANY = Side("mqstore", partial(pop_and_ack, batch=POP_BATCH))
 DELAYED = Side("mqstore", delayed)
-PUT = Side("mqstore put", engine.PUT.prepare)
 PUT_AND_DISPATCH = Side("mqstore put and dispatch", put_and_dispatch)
-READ = Side("mqstore read", engine.READ_MESSAGES.prepare)
+QUEUE_PUT = Side("mqstore Queue", queue_put)
+QUEUE_GET = Side("mqstore Queue", queue_get)
+QUEUE_GET_FLUSH = Side("mqstore Queue, durability flush", partial(queue_get, durability="flush"))
+QUEUE_GET_ORDERED = Side("mqstore Queue, ordered", partial(queue_get, ordered=True))
+QUEUE_GET_DELAYED = Side("mqstore Queue, delayed messages wait", partial(queue_get, beside_delayed=True))
+# One worker takes the most messages a second from one queue while handlers are empty; four queues are the default.
+PUSH_ALONE = Side("mqstore push consumer, one worker", partial(push, queues=1, workers=1))
+PUSH = Side("mqstore push consumer", push)
+PUSH_POP = Side("mqstore push consumer, mode pop", partial(push, mode="pop"))
+PUSH_ORDERED = Side("mqstore push consumer, ordered", partial(push, ordered=True))
+PUSH_TAGGED = Side("mqstore push consumer, tagged messages", partial(push, tag="paid"))
+PUSH_FILTERED = Side("mqstore push consumer, by tag", partial(push, tag="paid", tags="paid"))

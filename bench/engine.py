@@ -7,7 +7,7 @@ removed, the mark of a crash set) to make the work happen that is to be timed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -212,18 +212,14 @@ def open_clean(directory: Path, load: Load, *, share: float) -> Iterator[Work]:
             store.close()
 
 
-def side(name: str, prepare: Callable[..., Any], **fixed: Any) -> Side:
-    return Side(name, partial(prepare, **fixed) if fixed else prepare)
-
-
-PUT = side("mqstore put", put)
-PUT_MANY = side("mqstore put_many, 1000 at once", put_many)
-FLUSH_1 = side("mqstore, 1 thread", put_flushed, threads=1)
-FLUSH_16 = side("mqstore, 16 threads", put_flushed, threads=16)
-READ_MESSAGES = side("mqstore read", read_messages)
-REPUT = side("mqstore reput", reput)
-RECOVERY = side("mqstore open after a crash", recovery)
-CRC32C_SWEEP = side("bare crc32c, one sweep", crc32c, how="sweep")
-CRC32C_RECORDS = side("bare crc32c, a call a record", crc32c, how="records")
-OPEN = side("mqstore open, 200 segments", open_clean, share=1.0)
-OPEN_FEWER = side("200 segments, an eighth of the messages", open_clean, share=0.125)
+PUT = Side("mqstore put", put)
+PUT_MANY = Side("mqstore put_many, 1000 at once", put_many)
+FLUSH_1 = Side("mqstore, 1 thread", partial(put_flushed, threads=1))
+FLUSH_16 = Side("mqstore, 16 threads", partial(put_flushed, threads=16))
+READ = Side("mqstore read", read_messages)
+REPUT = Side("mqstore reput", reput)
+RECOVERY = Side("mqstore open after a crash", recovery)
+CRC32C_SWEEP = Side("bare crc32c, one sweep", partial(crc32c, how="sweep"))
+CRC32C_RECORDS = Side("bare crc32c, a call a record", partial(crc32c, how="records"))
+OPEN = Side("mqstore open, 200 segments", partial(open_clean, share=1.0))
+OPEN_FEWER = Side("200 segments, an eighth of the messages", partial(open_clean, share=0.125))

@@ -1,181 +1,130 @@
-"""How much longer everyday work takes than the plain case, both in one run.
+"""What people do beside the plain case: options of a put, fields of a message, asyncio, reading what was just put.
 
-    python -m bench.everyday [--messages N] [--quick]
-
-CPU time of the whole process, so that a busy machine does not count; wall time where several threads hand over to each
-other (asyncio, push consumers). Sides in turn, the best of seven rounds. Durability "append".
+Both sides of each question are mqstore's, through its public interface, with durability "append".
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
-import mqstore
-from bench.goals import Side, measure, report
-from mqstore.engine import MessageStore
+import mqstore.aio
+from bench.harness import Load, Side, Work
 
-BODY = b"x" * 128
-
-
-def ratio(side: Side, plain: Side, rounds: int, clock: Callable[[], float] = time.process_time) -> float:
-    """Time of `side` by that of `plain`."""
-    best = measure({"side": side, "plain": plain}, rounds, 1, clock=clock)
-    return best["side"] / best["plain"]
-
-
-def get_and_ack(queue: mqstore.Queue, count: int) -> None:
-    for _ in range(count):
-        queue.ack(queue.get())
+READ_BATCH = 32
+"""What `read` gives unless another number is asked for."""
 
 
 @contextmanager
-def opened() -> Iterator[mqstore.Store]:
-    with tempfile.TemporaryDirectory() as folder, mqstore.open(Path(folder) / "s") as store:
-        yield store
+def put(directory: Path, load: Load, **options: Unpack[mqstore.SendOptions]) -> Iterator[Work]:
+    with mqstore.open(directory / "store") as store:
+        bodies = load.bodies()
+        # Creating segment, queue and folders belongs to the first message of a store, not to each.
+        store.put(load.topic, bodies[0], **options)
+
+        def work() -> int:
+            put_one, topic = store.put, load.topic
+            for body in bodies:
+                put_one(topic, body, **options)
+            return len(bodies)
+
+        yield work
 
 
-def puts(count: int, rounds: int) -> None:
-    with opened() as store:
-
-        def putting(**options: Any) -> Side:
-            return lambda: [store.put("t", BODY, **options) for _ in range(count)]
-
-        for what, options, goal in (
-            ("put with tag and keys", {"tag": "paid", "keys": ["o-7", "c-9"]}, 1.5),
-            ("put with a message group", {"message_group": "c-9"}, 1.7),
-            ("put with group and properties", {"message_group": "c-9", "properties": {"shop": "3", "kind": "x"}}, 1.7),
-            ("put with a delay", {"delay": 3600}, 3),
-        ):
-            report("", f"{what} / put", ratio(putting(**options), putting(), rounds), goal, most=True)
-        messages = [mqstore.OutgoingMessage(BODY, tag="paid", keys=f"o-{i}") for i in range(count)]
-        bodies = [BODY] * count
-        found = ratio(lambda: store.put_many("t", messages), lambda: store.put_many("t", bodies), rounds)
-        report("", "put_many of messages with tag and key / of bodies", found, 3, most=True)
+def _with_options(load: Load) -> list[mqstore.OutgoingMessage]:
+    return [mqstore.OutgoingMessage(body, tag="paid", keys=f"o-{i}") for i, body in enumerate(load.bodies())]
 
 
-def reads(count: int, rounds: int) -> None:
-    with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as store:
-        for i in range(count):
-            store.put("t", BODY, tag="paid", keys=f"o-{i}")
-
-        def reading(look: Callable[[mqstore.Message], object]) -> Side:
-            return lambda: [look(m) for at in range(0, count, 32) for m in store.read("t", 0, at, 32)]
-
-        found = ratio(reading(lambda m: (m.body, m.tag, m.keys)), reading(lambda m: m.body), rounds)
-        report("", "read of body, tag and keys / of the body", found, 2.5, most=True)
+@contextmanager
+def put_many(directory: Path, load: Load, *, options: bool) -> Iterator[Work]:
+    """All in one call: of messages with tag and key, or of bodies."""
+    messages = _with_options(load) if options else load.bodies()
+    with mqstore.open(directory / "store") as store:
+        store.put(load.topic, b"")
+        yield lambda: len(store.put_many(load.topic, messages))
 
 
-def queues(count: int, rounds: int) -> None:
-    with opened() as store:
-        plain, ordered, delayed = store.queue("plain"), store.queue("ordered", ordered=True), store.queue("delayed")
+@contextmanager
+def read(directory: Path, load: Load, *, look: Callable[[mqstore.Message], object]) -> Iterator[Work]:
+    with closing(mqstore.engine.MessageStore(directory / "store")) as store:
+        store.put_many(load.topic, _with_options(load), queue_id=0)
+        store.dispatch()
 
-        def through(queue: mqstore.Queue) -> float:
-            queue.put_many([BODY] * count)
-            begin = time.process_time()
-            get_and_ack(queue, count)
-            return time.process_time() - begin
+        def work() -> int:
+            for offset in range(0, load.messages, READ_BATCH):
+                for message in store.read(load.topic, 0, offset, READ_BATCH):
+                    look(message)
+            return load.messages
 
-        for _ in range(20_000):
-            delayed.put(BODY, delay=3600)
-        best = {queue.name: float("inf") for queue in (plain, ordered, delayed)}
-        for _ in range(rounds):
-            for queue in (plain, ordered, delayed):
-                best[queue.name] = min(best[queue.name], through(queue))
-        report("", "ordered queue, get and ack / unordered", best["ordered"] / best["plain"], 2.5, most=True)
-        report("", "get and ack beside 20,000 that wait / without", best["delayed"] / best["plain"], 1.1, most=True)
+        yield work
 
 
-def in_asyncio(count: int, rounds: int) -> None:
-    async def through() -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            async with mqstore.aio.open(folder) as store:
-                queue = await store.queue("q")
-                await queue.put_many([BODY] * count)
-                begin = time.perf_counter()
-                for _ in range(count):
-                    item = await queue.get()
-                    await queue.ack(item)
-                return time.perf_counter() - begin
+@contextmanager
+def first_read(directory: Path, load: Load, *, dispatched: bool) -> Iterator[Work]:
+    """The first read of the last messages behind a `put_many`, at once or after all has been dispatched."""
+    count = min(READ_BATCH, load.messages)
+    with closing(mqstore.engine.MessageStore(directory / "store")) as store:
+        store.put_many(load.topic, load.bodies(), queue_id=0)
+        if dispatched:
+            store.dispatch()
 
-    def plain() -> float:
-        with opened() as store:
-            queue = store.queue("q")
-            queue.put_many([BODY] * count)
-            begin = time.perf_counter()
-            get_and_ack(queue, count)
-            return time.perf_counter() - begin
+        def work() -> int:
+            assert len(store.read(load.topic, 0, load.messages - count, count)) == count
+            return 1
 
-    best = [float("inf"), float("inf")]
-    for _ in range(rounds):
-        best = [min(best[0], asyncio.run(through())), min(best[1], plain())]
-    report("", "asyncio, get and ack / without asyncio", best[0] / best[1], 2, most=True)
+        yield work
 
 
-def pushed(count: int, rounds: int) -> None:
-    def through(tags: str = "*", **options: Any) -> Side:
-        def run() -> None:
-            with opened() as store:
-                messages = [mqstore.OutgoingMessage(BODY, tag="paid")] * count
-                store.create_topic("t", queues=4)
-                for queue_id in range(4):
-                    store.put_many("t", messages[: count // 4], queue_id=queue_id)
-                done, lock, left = threading.Event(), threading.Lock(), [count // 4 * 4]
+@contextmanager
+def asyncio_get(directory: Path, load: Load) -> Iterator[Work]:
+    """Get and acknowledge, one item at a time, in a coroutine."""
+    with asyncio.Runner() as runner:
 
-                def handle(message: mqstore.Message) -> None:
-                    with lock:
-                        left[0] -= 1
-                        if not left[0]:
-                            done.set()
+        async def begin() -> mqstore.aio.Store:
+            return await mqstore.aio.open(directory / "store")
 
-                consumer = store.push_consumer("g", start="earliest", **options)
-                consumer.subscribe("t", handle, tags=tags)
-                with consumer:
-                    assert done.wait(120)
+        async def fill() -> mqstore.aio.Queue:
+            queue = await store.queue(load.topic)
+            await queue.put_many(load.bodies())
+            store.sync.log.dispatch()
+            return queue
 
-        return run
+        async def take() -> int:
+            taken_bytes = 0
+            for _ in range(load.messages):
+                task = await queue.get()
+                taken_bytes += len(task.value)
+                await queue.ack(task)
+            assert taken_bytes == load.messages * load.body_bytes
+            return load.messages
 
-    for what, options, goal in (
-        ("by pop", {"mode": "pop"}, 1.5),
-        ("in order", {"ordered": True}, 2),
-        ("with a tag filter", {"tags": "paid"}, 1.1),
-    ):
-        found = ratio(through(**options), through(), rounds, time.perf_counter)
-        report("", f"push consumer {what} / push consumer", found, goal, most=True)
-
-
-def first_read(count: int, rounds: int) -> None:
-    def reading(*, dispatched: bool) -> float:
-        with tempfile.TemporaryDirectory() as folder, MessageStore(folder) as store:
-            store.put_many("t", [BODY] * count)
-            if dispatched:
-                store.dispatch()
-            begin = time.perf_counter()
-            assert len(store.read("t", 0, count - 32, 32)) == 32
-            return time.perf_counter() - begin
-
-    times = [(reading(dispatched=False), reading(dispatched=True)) for _ in range(rounds)]
-    behind, there = map(min, zip(*times, strict=True))
-    report("", f"first read behind a put_many of {count:,} / once dispatched", behind / there, 1.3, most=True)
+        store = runner.run(begin())
+        try:
+            queue = runner.run(fill())
+            yield lambda: runner.run(take())
+        finally:
+            runner.run(store.close())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.everyday", description=__doc__.splitlines()[0])
-    parser.add_argument("--messages", type=int, default=20_000)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the messages, three rounds")
-    options = parser.parse_args()
-    count, rounds = (options.messages // 10, 3) if options.quick else (options.messages, 7)
-    for question in (puts, reads, queues, in_asyncio, pushed):
-        question(count, rounds)
-    first_read(300_000, rounds)
+TAG_AND_KEYS = mqstore.SendOptions(tag="paid", keys=["o-7", "c-9"])
 
-
-if __name__ == "__main__":
-    main()
+PUT = Side("mqstore put", put)
+PUT_TAG_KEYS = Side("mqstore put, tag and keys", partial(put, **TAG_AND_KEYS))
+PUT_GROUP = Side("mqstore put, message group", partial(put, message_group="c-9"))
+PUT_PROPERTIES = Side(
+    "mqstore put, group and properties", partial(put, message_group="c-9", properties={"shop": "3", "kind": "x"})
+)
+PUT_DELAY = Side("mqstore put, delay", partial(put, delay=3600))
+PUT_MANY = Side("mqstore put_many of bodies", partial(put_many, options=False))
+PUT_MANY_OPTIONS = Side("mqstore put_many, tag and key", partial(put_many, options=True))
+READ_BODY = Side("mqstore read, body alone", partial(read, look=lambda message: message.body))
+READ_FIELDS = Side(
+    "mqstore read, body, tag and keys", partial(read, look=lambda message: (message.body, message.tag, message.keys))
+)
+FIRST_READ = Side("mqstore first read behind put_many", partial(first_read, dispatched=False))
+FIRST_READ_DISPATCHED = Side("the same once dispatched", partial(first_read, dispatched=True))
+ASYNCIO_GET = Side("mqstore.aio Queue", asyncio_get)

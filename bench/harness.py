@@ -1,10 +1,12 @@
-"""What a question is, and how one side of it is measured.
+"""What a question is, and how its sides are timed.
 
 A *side* is somebody who can do the work: mqstore, or a peer. It is a context manager over (directory, load) that
 prepares everything unmeasured and yields the function to be timed; that function is called once and returns the amount
-of work it did (messages, bytes or openings), so that slow sides may do less of it. A *question* puts our side beside
-others at one body size. Ratios are only ever taken between sides timed within the same round: what the machine does
-meanwhile then weighs on both.
+of work it did (messages, bytes, calls), so that slow sides may do less of it. A *question* puts our side beside others.
+
+Each round times every side once, one right after the other, in an order that turns from round to round. A ratio is
+taken within its round, since what the machine does meanwhile then weighs on both sides. The answer is the median over
+the rounds, with the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -13,29 +15,46 @@ import gc
 import os
 import random
 import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-__all__ = ["BODY_SIZES", "SEED", "Load", "Question", "Sample", "Side", "Work", "measure", "scratch", "under_benchmark"]
+from bench.results import Row
+
+__all__ = ["BODY_SIZES", "SEED", "Load", "Question", "Sample", "Settings", "Side", "Work", "needs_modules", "scratch"]
 
 SEED = 20_240_229
 BODY_SIZES = (128, 1024)
 
 _DISTINCT_BODIES = 1024
 """Bodies repeat after so many: random bytes are dear to make, and no side looks for repeats."""
+_WARM_UP_MESSAGES = 1000
+_CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 Work = Callable[[], int]
 """The timed part; returns how much it did."""
 
 
 @dataclass(frozen=True, slots=True)
+class Settings:
+    """What whoever asks has chosen."""
+
+    share: float = 1.0
+    """Of the messages of each question, and of the seconds of each latency."""
+    rounds: int = 7
+    body_sizes: Sequence[int] = BODY_SIZES
+    directory: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
-    """So many messages of one size; the same bytes in every run."""
+    """A number of messages of one size; the same bytes in every run."""
 
     body_bytes: int
     messages: int
@@ -60,30 +79,18 @@ class Side:
 
     name: str
     prepare: Callable[[Path, Load], AbstractContextManager[Work]]
+    missing: Callable[[], str | None] = lambda: None
+    """Returns why this side cannot run here, or None."""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """Our side beside others. `messages` is the load per round by body size; `quick` divides it."""
+def needs_modules(*names: str) -> Callable[[], str | None]:
+    """A `Side.missing` for Python modules."""
 
-    name: str
-    title: str
-    ours: Side
-    peers: Sequence[Side]
-    messages: dict[int, int]
-    unit: Literal["messages", "bytes", "openings"] = "messages"
-    quick: int = 10
-    limit_seconds: float | None = None
-    """An absolute time that our side is held to as well."""
-    sync_first: bool = False
-    """Write back everybody's dirty pages before each timing: for sides that wait for the disk."""
-    sides: Sequence[Side] = field(init=False)
+    def missing() -> str | None:
+        absent = [name for name in names if find_spec(name) is None]
+        return f"{', '.join(absent)} not installed (the extra `bench` has it)" if absent else None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "sides", (self.ours, *self.peers))
-
-    def load(self, body_bytes: int, *, quick: bool = False) -> Load:
-        return Load(body_bytes, max(1, self.messages[body_bytes] // (self.quick if quick else 1)))
+    return missing
 
 
 class Sample(NamedTuple):
@@ -95,6 +102,121 @@ class Sample(NamedTuple):
     @property
     def rate(self) -> float:
         return self.amount / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Our side beside others, each with the ratio that is wanted, or None if it is shown for comparison only."""
+
+    name: str
+    title: str
+    group: str
+    ours: Side
+    peers: Mapping[Side, float | None]
+    messages: Mapping[int, int]
+    """Messages of a round by the size of their bodies in bytes."""
+    ratio: Literal["x rate", "x time"] = "x rate"
+    """Rates: the goal is the least ratio. Times: it is the greatest."""
+    unit: Literal["messages", "bytes", "calls"] = "messages"
+    clock: Literal["wall", "cpu"] = "wall"
+    """CPU time of the whole process is steady on a busy machine. It fits where no thread waits for another."""
+    limit: tuple[float, str] | None = None
+    """An absolute goal for our side, and its unit: `k/s` or `ms`."""
+    sync_first: bool = False
+    """Write back everybody's dirty pages before each timing: for sides that wait for the disk."""
+
+    def ask(self, settings: Settings) -> list[Row]:
+        """Time all sides at each body size."""
+        sizes = [size for size in self.messages if size in settings.body_sizes]
+        return [row for size in sizes for row in self._rows(size, settings)]
+
+    def _rows(self, body_bytes: int, settings: Settings) -> Iterator[Row]:
+        load = Load(body_bytes, max(1, int(self.messages[body_bytes] * settings.share)))
+        absent = {side: reason for side in self.peers if (reason := side.missing())}
+        sides = [self.ours, *(side for side in self.peers if side not in absent)]
+        samples = self._samples(sides, load, settings)
+        ours = [sample.rate for sample in samples[self.ours]]
+        if self.limit is not None:
+            limit, unit = self.limit
+            own = [1000 / rate if unit == "ms" else rate / 1000 for rate in ours]
+            yield self._row(body_bytes, "", unit, own, limit)
+        for side, goal in self.peers.items():
+            if side in absent:
+                yield self._row(body_bytes, side.name, self.ratio, [], goal, f"left out: {absent[side]}")
+                continue
+            theirs = [sample.rate for sample in samples[side]]
+            figures = {"our_rate": statistics.median(ours), "their_rate": statistics.median(theirs)}
+            said = " beside ".join(_rate_text(rate, self.unit) for rate in figures.values())
+            pairs = zip(ours, theirs, strict=True)
+            values = [our / their if self.ratio == "x rate" else their / our for our, their in pairs]
+            yield self._row(body_bytes, side.name, self.ratio, values, goal, said, figures)
+
+    def _row(
+        self,
+        body_bytes: int,
+        beside: str,
+        unit: str,
+        values: Sequence[float],
+        goal: float | None,
+        said: str = "",
+        figures: Mapping[str, float] | None = None,
+    ) -> Row:
+        return Row(
+            group=self.group,
+            question=self.name,
+            beside=beside,
+            body_bytes=body_bytes,
+            unit=unit,
+            value=statistics.median(values) if values else None,
+            low=min(values, default=None),
+            high=max(values, default=None),
+            goal=goal,
+            said=said,
+            figures=figures or {},
+        )
+
+    def _samples(self, sides: Sequence[Side], load: Load, settings: Settings) -> dict[Side, list[Sample]]:
+        """Samples of each side, one a round. A small round that does not count goes before."""
+        samples: dict[Side, list[Sample]] = {side: [] for side in sides}
+        warm_up = Load(load.body_bytes, max(1, min(_WARM_UP_MESSAGES, load.messages // 10)))
+        for side in sides:
+            self._measure(side, warm_up, settings.directory)
+        for number in range(settings.rounds):
+            turn = number % len(sides)
+            for side in [*sides[turn:], *sides[:turn]]:
+                samples[side].append(self._measure(side, load, settings.directory))
+        return samples
+
+    def _measure(self, side: Side, load: Load, parent: Path | None) -> Sample:
+        """Prepare `side` in a fresh directory, time its work once, tear down. The garbage collector rests meanwhile."""
+        clock = _CLOCKS[self.clock]
+        gc.collect()  # Not between preparation and work: a store's own threads would use the pause.
+        gc.disable()
+        try:
+            with scratch(self.name, parent) as directory, side.prepare(directory, load) as work:
+                if self.sync_first:
+                    os.sync()
+                begin = clock()
+                amount = work()
+                return Sample(amount, clock() - begin)
+        finally:
+            gc.enable()
+
+
+def _rate_text(rate: float, unit: str) -> str:
+    """A rate as people read it, of calls the time that one takes.
+
+    >>> _rate_text(612_345.0, "messages"), _rate_text(2.5e9, "bytes"), _rate_text(80.0, "calls")
+    ('612 k/s', '2.50 GB/s', '12.5 ms')
+    """
+    if unit == "calls":
+        return f"{1000 / rate:.3g} ms"
+    letter = "B" if unit == "bytes" else ""
+    for factor, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rate >= factor:
+            digits = 2 if rate / factor < 10 else 1 if rate / factor < 100 else 0
+            return f"{rate / factor:.{digits}f} {prefix}{letter}/s"
+    return f"{rate:.0f} {letter}/s"
 
 
 @contextmanager
@@ -111,35 +233,3 @@ def scratch(name: str, parent: str | os.PathLike[str] | None = None) -> Iterator
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def measure(question: Question, side: Side, load: Load, *, parent: Path | None = None) -> Sample:
-    """Prepare `side` in a fresh directory, time its work once, tear down. The garbage collector rests meanwhile."""
-    with scratch(question.name, parent) as directory, side.prepare(directory, load) as work:
-        if question.sync_first:
-            os.sync()
-        collecting = gc.isenabled()
-        gc.collect()
-        gc.disable()
-        try:
-            begin = time.perf_counter()
-            amount = work()
-            return Sample(amount, time.perf_counter() - begin)
-        finally:
-            if collecting:
-                gc.enable()
-
-
-def under_benchmark(benchmark: Any, question: Question, side: Side, body_bytes: int, *, rounds: int = 5) -> None:
-    """The same side under pytest-benchmark's fixture and stopwatch, at the quick load."""
-    load = question.load(body_bytes, quick=True)
-    benchmark.group = f"{question.name}, {body_bytes} B"
-    benchmark.extra_info.update(question=question.name, side=side.name, body_bytes=body_bytes, messages=load.messages)
-    with ExitStack() as round_stack:
-
-        def setup() -> tuple[tuple[Work], dict[str, Any]]:
-            round_stack.close()
-            directory = round_stack.enter_context(scratch(question.name))
-            return (round_stack.enter_context(side.prepare(directory, load)),), {}
-
-        benchmark.pedantic(lambda work: work(), setup=setup, rounds=rounds)

@@ -1,4 +1,6 @@
-"""What others do with the same bodies: each peer used as its own documentation would have it used for speed.
+"""What Python libraries do with the same bodies, each used as its own documentation would have it used for speed.
+
+A library is imported where it is used, so that a side is left out where it is not installed.
 
 queuelib        FifoDiskQueue.push: one write(2) of length and body
 SQLite          WAL, synchronous=off, autocommit: one INSERT a transaction
@@ -6,6 +8,9 @@ LMDB            nosync, writemap, ascending 8-byte keys (append=True), 1000 a tr
                 a cursor over all to read
 persist-queue   Queue.put: pickles to a file and rewrites its info file each time
 SQLiteAckQueue  persist-queue's: put, then get and ack of each, a transaction either
+SQLite table    what one writes by hand: a table with a state, WAL, one INSERT a put; a get is an UPDATE ... RETURNING
+                of the oldest row that is ready, an ack a DELETE. synchronous=NORMAL, or FULL: each commit is synced
+queue.Queue     put, or get and task_done: a ceiling, since it keeps everything in memory
 litequeue       LiteQueue.pop and done of each, a transaction either
 localqueue      SimpleQueue.get and ack of each, in its relaxed mode, which does not wait for the disk either
 diskcache       Deque.append, then popleft of each: nothing to acknowledge, so what a crash finds popped is lost
@@ -24,18 +29,17 @@ import sqlite3
 import struct
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
+from queue import Queue
+from typing import TYPE_CHECKING, Literal
 
-import lmdb
 from crc32c import crc32c
-from diskcache import Deque
-from litequeue import LiteQueue
-from localqueue import DurabilityMode, SimpleQueue
-from persistqueue import Queue as PersistQueue
-from persistqueue import SQLiteAckQueue
-from queuelib import FifoDiskQueue
 
-from bench.harness import Load, Side, Work
+from bench.harness import Load, Side, Work, needs_modules
+
+if TYPE_CHECKING:
+    import lmdb
 
 BATCH = 1000
 """Messages a transaction, a `put_many`."""
@@ -50,6 +54,8 @@ _key = struct.Struct(">Q").pack
 
 @contextmanager
 def queuelib_push(directory: Path, load: Load) -> Iterator[Work]:
+    from queuelib import FifoDiskQueue
+
     bodies = load.bodies()
     with closing(FifoDiskQueue(directory / "queuelib")) as queue:
         push = queue.push
@@ -80,7 +86,66 @@ def sqlite_insert(directory: Path, load: Load) -> Iterator[Work]:
 
 
 @contextmanager
+def sqlite_table(
+    directory: Path, load: Load, *, work: Literal["put", "get"], synchronous: Literal["NORMAL", "FULL"]
+) -> Iterator[Work]:
+    bodies = load.bodies(_SQLITE_SHARE)
+    with closing(sqlite3.connect(directory / "queue.db", isolation_level=None)) as connection:
+        execute = connection.execute
+        execute("PRAGMA journal_mode=WAL")
+        execute(f"PRAGMA synchronous={synchronous}")
+        execute("CREATE TABLE job (id INTEGER PRIMARY KEY, body BLOB NOT NULL, state TEXT NOT NULL DEFAULT 'ready')")
+        execute("CREATE INDEX ready ON job (id) WHERE state = 'ready'")
+        insert = "INSERT INTO job (body) VALUES (?)"
+        take = (
+            "UPDATE job SET state = 'taken' WHERE id = (SELECT id FROM job WHERE state = 'ready' ORDER BY id LIMIT 1)"
+            " RETURNING id, body"
+        )
+
+        def put() -> int:
+            for body in bodies:
+                execute(insert, (body,))
+            return len(bodies)
+
+        def get() -> int:
+            for _ in bodies:
+                [(number, body)] = execute(take).fetchall()
+                assert len(body) == load.body_bytes
+                execute("DELETE FROM job WHERE id = ?", (number,))
+            return len(bodies)
+
+        if work == "get":
+            with connection:  # in one transaction, for it is not timed
+                execute("BEGIN")
+                put()
+        yield put if work == "put" else get
+
+
+@contextmanager
+def in_memory(directory: Path, load: Load, *, work: Literal["put", "get"]) -> Iterator[Work]:
+    bodies = load.bodies()
+    queue: Queue[bytes] = Queue()
+
+    def put() -> int:
+        for body in bodies:
+            queue.put(body)
+        return len(bodies)
+
+    def get() -> int:
+        for _ in bodies:
+            assert len(queue.get()) == load.body_bytes
+            queue.task_done()
+        return len(bodies)
+
+    if work == "get":
+        put()
+    yield put if work == "put" else get
+
+
+@contextmanager
 def persist_queue_put(directory: Path, load: Load) -> Iterator[Work]:
+    from persistqueue import Queue as PersistQueue
+
     bodies = load.bodies(_PERSIST_QUEUE_SHARE)
     queue = PersistQueue(str(directory / "persistqueue"), tempdir=str(directory))
     put = queue.put
@@ -100,6 +165,8 @@ def persist_queue_put(directory: Path, load: Load) -> Iterator[Work]:
 
 @contextmanager
 def persist_queue_ack(directory: Path, load: Load) -> Iterator[Work]:
+    from persistqueue import SQLiteAckQueue
+
     bodies = load.bodies(_ACK_QUEUE_SHARE)
     with closing(SQLiteAckQueue(str(directory / "ackqueue"), multithreading=True)) as queue:
         for body in bodies:
@@ -117,6 +184,8 @@ def persist_queue_ack(directory: Path, load: Load) -> Iterator[Work]:
 
 @contextmanager
 def litequeue_done(directory: Path, load: Load) -> Iterator[Work]:
+    from litequeue import LiteQueue
+
     bodies = load.bodies(_ACK_QUEUE_SHARE)
     with closing(LiteQueue(str(directory / "litequeue.db"))) as queue:
         for body in bodies:
@@ -144,6 +213,8 @@ class _Bytes:
 
 @contextmanager
 def localqueue_ack(directory: Path, load: Load) -> Iterator[Work]:
+    from localqueue import DurabilityMode, SimpleQueue
+
     bodies = load.bodies(_ACK_QUEUE_SHARE)
     path = str(directory / "localqueue.db")
     with closing(SimpleQueue(path, serializer=_Bytes(), durability=DurabilityMode.RELAXED)) as queue:
@@ -162,6 +233,8 @@ def localqueue_ack(directory: Path, load: Load) -> Iterator[Work]:
 
 @contextmanager
 def diskcache_popleft(directory: Path, load: Load) -> Iterator[Work]:
+    from diskcache import Deque
+
     bodies = load.bodies(_ACK_QUEUE_SHARE)
     deque = Deque(directory=str(directory / "diskcache"))
     with closing(deque.cache):
@@ -178,6 +251,8 @@ def diskcache_popleft(directory: Path, load: Load) -> Iterator[Work]:
 
 @contextmanager
 def _lmdb(directory: Path, load: Load) -> Iterator[lmdb.Environment]:
+    import lmdb
+
     # Twice the bytes and a little: B+tree pages are half full at worst, and copied once a transaction.
     size = 3 * load.messages * (load.body_bytes + 64) + (64 << 20)
     with closing(lmdb.open(str(directory / "lmdb"), map_size=size, sync=False, writemap=True, map_async=True)) as env:
@@ -301,30 +376,26 @@ def crc32c_records(mappings: list[mmap.mmap], places: list[tuple[int, int, int]]
     return covered
 
 
-QUEUELIB = Side("queuelib FifoDiskQueue", queuelib_push)
+_LMDB = needs_modules("lmdb")
+_PERSISTQUEUE = needs_modules("persistqueue")
+
+QUEUELIB = Side("queuelib FifoDiskQueue", queuelib_push, needs_modules("queuelib"))
 SQLITE = Side("SQLite WAL, synchronous=off", sqlite_insert)
-PERSIST_QUEUE = Side("persist-queue Queue", persist_queue_put)
-LMDB_PUT = Side("LMDB put, 1000 a transaction", lmdb_put)
-LMDB_PUTMULTI = Side("LMDB putmulti, 1000 a transaction", lmdb_putmulti)
-LMDB_CURSOR = Side("LMDB cursor", lmdb_cursor)
-SQLITE_ACK_QUEUE = Side("persist-queue SQLiteAckQueue", persist_queue_ack)
-LITEQUEUE = Side("litequeue", litequeue_done)
-LOCALQUEUE = Side("localqueue", localqueue_ack)
-DISKCACHE_DEQUE = Side("diskcache Deque", diskcache_popleft)
+SQLITE_TABLE_PUT = Side("SQLite table, NORMAL", partial(sqlite_table, work="put", synchronous="NORMAL"))
+SQLITE_TABLE_PUT_FULL = Side("SQLite table, FULL", partial(sqlite_table, work="put", synchronous="FULL"))
+SQLITE_TABLE_GET = Side("SQLite table, NORMAL", partial(sqlite_table, work="get", synchronous="NORMAL"))
+SQLITE_TABLE_GET_FULL = Side("SQLite table, FULL", partial(sqlite_table, work="get", synchronous="FULL"))
+MEMORY_PUT = Side("queue.Queue in memory", partial(in_memory, work="put"))
+MEMORY_GET = Side("queue.Queue in memory", partial(in_memory, work="get"))
+PERSIST_QUEUE = Side("persist-queue Queue", persist_queue_put, _PERSISTQUEUE)
+LMDB_PUT = Side("LMDB put, 1000 a transaction", lmdb_put, _LMDB)
+LMDB_PUTMULTI = Side("LMDB putmulti, 1000 a transaction", lmdb_putmulti, _LMDB)
+LMDB_CURSOR = Side("LMDB cursor", lmdb_cursor, _LMDB)
+SQLITE_ACK_QUEUE = Side("persist-queue SQLiteAckQueue", persist_queue_ack, _PERSISTQUEUE)
+LITEQUEUE = Side("litequeue", litequeue_done, needs_modules("litequeue"))
+LOCALQUEUE = Side("localqueue", localqueue_ack, needs_modules("localqueue"))
+DISKCACHE_DEQUE = Side("diskcache Deque", diskcache_popleft, needs_modules("diskcache"))
 DSYNC = Side("bare pwrite O_DSYNC", dsync_pwrite)
-PEERS = (
-    QUEUELIB,
-    SQLITE,
-    PERSIST_QUEUE,
-    LMDB_PUT,
-    LMDB_PUTMULTI,
-    LMDB_CURSOR,
-    SQLITE_ACK_QUEUE,
-    LITEQUEUE,
-    LOCALQUEUE,
-    DISKCACHE_DEQUE,
-    DSYNC,
-)
 
 # persist-queue warns on the root logger's behalf whenever it opens; the report is no place for that.
 logging.getLogger("persistqueue").setLevel(logging.ERROR)
