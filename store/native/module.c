@@ -36,7 +36,8 @@ static PyMethodDef functions[] = {
     FUNCTION(restore, "restore(messages, first, mark, ways, names, copies) -> count"),
     FUNCTION(identify, "identify(copies, names, origin) -> copies"),
     FUNCTION(copy_parts, "copy_parts(copies, first, putters, overhead, room, queues, heads, bodies, tails) -> (count, room)"),
-    FUNCTION(options_tail, "options_tail(plain_tail, options, reserved) -> bytes, or None"),
+    FUNCTION(message_parts,
+             "message_parts(items, first, topic, plain_tail, slots, reserved, bodies, tails, flags, unique) -> count"),
     FUNCTION(renumber, "renumber(data, positions, offsets, places, timestamp)"),
     {NULL},
 };
@@ -54,7 +55,7 @@ PyMODINIT_FUNC PyInit__native(void)
     if (crc32c_init() < 0)
         return NULL;
     if (PyType_Ready(&NumberedType) < 0 || PyType_Ready(&TipType) < 0 || message_init() < 0 || pop_init() < 0 ||
-        options_init() < 0)
+        sender_init() < 0)
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (!module)
@@ -63,6 +64,7 @@ PyMODINIT_FUNC PyInit__native(void)
         PyModule_AddIntConstant(module, "SOURCES", MQSTORE_NATIVE_SOURCES) < 0 ||
         PyModule_AddObjectRef(module, "Numbered", (PyObject *)&NumberedType) < 0 ||
         PyModule_AddObjectRef(module, "Tip", (PyObject *)&TipType) < 0 ||
+        PyModule_AddObjectRef(module, "Sender", (PyObject *)&SenderType) < 0 ||
         PyModule_AddObjectRef(module, "Located", (PyObject *)&LocatedType) < 0 ||
         PyModule_AddObjectRef(module, "Lent", (PyObject *)&LentType) < 0 ||
         PyModule_AddObjectRef(module, "Timed", (PyObject *)&TimedType) < 0 ||
