@@ -28,13 +28,12 @@ from mqstore.layout import record as record_module
 from mqstore.layout.properties import decode_properties
 from mqstore.layout.record import encode_record
 from mqstore.layout.scan import gather
-from mqstore.log import commitlog as commitlog_module
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
-from mqstore.log.outgoing import options_tail, tail_of, user_properties
+from mqstore.log.outgoing import SLOTS
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.store import MessageStore
-from mqstore.options import Durability, StoreConfig
+from mqstore.options import StoreConfig
 from tests.faults import FaultyFileSystem
 from tests.without import compiled
 
@@ -144,6 +143,7 @@ _OUT = np.zeros(1, np.bool_)
 _END = np.zeros(1, np.int64)
 _BUFFER = bytes(200)
 _UNITS = (_BUFFER, _ONE, _ONE, _ONE)
+_OTHER_SLOT = kernel and kernel.Tip.end
 
 
 @compiled
@@ -236,11 +236,23 @@ _UNITS = (_BUFFER, _ONE, _ONE, _ONE)
         ("identify", ((), (b"n",), b"o"), TypeError),
         ("identify", ([], (1,), b"o"), TypeError),
         ("identify", ([], b"n", b"o"), TypeError),
-        ("options_tail", (b"\0\0", {}), TypeError),
-        ("options_tail", (b"\0", {}, frozenset()), TypeError),
-        ("options_tail", (bytearray(2), {}, frozenset()), TypeError),
-        ("options_tail", (b"\0\0", [], frozenset()), TypeError),
-        ("options_tail", (b"\0\0", {}, set()), TypeError),
+        ("message_parts", ([], 0, "t", b"\0\0", SLOTS, frozenset(), [], [], []), TypeError),
+        ("message_parts", ((), 0, "t", b"\0\0", SLOTS, frozenset(), [], [], [], {}), TypeError),
+        ("message_parts", ([], -1, "t", b"\0\0", SLOTS, frozenset(), [], [], [], {}), (TypeError, ValueError)),
+        ("message_parts", ([], "0", "t", b"\0\0", SLOTS, frozenset(), [], [], [], {}), TypeError),
+        ("message_parts", ([], 0, b"t", b"\0\0", SLOTS, frozenset(), [], [], [], {}), TypeError),
+        ("message_parts", ([], 0, "t", b"\0", SLOTS, frozenset(), [], [], [], {}), TypeError),
+        ("message_parts", ([], 0, "t", b"\0\0", SLOTS[:6], frozenset(), [], [], [], {}), TypeError),
+        ("message_parts", ([], 0, "t", b"\0\0", list(SLOTS), frozenset(), [], [], [], {}), TypeError),
+        ("message_parts", ([], 0, "t", b"\0\0", (*SLOTS, "body"), frozenset(), [], [], [], {}), TypeError),
+        (
+            "message_parts",
+            ([], 0, "t", b"\0\0", (*SLOTS, kernel and kernel.Tip.end), frozenset(), [], [], [], {}),
+            TypeError,
+        ),
+        ("message_parts", ([], 0, "t", b"\0\0", SLOTS, set(), [], [], [], {}), TypeError),
+        ("message_parts", ([], 0, "t", b"\0\0", SLOTS, frozenset(), [], (), [], {}), TypeError),
+        ("message_parts", ([], 0, "t", b"\0\0", SLOTS, frozenset(), [], [], [], []), TypeError),
     ],
 )
 def test_bad_arguments_are_refused(function: str, arguments: tuple[Any, ...], error: type[Exception]) -> None:
@@ -419,46 +431,6 @@ def test_queues_and_ways_that_are_odd_are_left_to_python(tmp_path: Path) -> None
 # --- a put ---
 
 
-def log_of(
-    folder: Path, puts: list[tuple[int, bytes, dict[str, Any]]], host: str | None, durability: Durability
-) -> tuple[bytes, list[Any]]:
-    """The commitlog that these puts make, and their receipts."""
-    clock = SimulatedClock(1_700_000_000_000)
-    options: Any = {"store_host": host} if host else {}
-    config = StoreConfig(clock=clock, segment_bytes=4096, **options)
-    receipts: list[Any] = []
-    with MessageStore(folder, durability=durability, config=config) as store:
-        for queue_id, body, options in puts:
-            receipts.append(tuple(store.put("topic", body, queue_id, **options)))
-            clock.advance(len(body) % 3)
-        return b"".join(path.read_bytes() for path in sorted((folder / "commitlog").iterdir())), receipts
-
-
-@compiled
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 2),
-            st.integers(0, 1500).map(lambda n: b"b" * n),
-            st.fixed_dictionaries({}, optional={"tag": st.just("a"), "unique_key": st.just("u"), "flag": st.just(7)}),
-        ),
-        max_size=12,
-    ),
-    st.sampled_from([None, "[2001:db8::1]:9"]),
-    st.sampled_from(["append", "flush"]),
-)
-def test_a_compiled_put_writes_what_a_put_of_python_writes(
-    tmp_path_factory: pytest.TempPathFactory,
-    puts: list[tuple[int, bytes, dict[str, Any]]],
-    host: str | None,
-    durability: Durability,
-) -> None:
-    ours = log_of(tmp_path_factory.mktemp("compiled"), puts, host, durability)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commitlog_module, "kernel", None)
-        assert log_of(tmp_path_factory.mktemp("python"), puts, host, durability) == ours
-
-
 @compiled
 def test_a_put_that_syncs_is_written_by_a_call_and_a_long_one_by_python(tmp_path: Path) -> None:
     with MessageStore(tmp_path, durability="flush") as store:
@@ -519,7 +491,7 @@ def test_a_put_is_left_to_python_where_another_thread_has_the_log(tmp_path: Path
         log._acquire = real
         assert isinstance(second, SendReceipt)
         assert (second.offset, second.physical_offset) == (1, first.physical_offset + first.size)
-        assert asked == [(False,), (False,), ()]
+        assert asked == [(False,), (False,), (False,), ()]
 
 
 @compiled
@@ -562,49 +534,6 @@ def test_a_property_alone_is_what_it_is_among_all(pieces: list[bytes], topic: by
     message = Message(stretch, len(before), 0)
     expected = decode_properties(b"".join(pieces))
     assert [message.stored_property(name) for name in _NAMES] == [expected.get(name) for name in _NAMES]
-
-
-_TEXT = st.text(st.sampled_from("ab_| \t\x7f\x85\xa0\u2003\ud800\U0001f600é订"), max_size=5)
-_PLAIN_TAIL = b"\1t\0\0"
-
-
-@compiled
-@given(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "tag": st.none() | _TEXT,
-            "keys": st.none() | _TEXT | st.lists(_TEXT, max_size=3) | st.lists(_TEXT, max_size=3).map(tuple),
-            "properties": st.none() | st.dictionaries(_TEXT | st.sampled_from(["KEYS", "__CRC32#"]), _TEXT, max_size=3),
-            "unique_key": st.none() | _TEXT,
-            "message_group": st.none() | _TEXT | st.sampled_from(["g" * 63, "g" * 64, "é" * 31, "é" * 32]),
-        },
-    )
-)
-def test_compiled_options_are_those_of_python_or_left_to_it(options: dict[str, Any]) -> None:
-    found = options_tail(_PLAIN_TAIL, options)
-    if found is not None:
-        assert found == tail_of(_PLAIN_TAIL, user_properties(**options))
-
-
-@compiled
-@pytest.mark.parametrize(
-    ("options", "stored"),
-    [
-        ({}, b""),
-        ({"tag": None}, b""),
-        ({"tag": "a b", "keys": "k"}, b"KEYS\1k\2TAGS\1a b\2"),
-        ({"keys": ["k", "l"], "unique_key": "u"}, b"KEYS\1k l\2UNIQ_KEY\1u\2"),
-        ({"keys": ()}, b""),
-        ({"message_group": "g", "properties": {"n": "v", "订": "单"}}, "n\1v\2订\1单\2__SHARDINGKEY\1g\2".encode()),
-        ({"properties": {"n": "v" * 3000}}, None),
-        ({"flag": 0}, None),
-        ({"delay": 1}, None),
-    ],
-)
-def test_what_options_compiled_parts_encode(options: dict[str, Any], stored: bytes | None) -> None:
-    tail = None if stored is None else _PLAIN_TAIL[:-2] + len(stored).to_bytes(2, "big") + stored
-    assert options_tail(_PLAIN_TAIL, options) == tail
 
 
 @compiled

@@ -160,18 +160,14 @@ PyObject *native_identify(PyObject *module, PyObject *const *args, Py_ssize_t na
     return known;
 }
 
-static PyObject *plain_tail_name;
-
-/* What begins a tail of a queue in `putters`, {topic: {queue id: queue}}: its `plain_tail` without the length of the
-   properties. A new reference and the queue, borrowed; NULL without an exception where Python has to look. */
+/* What begins a tail of a queue in `putters`: its `plain_tail` without the length of the properties. A new reference and the
+   queue, borrowed; NULL without an exception where Python has to look. */
 static PyObject *begin_of(PyObject *putters, PyObject *topic, PyObject *queue_id, PyObject **queue)
 {
     static const char read_again[] = SCHEDULE_TOPIC; /* the properties of its records have to be readable */
-    PyObject *queues = PyUnicode_CheckExact(topic) ? PyDict_GetItemWithError(putters, topic) : NULL;
-    *queue = queues && PyDict_Check(queues) && PyLong_CheckExact(queue_id) ? PyDict_GetItemWithError(queues, queue_id) : NULL;
-    PyObject *tail = *queue ? PyObject_GetAttr(*queue, plain_tail_name) : NULL;
-    if (tail && (!PyBytes_Check(tail) || PyBytes_GET_SIZE(tail) < 2 ||
-                 memmem(PyBytes_AS_STRING(tail), (size_t)PyBytes_GET_SIZE(tail), read_again, sizeof read_again - 1)))
+    PyObject *tail = NULL;
+    *queue = putter_of(putters, topic, queue_id, &tail);
+    if (tail && memmem(PyBytes_AS_STRING(tail), (size_t)PyBytes_GET_SIZE(tail), read_again, sizeof read_again - 1))
         Py_CLEAR(tail);
     return tail;
 }
@@ -200,8 +196,6 @@ PyObject *native_copy_parts(PyObject *module, PyObject *const *args, Py_ssize_t 
         PyErr_SetString(PyExc_ValueError, "copy_parts: a negative number");
         return NULL;
     }
-    if (!plain_tail_name && !(plain_tail_name = PyUnicode_InternFromString("plain_tail")))
-        return NULL;
     PyObject *topic = NULL, *queue_id = NULL, *queue = NULL, *begin = NULL;
     Near near = {0};
     for (; i < PyList_GET_SIZE(args[0]); i++) {
@@ -227,11 +221,7 @@ PyObject *native_copy_parts(PyObject *module, PyObject *const *args, Py_ssize_t 
         PyObject *tail = left < 0 ? NULL : PyBytes_FromStringAndSize(NULL, named + 2 + size);
         bool kept = false;
         if (tail) {
-            char *to = PyBytes_AS_STRING(tail);
-            memcpy(to, PyBytes_AS_STRING(begin), (size_t)named);
-            to[named] = (char)(size >> 8);
-            to[named + 1] = (char)size;
-            memcpy(to + named + 2, data, (size_t)size);
+            lay_tail(PyBytes_AS_STRING(tail), PyBytes_AS_STRING(begin), named + 2, data, size);
             kept = PyList_Append(args[5], queue) == 0 && PyList_Append(args[6], head) == 0 &&
                    PyList_Append(args[7], body) == 0 && PyList_Append(args[8], tail) == 0;
         }

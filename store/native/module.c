@@ -49,15 +49,16 @@ static PyMethodDef functions[] = {
     FUNCTION(restore, "restore(messages, first, mark, ways, names, copies) -> count"),
     FUNCTION(identify, "identify(copies, names, origin) -> copies"),
     FUNCTION(copy_parts, "copy_parts(copies, first, putters, overhead, room, queues, heads, bodies, tails) -> (count, room)"),
-    FUNCTION(options_tail, "options_tail(plain_tail, options, reserved) -> bytes, or None"),
+    FUNCTION(message_parts,
+             "message_parts(items, first, topic, plain_tail, slots, reserved, bodies, tails, flags, unique) -> count"),
     FUNCTION(renumber, "renumber(data, positions, offsets, places, timestamp)"),
     {NULL},
 };
 
 static int fill(PyObject *module)
 {
-    PyTypeObject *const types[] = {&NumberedType, &TipType, &LocatedType, &LentType, &TimedType, &LendingType, &DeskType};
-    if (crc32c_init() < 0 || message_init() < 0 || pop_init() < 0 || options_init() < 0 ||
+    PyTypeObject *const types[] = {&NumberedType, &TipType, &SenderType, &LocatedType, &LentType, &TimedType, &LendingType, &DeskType};
+    if (crc32c_init() < 0 || message_init() < 0 || pop_init() < 0 || sender_init() < 0 ||
         PyModule_AddIntConstant(module, "VERSION", NATIVE_VERSION) < 0 ||
         PyModule_AddIntConstant(module, "SOURCES", MQSTORE_NATIVE_SOURCES) < 0)
         return -1;

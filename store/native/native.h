@@ -38,6 +38,7 @@ enum {
     MAX_PROPERTIES_BYTES = 32767,
     CRC_TAIL_BYTES = 20, /* of the property __CRC32# (format#crc-tail) */
     COMPRESSED = 0x01,
+    COMPRESSION_ZLIB = 0x300,
     TRANSACTION_MASK = 0x0C,
     TRANSACTION_COMMIT = 0x08,
     TRANSACTION_ROLLBACK = 0x0C,
@@ -166,14 +167,14 @@ PyObject *native_encode(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_restore(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_identify(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_copy_parts(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_options_tail(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_message_parts(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_renumber(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
-extern PyTypeObject NumberedType, TipType, LocatedType, LentType, TimedType, LendingType, DeskType;
+extern PyTypeObject NumberedType, TipType, LocatedType, LentType, TimedType, LendingType, DeskType, SenderType;
 int message_init(void);
 int pop_init(void);
-int options_init(void);
+int sender_init(void);
 
 /* A tuple of a subclass of tuple. Takes the references; NULL, with an exception, also when one of them is. */
 PyObject *tuple_of(PyObject *type, PyObject **items, Py_ssize_t count);
@@ -193,10 +194,48 @@ typedef struct {
     long long offset, position, size, now_ms;
 } Stored;
 
+/* More of a record than body and tail: its properties stand behind the tail, whose last two bytes become their length. */
+typedef struct {
+    const char *properties;
+    Py_ssize_t size;
+    uint32_t flag, sys_flag;
+} Extra;
+
 /* One ordinary record, as `CommitLog.append` would: 1 when it is stored, 0 when Python must do it and nothing that counts has
-   changed, -1 with an exception. `tip` is a Tip. */
+   changed, -1 with an exception. `tip` is a Tip; `extra` may be NULL. */
 int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
-              Stored *stored);
+              const Extra *extra, Stored *stored);
+/* Write a tail with its properties to `to`, where there is room for both. */
+void lay_tail(char *to, const char *plain, Py_ssize_t plain_size, const char *properties, Py_ssize_t size);
+/* The store's time; -1, with an exception if the clock raised one. */
+long long tip_now_ms(PyObject *tip);
+/* Whether `tip_receipt` may be called. */
+bool tip_has_receipts(PyObject *tip, Numbered *queue);
+enum { RECEIPT_ITEMS = 7, UNIQUE_KEY_ITEM = 6 };
+PyObject *tip_receipt(PyObject *tip, Numbered *queue, const Stored *stored, PyObject *unique_key);
+/* The queue with this id in `putters`, {topic: {queue id: queue}}, borrowed; NULL, without an exception unless there was one
+   before, where Python has to look. `tail` becomes its `plain_tail`, a new reference. */
+PyObject *putter_of(PyObject *putters, PyObject *topic, PyObject *queue_id, PyObject **tail);
+
+/* Properties of a message that is put (options.c). */
+enum { MOST_OPTIONS_BYTES = 2048 };
+typedef struct {
+    char bytes[MOST_OPTIONS_BYTES];
+    size_t size;
+} Text;
+
+/* Values of the options of a put; NULL for one that was not given. */
+typedef struct {
+    PyObject *tag, *keys, *properties, *unique_key, *message_group;
+} Options;
+
+/* Add what `user_properties` and `encode_properties` make of them; false for what is not allowed, or rare: Python knows.
+   `reserved`: a frozenset of names that no property may have; others with an underscore in front are left to Python, too. */
+bool add_options(Text *to, const Options *options, PyObject *reserved);
+bool add(Text *to, const char *from, size_t size);
+/* Whether that is an int of 32 bits, and of no derived class. */
+bool small_integer(PyObject *value, int32_t *found);
+bool add_number(Text *to, const char *name, long long value);
 
 /* A record in a buffer, found by a unit (message.c). */
 typedef struct {

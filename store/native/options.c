@@ -1,34 +1,31 @@
-/* The options of a put, as the bytes that stand behind its body. */
+/* The options of a message that is put, as the bytes that stand behind its body. */
 
 #include "native.h"
+#include <structmember.h>
 
-enum { MOST_BYTES = 2048, MAX_MESSAGE_GROUP = 63 };
+enum { MAX_MESSAGE_GROUP = 63 };
 
-/* Of what is not left to Python. */
-enum { OPTIONS = 5 };
-static PyObject *option_names[OPTIONS];
-
-int options_init(void)
+bool add(Text *to, const char *from, size_t size)
 {
-    static const char *const names[OPTIONS] = {"tag", "keys", "properties", "unique_key", "message_group"};
-    for (int i = 0; i < OPTIONS; i++)
-        if (!option_names[i] && !(option_names[i] = PyUnicode_InternFromString(names[i])))
-            return -1;
-    return 0;
-}
-
-typedef struct {
-    uint8_t bytes[MOST_BYTES];
-    size_t size;
-} Text;
-
-static bool add(Text *to, const char *from, size_t size)
-{
-    if (size > MOST_BYTES - to->size)
+    if (size > MOST_OPTIONS_BYTES - to->size)
         return false;
     memcpy(to->bytes + to->size, from, size);
     to->size += size;
     return true;
+}
+
+bool add_number(Text *to, const char *name, long long value)
+{
+    char digits[32];
+    return add(to, name, strlen(name)) && add(to, digits, (size_t)snprintf(digits, sizeof digits, "\1%lld\2", value));
+}
+
+bool small_integer(PyObject *value, int32_t *found)
+{
+    int beyond = 0;
+    long long number = PyLong_CheckExact(value) ? PyLong_AsLongLongAndOverflow(value, &beyond) : INT64_MAX;
+    *found = (int32_t)number;
+    return !beyond && number >= INT32_MIN && number <= INT32_MAX;
 }
 
 /* Add a str that has something visible, no control character, and not `forbidden`; false for all else. */
@@ -87,44 +84,88 @@ static bool add_properties(Text *to, PyObject *properties, PyObject *reserved)
     return true;
 }
 
-/* options_tail(plain_tail, options, reserved) -> what stands behind the body of a message that is put with `options`:
-   `plain_tail` is that of one without. None for what is not allowed, or rare: `user_properties` knows. `reserved`: a frozenset
-   of names that no property may have; others that begin with an underscore are left to Python, too. */
-PyObject *native_options_tail(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+bool add_options(Text *to, const Options *options, PyObject *reserved)
 {
-    if (!has_arguments("options_tail", nargs, 3))
+    if ((options->properties && !add_properties(to, options->properties, reserved)) ||
+        (options->keys && !add_keys(to, options->keys)) ||
+        (options->tag && !add_pair(to, "TAGS", options->tag, '|')) ||
+        (options->unique_key && !add_pair(to, "UNIQ_KEY", options->unique_key, 0)))
+        return false;
+    size_t before = to->size;
+    return !options->message_group || (add_pair(to, "__SHARDINGKEY", options->message_group, 0) &&
+                                       to->size - before <= strlen("__SHARDINGKEY\1\2") + MAX_MESSAGE_GROUP);
+}
+
+/* The value of a slot, borrowed; NULL for None, and where there is none. */
+static PyObject *slot(PyObject *item, PyObject *slots, Py_ssize_t i)
+{
+    const PyMemberDef *member = ((PyMemberDescrObject *)PyTuple_GET_ITEM(slots, i))->d_member;
+    PyObject *value = *(PyObject **)((char *)item + member->offset);
+    return value == Py_None ? NULL : value;
+}
+
+/* message_parts(items, first, topic, plain_tail, slots, reserved, bodies, tails, flags, unique) -> count
+
+   Of a list of bodies and messages as many, from index `first` on, as are ordinary: what `StoreWriter.put_many` does for each.
+   `slots` are the attributes of an `OutgoingMessage`, by their descriptors: those that are looked at, then the topic, then
+   those that have to be None. Bodies, tails and flags are appended to the lists; `unique` gets the unique keys by index. */
+PyObject *native_message_parts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    enum { BODY, TAG, KEYS, PROPERTIES, UNIQUE_KEY, FLAG, TOPIC, ELSEWHERE };
+    if (!has_arguments("message_parts", nargs, 10))
         return NULL;
-    PyObject *plain = args[0], *options = args[1];
-    if (!PyBytes_CheckExact(plain) || PyBytes_GET_SIZE(plain) < 2 || !PyDict_CheckExact(options) ||
-        !PyFrozenSet_CheckExact(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "options_tail takes bytes, a dict and a frozenset");
+    PyObject *items = args[0], *topic = args[2], *plain = args[3], *slots = args[4];
+    Py_ssize_t first = PyLong_AsSsize_t(args[1]), i = first;
+    if (first == -1 && PyErr_Occurred())
+        return NULL;
+    bool right = PyList_Check(items) && first >= 0 && PyUnicode_Check(topic) && PyBytes_Check(plain) &&
+                 PyBytes_GET_SIZE(plain) >= 2 && PyTuple_Check(slots) && PyTuple_GET_SIZE(slots) >= ELSEWHERE &&
+                 PyFrozenSet_CheckExact(args[5]) && PyDict_Check(args[9]);
+    for (int k = 6; k < 9; k++)
+        right = right && PyList_Check(args[k]);
+    for (Py_ssize_t k = 0; right && k < PyTuple_GET_SIZE(slots); k++) {
+        PyObject *one = PyTuple_GET_ITEM(slots, k);
+        right = Py_IS_TYPE(one, &PyMemberDescr_Type) && ((PyMemberDescrObject *)one)->d_member->type == T_OBJECT_EX &&
+                PyDescr_TYPE(one) == PyDescr_TYPE(PyTuple_GET_ITEM(slots, 0));
+    }
+    if (!right) {
+        PyErr_SetString(PyExc_TypeError, "message_parts takes a list, an index, a str, bytes, slots, a frozenset, lists and a dict");
         return NULL;
     }
-    PyObject *given[OPTIONS] = {NULL}, *name, *value;
-    Py_ssize_t at = 0;
-    while (PyDict_Next(options, &at, &name, &value)) {
-        int which = 0;
-        while (which < OPTIONS && name != option_names[which])
-            which++;
-        if (which == OPTIONS) /* not known, or not the one object that the name of an argument is */
-            Py_RETURN_NONE;
-        given[which] = value == Py_None ? NULL : value;
+    PyTypeObject *type = PyDescr_TYPE(PyTuple_GET_ITEM(slots, 0));
+    for (; i < PyList_GET_SIZE(items); i++) {
+        PyObject *item = PyList_GET_ITEM(items, i), *body = item, *unique_key = NULL, *flag = NULL;
+        Text text;
+        text.size = 0;
+        if (Py_IS_TYPE(item, type)) {
+            bool here = true;
+            for (Py_ssize_t k = ELSEWHERE; here && k < PyTuple_GET_SIZE(slots); k++)
+                here = !slot(item, slots, k);
+            PyObject *to = slot(item, slots, TOPIC);
+            body = slot(item, slots, BODY);
+            flag = slot(item, slots, FLAG);
+            unique_key = slot(item, slots, UNIQUE_KEY);
+            Options options = {slot(item, slots, TAG), slot(item, slots, KEYS), slot(item, slots, PROPERTIES), unique_key, NULL};
+            int32_t value;
+            if (!here || (to && to != topic) || !flag || !small_integer(flag, &value) || !add_options(&text, &options, args[5]))
+                break;
+        }
+        if (!body || !PyBytes_CheckExact(body))
+            break;
+        PyObject *tail = text.size ? PyBytes_FromStringAndSize(NULL, PyBytes_GET_SIZE(plain) + (Py_ssize_t)text.size)
+                                   : Py_NewRef(plain);
+        PyObject *none = flag ? NULL : PyLong_FromLong(0), *index = unique_key ? PyLong_FromSsize_t(i) : NULL;
+        if (tail && text.size)
+            lay_tail(PyBytes_AS_STRING(tail), PyBytes_AS_STRING(plain), PyBytes_GET_SIZE(plain), text.bytes,
+                     (Py_ssize_t)text.size);
+        bool kept = tail && (flag || none) && (!unique_key || (index && PyDict_SetItem(args[9], index, unique_key) == 0)) &&
+                    PyList_Append(args[6], body) == 0 && PyList_Append(args[7], tail) == 0 &&
+                    PyList_Append(args[8], flag ? flag : none) == 0;
+        Py_XDECREF(tail);
+        Py_XDECREF(none);
+        Py_XDECREF(index);
+        if (!kept)
+            return NULL;
     }
-    PyObject *tag = given[0], *keys = given[1], *properties = given[2], *unique_key = given[3], *group = given[4];
-    Text text;
-    Py_ssize_t plain_size = PyBytes_GET_SIZE(plain);
-    text.size = 0;
-    bool added = add(&text, PyBytes_AS_STRING(plain), (size_t)plain_size);
-    added = added && (!properties || add_properties(&text, properties, args[2]));
-    added = added && (!keys || add_keys(&text, keys)) && (!tag || add_pair(&text, "TAGS", tag, '|'));
-    added = added && (!unique_key || add_pair(&text, "UNIQ_KEY", unique_key, 0));
-    size_t before = text.size;
-    added = added && (!group || (add_pair(&text, "__SHARDINGKEY", group, 0) &&
-                                 text.size - before <= strlen("__SHARDINGKEY\1\2") + MAX_MESSAGE_GROUP));
-    if (!added)
-        Py_RETURN_NONE;
-    size_t properties_size = text.size - (size_t)plain_size;
-    text.bytes[plain_size - 2] = (uint8_t)(properties_size >> 8);
-    text.bytes[plain_size - 1] = (uint8_t)properties_size;
-    return PyBytes_FromStringAndSize((char *)text.bytes, (Py_ssize_t)text.size);
+    return PyLong_FromSsize_t(i - first);
 }

@@ -311,7 +311,8 @@ static int append(Desk *self, const char *body, Py_ssize_t size, PyObject *tail,
 {
     if (size > self->max_body)
         return 0;
-    return tip_store(self->tip, (Numbered *)self->queue, body, size, PyBytes_AS_STRING(tail), PyBytes_GET_SIZE(tail), stored);
+    return tip_store(self->tip, (Numbered *)self->queue, body, size, PyBytes_AS_STRING(tail), PyBytes_GET_SIZE(tail), NULL,
+                     stored);
 }
 
 /* The message that comes next, if nothing but handing it out is to be done; borrowed. */

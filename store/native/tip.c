@@ -112,7 +112,7 @@ static long long now_of(Tip *self)
 
 /* Fields 1 to 15 for an ordinary record, the checksum zero (format#record); how many bytes these are. */
 static size_t header_of(Tip *self, Numbered *queue, uint8_t *at, uint32_t size, long long position, long long now_ms,
-                        uint32_t body_size)
+                        uint32_t body_size, const Extra *extra)
 {
     size_t born = (size_t)PyBytes_GET_SIZE(self->born_host), store = (size_t)PyBytes_GET_SIZE(self->store_host);
     uint8_t *start = at;
@@ -120,10 +120,10 @@ static size_t header_of(Tip *self, Numbered *queue, uint8_t *at, uint32_t size, 
     put32(at + 4, (uint32_t)queue->magic);
     put32(at + CHECKSUM_AT, 0);
     put32(at + QUEUE_ID_AT, (uint32_t)queue->queue_id);
-    put32(at + FLAG_AT, 0);
+    put32(at + FLAG_AT, extra->flag);
     put64(at + QUEUE_OFFSET_AT, (uint64_t)queue->next_offset);
     put64(at + PHYSICAL_OFFSET_AT, (uint64_t)position);
-    put32(at + SYS_FLAG_AT, (born == IPV6_BYTES ? BORN_HOST_V6 : 0) | (store == IPV6_BYTES ? STORE_HOST_V6 : 0));
+    put32(at + SYS_FLAG_AT, extra->sys_flag | (born == IPV6_BYTES ? BORN_HOST_V6 : 0) | (store == IPV6_BYTES ? STORE_HOST_V6 : 0));
     put64(at + BORN_TIMESTAMP_AT, (uint64_t)now_ms);
     at += BORN_HOST_AT;
     memcpy(at, PyBytes_AS_STRING(self->born_host), born);
@@ -164,10 +164,26 @@ static bool is_host(PyObject *host)
     return host && PyBytes_Check(host) && (PyBytes_GET_SIZE(host) == IPV4_BYTES || PyBytes_GET_SIZE(host) == IPV6_BYTES);
 }
 
-int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
-              Stored *stored)
+long long tip_now_ms(PyObject *tip)
 {
+    long long now_ns = now_of((Tip *)tip);
+    return now_ns < 0 ? -1 : now_ns / 1000000;
+}
+
+void lay_tail(char *to, const char *plain, Py_ssize_t plain_size, const char *properties, Py_ssize_t size)
+{
+    memcpy(to, plain, (size_t)plain_size);
+    memcpy(to + plain_size, properties, (size_t)size);
+    to[plain_size - 2] = (char)(size >> 8);
+    to[plain_size - 1] = (char)size;
+}
+
+int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
+              const Extra *extra, Stored *stored)
+{
+    static const Extra nothing = {0};
     Tip *self = (Tip *)tip;
+    extra = extra ? extra : &nothing;
     if (!self->plain || !self->acquire || !self->release || !self->time_ns || !is_host(self->born_host) ||
         !is_host(self->store_host))
         return 0;
@@ -175,7 +191,7 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
        each sync, which costs more than the sync, and faults again. */
     bool by_call = self->group && self->group != Py_None;
     Py_ssize_t size = BORN_HOST_AT + PyBytes_GET_SIZE(self->born_host) + 8 + PyBytes_GET_SIZE(self->store_host) + 16 +
-                      body_size + tail_size;
+                      body_size + tail_size + extra->size;
     if (size > INT32_MAX || (by_call && (self->fd < 0 || size > MOST_CALLED)))
         return 0;
 
@@ -200,9 +216,12 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
             uint8_t called[MOST_CALLED], *record = by_call ? called : (uint8_t *)view.buf + at;
             *stored = (Stored){queue->next_offset, position, size, now_ns / 1000000 - (now_ns % 1000000 < 0)};
             size_t width =
-                header_of(self, queue, record, (uint32_t)size, position, stored->now_ms, (uint32_t)body_size);
+                header_of(self, queue, record, (uint32_t)size, position, stored->now_ms, (uint32_t)body_size, extra);
             memcpy(record + width, body, (size_t)body_size);
-            memcpy(record + width + body_size, tail, (size_t)tail_size);
+            if (extra->size)
+                lay_tail((char *)record + width + body_size, tail, tail_size, extra->properties, extra->size);
+            else
+                memcpy(record + width + body_size, tail, (size_t)tail_size);
             put32(record + CHECKSUM_AT, crc32c_record(record, (size_t)size));
             /* An error, or less than all: Python writes over it, or says why not. */
             done = !by_call || pwrite(self->fd, record, (size_t)size, at) == size;
@@ -237,6 +256,27 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
     return done;
 }
 
+bool tip_has_receipts(PyObject *tip, Numbered *queue)
+{
+    PyObject *type = ((Tip *)tip)->receipt;
+    return queue->ref && type && PyType_Check(type) && PyType_FastSubclass((PyTypeObject *)type, Py_TPFLAGS_TUPLE_SUBCLASS);
+}
+
+PyObject *tip_receipt(PyObject *tip, Numbered *queue, const Stored *stored, PyObject *unique_key)
+{
+    Tip *self = (Tip *)tip;
+    PyObject *items[RECEIPT_ITEMS] = {
+        Py_NewRef(queue->ref),
+        PyLong_FromLongLong(stored->offset),
+        PyLong_FromLongLong(stored->position),
+        PyLong_FromLongLong(stored->size),
+        PyLong_FromLongLong(stored->now_ms),
+        Py_NewRef(self->store_host),
+        Py_NewRef(unique_key),
+    };
+    return tuple_of(self->receipt, items, RECEIPT_ITEMS);
+}
+
 /* put(queue, body, tail, unique_key) -> a receipt; None when `append` must do it. */
 static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -245,25 +285,14 @@ static PyObject *tip_put(Tip *self, PyObject *const *args, Py_ssize_t nargs)
         return NULL;
     }
     Numbered *queue = (Numbered *)args[0];
-    if (!PyBytes_Check(args[1]) || !PyBytes_Check(args[2]) || !queue->ref || !self->receipt ||
-        !PyType_Check(self->receipt) ||
-        !PyType_FastSubclass((PyTypeObject *)self->receipt, Py_TPFLAGS_TUPLE_SUBCLASS))
+    if (!PyBytes_Check(args[1]) || !PyBytes_Check(args[2]) || !tip_has_receipts((PyObject *)self, queue))
         Py_RETURN_NONE;
     Stored stored;
     int done = tip_store((PyObject *)self, queue, PyBytes_AS_STRING(args[1]), PyBytes_GET_SIZE(args[1]),
-                         PyBytes_AS_STRING(args[2]), PyBytes_GET_SIZE(args[2]), &stored);
+                         PyBytes_AS_STRING(args[2]), PyBytes_GET_SIZE(args[2]), NULL, &stored);
     if (done <= 0)
         return done < 0 ? NULL : Py_NewRef(Py_None);
-    PyObject *items[] = {
-        Py_NewRef(queue->ref),
-        PyLong_FromLongLong(stored.offset),
-        PyLong_FromLongLong(stored.position),
-        PyLong_FromLongLong(stored.size),
-        PyLong_FromLongLong(stored.now_ms),
-        Py_NewRef(self->store_host),
-        Py_NewRef(args[3]),
-    };
-    return tuple_of(self->receipt, items, sizeof items / sizeof *items);
+    return tip_receipt((PyObject *)self, queue, &stored, args[3]);
 }
 
 static PyMethodDef tip_methods[] = {

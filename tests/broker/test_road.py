@@ -113,6 +113,7 @@ def test_a_moment_that_has_come_is_no_delay(parts: Parts, options: Any) -> None:
         ({"delay": True}, "delay"),
         ({"delay": timedelta(days=366, milliseconds=1)}, "delay"),
         ({"deliver_at": float("nan")}, "deliver_at"),
+        ({"deliver_at": 10**400}, "deliver_at"),
         ({"deliver_at": "tomorrow"}, "deliver_at"),
         ({"deliver_at": True}, "deliver_at"),
         ({"deliver_at": datetime(2024, 1, 1)}, "when"),

@@ -18,13 +18,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Literal, Unpack, cast
 
-from mqstore.broker.delay.route import delay_route
+from mqstore.broker.delay.route import PRECISION_MS, delay_route
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.pop.receipts import recall_handle
 from mqstore.broker.routing import routed_properties
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig, TopicTable
+from mqstore.broker.uniquekey import PROCESS_KEYS
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
     NAME_END,
@@ -79,19 +80,19 @@ class SendOptions(PutOptions, total=False):
 
 
 class DelayedReceipt(SendReceipt):
-    """The receipt of a message that waits for its moment: of its waiting copy, with the handle that cancels it."""
+    """The receipt of a message that waits for its moment: of its waiting copy, with the handle that cancels it.
+
+    Behind the items of a `SendReceipt` stand the topic and the moment. The handle is made of them when it is read.
+    """
 
     __slots__ = ()
 
     @property
     def recall_handle(self) -> str | None:
-        handle = tuple.__getitem__(self, 7)
-        assert isinstance(handle, str)
-        return handle
+        topic, deliver_ms = cast("tuple[str, int]", tuple(self)[7:])
+        return recall_handle(topic, deliver_ms, self.unique_key)
 
 
-_MORE = ("delay", "deliver_at", "delay_level", "compressed")
-"""Options that a plain put of the log does not know."""
 _COMPRESSED = {None: 0, "zlib": COMPRESSED | COMPRESSION_ZLIB}
 
 
@@ -107,7 +108,21 @@ class Road:
         self._max_delay_ms = milliseconds(store.config.max_delay, "max_delay")
         self._group_hash = store.manifest.group_hash
         self._turns = RoundRobin()
-        self._put = store.put
+        self._store_put = store.put
+        self.put = store.sender(  # type: ignore[method-assign]
+            self.put,
+            topics=topics,
+            counters=self._turns.counters,
+            group_queue=group_queue,
+            group_hash=self._group_hash,
+            keys=PROCESS_KEYS,
+            delayed=DelayedReceipt,
+            timer_topic=TIMER_TOPIC,
+            schedule_topic=SCHEDULE_TOPIC,
+            levels=self._levels,
+            max_delay_ms=self._max_delay_ms,
+            precision_ms=PRECISION_MS,
+        )
 
     # -- a user's message -------------------------------------------------------------------------------------------
 
@@ -122,27 +137,23 @@ class Road:
         """
         config = self._topics.for_send(topic)
         if queue_id is None:
-            group = options.get("message_group") if options else None
+            group = options.get("message_group")
             if group is None:
                 queue_id = self._turns.next(topic, config.write_queues)
             else:
-                # What is no group is refused behind this, before anything is written.
-                name = group if type(group) is str else checked_group(group)
-                queue_id = group_queue(name, config.write_queues, self._group_hash)
-        # `max` would be a call.
-        elif type(queue_id) is not int or not (
-            0 <= queue_id < config.write_queues or 0 <= queue_id < config.read_queues
-        ):
+                queue_id = group_queue(checked_group(group), config.write_queues, self._group_hash)
+        elif type(queue_id) is not int or not 0 <= queue_id < max(config.write_queues, config.read_queues):
             raise InvalidMessageError(
                 f"queue_id {queue_id!r} does not lie in 0..{max(config.write_queues, config.read_queues) - 1}, "
                 f"the queues of {topic!r}",
                 "queue_id",
             )
         if not options:
-            return self._put(topic, body, queue_id)
-        if options.keys().isdisjoint(_MORE):
-            return self._put(topic, body, queue_id, **cast(PutOptions, options))
-        properties = self._properties(options)
+            return self._store_put(topic, body, queue_id)
+        unknown = options.keys() - SendOptions.__annotations__.keys()
+        if unknown:
+            raise no_such_option(unknown, SendOptions.__annotations__)
+        properties = routed_properties(options, now_ms=self._clock.now_ms(), max_delay_ms=self._max_delay_ms)
         flag = options.get("flag", 0)
         check_integer(flag, 32, "flag")
         compressed = options.get("compressed")
@@ -175,13 +186,6 @@ class Road:
         if queue_id is None:
             queue_id = self._turns.next(topic, config.write_queues)
         return self._store.put_many(topic, bodies, queue_id, durability=durability)
-
-    def _properties(self, options: SendOptions) -> dict[str, str]:
-        """What is stored of the options; checks that they go together."""
-        unknown = options.keys() - SendOptions.__annotations__.keys()
-        if unknown:
-            raise no_such_option(unknown, SendOptions.__annotations__)
-        return routed_properties(options, now_ms=self._clock.now_ms(), max_delay_ms=self._max_delay_ms)
 
     # -- any record -------------------------------------------------------------------------------------------------
 
@@ -220,8 +224,7 @@ class Road:
         )
         if where != TIMER_TOPIC or topic == TIMER_TOPIC:
             return receipt
-        handle = recall_handle(topic, int(stored[TIMER_OUT_MS]) + 1, stored[UNIQ_KEY])
-        return DelayedReceipt((*receipt, handle))  # type: ignore[arg-type]  # one more than SendReceipt says
+        return DelayedReceipt((*receipt, topic, int(stored[TIMER_OUT_MS]) + 1))  # type: ignore[arg-type]  # two more
 
     def copy(
         self,

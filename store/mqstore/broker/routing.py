@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -58,8 +59,10 @@ def _deliver_ms(delay: Duration | None, deliver_at: object, now_ms: int, max_del
         return None
     if isinstance(deliver_at, datetime):
         return to_ms(deliver_at)
-    if isinstance(deliver_at, (int, float)) and not isinstance(deliver_at, bool) and math.isfinite(deliver_at):
-        return math.ceil(deliver_at * 1000)
+    if isinstance(deliver_at, (int, float)) and not isinstance(deliver_at, bool):
+        with suppress(OverflowError):  # of an int beyond every float
+            if math.isfinite(deliver_at):
+                return math.ceil(deliver_at * 1000)
     raise InvalidMessageError(
         f"deliver_at {deliver_at!r} is neither an aware datetime nor seconds since the epoch", "deliver_at"
     )

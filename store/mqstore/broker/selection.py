@@ -161,17 +161,18 @@ class RoundRobin:
     Random, so that many short-lived processes that put one message each do not all fill queue 0.
     """
 
-    __slots__ = ("_counters", "_lock")
+    __slots__ = ("_lock", "counters")
 
     def __init__(self) -> None:
-        self._counters: dict[str, Iterator[int]] = {}
+        self.counters: dict[str, Iterator[int]] = {}
+        """By topic."""
         self._lock = threading.Lock()
 
     def next(self, topic: str, queues: int) -> int:
         """The next queue id of `topic`, 0 <= id < `queues`. ZeroDivisionError without queues."""
-        counter = self._counters.get(topic)
+        counter = self.counters.get(topic)
         if counter is None:
             with self._lock:
-                counter = self._counters.setdefault(topic, itertools.count(random.getrandbits(31)))
+                counter = self.counters.setdefault(topic, itertools.count(random.getrandbits(31)))
         # No lock: stepping a count is one atomic operation, and every put comes this way.
         return next(counter) % queues

@@ -21,7 +21,7 @@ from itertools import count
 
 from mqstore.clock import SYSTEM_CLOCK, Clock
 
-__all__ = ["UniqueKeys", "new_unique_key"]
+__all__ = ["PROCESS_KEYS", "UniqueKeys", "new_unique_key"]
 
 _EPOCH_MS = 1_609_459_200_000
 _MULTICAST = 1 << 40
@@ -53,7 +53,8 @@ class UniqueKeys:
         return f"{self._prefix}{seconds & 0xFFFF_FFFF:08X}{next(self._sequence) & 0xFFFF_FFFF:08X}"
 
 
-_keys = UniqueKeys()
-os.register_at_fork(after_in_child=_keys.reseed)
+PROCESS_KEYS = UniqueKeys()
+"""Those of this process."""
+os.register_at_fork(after_in_child=PROCESS_KEYS.reseed)
 
-new_unique_key = _keys.new
+new_unique_key = PROCESS_KEYS.new

@@ -17,14 +17,12 @@ from mqstore.layout.properties import (
     CRC32,
     INNER_MULTI_QUEUE_OFFSET,
     KEYS,
-    RESERVED,
     SHARDINGKEY,
     TAGS,
     UNIQ_KEY,
     encode_properties,
     is_reserved,
 )
-from mqstore.native import kernel
 from mqstore.options import Durability, Duration
 
 if TYPE_CHECKING:
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_MESSAGE_GROUP",
     "ROUTING",
+    "SLOTS",
     "Body",
     "Copy",
     "OutgoingMessage",
@@ -43,7 +42,6 @@ __all__ = [
     "flat_body",
     "key_words",
     "no_such_option",
-    "options_tail",
     "refuse_options",
     "refuse_routing",
     "tail_of",
@@ -106,6 +104,8 @@ _ONE_BY_ONE = (*ROUTING, "compressed")
 _ELSEWHERE = ("queue_id", "durability", *_ONE_BY_ONE)
 _elsewhere = attrgetter(*_ELSEWHERE)
 _NOWHERE = (None,) * len(_ELSEWHERE)
+SLOTS = attrgetter("body", "tag", "keys", "properties", "unique_key", "flag", "topic", *_ELSEWHERE)(OutgoingMessage)
+"""Descriptors of a message's attributes in the order that `kernel.message_parts` takes them in."""
 
 
 def refuse_routing(message: OutgoingMessage, topic: str) -> None:
@@ -226,12 +226,6 @@ def user_properties(
     if message_group is not None:
         stored[SHARDINGKEY] = checked_group(message_group)
     return stored
-
-
-def options_tail(plain_tail: bytes, options: Mapping[str, object]) -> bytes | None:
-    """As `tail_of`, of the options of a put, by compiled parts. None: there are none, or an option is wrong or rare, as
-    `flag` is; `user_properties` knows."""
-    return None if kernel is None else kernel.options_tail(plain_tail, options, RESERVED)
 
 
 def tail_of(plain_tail: bytes, properties: Mapping[str, str]) -> bytes:

@@ -1,6 +1,6 @@
 """Putting: from what a caller gives to a record in the log, and to the disk if asked (format#limits).
 
-    put        one message, the hot path: look up the queue, check, append, count
+    put        one message: look up the queue, check, append, count; `kernel.Sender` does the same for most messages
     put_many   many to one queue, encoded together
     append     one record with every field given, for the engine's own copies and for imports
     copy_many  stored records once more, each to another queue, built together from their bytes
@@ -35,6 +35,7 @@ from mqstore.layout.properties import (
     INNER_BASE,
     INNER_NUM,
     MAX_PROPERTIES_BYTES,
+    RESERVED,
     TRAN_MSG,
     UNIQ_KEY,
     decode_properties,
@@ -45,13 +46,13 @@ from mqstore.log.commitlog import ALLOWANCE, CommitLog, Fields, SendReceipt, Sen
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import check_topic
 from mqstore.log.outgoing import (
+    SLOTS,
     Body,
     Copy,
     OutgoingMessage,
     check_integer,
     flat_body,
     no_such_option,
-    options_tail,
     refuse_routing,
     tail_of,
     tail_of_bytes,
@@ -136,8 +137,6 @@ class Outlet:
 def _counts_failures(
     put: Callable[Concatenate[StoreWriter, _P], _R],
 ) -> Callable[Concatenate[StoreWriter, _P], _R]:
-    """As `put` does by itself, for what is not as hot: one more call costs nothing there."""
-
     @wraps(put)
     def counted(self: StoreWriter, /, *args: _P.args, **options: _P.kwargs) -> _R:
         try:
@@ -172,11 +171,13 @@ class StoreWriter(StoreReader):
         self._flush_timeout_s = seconds(self.config.flush_timeout, "flush_timeout")
         self._max_body = min(self.config.max_message_size, self._log.max_record_bytes)
         self._putters: dict[str, dict[int, ConsumeQueue]] = {}
+        self.put = self.sender(self.put)  # type: ignore[method-assign]
         self._sync_to = 0
         """What lies beyond the end of the log and is to be synced with it: a splice that is not in yet."""
 
     # -- putting ----------------------------------------------------------------------------------------------------
 
+    @_counts_failures
     def put(self, topic: str, body: Body, queue_id: int = 0, **options: Unpack[PutOptions]) -> SendReceipt:
         """Append one message to a queue of `topic`, which comes into being with its first message.
 
@@ -186,37 +187,83 @@ class StoreWriter(StoreReader):
         unknown), FlushFailedError, ReadOnlyStoreError, StoreClosedError; StoreBusyError to a signal handler that
         interrupted a put which is just writing.
         """
-        try:
-            try:
-                queue = self._putters[topic][queue_id]
-            except (KeyError, TypeError):
-                queue = None
-            if queue is None:  # not inside the except: its errors are no consequence of a look-up
-                queue = self._putter(topic, queue_id)
-            sample = not queue.next_offset & 63
-            if sample:
-                begin = time.perf_counter_ns()
-            if type(body) is not bytes:
-                body = flat_body(body)
-            if len(body) > self._max_body:
-                self._refuse_body(len(body))
-            waits = self._flush_by_default
-            if not options:
-                receipt = self._log.append(queue, body, queue.plain_tail)
-            elif (tail := options_tail(queue.plain_tail, options)) is not None:
-                receipt = self._log.append(queue, body, tail, None, options.get("unique_key"))
-            else:
-                receipt, waits = self._put_with(queue, body, **options)
-            if waits:
-                self._wait_flushed(receipt[2] + receipt[3], receipt)
-            elif self._flush_by_default:
-                self.background.flush_soon()
-            if sample:
-                self._note_put(queue, time.perf_counter_ns() - begin)
-            return receipt
-        except Exception:
-            self._failed_puts += 1
-            raise
+        queue = self._queue_to_put(topic, queue_id)
+        body = self._checked_body(body)
+        if not options:
+            return self._put_record(queue, body, queue.plain_tail, None, None, self._flush_by_default)
+        waits = self._waits(options.pop("durability", None))
+        unknown = options.keys() - MessageOptions.__annotations__.keys()
+        if unknown:
+            raise no_such_option(unknown, PutOptions.__annotations__)
+        flag = options.pop("flag", 0)
+        check_integer(flag, 32, "flag")
+        stored = user_properties(**options)  # type: ignore[misc]  # of which `flag` is none
+        tail = tail_of(queue.plain_tail, stored) if stored else queue.plain_tail
+        return self._put_record(queue, body, tail, Fields(flag) if flag else None, options.get("unique_key"), waits)
+
+    def _checked_body(self, body: Body) -> bytes:
+        flat = flat_body(body)
+        if len(flat) > self._max_body:
+            self._refuse_body(len(flat))
+        return flat
+
+    def _put_record(
+        self,
+        queue: ConsumeQueue,
+        body: bytes,
+        tail: bytes,
+        fields: Fields | None,
+        unique_key: str | None,
+        waits: bool,
+    ) -> SendReceipt:
+        """Append a record whose parts were checked, and wait for the disk if it `waits`."""
+        sample = not queue.next_offset & 63
+        if sample:
+            begin = time.perf_counter_ns()
+        receipt = self._log.append(queue, body, tail, fields, unique_key)
+        self._after_put(receipt if waits else None)
+        if sample:
+            self._note_put(queue, time.perf_counter_ns() - begin)
+        return receipt
+
+    @_counts_failures
+    def _append_encoded(
+        self,
+        topic: str,
+        queue_id: int,
+        body: bytes,
+        properties: bytes,
+        unique_key: str | None,
+        flag: int,
+        sys_flag: int,
+    ) -> SendReceipt:
+        """Append a message that a sender has checked and encoded, and could not store."""
+        queue = self._queue_to_put(topic, queue_id)
+        fields = Fields(flag, sys_flag) if flag or sys_flag else None
+        return self._log.append(queue, body, tail_of_bytes(queue.plain_tail, properties), fields, unique_key)
+
+    def sender(self, otherwise: Callable[_P, SendReceipt], **more: object) -> Callable[_P, SendReceipt]:
+        """Return a function that puts one message as `otherwise` does: by compiled parts if these are there and the
+        message is ordinary, else by `otherwise`. `more`: what they need to choose the queue, as `Road.put` does."""
+        if kernel is None:
+            return otherwise
+
+        sender = kernel.Sender()
+        needs = {
+            "otherwise": otherwise,
+            "tip": self._log,
+            "putters": self._putters,
+            "finish": self._append_encoded,
+            "after": _counts_failures(type(self)._after_put).__get__(self),
+            "note": self._note_put,
+            "reserved": RESERVED,
+            "max_body": self._max_body,
+            "flushes": self._flush_by_default,
+        }
+        for name, value in {**needs, **more}.items():
+            setattr(sender, name, value)
+        put: Callable[_P, SendReceipt] = sender.put
+        return put
 
     def _note_put(self, queue: ConsumeQueue, took_ns: int) -> None:
         self._put_latency.add(took_ns)
@@ -230,26 +277,6 @@ class StoreWriter(StoreReader):
         with self._put_times_lock:
             taken, self._put_times = self._put_times, {}
         return taken
-
-    def _put_with(
-        self, queue: ConsumeQueue, body: bytes, durability: Durability | None = None, **options: Unpack[MessageOptions]
-    ) -> tuple[SendReceipt, bool]:
-        """A put with options of any kind; and whether it is to wait for the disk."""
-        waits = self._waits(durability)
-        unknown = options.keys() - MessageOptions.__annotations__.keys()
-        if unknown:
-            raise no_such_option(unknown, MessageOptions.__annotations__)
-        flag = options.get("flag", 0)
-        check_integer(flag, 32, "flag")
-        stored = user_properties(
-            options.get("tag"),
-            options.get("keys"),
-            options.get("properties"),
-            options.get("unique_key"),
-            options.get("message_group"),
-        )
-        tail = tail_of(queue.plain_tail, stored) if stored else queue.plain_tail
-        return self._log.append(queue, body, tail, Fields(flag) if flag else None, options.get("unique_key")), waits
 
     def outlet(self, topic: str, queue_id: int = 0, properties: Mapping[str, str] | None = None) -> Outlet:
         """A quick road for who puts often with the same properties, reserved names included."""
@@ -285,12 +312,7 @@ class StoreWriter(StoreReader):
         imports. `properties` may bear reserved names; compression and transaction bits of `sys_flag` are the caller's.
         What is `copied` was taken once, and may be larger than `max_message_size` is by now. Errors as of `put`."""
         queue = self._queue_to_put(topic, queue_id)
-        sample = not queue.next_offset & 63
-        if sample:
-            begin = time.perf_counter_ns()
-        body = flat_body(body)
-        if len(body) > self._max_body and not copied:
-            self._refuse_body(len(body))
+        flat = flat_body(body) if copied else self._checked_body(body)
         host = None if born_host is None else encode_host(born_host)
         fields: Fields | None = Fields(
             flag, sys_flag, born_timestamp_ms, host, reconsume_times, prepared_transaction_offset
@@ -310,11 +332,8 @@ class StoreWriter(StoreReader):
                 raise InvalidMessageError("a batch in one record is not written: no queue would list it", "sys_flag")
         waits = self._waits(durability)
         properties = properties or {}
-        receipt = self._log.append(queue, body, self._checked_tail(queue, properties), fields, properties.get(UNIQ_KEY))
-        self._after_put(receipt if waits else None)
-        if sample:
-            self._note_put(queue, time.perf_counter_ns() - begin)
-        return receipt
+        tail = self._checked_tail(queue, properties)
+        return self._put_record(queue, flat, tail, fields, properties.get(UNIQ_KEY), waits)
 
     @_counts_failures
     def put_many(
@@ -337,17 +356,19 @@ class StoreWriter(StoreReader):
             flat = cast(list[bytes], items)
         else:
             flat, tails, flags = [], [], []
-            for i, item in enumerate(items):
-                tail, flag = queue.plain_tail, 0
+            while (at := len(flat)) < len(items):
+                if kernel is not None and kernel.message_parts(
+                    items, at, topic, queue.plain_tail, SLOTS, RESERVED, flat, tails, flags, unique
+                ):
+                    continue  # the same, for as many as are ordinary
+                item, tail, flag = items[at], queue.plain_tail, 0
                 if isinstance(item, OutgoingMessage):
                     refuse_routing(item, topic)
                     check_integer(item.flag, 32, "flag")
-                    tag, keys, properties, key = item.tag, item.keys, item.properties, item.unique_key
-                    quick = options_tail(tail, {"tag": tag, "keys": keys, "properties": properties, "unique_key": key})
-                    tail = tail_of(tail, user_properties(tag, keys, properties, key)) if quick is None else quick
+                    tail = tail_of(tail, user_properties(item.tag, item.keys, item.properties, item.unique_key))
                     flag = item.flag
-                    if key is not None:
-                        unique[i] = key
+                    if item.unique_key is not None:
+                        unique[at] = item.unique_key
                     item = item.body
                 flat.append(flat_body(item))
                 tails.append(tail)

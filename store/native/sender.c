@@ -1,0 +1,418 @@
+/* A put with all its options, from the caller's arguments to the receipt, in one call.
+
+   `Sender.put` is what `StoreWriter.put` and, with topics, `Road.put` do for a message that is ordinary; for any other it calls
+   `otherwise`, one of these two, with the same arguments. Up to there nothing was written. */
+
+#include "native.h"
+#include <math.h>
+#include <stddef.h>
+#include <structmember.h>
+#include <time.h>
+
+/* By name, as they may be given; the first are those of `Options`. */
+enum { TAG, KEYS, PROPERTIES, UNIQUE_KEY, MESSAGE_GROUP, DELAY, DELIVER_AT, DELAY_LEVEL, FLAG, COMPRESSION, DURABILITY, QUEUE_ID,
+       NAMES };
+static PyObject *option_names[NAMES], *plain_tail_name, *sendable_name, *write_queues_name, *prefix_name, *origin_name, *sequence_name;
+enum { SAMPLED = 63, UNIQUE_KEY_DIGITS = 34, MOST_DELAY_BYTES = 512 };
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *otherwise, *tip, *putters, *finish, *after, *note, *reserved;
+    long long max_body;
+    char flushes;
+    /* Of a broker; `topics` NULL: there is none. */
+    PyObject *topics, *counters, *group_queue, *group_hash, *keys, *delayed, *timer_topic, *schedule_topic;
+    long long levels, max_delay_ms, precision_ms;
+} Sender;
+
+#define OBJECTS(F) F(otherwise) F(tip) F(putters) F(finish) F(after) F(note) F(reserved) F(topics) F(counters) \
+    F(group_queue) F(group_hash) F(keys) F(delayed) F(timer_topic) F(schedule_topic)
+
+static int sender_traverse(Sender *self, visitproc visit, void *arg)
+{
+#define VISIT(name) Py_VISIT(self->name);
+    OBJECTS(VISIT)
+    return 0;
+}
+
+static int sender_clear(Sender *self)
+{
+#define CLEAR(name) Py_CLEAR(self->name);
+    OBJECTS(CLEAR)
+    return 0;
+}
+
+static void sender_dealloc(Sender *self)
+{
+    PyObject_GC_UnTrack(self);
+    sender_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+int sender_init(void)
+{
+    static const char *const texts[NAMES] = {"tag", "keys", "properties", "unique_key", "message_group", "delay",
+                                             "deliver_at", "delay_level", "flag", "compressed", "durability", "queue_id"};
+    for (int i = 0; i < NAMES; i++)
+        if (!(option_names[i] = PyUnicode_InternFromString(texts[i])))
+            return -1;
+    return (plain_tail_name = PyUnicode_InternFromString("plain_tail")) &&
+           (sendable_name = PyUnicode_InternFromString("_sendable")) &&
+           (write_queues_name = PyUnicode_InternFromString("write_queues")) &&
+           (prefix_name = PyUnicode_InternFromString("_prefix")) &&
+           (origin_name = PyUnicode_InternFromString("_origin_ms")) &&
+           (sequence_name = PyUnicode_InternFromString("_sequence")) ? PyType_Ready(&SenderType) : -1;
+}
+
+/* A message on its way. */
+typedef struct {
+    PyObject *topic, *body, *given[NAMES];     /* of the caller */
+    bool waits;                                /* for the disk */
+    bool from_now;
+    double moment_ms;                          /* when it is to be delivered, as it was asked for; -1: at once */
+    long long level, due_ms, slot_ms;          /* of its delay; 0, -1 and -1: none */
+    int32_t flag, sys_flag;
+    PyObject *queue_id, *unique_key;           /* owned, as the next three */
+    PyObject *stored_id, *queue, *tail;        /* of the queue that it is stored in, which may be that where it waits */
+    Text text;
+} Outgoing;
+
+static bool is_text(PyObject *value, const char *text)
+{
+    return PyUnicode_CheckExact(value) && PyUnicode_CompareWithASCIIString(value, text) == 0;
+}
+
+/* Read when it is to be delivered; false where that is wrong, or rare. */
+static bool read_delay(const Sender *self, Outgoing *message)
+{
+    PyObject *level = message->given[DELAY_LEVEL], *delay = message->given[DELAY];
+    PyObject *moment = delay ? delay : message->given[DELIVER_AT];
+    if (level) {
+        int32_t asked;
+        if (!small_integer(level, &asked) || asked < 0)
+            return false;
+        message->level = asked < self->levels ? asked : self->levels;
+        return true;
+    }
+    if (!PyFloat_CheckExact(moment) && !PyLong_CheckExact(moment))
+        return false;
+    double seconds = PyFloat_CheckExact(moment) ? PyFloat_AS_DOUBLE(moment) : PyLong_AsDouble(moment);
+    if (seconds == -1 && PyErr_Occurred())
+        PyErr_Clear();
+    message->moment_ms = ceil(seconds * 1000);
+    message->from_now = delay != NULL;
+    if (delay && message->moment_ms == 0)
+        message->moment_ms = -1;
+    /* Of the moments below 1e12 s each millisecond is a number. */
+    return seconds >= 0 && seconds < 1e12 && (!delay || message->moment_ms <= (double)self->max_delay_ms);
+}
+
+/* Take the arguments apart, and encode the options; false for what Python has to look at. */
+static bool read_arguments(const Sender *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names, Outgoing *message)
+{
+    if (nargs < 2 || nargs > 2 + !self->topics || !PyUnicode_CheckExact(args[0]) || !PyBytes_CheckExact(args[1]) ||
+        PyBytes_GET_SIZE(args[1]) > self->max_body)
+        return false;
+    memset(message, 0, offsetof(Outgoing, text.bytes));
+    message->text.size = 0;
+    message->moment_ms = message->due_ms = message->slot_ms = -1;
+    message->topic = args[0];
+    message->body = args[1];
+    message->waits = self->flushes;
+    PyObject **given = message->given;
+    if (nargs > 2)
+        given[QUEUE_ID] = args[2];
+    Py_ssize_t count = names ? PyTuple_GET_SIZE(names) : 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int which = 0;
+        while (which < NAMES && PyTuple_GET_ITEM(names, i) != option_names[which])
+            which++;
+        PyObject *value = args[nargs + i] == Py_None ? NULL : args[nargs + i];
+        if (which == NAMES || given[which]) /* not known, not the one object that the name of an argument is, or given twice */
+            return false;
+        if (!value && (which == FLAG || (which == QUEUE_ID && !self->topics))) /* where None is no default */
+            return false;
+        given[which] = value;
+    }
+    if (given[QUEUE_ID] && !PyLong_CheckExact(given[QUEUE_ID]))
+        return false;
+    if (given[DURABILITY]) {
+        message->waits = is_text(given[DURABILITY], "flush");
+        if (!message->waits && !is_text(given[DURABILITY], "append"))
+            return false;
+    }
+    if (given[FLAG] && !small_integer(given[FLAG], &message->flag))
+        return false;
+    if (given[COMPRESSION]) {
+        if (!self->topics || !is_text(given[COMPRESSION], "zlib"))
+            return false;
+        message->sys_flag = COMPRESSED | COMPRESSION_ZLIB;
+    }
+    bool delayed = given[DELAY] || given[DELIVER_AT] || given[DELAY_LEVEL];
+    if (delayed && (!self->topics || !!given[MESSAGE_GROUP] + !!given[DELAY] + !!given[DELIVER_AT] + !!given[DELAY_LEVEL] > 1))
+        return false;
+    Options options = {given[TAG], given[KEYS], given[PROPERTIES], given[UNIQUE_KEY], given[MESSAGE_GROUP]};
+    return add_options(&message->text, &options, self->reserved) && (!delayed || read_delay(self, message));
+}
+
+/* The steps below: 1 when done, 0 when Python must do the put, -1 with an exception. */
+
+/* Choose the queue, as `Road.put` does. */
+static int choose_queue(Sender *self, Outgoing *message)
+{
+    PyObject *wanted = message->given[QUEUE_ID], *group = message->given[MESSAGE_GROUP];
+    if (!self->topics) {
+        message->queue_id = wanted ? Py_NewRef(wanted) : PyLong_FromLong(0);
+        return message->queue_id ? 1 : -1;
+    }
+    PyObject *sendable = PyObject_GetAttr(self->topics, sendable_name);
+    PyObject *config = sendable && PyDict_Check(sendable) ? PyDict_GetItemWithError(sendable, message->topic) : NULL;
+    Py_XINCREF(config);
+    PyObject *queues = config ? PyObject_GetAttr(config, write_queues_name) : NULL;
+    int beyond = 0, done = 0;
+    long count = queues && PyLong_CheckExact(queues) ? PyLong_AsLongAndOverflow(queues, &beyond) : 0;
+    if (beyond || count < 1) {
+        done = 0;
+    } else if (wanted) {
+        long id = PyLong_AsLongAndOverflow(wanted, &beyond);
+        if ((done = !beyond && id >= 0 && id < count))
+            message->queue_id = Py_NewRef(wanted);
+    } else if (group) {
+        PyObject *given[] = {group, queues, self->group_hash};
+        done = (message->queue_id = PyObject_Vectorcall(self->group_queue, given, 3, NULL)) != NULL;
+    } else {
+        PyObject *counter = PyDict_GetItemWithError(self->counters, message->topic);
+        PyObject *turn = counter && PyIter_Check(counter) ? PyIter_Next(counter) : NULL;
+        if ((done = turn && PyLong_CheckExact(turn)))
+            message->queue_id = PyLong_FromLongLong(PyLong_AsLongLong(turn) % count);
+        Py_XDECREF(turn);
+    }
+    Py_XDECREF(queues);
+    Py_XDECREF(config);
+    Py_XDECREF(sendable);
+    return PyErr_Occurred() ? -1 : done;
+}
+
+/* A new unique key, as `UniqueKeys.new` makes it; NULL without an exception where that has to. */
+static PyObject *new_key(PyObject *keys)
+{
+    PyObject *prefix = PyObject_GetAttr(keys, prefix_name), *origin = PyObject_GetAttr(keys, origin_name);
+    PyObject *sequence = PyObject_GetAttr(keys, sequence_name), *key = NULL;
+    char text[UNIQUE_KEY_DIGITS];
+    if (prefix && origin && sequence && PyUnicode_Check(prefix) && PyUnicode_IS_COMPACT_ASCII(prefix) &&
+        PyUnicode_GET_LENGTH(prefix) == UNIQUE_KEY_DIGITS - 16 && PyIter_Check(sequence)) {
+        PyObject *next = PyIter_Next(sequence);
+        struct timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        long long seconds = (PyLong_AsLongLong(origin) + now.tv_sec * 1000LL + now.tv_nsec / 1000000) / 1000;
+        uint64_t number = (uint64_t)seconds << 32 | (next ? PyLong_AsUnsignedLongLongMask(next) & UINT32_MAX : 0);
+        memcpy(text, PyUnicode_DATA(prefix), sizeof text - 16);
+        for (int i = 0; i < 16; i++)
+            text[sizeof text - 1 - i] = "0123456789ABCDEF"[number >> 4 * i & 15];
+        key = next && !PyErr_Occurred() ? PyUnicode_FromStringAndSize(text, sizeof text) : NULL;
+        Py_XDECREF(next);
+    }
+    Py_XDECREF(prefix);
+    Py_XDECREF(origin);
+    Py_XDECREF(sequence);
+    return key;
+}
+
+PyObject *putter_of(PyObject *putters, PyObject *topic, PyObject *queue_id, PyObject **tail)
+{
+    PyObject *queues = PyUnicode_CheckExact(topic) ? PyDict_GetItemWithError(putters, topic) : NULL;
+    PyObject *queue =
+        queues && PyDict_Check(queues) && PyLong_CheckExact(queue_id) ? PyDict_GetItemWithError(queues, queue_id) : NULL;
+    *tail = queue ? PyObject_GetAttr(queue, plain_tail_name) : NULL;
+    if (*tail && (!PyBytes_Check(*tail) || PyBytes_GET_SIZE(*tail) < 2))
+        Py_CLEAR(*tail);
+    return *tail ? queue : NULL;
+}
+
+static PyObject *topic_of(const Sender *self, const Outgoing *message)
+{
+    return message->level ? self->schedule_topic : message->slot_ms >= 0 ? self->timer_topic : message->topic;
+}
+
+/* Find the queue that it is stored in, by `stored_id`; whether it is there. */
+static bool find_queue(const Sender *self, Outgoing *message)
+{
+    message->queue = Py_XNewRef(putter_of(self->putters, topic_of(self, message), message->stored_id, &message->tail));
+    return message->queue && PyObject_TypeCheck(message->queue, &NumberedType) &&
+           tip_has_receipts(self->tip, (Numbered *)message->queue);
+}
+
+/* Find out whether it is to wait, until when, and in which queue. */
+static int find_moment(const Sender *self, Outgoing *message)
+{
+    if (message->moment_ms >= 0) {
+        long long now_ms = tip_now_ms(self->tip);
+        if (now_ms < 0)
+            return PyErr_Occurred() ? -1 : 0;
+        message->due_ms = (long long)message->moment_ms + (message->from_now ? now_ms : 0);
+        if (message->due_ms - now_ms > self->max_delay_ms)
+            return 0;
+        if (message->due_ms > now_ms)
+            message->slot_ms = (message->due_ms - 1) / self->precision_ms * self->precision_ms;
+    }
+    if (!message->level && message->slot_ms < 0)
+        return 1;
+    if (!(message->stored_id = PyLong_FromLongLong(message->level ? message->level - 1 : 0)))
+        return -1;
+    bool found = find_queue(self, message); /* else its topic has to be made */
+    return PyErr_Occurred() ? -1 : found && message->text.size <= MOST_OPTIONS_BYTES - MOST_DELAY_BYTES;
+}
+
+/* Add the properties that delay gives it, as `routed_properties` and `delay_route` do. */
+static int add_delay(Sender *self, Outgoing *message)
+{
+    Text *text = &message->text;
+    if ((message->level && !add_number(text, "DELAY", message->level)) ||
+        (message->due_ms >= 0 && !add_number(text, "TIMER_DELIVER_MS", message->due_ms)) ||
+        (message->slot_ms >= 0 && !add_number(text, "TIMER_OUT_MS", message->slot_ms)))
+        return 0;
+    if (!message->stored_id)
+        return 1;
+    Py_ssize_t size;
+    const char *topic = PyUnicode_AsUTF8AndSize(message->topic, &size);
+    if (!topic)
+        return -1;
+    if (!add(text, "REAL_TOPIC\1", 11) || !add(text, topic, (size_t)size) || !add(text, "\2", 1) ||
+        !add_number(text, "REAL_QID", PyLong_AsLongLong(message->queue_id)))
+        return 0;
+    if (message->slot_ms >= 0 && message->unique_key == Py_None) {
+        Py_SETREF(message->unique_key, new_key(self->keys));
+        if (!message->unique_key)
+            return PyErr_Occurred() ? -1 : 0;
+        if (!add(text, "UNIQ_KEY\1", 9) || !add(text, PyUnicode_DATA(message->unique_key), UNIQUE_KEY_DIGITS) ||
+            !add(text, "\2", 1))
+            return 0;
+    }
+    return 1;
+}
+
+static long long monotonic_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* Store it, with as much of `StoreWriter.put` as is left; the receipt, NULL with an exception. */
+static PyObject *store(Sender *self, Outgoing *message, Numbered *queue)
+{
+    Text *text = &message->text;
+    long long sampled_ns = queue && !(queue->next_offset & SAMPLED) ? monotonic_ns() : 0;
+    Extra extra = {text->bytes, (Py_ssize_t)text->size, (uint32_t)message->flag, (uint32_t)message->sys_flag};
+    Stored stored;
+    int done = !queue ? 0 : tip_store(self->tip, queue, PyBytes_AS_STRING(message->body), PyBytes_GET_SIZE(message->body),
+                                      PyBytes_AS_STRING(message->tail), PyBytes_GET_SIZE(message->tail), &extra,
+                                      &stored);
+    if (done < 0)
+        return NULL;
+    PyObject *receipt;
+    if (done) {
+        receipt = tip_receipt(self->tip, queue, &stored, message->unique_key);
+    } else {
+        PyObject *properties = PyBytes_FromStringAndSize(text->bytes, (Py_ssize_t)text->size);
+        receipt = properties ? PyObject_CallFunction(self->finish, "OOOOOii", topic_of(self, message), message->stored_id,
+                                                     message->body, properties, message->unique_key, message->flag, message->sys_flag)
+                             : NULL;
+        Py_XDECREF(properties);
+    }
+    PyObject *called = NULL;
+    if (receipt && (message->waits || self->flushes)) {
+        if (!(called = PyObject_CallOneArg(self->after, message->waits ? receipt : Py_None)))
+            Py_CLEAR(receipt);
+        Py_XDECREF(called);
+    }
+    if (receipt && sampled_ns) {
+        if (!(called = PyObject_CallFunction(self->note, "OL", queue, monotonic_ns() - sampled_ns)))
+            Py_CLEAR(receipt);
+        Py_XDECREF(called);
+    }
+    if (receipt && message->slot_ms >= 0 && PyTuple_Check(receipt) && PyTuple_GET_SIZE(receipt) == RECEIPT_ITEMS) {
+        PyObject *items[RECEIPT_ITEMS + 2];
+        for (int i = 0; i < RECEIPT_ITEMS; i++)
+            items[i] = Py_NewRef(PyTuple_GET_ITEM(receipt, i));
+        items[RECEIPT_ITEMS] = Py_NewRef(message->topic);
+        items[RECEIPT_ITEMS + 1] = PyLong_FromLongLong(message->slot_ms + 1);
+        Py_SETREF(receipt, tuple_of(self->delayed, items, RECEIPT_ITEMS + 2));
+    }
+    return receipt;
+}
+
+static bool is_type_of_tuples(PyObject *type)
+{
+    return type && PyType_Check(type) && PyType_FastSubclass((PyTypeObject *)type, Py_TPFLAGS_TUPLE_SUBCLASS);
+}
+
+/* Whether everything is there that the steps use. */
+static bool is_whole(const Sender *self)
+{
+    return self->tip && PyObject_TypeCheck(self->tip, &TipType) && self->putters && PyDict_Check(self->putters) && self->finish &&
+           self->after && self->note && self->reserved && PyFrozenSet_CheckExact(self->reserved) &&
+           (!self->topics || (self->counters && PyDict_Check(self->counters) && self->group_queue && self->group_hash &&
+                              self->keys && is_type_of_tuples(self->delayed) && self->timer_topic && self->schedule_topic &&
+                              self->precision_ms > 0));
+}
+
+/* put(topic, body, ...) -> the receipt: as `otherwise`. */
+static PyObject *sender_put(Sender *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+{
+    Outgoing message;
+    if (!self->otherwise)
+        return PyErr_Format(PyExc_TypeError, "a sender needs `otherwise`");
+    if (!is_whole(self) || !read_arguments(self, args, nargs, names, &message))
+        return PyObject_Vectorcall(self->otherwise, args, (size_t)nargs, names);
+    PyObject *receipt = NULL;
+    message.unique_key = Py_NewRef(message.given[UNIQUE_KEY] ? message.given[UNIQUE_KEY] : Py_None);
+    int done = find_moment(self, &message);
+    if (done > 0)
+        done = choose_queue(self, &message);
+    if (done > 0)
+        done = add_delay(self, &message);
+    if (done > 0) {
+        bool waits = message.stored_id != NULL;
+        if (!waits)
+            message.stored_id = Py_NewRef(message.queue_id);
+        bool found = waits || find_queue(self, &message);
+        receipt = PyErr_Occurred() ? NULL : store(self, &message, found ? (Numbered *)message.queue : NULL);
+    }
+    Py_XDECREF(message.queue_id);
+    Py_XDECREF(message.unique_key);
+    Py_XDECREF(message.stored_id);
+    Py_XDECREF(message.queue);
+    Py_XDECREF(message.tail);
+    return done ? receipt : PyObject_Vectorcall(self->otherwise, args, (size_t)nargs, names);
+}
+
+static PyMethodDef sender_methods[] = {
+    {"put", (PyCFunction)(void (*)(void))sender_put, METH_FASTCALL | METH_KEYWORDS, "One message: as `otherwise`."},
+    {NULL},
+};
+
+#define OBJECT(name) {#name, T_OBJECT, offsetof(Sender, name), 0, NULL},
+static PyMemberDef sender_members[] = {
+    OBJECTS(OBJECT)
+    {"max_body", T_LONGLONG, offsetof(Sender, max_body), 0, NULL},
+    {"flushes", T_BOOL, offsetof(Sender, flushes), 0, "Whether a put waits for the disk unless it says something else."},
+    {"levels", T_LONGLONG, offsetof(Sender, levels), 0, NULL},
+    {"max_delay_ms", T_LONGLONG, offsetof(Sender, max_delay_ms), 0, NULL},
+    {"precision_ms", T_LONGLONG, offsetof(Sender, precision_ms), 0, NULL},
+    {NULL},
+};
+
+PyTypeObject SenderType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.Sender",
+    .tp_doc = "Puts of a message with all its options.",
+    .tp_basicsize = sizeof(Sender),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)sender_dealloc,
+    .tp_traverse = (traverseproc)sender_traverse,
+    .tp_clear = (inquiry)sender_clear,
+    .tp_members = sender_members,
+    .tp_methods = sender_methods,
+};

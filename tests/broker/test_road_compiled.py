@@ -1,0 +1,145 @@
+"""Compiled puts of the broker: queue, delay, receipt and bytes are those of `Road.put`, or are left to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore.broker.road import DelayedReceipt, Road
+from mqstore.broker.uniquekey import new_unique_key
+from mqstore.errors import ConfigError, InvalidMessageError
+from mqstore.options import Profile
+from tests.broker.support import START_MS, clock_of, new_parts
+from tests.without import compiled
+
+_START_S = START_MS / 1000
+_YEAR_S = 366 * 86_400
+_DELAYS: list[Any] = [
+    0, 0.0, -0.0, 0.0004, 0.2, 1, 1.5, 5, _YEAR_S, _YEAR_S + 0.001, 1e300, float("inf"), float("nan"), -1, -0.0001,
+    True, "soon", timedelta(seconds=2), 10**400,
+]  # fmt: skip
+_MOMENTS: list[Any] = [
+    *(_START_S + delay for delay in _DELAYS[:10]), 0, -0.0001, -1, 1e12, 1e11, float("nan"), int(_START_S) + 3, False,
+    10**400, datetime.fromtimestamp(_START_S + 5, UTC), datetime(2024, 1, 1), "tomorrow",
+]  # fmt: skip
+_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "queue_id": st.sampled_from([None, 0, 1, 2, 3, 4, -1, True, 2**70, "0"]),
+    "tag": st.sampled_from([None, "paid", "a|b"]),
+    "properties": st.sampled_from([{"shop": "3"}, {"v": "v" * 1970}, {"v": "v" * 2020}, {"REAL_TOPIC": "x"}]),
+    "message_group": st.sampled_from([None, "order-1", "用户-7", "g" * 63, "g" * 64, " ", 7, True]),
+    "delay": st.none() | st.sampled_from(_DELAYS) | st.floats(0, 4e7),
+    "deliver_at": st.none() | st.sampled_from(_MOMENTS) | st.floats(_START_S - 100, _START_S + 4e7),
+    "delay_level": st.sampled_from([None, 0, 1, 3, 18, 19, 2**31 - 1, 2**31, -1, True, 1.5]),
+    "flag": st.sampled_from([None, 0, -5, 2**31]),
+    "compressed": st.sampled_from([None, "zlib", "gzip", 1]),
+    "durability": st.sampled_from([None, "append", "flush", "maybe"]),
+    "colour": st.just("red"),
+}
+_ONE = st.one_of([st.fixed_dictionaries({name: values}) for name, values in _OPTIONS.items()])
+"""One option, beside which all is well: of several given at once one is nearly always wrong."""
+_PUTS = st.lists(
+    st.tuples(
+        st.sampled_from(["orders", "narrow", "new", "rmq_sys_wheel_timer"]),
+        _ONE | st.fixed_dictionaries({}, optional=_OPTIONS),
+        st.sampled_from(["u", "用户"]),
+    ),
+    max_size=8,
+)
+
+
+def outcome_of(folder: Path, puts: list[Any], profile: Profile, put: Callable[..., Any]) -> tuple[bytes, list[Any]]:
+    """The commitlog after these puts, and of each the receipt or the error."""
+    with mock.patch("random.getrandbits", return_value=5):
+        parts = new_parts(folder, profile=profile)
+        parts.topics.create("orders", queues=3)
+        parts.topics.create("narrow", queues=4)
+        parts.topics.alter("narrow", write_queues=2)
+        results: list[Any] = []
+        for topic, options, key in puts:
+            try:
+                receipt = put(parts.road, topic, b"body", unique_key=key, **options)
+                results.append((type(receipt), tuple(receipt), receipt.recall_handle))
+            except (InvalidMessageError, ConfigError, TypeError, PermissionError, ValueError) as error:
+                results.append((type(error), str(error)))
+            clock_of(parts).advance(700)
+        parts.store.close()
+    return b"".join(path.read_bytes() for path in sorted((folder / "commitlog").iterdir())), results
+
+
+@compiled
+@given(_PUTS, st.sampled_from(["mqstore", "rocketmq"]))
+def test_a_compiled_put_of_the_broker_does_what_that_of_python_does(
+    tmp_path_factory: pytest.TempPathFactory, puts: list[Any], profile: Profile
+) -> None:
+    def put(road: Road, *arguments: Any, **options: Any) -> Any:
+        return road.put(*arguments, **options)
+
+    ours = outcome_of(tmp_path_factory.mktemp("compiled"), puts, profile, put)
+    assert outcome_of(tmp_path_factory.mktemp("python"), puts, profile, Road.put) == ours
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("options", "is_compiled"),
+    [
+        ({}, True),
+        ({"queue_id": 1, "tag": "a", "keys": ["k", "l"], "properties": {"n": "v"}, "unique_key": "u"}, True),
+        ({"message_group": "g", "flag": 3, "durability": "append", "compressed": "zlib"}, True),
+        ({"delay": 5}, True),
+        ({"delay": 0.2, "tag": "a"}, True),
+        ({"deliver_at": _START_S + 5}, True),
+        ({"delay_level": 3}, True),
+        ({"delay": timedelta(seconds=5)}, False),
+        ({"message_group": 7}, False),
+        ({"delay": -1}, False),
+        ({"delay": 1, "delay_level": 1}, False),
+    ],
+)
+def test_what_puts_of_the_broker_compiled_parts_do(tmp_path: Path, options: dict[str, Any], is_compiled: bool) -> None:
+    parts = new_parts(tmp_path / "s", segment_bytes=1 << 20)
+    for first in ({"delay": 5}, {"delay_level": 3}, {}):
+        Road.put(parts.road, "orders", b"first", **cast(Any, first))
+    left: list[Any] = []
+
+    def otherwise(*arguments: Any, **named: Any) -> Any:
+        left.append((arguments, named))
+
+    cast(Any, parts.road.put).__self__.otherwise = otherwise
+    receipt = parts.road.put("orders", b"body", **options)
+    assert left == ([] if is_compiled else [(("orders", b"body"), options)])
+    assert (receipt is not None) == is_compiled
+    parts.store.close()
+
+
+def test_keys_of_delayed_messages_are_those_of_the_process_in_turn(tmp_path: Path) -> None:
+    parts = new_parts(tmp_path / "s")
+    Road.put(parts.road, "orders", b"first", delay=5)
+    keys = [new_unique_key(), parts.road.put("orders", b"x", delay=5).unique_key, new_unique_key()]
+    assert [len(key) for key in keys] == [34] * 3
+    assert len({key[:18] for key in keys}) == 1
+    seconds = [int(key[18:26], 16) for key in keys]
+    assert seconds == sorted(seconds)
+    assert [int(key[26:], 16) - int(keys[0][26:], 16) & 0xFFFF_FFFF for key in keys] == [0, 1, 2]
+    assert parts.store.find("rmq_sys_wheel_timer", unique_key=keys[1])
+    parts.store.close()
+
+
+def test_the_receipt_of_a_delayed_message_is_a_value(tmp_path: Path) -> None:
+    import copy
+    import pickle
+
+    parts = new_parts(tmp_path / "s")
+    for put in (Road.put.__get__(parts.road), parts.road.put):
+        receipt = put("orders", b"x", delay=5, unique_key="u")
+        assert type(receipt) is DelayedReceipt
+        assert hash(receipt) == hash(tuple(receipt))
+        for again in (copy.copy(receipt), pickle.loads(pickle.dumps(receipt))):
+            assert (type(again), again, again.recall_handle) == (DelayedReceipt, receipt, receipt.recall_handle)
+    parts.store.close()

@@ -1,0 +1,165 @@
+"""Compiled puts: what `kernel.Sender` and `kernel.message_parts` do is what Python does, or is left to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mqstore import native
+from mqstore.clock import SimulatedClock
+from mqstore.errors import ConfigError, InvalidMessageError
+from mqstore.log import commitlog as commitlog_module
+from mqstore.log import writer as writer_module
+from mqstore.log.outgoing import OutgoingMessage
+from mqstore.log.store import MessageStore
+from mqstore.options import Durability, StoreConfig
+from tests.without import compiled
+
+kernel: Any = native.kernel
+
+_TEXT = st.text(st.sampled_from("ab_| \t\x7f\x85\xa0\u2003\ud800\U0001f600é订"), max_size=5)
+_PROPERTIES = st.dictionaries(_TEXT | st.sampled_from(["KEYS", "__CRC32#"]), _TEXT | st.just("v" * 3000), max_size=3)
+_FLAGS = st.sampled_from([None, 0, 7, -(2**31), 2**31, True, 1.0])
+_OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "tag": st.none() | _TEXT,
+    "keys": st.none() | _TEXT | st.lists(_TEXT, max_size=3) | st.lists(_TEXT, max_size=3).map(tuple) | st.integers(),
+    "properties": st.none() | _PROPERTIES,
+    "unique_key": st.none() | _TEXT,
+    "flag": _FLAGS,
+}
+_MORE: dict[str, st.SearchStrategy[Any]] = {
+    "message_group": st.none() | _TEXT | st.sampled_from(["g" * 63, "g" * 64, "é" * 31, "é" * 32, 7]),
+    "durability": st.sampled_from([None, "append", "flush", "maybe", 1]),
+    "queue_id": st.sampled_from([None, 0, 1, 2**14, True, "0"]),
+    "colour": st.just("red"),
+}
+
+
+def log_of(
+    folder: Path,
+    puts: list[tuple[Any, dict[str, Any]]],
+    host: str | None,
+    durability: Durability,
+    put: Callable[..., Any],
+) -> tuple[bytes, list[Any], int]:
+    """The commitlog that these puts make, the receipt or the error of each, and how many failed."""
+    clock = SimulatedClock(1_700_000_000_000)
+    options: Any = {"store_host": host} if host else {}
+    config = StoreConfig(clock=clock, segment_bytes=4096, max_message_size=1400, **options)
+    results: list[Any] = []
+    with MessageStore(folder, durability=durability, config=config) as store:
+        for body, options in puts:
+            try:
+                results.append(tuple(put(store, "topic", body, **options)))
+            except (InvalidMessageError, ConfigError, TypeError) as error:
+                results.append((type(error), str(error)))
+            clock.advance(len(body) % 3)
+        failed = store.stats().failed_puts
+        return b"".join(path.read_bytes() for path in sorted((folder / "commitlog").iterdir())), results, failed
+
+
+@compiled
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1500).map(lambda n: b"b" * n) | st.just(bytearray(b"array")),
+            st.fixed_dictionaries({}, optional=_OPTIONS | _MORE),
+        ),
+        max_size=8,
+    ),
+    st.sampled_from([None, "[2001:db8::1]:9"]),
+    st.sampled_from(["append", "flush"]),
+)
+def test_a_compiled_put_does_what_a_put_of_python_does(
+    tmp_path_factory: pytest.TempPathFactory,
+    puts: list[tuple[Any, dict[str, Any]]],
+    host: str | None,
+    durability: Durability,
+) -> None:
+    def put(store: MessageStore, *arguments: Any, **options: Any) -> Any:
+        return store.put(*arguments, **options)
+
+    ours = log_of(tmp_path_factory.mktemp("compiled"), puts, host, durability, put)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commitlog_module, "kernel", None)
+        assert log_of(tmp_path_factory.mktemp("python"), puts, host, durability, MessageStore.put) == ours
+
+
+@compiled
+@given(
+    st.lists(
+        st.builds(
+            OutgoingMessage,
+            st.binary(max_size=30) | st.sampled_from([bytearray(b"a"), "text"]),
+            **_OPTIONS,
+            topic=st.sampled_from([None, "topic", "other"]),
+            queue_id=st.sampled_from([None, 1]),
+            delay=st.sampled_from([None, 1]),
+        )
+        | st.binary(max_size=30),
+        max_size=4,
+    )
+)
+def test_compiled_parts_of_messages_are_those_of_python(
+    tmp_path_factory: pytest.TempPathFactory, messages: list[Any]
+) -> None:
+    def put_many(store: MessageStore, topic: str, _: Any) -> Any:
+        return store.put_many(topic, messages)
+
+    found = log_of(tmp_path_factory.mktemp("compiled"), [(b"", {})], None, "append", put_many)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer_module, "kernel", None)
+        assert log_of(tmp_path_factory.mktemp("python"), [(b"", {})], None, "append", put_many) == found
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("options", "stored"),
+    [
+        ({}, b""),
+        ({"tag": None}, b""),
+        ({"tag": "a b", "keys": "k"}, b"KEYS\1k\2TAGS\1a b\2"),
+        ({"keys": ["k", "l"], "unique_key": "u"}, b"KEYS\1k l\2UNIQ_KEY\1u\2"),
+        ({"keys": ()}, b""),
+        ({"message_group": "g", "properties": {"n": "v", "订": "单"}}, "n\1v\2订\1单\2__SHARDINGKEY\1g\2".encode()),
+        ({"flag": -5, "durability": "flush"}, b""),
+        ({"properties": {"n": "v" * 3000}}, None),
+        ({"properties": {"_n": "v"}}, None),
+        ({"delay": 1}, None),
+    ],
+)
+def test_what_puts_compiled_parts_do(tmp_path: Path, options: dict[str, Any], stored: bytes | None) -> None:
+    left: list[Any] = []
+
+    def otherwise(*arguments: Any, **named: Any) -> Any:
+        left.append((arguments, named))
+
+    with MessageStore(tmp_path) as store:
+        receipt = store.sender(otherwise)("t", b"body", 0, **options)
+        assert left == ([(("t", b"body", 0), options)] if stored is None else [])
+        if stored is not None:
+            [message] = store.read("t")
+            assert (message.encoded_properties, message.flag) == (stored, options.get("flag", 0))
+            assert receipt.unique_key == options.get("unique_key", receipt.message_id)
+
+
+@compiled
+def test_a_sender_that_lacks_something_leaves_every_put_to_python(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="otherwise"):
+        kernel.Sender().put("t", b"")
+    with MessageStore(tmp_path) as store:
+        put: Any = store.sender(lambda *arguments: arguments)  # type: ignore[arg-type]
+        for name in ("tip", "putters", "finish", "after", "note", "reserved"):
+            real = getattr(put.__self__, name)
+            for wrong in (None, 5) if name in ("tip", "putters", "reserved") else ():
+                setattr(put.__self__, name, wrong)
+                assert put("t", b"") == ("t", b"")
+            delattr(put.__self__, name)
+            assert put("t", b"") == ("t", b"")
+            setattr(put.__self__, name, real)
+        assert put("t", b"").offset == 0
