@@ -15,7 +15,7 @@ from types import ModuleType
 
 __all__ = ["described", "kernel", "why_not"]
 
-_VERSION = 12
+_VERSION = 13
 """Of what the functions take and give: a module built from older sources is not used."""
 
 

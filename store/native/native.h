@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 12
+#define NATIVE_VERSION 13
 
 #if !defined(__x86_64__) || !defined(__GNUC__)
 #error "built for x86-64 by GCC or Clang only; elsewhere mqstore runs on Python and numpy"

@@ -1,9 +1,9 @@
 /* The hot path of pop: one message handed out, or settled, in one call (delivery#pop-log).
 
    `Lending` is the base of a queue's state, `Lent` of a batch, `Timed` of the timeline, `Desk` of what all queues share. The
-   rules are those of standard.py and state.py, which do whatever this declines. Declining means to return None or
-   False with nothing changed. As there, the record is in the log before memory changes; between the two nothing of Python
-   runs, but for the alarm that a put may ring, and what that raises leaves memory as it was. */
+   rules are those of standard.py, fifo.py and state.py, which do whatever this declines. Declining means to return None with
+   nothing changed. As there, the record is in the log before memory changes; between the two nothing of Python runs, but for
+   the alarm that a put may ring, and what that raises leaves memory as it was. */
 
 #include "native.h"
 #include <stddef.h>
@@ -12,10 +12,15 @@
 enum {
     MOST_BITS = 62,      /* of a batch, to be looked at here */
     COMPACT_FROM = 1024, /* _COMPACT_FROM of state.py */
+    SAME_MOMENT_MS = 1000, /* of time.py */
     HEAD_BYTES = 1024,   /* room for the names in a record: longer ones are for Python */
     NUMBER_BYTES = 20,   /* of 64 bits, with its sign */
     TEXT_BYTES = 192,    /* and for its numbers, or those of a receipt: six at most, and what stands around them */
 };
+
+/* In a receipt: the revive queue, the mark and the broker's name. */
+#define NO_ORDER " 0 0 mqstore "
+#define IN_ORDER " 999 0 mqstore "
 
 static PyObject *acquire_name, *release_name, *compact_name, *heappush;
 
@@ -24,6 +29,7 @@ static PyObject *acquire_name, *release_name, *compact_name, *heappush;
 typedef struct {
     PyObject_HEAD
     PyObject *name, *start, *pop_time_ms, *invisible_ms, *deltas, *left, *moved, *local, *failed;
+    int count;
 } Lent;
 
 #define LENT(F) F(name) F(start) F(pop_time_ms) F(invisible_ms) F(deltas) F(left) F(moved) F(local) F(failed)
@@ -38,6 +44,7 @@ static void lent_dealloc(Lent *self)
 static PyMemberDef lent_members[] = {
 #define MEMBER(field) {#field, T_OBJECT_EX, offsetof(Lent, field), 0, NULL},
     LENT(MEMBER)
+    {"count", T_INT, offsetof(Lent, count), 0, NULL},
     {NULL},
 };
 
@@ -271,11 +278,11 @@ static char *tell(char *at, long long number)
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *commit, *batch, *delivery;
-    long long max_body;
+    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *commit, *batch, *delivery;
+    long long max_body, order_changes;
 } Desk;
 
-#define SHARED(F) F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(commit) F(batch) F(delivery)
+#define SHARED(F) F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(commit) F(batch) F(delivery)
 
 static int desk_traverse(Desk *self, visitproc visit, void *arg)
 {
@@ -301,8 +308,8 @@ static bool has_log(const Desk *self)
 {
     return self->tip && PyObject_TypeCheck(self->tip, &TipType) && self->queue &&
            PyObject_TypeCheck(self->queue, &NumberedType) && self->pop_tail && PyBytes_Check(self->pop_tail) &&
-           self->ack_tail && PyBytes_Check(self->ack_tail) && self->resets && PyDict_Check(self->resets) && self->commit &&
-           self->batch && PyType_Check(self->batch) && PyType_IsSubtype((PyTypeObject *)self->batch, &LentType) &&
+           self->ack_tail && PyBytes_Check(self->ack_tail) && self->resets && PyDict_Check(self->resets) && self->orders &&
+           PyDict_CheckExact(self->orders) && self->commit && self->batch && PyType_Check(self->batch) && PyType_IsSubtype((PyTypeObject *)self->batch, &LentType) &&
            self->delivery && PyType_Check(self->delivery) &&
            PyType_FastSubclass((PyTypeObject *)self->delivery, Py_TPFLAGS_TUPLE_SUBCLASS);
 }
@@ -314,33 +321,60 @@ static int append(Desk *self, const char *body, Py_ssize_t size, PyObject *tail,
     return tip_store(self->tip, (Numbered *)self->queue, body, size, PyBytes_AS_STRING(tail), PyBytes_GET_SIZE(tail), stored);
 }
 
-/* The message that comes next, if nothing but handing it out is to be done; borrowed. */
-static Located *next_of(const Desk *desk, const Lending *state, long long now_ms, long long visible_ms)
+/* The batch that was popped in order last, if the order info has it for its record; borrowed. */
+static Lent *last_in_order(const Desk *desk, const Lending *state)
 {
-    long long announced_ms, committed = state->committed;
-    if (state->gone || state->cursor < 0 || state->fifo != Py_None || state->ahead_filter != Py_None ||
+    PyObject *record = PyDict_GetItemWithError(desk->orders, state->key);
+    if (!record)
+        PyErr_Clear();
+    return record && record == state->fifo && PyObject_TypeCheck(record, &LentType) ? (Lent *)record : NULL;
+}
+
+/* The message that comes next, if nothing but handing it out is to be done; borrowed. In order: all of the last batch, which
+   was popped at *last_ms, is settled. */
+static Located *next_of(const Desk *desk, const Lending *state, long long visible_ms, bool in_order, long long *last_ms)
+{
+    long long announced_ms, left;
+    if (state->gone || state->cursor < 0 || state->ahead_filter != Py_None ||
         PyDict_GET_SIZE(desk->resets) || PyDict_GET_SIZE(state->released) || state->ahead_at < 0 ||
-        state->ahead_at >= PyList_GET_SIZE(state->ahead) || now_ms <= state->reset_ms)
+        state->ahead_at >= PyList_GET_SIZE(state->ahead))
         return NULL;
+    if (in_order) {
+        const Lent *last = last_in_order(desk, state);
+        if (!last || PyDict_GET_SIZE(state->in_flight) || !number_of(last->left, &left) || left ||
+            !number_of(last->pop_time_ms, last_ms))
+            return NULL;
+    } else if (state->fifo != Py_None) {
+        return NULL;
+    }
     if (!number_of(state->announced_ms, &announced_ms) || visible_ms < announced_ms)
         return NULL; /* the housekeeper is to hear of it */
     PyObject *item = PyList_GET_ITEM(state->ahead, state->ahead_at);
     if (!PyObject_TypeCheck(item, &LocatedType))
         return NULL;
     /* What was passed over between two messages counts as settled: with nothing before it, the table is to be told. */
-    if (!PyDict_GET_SIZE(state->in_flight) && committed != ((Located *)item)->offset)
+    if (!PyDict_GET_SIZE(state->in_flight) && state->committed != ((Located *)item)->offset)
         return NULL;
     return (Located *)item;
 }
 
-static PyObject *hand_out(Desk *self, Lending *state, long long now_ms, long long invisible_ms, PyObject *topic, bool local)
+/* As `pop_time`. */
+static long long pop_time(long long now_ms, long long last_ms)
 {
-    long long visible_ms = now_ms + invisible_ms;
-    Located *message = next_of(self, state, now_ms, visible_ms);
+    return now_ms <= last_ms && last_ms < now_ms + SAME_MOMENT_MS ? last_ms + 1 : now_ms;
+}
+
+static PyObject *hand_out(Desk *self, Lending *state, long long now_ms, long long invisible_ms, PyObject *topic, bool local,
+                          bool in_order)
+{
+    long long visible_ms = now_ms + invisible_ms, last_ms = 0, queue_id;
+    Located *message = next_of(self, state, visible_ms, in_order, &last_ms);
     if (!message)
         Py_RETURN_NONE;
+    long long pop_time_ms = pop_time(now_ms, last_ms > state->reset_ms ? last_ms : state->reset_ms);
+    invisible_ms = visible_ms > pop_time_ms ? visible_ms - pop_time_ms : 0;
     bool is_last = state->ahead_at + 1 == PyList_GET_SIZE(state->ahead);
-    long long offset = message->offset, cursor = is_last ? state->ahead_next : offset + 1, queue_id;
+    long long offset = message->offset, behind = is_last ? state->ahead_next : offset + 1;
     Py_ssize_t head_bytes;
     const char *head = PyUnicode_AsUTF8AndSize(state->head, &head_bytes);
     if (!head)
@@ -350,16 +384,17 @@ static PyObject *hand_out(Desk *self, Lending *state, long long now_ms, long lon
     char body[HEAD_BYTES + TEXT_BYTES], *at = body + head_bytes;
     memcpy(body, head, (size_t)head_bytes);
     at = tell(say(at, "\"so\":"), offset);
-    at = tell(say(at, ",\"pt\":"), now_ms);
+    at = tell(say(at, ",\"pt\":"), pop_time_ms);
     at = tell(say(at, ",\"it\":"), invisible_ms);
-    at = tell(say(at, ",\"d\":[0],\"nx\":"), cursor);
+    at = tell(say(at, ",\"d\":[0],\"nx\":"), behind);
+    at = say(at, in_order ? ",\"f\":1,\"oc\":{}" : "");
     at = say(at, local ? ",\"l\":1}" : "}");
     Py_ssize_t size = at - body;
     char shown[TEXT_BYTES];
     at = tell(shown, offset);
-    at = tell(say(at, " "), now_ms);
+    at = tell(say(at, " "), pop_time_ms);
     at = tell(say(at, " "), invisible_ms);
-    at = tell(say(at, " 0 0 mqstore "), queue_id);
+    at = tell(say(at, in_order ? IN_ORDER : NO_ORDER), queue_id);
     at = tell(say(at, " "), offset);
     long long bytes = located_size(message);
     if (bytes < 0)
@@ -374,7 +409,8 @@ static PyObject *hand_out(Desk *self, Lending *state, long long now_ms, long lon
     if (!number || !visible || !receipt || !batch)
         goto done;
     batch->start = Py_NewRef(number);
-    batch->pop_time_ms = PyLong_FromLongLong(now_ms);
+    batch->count = 1;
+    batch->pop_time_ms = PyLong_FromLongLong(pop_time_ms);
     batch->invisible_ms = PyLong_FromLongLong(invisible_ms);
     batch->left = PyLong_FromLong(1);
     batch->deltas = Py_NewRef(Py_None);
@@ -382,7 +418,8 @@ static PyObject *hand_out(Desk *self, Lending *state, long long now_ms, long lon
     batch->failed = Py_NewRef(Py_None);
     batch->local = PyBool_FromLong(local);
     PyObject *items[] = {Py_NewRef(message), Py_NewRef(receipt), Py_NewRef(visible),
-                         Py_NewRef(topic),   Py_NewRef(PyTuple_GET_ITEM(state->key, 2)), Py_NewRef(Py_None)};
+                         Py_NewRef(topic),   Py_NewRef(PyTuple_GET_ITEM(state->key, 2)),
+                         in_order ? PyLong_FromLong(0) : Py_NewRef(Py_None)};
     delivery = tuple_of(self->delivery, items, sizeof items / sizeof *items);
     if (!delivery || !batch->pop_time_ms || !batch->invisible_ms || !batch->left)
         goto done;
@@ -392,10 +429,12 @@ static PyObject *hand_out(Desk *self, Lending *state, long long now_ms, long lon
         result = done < 0 ? NULL : Py_NewRef(Py_None);
         goto done;
     }
-    if (!(batch->name = PyLong_FromLongLong(stored.offset)) || PyDict_SetItem(state->in_flight, number, (PyObject *)batch) < 0)
+    PyObject *table = in_order ? self->orders : state->in_flight, *key = in_order ? state->key : number;
+    if (!(batch->name = PyLong_FromLongLong(stored.offset)) || PyDict_SetItem(table, key, (PyObject *)batch) < 0)
         goto done;
     state->ahead_at++;
-    state->cursor = state->ahead_from = cursor;
+    state->ahead_from = behind;
+    state->cursor = in_order ? offset : behind;
     if (is_last) {
         PyObject *empty = PyList_New(0);
         if (!empty)
@@ -403,14 +442,20 @@ static PyObject *hand_out(Desk *self, Lending *state, long long now_ms, long lon
         Py_SETREF(state->ahead, empty);
         state->ahead_at = 0;
     }
-    state->batches++;
     state->pops++;
     state->popped++;
     state->popped_bytes += bytes;
-    if (now_ms > state->last_pop_ms)
-        state->last_pop_ms = now_ms;
-    if (timed_add((Timed *)state->timeline, visible, (PyObject *)batch) == 0)
-        result = Py_NewRef(delivery);
+    if (pop_time_ms > state->last_pop_ms)
+        state->last_pop_ms = pop_time_ms;
+    if (in_order) {
+        Py_SETREF(state->fifo, Py_NewRef(batch));
+        self->order_changes++;
+    } else {
+        state->batches++;
+        if (timed_add((Timed *)state->timeline, visible, (PyObject *)batch) < 0)
+            goto done;
+    }
+    result = Py_NewRef(delivery);
 done:
     Py_XDECREF(delivery);
     Py_XDECREF(batch);
@@ -420,12 +465,13 @@ done:
     return result;
 }
 
-/* hand_out(state, now_ms, invisible_ms, topic, local) -> a Delivery; None when `StandardQueues.pop` must do it.
+/* hand_out(state, now_ms, invisible_ms, topic, local, in_order) -> a Delivery; None when `pop` of `StandardQueues` or
+   `FifoQueues` must do it.
 
    Of the queue's next message, if that was read ahead without a filter. The state's lock is taken here. */
 static PyObject *desk_hand_out(Desk *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("hand_out", nargs, 5))
+    if (!has_arguments("hand_out", nargs, 6))
         return NULL;
     long long now_ms, invisible_ms;
     if (!has_log(self) || !is_whole(args[0]) || !number_of(args[1], &now_ms) || !number_of(args[2], &invisible_ms) ||
@@ -436,12 +482,14 @@ static PyObject *desk_hand_out(Desk *self, PyObject *const *args, Py_ssize_t nar
     if (taken <= 0)
         return taken < 0 ? NULL : Py_NewRef(Py_None);
     PyObject *lock = Py_NewRef(state->lock);
-    return unlocked(lock, hand_out(self, state, now_ms, invisible_ms, args[3], args[4] == Py_True));
+    PyObject *delivery = hand_out(self, state, now_ms, invisible_ms, args[3], args[4] == Py_True, args[5] == Py_True);
+    return unlocked(lock, delivery);
 }
 
 /* What a receipt of ours says, of an ordinary topic (`ask.claim_of`). */
 typedef struct {
     long long pop_time_ms, queue_id, offset;
+    bool in_order;
 } Claim;
 
 /* The number of at most `most` digits at *at, which goes behind it. */
@@ -467,6 +515,7 @@ static bool text_is(const char **at, const char *stop, const char *text)
 
 static bool claim_of(PyObject *text, Claim *claim)
 {
+    claim->in_order = false;
     if (!PyUnicode_CheckExact(text) || PyUnicode_READY(text) < 0 || !PyUnicode_IS_COMPACT_ASCII(text)) {
         PyErr_Clear();
         return false;
@@ -474,9 +523,10 @@ static bool claim_of(PyObject *text, Claim *claim)
     const char *at = (const char *)PyUnicode_1BYTE_DATA(text), *stop = at + PyUnicode_GET_LENGTH(text);
     long long start, invisible_ms;
     return digits(&at, stop, 18, &start) && text_is(&at, stop, " ") && digits(&at, stop, 15, &claim->pop_time_ms) &&
-           text_is(&at, stop, " ") && digits(&at, stop, 15, &invisible_ms) && text_is(&at, stop, " 0 0 mqstore ") &&
+           text_is(&at, stop, " ") && digits(&at, stop, 15, &invisible_ms) &&
+           (text_is(&at, stop, NO_ORDER) || (claim->in_order = text_is(&at, stop, IN_ORDER))) &&
            digits(&at, stop, 9, &claim->queue_id) && text_is(&at, stop, " ") && digits(&at, stop, 18, &claim->offset) &&
-           at == stop;
+           at == stop && start <= claim->offset;
 }
 
 /* As `QueueState.advance`. -1 with an exception. */
@@ -504,13 +554,15 @@ static int advance(Lending *state)
 static int settle(Desk *self, Lending *state, const Claim *claim)
 {
     long long start, pop_time_ms, left, name, written;
-    if (state->gone || claim->offset >= state->cursor)
+    if (state->gone || (claim->offset >= state->cursor && !claim->in_order))
         return 0;
     PyObject *number = PyLong_FromLongLong(claim->offset);
     if (!number)
         return -1;
     int result = 0;
-    Lent *batch = (Lent *)Py_XNewRef(PyDict_GetItemWithError(state->in_flight, number));
+    Lent *batch = claim->in_order ? last_in_order(self, state)
+                                  : (Lent *)PyDict_GetItemWithError(state->in_flight, number);
+    Py_XINCREF(batch);
     if (!batch) {
         result = PyErr_Occurred() ? -1 : 0;
         goto done;
@@ -518,7 +570,7 @@ static int settle(Desk *self, Lending *state, const Claim *claim)
     if (!PyObject_TypeCheck((PyObject *)batch, &LentType) || batch->moved != Py_None || batch->deltas != Py_None ||
         !number_of(batch->pop_time_ms, &pop_time_ms) || pop_time_ms != claim->pop_time_ms ||
         !number_of(batch->start, &start) || !number_of(batch->left, &left) || !number_of(batch->name, &name) ||
-        claim->offset < start || claim->offset - start > MOST_BITS)
+        claim->offset < start || claim->offset - start > MOST_BITS || !(left >> (claim->offset - start) & 1))
         goto done;
     char body[TEXT_BYTES];
     char *at = tell(say(body, "{\"k\":"), name);
@@ -532,12 +584,15 @@ static int settle(Desk *self, Lending *state, const Claim *claim)
         goto done;
     }
     Py_SETREF(batch->left, rest);
-    if (!left) {
+    if (claim->in_order) {
+        state->cursor = start + (left ? __builtin_ctzll((unsigned long long)left) : batch->count);
+        self->order_changes++;
+    } else if (!left) {
         state->batches--;
         Py_XSETREF(batch->failed, Py_NewRef(Py_None));
     }
     state->acked++;
-    if (PyDict_DelItem(state->in_flight, number) < 0 || advance(state) < 0) {
+    if ((!claim->in_order && PyDict_DelItem(state->in_flight, number) < 0) || advance(state) < 0) {
         result = -1;
         goto done;
     }
@@ -566,7 +621,7 @@ done:
     return result;
 }
 
-/* settle_one(states, receipt) -> whether that was all; False: `StandardQueues.settle` must do it.
+/* settle_one(states, receipt) -> the state of its queue; None: `settle` of `StandardQueues` or `FifoQueues` must do it.
 
    Acknowledges one delivery that is in flight in one of `states`, a list by queue id. The state's lock is taken here. */
 static PyObject *desk_settle_one(Desk *self, PyObject *const *args, Py_ssize_t nargs)
@@ -576,16 +631,16 @@ static PyObject *desk_settle_one(Desk *self, PyObject *const *args, Py_ssize_t n
     Claim claim;
     if (!has_log(self) || !PyList_CheckExact(args[0]) || !claim_of(args[1], &claim) ||
         claim.queue_id >= PyList_GET_SIZE(args[0]) || !is_whole(PyList_GET_ITEM(args[0], claim.queue_id)))
-        Py_RETURN_FALSE;
+        Py_RETURN_NONE;
     Lending *state = (Lending *)Py_NewRef(PyList_GET_ITEM(args[0], claim.queue_id));
     int taken = try_lock(state);
     PyObject *result = NULL;
     if (taken > 0) {
         PyObject *lock = Py_NewRef(state->lock);
         int done = settle(self, state, &claim);
-        result = unlocked(lock, done < 0 ? NULL : PyBool_FromLong(done));
+        result = unlocked(lock, done < 0 ? NULL : Py_NewRef(done ? (PyObject *)state : Py_None));
     } else if (taken == 0) {
-        result = Py_NewRef(Py_False);
+        result = Py_NewRef(Py_None);
     }
     Py_DECREF(state);
     return result;
@@ -593,7 +648,7 @@ static PyObject *desk_settle_one(Desk *self, PyObject *const *args, Py_ssize_t n
 
 static PyMethodDef desk_methods[] = {
     {"hand_out", (PyCFunction)(void (*)(void))desk_hand_out, METH_FASTCALL, "One delivery, or None: see pop/quick.py."},
-    {"settle_one", (PyCFunction)(void (*)(void))desk_settle_one, METH_FASTCALL, "Whether it is done: see pop/quick.py."},
+    {"settle_one", (PyCFunction)(void (*)(void))desk_settle_one, METH_FASTCALL, "Where it is done: see pop/quick.py."},
     {NULL},
 };
 
@@ -602,6 +657,7 @@ static PyMemberDef desk_members[] = {
 #define MEMBER(field) {"_" #field, T_OBJECT, offsetof(Desk, field), 0, NULL},
     SHARED(MEMBER)
     {"_max_body", T_LONGLONG, offsetof(Desk, max_body), 0, NULL},
+    {"_order_changes", T_LONGLONG, offsetof(Desk, order_changes), 0, NULL},
     {NULL},
 };
 

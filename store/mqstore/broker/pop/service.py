@@ -96,7 +96,7 @@ class PopService:
         self._tables = PopTables(parts, wake, waiters, reads, dead_letter)
         self._orders = self._tables.orders
         self._orders.load(file.load() or {})
-        as_loaded = self._orders.version
+        as_loaded = self._tables.order_version
         self._standard = StandardQueues(self._tables)
         self._fifo = FifoQueues(self._tables)
         self.figures = PopFigures(self._tables, self._fifo)
@@ -158,15 +158,15 @@ class PopService:
             now_ms, limit = self._clock.now_ms(), route.max_attempts
             lucky = int(self._rng() * 100) if route.has_choice else 0
             quick = route.quick and (lucky >= _RETRY_PERCENT or not route.retries)
-            if quick and n == 1 and filter is None and not order:
+            if quick and n == 1 and filter is None and attempt_id is None:
                 # As `_pop` for one message, as long as there is nothing to it.
                 if queue_id != -1:
                     route.check_queue(queue_id)
                 state = route.queues[lucky % len(route.queues) if queue_id == -1 else queue_id]
-                delivery = self._tables.hand_out(state, now_ms, invisible_ms, topic, local)
+                delivery = self._tables.hand_out(state, now_ms, invisible_ms, topic, local, order)
                 if delivery is not None:
                     found = [delivery]
-                    if self._waiters.parked and state.ahead:
+                    if not order and self._waiters.parked and state.ahead:
                         self._waiters.wake_one(topic, queue_id, group)
                     break
             ask = Ask(topic, invisible_ms, filter, start, attempt_id, local, now_ms, limit, skip_acked)
@@ -305,7 +305,10 @@ class PopService:
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
         if len(receipts) == 1 and not waits:
             route = self._routes.known.get((group, topic))
-            if route is not None and route.quick and self._tables.settle_one(route.queues, receipts[0]):
+            state = self._tables.settle_one(route.queues, receipts[0]) if route is not None and route.quick else None
+            if state is not None:
+                if state.fifo is not None and not state.fifo.left:
+                    self._fifo.wake_if_free(state)
                 return
         late = self._settle(group, topic, receipts, ACK)
         if waits:
