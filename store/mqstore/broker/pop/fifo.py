@@ -294,7 +294,7 @@ class FifoQueues:
             later_ms = record.visible_at(offset) - record.pop_time_ms
             self._log.put_change(state.fifo.name, offset, record.pop_time_ms, later_ms, failed=True)
             state.fifo.note_failed(offset, True)
-        self._tables.order(state)
+        self._tables.put_order(state, record)
 
 
 def _with_known(popped: list[int], known: OrderInfo | None) -> tuple[list[int], list[int], list[int]]:
