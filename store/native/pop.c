@@ -1,4 +1,4 @@
-/* The hot path of pop: one message handed out, or settled, in one call (delivery#pop-log).
+/* The hot path of pop: one message handed out, or messages of one batch settled, in one call (delivery#pop-log).
 
    `Lending` is the base of a queue's state, `Lent` of a batch, `Timed` of the timeline, `Desk` of what all queues share. The
    rules are those of standard.py, fifo.py and state.py, which do whatever this declines. Declining means to return None with
@@ -11,11 +11,13 @@
 
 enum {
     MOST_BITS = 62,      /* of a batch, to be looked at here */
+    MOST_SETTLED = MOST_BITS + 1,
     COMPACT_FROM = 1024, /* _COMPACT_FROM of state.py */
     SAME_MOMENT_MS = 1000, /* of time.py */
     HEAD_BYTES = 1024,   /* room for the names in a record: longer ones are for Python */
     NUMBER_BYTES = 20,   /* of 64 bits, with its sign */
     TEXT_BYTES = 192,    /* and for its numbers, or those of a receipt: six at most, and what stands around them */
+    SETTLED_BYTES = TEXT_BYTES + MOST_SETTLED * (NUMBER_BYTES + 1),
 };
 
 /* In a receipt: the revive queue, the mark and the broker's name. */
@@ -550,49 +552,67 @@ static int advance(Lending *state)
     return 0;
 }
 
-/* 1, 0 when it is for Python, -1 with an exception. */
-static int settle(Desk *self, Lending *state, const Claim *claim)
+/* The bit of a claim's message in its batch, 0 if it is for Python, -1 with an exception. `number`: its offset. */
+static long long bit_of(const Desk *self, const Lending *state, const Claim *claim, PyObject *number, Lent **batch)
 {
-    long long start, pop_time_ms, left, name, written;
-    if (state->gone || (claim->offset >= state->cursor && !claim->in_order))
+    long long start, pop_time_ms, left;
+    PyObject *found = claim->in_order ? (PyObject *)last_in_order(self, state)
+                                      : PyDict_GetItemWithError(state->in_flight, number);
+    if (!found)
+        return PyErr_Occurred() ? -1 : 0;
+    if (!PyObject_TypeCheck(found, &LentType) || (*batch && found != (PyObject *)*batch))
         return 0;
-    PyObject *number = PyLong_FromLongLong(claim->offset);
-    if (!number)
-        return -1;
-    int result = 0;
-    Lent *batch = claim->in_order ? last_in_order(self, state)
-                                  : (Lent *)PyDict_GetItemWithError(state->in_flight, number);
+    *batch = (Lent *)found;
+    if ((*batch)->moved != Py_None || (*batch)->deltas != Py_None || !number_of((*batch)->pop_time_ms, &pop_time_ms) ||
+        pop_time_ms != claim->pop_time_ms || !number_of((*batch)->start, &start) || !number_of((*batch)->left, &left) ||
+        claim->offset < start || claim->offset - start > MOST_BITS)
+        return 0;
+    return left & 1LL << (claim->offset - start);
+}
+
+/* Deliveries of one batch: 1, 0 when they are for Python, -1 with an exception. */
+static int settle(Desk *self, Lending *state, const Claim *claims, int count)
+{
+    long long start, bits = 0, bit, left, name, written;
+    PyObject *numbers[MOST_SETTLED], *rest = NULL;
+    Lent *batch = NULL;
+    int made = 0, result = 0;
+    bool in_order = claims->in_order, known = !state->gone;
+    while (known && made < count) {
+        const Claim *claim = &claims[made];
+        numbers[made] = PyLong_FromLongLong(claim->offset);
+        bit = numbers[made] ? bit_of(self, state, claim, numbers[made], &batch) : -1;
+        result = bit < 0 ? -1 : 0;
+        known = bit > 0 && !(bits & bit) && claim->in_order == in_order;
+        bits |= bit;
+        made++;
+    }
     Py_XINCREF(batch);
-    if (!batch) {
-        result = PyErr_Occurred() ? -1 : 0;
+    if (!known || !number_of(batch->left, &left) || !number_of(batch->name, &name) || !number_of(batch->start, &start))
         goto done;
-    }
-    if (!PyObject_TypeCheck((PyObject *)batch, &LentType) || batch->moved != Py_None || batch->deltas != Py_None ||
-        !number_of(batch->pop_time_ms, &pop_time_ms) || pop_time_ms != claim->pop_time_ms ||
-        !number_of(batch->start, &start) || !number_of(batch->left, &left) || !number_of(batch->name, &name) ||
-        claim->offset < start || claim->offset - start > MOST_BITS || !(left >> (claim->offset - start) & 1))
-        goto done;
-    char body[TEXT_BYTES];
-    char *at = tell(say(body, "{\"k\":"), name);
-    at = say(tell(say(at, ",\"o\":["), claim->offset), "]}");
-    left &= ~(1LL << (claim->offset - start));
-    PyObject *rest = PyLong_FromLongLong(left);
+    char body[SETTLED_BYTES];
+    char *at = say(tell(say(body, "{\"k\":"), name), ",\"o\":[");
+    for (int i = 0; i < count; i++)
+        at = tell(say(at, i ? "," : ""), claims[i].offset);
+    at = say(at, "]}");
+    left &= ~bits;
     Stored stored;
-    result = rest ? append(self, body, at - body, self->ack_tail, &stored) : -1;
-    if (result <= 0) {
-        Py_XDECREF(rest);
+    result = (rest = PyLong_FromLongLong(left)) ? append(self, body, at - body, self->ack_tail, &stored) : -1;
+    if (result <= 0)
         goto done;
-    }
-    Py_SETREF(batch->left, rest);
-    if (claim->in_order) {
+    Py_SETREF(batch->left, Py_NewRef(rest));
+    if (in_order) {
         state->cursor = start + (left ? __builtin_ctzll((unsigned long long)left) : batch->count);
         self->order_changes++;
     } else if (!left) {
         state->batches--;
         Py_XSETREF(batch->failed, Py_NewRef(Py_None));
     }
-    state->acked++;
-    if ((!claim->in_order && PyDict_DelItem(state->in_flight, number) < 0) || advance(state) < 0) {
+    state->acked += count;
+    for (int i = 0; i < count && !in_order; i++)
+        if (PyDict_DelItem(state->in_flight, numbers[i]) < 0)
+            result = -1;
+    if (result < 0 || advance(state) < 0) {
         result = -1;
         goto done;
     }
@@ -616,28 +636,37 @@ static int settle(Desk *self, Lending *state, const Claim *claim)
         Py_XDECREF(committed);
     }
 done:
+    Py_XDECREF(rest);
     Py_XDECREF(batch);
-    Py_DECREF(number);
+    while (made)
+        Py_XDECREF(numbers[--made]);
     return result;
 }
 
-/* settle_one(states, receipt) -> the state of its queue; None: `settle` of `StandardQueues` or `FifoQueues` must do it.
+/* settle(states, receipts) -> the state of their queue; None: `settle` of `StandardQueues` or `FifoQueues` must do it.
 
-   Acknowledges one delivery that is in flight in one of `states`, a list by queue id. The state's lock is taken here. */
-static PyObject *desk_settle_one(Desk *self, PyObject *const *args, Py_ssize_t nargs)
+   Acknowledges deliveries of one batch that is in flight in one of `states`, a list by queue id. The state's lock is taken
+   here. */
+static PyObject *desk_settle(Desk *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("settle_one", nargs, 2))
+    if (!has_arguments("settle", nargs, 2))
         return NULL;
-    Claim claim;
-    if (!has_log(self) || !PyList_CheckExact(args[0]) || !claim_of(args[1], &claim) ||
-        claim.queue_id >= PyList_GET_SIZE(args[0]) || !is_whole(PyList_GET_ITEM(args[0], claim.queue_id)))
+    Claim claims[MOST_SETTLED];
+    if (!has_log(self) || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1]) || !PyList_GET_SIZE(args[1]) ||
+        PyList_GET_SIZE(args[1]) > MOST_SETTLED)
         Py_RETURN_NONE;
-    Lending *state = (Lending *)Py_NewRef(PyList_GET_ITEM(args[0], claim.queue_id));
+    int count = (int)PyList_GET_SIZE(args[1]);
+    for (int i = 0; i < count; i++)
+        if (!claim_of(PyList_GET_ITEM(args[1], i), &claims[i]) || claims[i].queue_id != claims[0].queue_id)
+            Py_RETURN_NONE;
+    if (claims[0].queue_id >= PyList_GET_SIZE(args[0]) || !is_whole(PyList_GET_ITEM(args[0], claims[0].queue_id)))
+        Py_RETURN_NONE;
+    Lending *state = (Lending *)Py_NewRef(PyList_GET_ITEM(args[0], claims[0].queue_id));
     int taken = try_lock(state);
     PyObject *result = NULL;
     if (taken > 0) {
         PyObject *lock = Py_NewRef(state->lock);
-        int done = settle(self, state, &claim);
+        int done = settle(self, state, claims, count);
         result = unlocked(lock, done < 0 ? NULL : Py_NewRef(done ? (PyObject *)state : Py_None));
     } else if (taken == 0) {
         result = Py_NewRef(Py_None);
@@ -648,7 +677,7 @@ static PyObject *desk_settle_one(Desk *self, PyObject *const *args, Py_ssize_t n
 
 static PyMethodDef desk_methods[] = {
     {"hand_out", (PyCFunction)(void (*)(void))desk_hand_out, METH_FASTCALL, "One delivery, or None: see pop/quick.py."},
-    {"settle_one", (PyCFunction)(void (*)(void))desk_settle_one, METH_FASTCALL, "Where it is done: see pop/quick.py."},
+    {"settle", (PyCFunction)(void (*)(void))desk_settle, METH_FASTCALL, "Where it is done: see pop/quick.py."},
     {NULL},
 };
 

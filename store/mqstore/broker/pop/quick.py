@@ -1,6 +1,6 @@
 """What pop knows of a queue, a batch and a timeline: bases of those in state.py, compiled where possible.
 
-With `native.kernel` their fields are those of C structures, and `Desk` hands out and settles single messages, each in
+With `native.kernel` their fields are those of C structures, and `Desk` hands out single messages and settles those of one batch, each in
 one call. Without it these are plain classes, and the two methods are not there to be called. The rules stand in
 standard.py, fifo.py and state.py, which do whatever the compiled ones decline.
 """
@@ -159,10 +159,10 @@ class Desk:
             """Pop the next message; None, with nothing changed, when it takes more than `pop` of `StandardQueues` or
             `FifoQueues` does for one that was read ahead. Takes the state's lock."""
 
-        def settle_one(self, states: Sequence[QueueState], receipt: str) -> QueueState | None:
-            """Acknowledge one delivery from a queue of `states`, a list by queue id, and return that queue's; None,
-            with nothing changed, when it takes more than `settle` of `StandardQueues` or `FifoQueues` does for one in
-            flight. Takes the state's lock."""
+        def settle(self, states: list[QueueState], receipts: Sequence[str]) -> QueueState | None:
+            """Acknowledge deliveries from a queue of `states`, a list by queue id, and return that queue's; None, with
+            nothing changed, when it takes more than `settle` of `StandardQueues` or `FifoQueues` does for messages of
+            one batch in flight. Takes the state's lock."""
 
 
 if not TYPE_CHECKING and kernel is not None:

@@ -303,9 +303,9 @@ class PopService:
         are settled.
         """
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
-        if len(receipts) == 1 and not waits:
+        if not waits:
             route = self._routes.known.get((group, topic))
-            state = self._tables.settle_one(route.queues, receipts[0]) if route is not None and route.quick else None
+            state = self._tables.settle(route.queues, receipts) if route is not None and route.quick else None
             if state is not None:
                 if state.fifo is not None and not state.fifo.left:
                     self._fifo.wake_if_free(state)
