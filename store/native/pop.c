@@ -1,4 +1,4 @@
-/* The hot path of pop: one message handed out, or messages of one batch settled, in one call (delivery#pop-log).
+/* The hot path of pop: a batch handed out, or messages of one settled, in one call (delivery#pop-log).
 
    `Lending` is the base of a queue's state, `Lent` of a batch, `Timed` of the timeline, `Desk` of what all queues share. The
    rules are those of standard.py, fifo.py and state.py, which do whatever this declines. Declining means to return None with
@@ -12,11 +12,13 @@
 enum {
     MOST_BITS = 62,      /* of a batch, to be looked at here */
     MOST_SETTLED = MOST_BITS + 1,
+    MOST_POPPED = 32,    /* MAX_BATCH of state.py */
     COMPACT_FROM = 1024, /* _COMPACT_FROM of state.py */
     SAME_MOMENT_MS = 1000, /* of time.py */
     HEAD_BYTES = 1024,   /* room for the names in a record: longer ones are for Python */
     NUMBER_BYTES = 20,   /* of 64 bits, with its sign */
     TEXT_BYTES = 192,    /* and for its numbers, or those of a receipt: six at most, and what stands around them */
+    POPPED_BYTES = HEAD_BYTES + TEXT_BYTES + 3 * MOST_POPPED,
     SETTLED_BYTES = TEXT_BYTES + MOST_SETTLED * (NUMBER_BYTES + 1),
 };
 
@@ -332,14 +334,15 @@ static Lent *last_in_order(const Desk *desk, const Lending *state)
     return record && record == state->fifo && PyObject_TypeCheck(record, &LentType) ? (Lent *)record : NULL;
 }
 
-/* The message that comes next, if nothing but handing it out is to be done; borrowed. In order: all of the last batch, which
-   was popped at *last_ms, is settled. */
-static Located *next_of(const Desk *desk, const Lending *state, long long visible_ms, bool in_order, long long *last_ms)
+/* The first of `count` neighbours that come next, if nothing but handing them out is to be done; borrowed. In order: all of
+   the last batch, which was popped at *last_ms, is settled. */
+static Located *next_of(const Desk *desk, const Lending *state, int count, long long visible_ms, bool in_order,
+                        long long *last_ms)
 {
     long long announced_ms, left;
     if (state->gone || state->cursor < 0 || state->ahead_filter != Py_None ||
         PyDict_GET_SIZE(desk->resets) || PyDict_GET_SIZE(state->released) || state->ahead_at < 0 ||
-        state->ahead_at >= PyList_GET_SIZE(state->ahead))
+        state->ahead_at > PyList_GET_SIZE(state->ahead) - count)
         return NULL;
     if (in_order) {
         const Lent *last = last_in_order(desk, state);
@@ -351,13 +354,12 @@ static Located *next_of(const Desk *desk, const Lending *state, long long visibl
     }
     if (!number_of(state->announced_ms, &announced_ms) || visible_ms < announced_ms)
         return NULL; /* the housekeeper is to hear of it */
-    PyObject *item = PyList_GET_ITEM(state->ahead, state->ahead_at);
-    if (!PyObject_TypeCheck(item, &LocatedType))
-        return NULL;
+    Located **next = (Located **)((PyListObject *)state->ahead)->ob_item + state->ahead_at;
+    for (int i = 0; i < count; i++)
+        if (!PyObject_TypeCheck((PyObject *)next[i], &LocatedType) || next[i]->offset != next[0]->offset + i)
+            return NULL;
     /* What was passed over between two messages counts as settled: with nothing before it, the table is to be told. */
-    if (!PyDict_GET_SIZE(state->in_flight) && state->committed != ((Located *)item)->offset)
-        return NULL;
-    return (Located *)item;
+    return PyDict_GET_SIZE(state->in_flight) || state->committed == next[0]->offset ? next[0] : NULL;
 }
 
 /* As `pop_time`. */
@@ -366,29 +368,32 @@ static long long pop_time(long long now_ms, long long last_ms)
     return now_ms <= last_ms && last_ms < now_ms + SAME_MOMENT_MS ? last_ms + 1 : now_ms;
 }
 
-static PyObject *hand_out(Desk *self, Lending *state, long long now_ms, long long invisible_ms, PyObject *topic, bool local,
-                          bool in_order)
+static PyObject *hand_out(Desk *self, Lending *state, int count, long long now_ms, long long invisible_ms, PyObject *topic,
+                          bool local, bool in_order)
 {
-    long long visible_ms = now_ms + invisible_ms, last_ms = 0, queue_id;
-    Located *message = next_of(self, state, visible_ms, in_order, &last_ms);
-    if (!message)
+    long long visible_ms = now_ms + invisible_ms, last_ms = 0, queue_id, bytes = 0;
+    Located *first = next_of(self, state, count, visible_ms, in_order, &last_ms);
+    if (!first)
         Py_RETURN_NONE;
     long long pop_time_ms = pop_time(now_ms, last_ms > state->reset_ms ? last_ms : state->reset_ms);
     invisible_ms = visible_ms > pop_time_ms ? visible_ms - pop_time_ms : 0;
-    bool is_last = state->ahead_at + 1 == PyList_GET_SIZE(state->ahead);
-    long long offset = message->offset, behind = is_last ? state->ahead_next : offset + 1;
+    bool is_last = state->ahead_at + count == PyList_GET_SIZE(state->ahead);
+    long long offset = first->offset, behind = is_last ? state->ahead_next : offset + count;
     Py_ssize_t head_bytes;
     const char *head = PyUnicode_AsUTF8AndSize(state->head, &head_bytes);
     if (!head)
         return NULL;
     if (head_bytes > HEAD_BYTES || !number_of(PyTuple_GET_ITEM(state->key, 2), &queue_id))
         Py_RETURN_NONE;
-    char body[HEAD_BYTES + TEXT_BYTES], *at = body + head_bytes;
+    char body[POPPED_BYTES], *at = body + head_bytes;
     memcpy(body, head, (size_t)head_bytes);
     at = tell(say(at, "\"so\":"), offset);
     at = tell(say(at, ",\"pt\":"), pop_time_ms);
     at = tell(say(at, ",\"it\":"), invisible_ms);
-    at = tell(say(at, ",\"d\":[0],\"nx\":"), behind);
+    at = say(at, ",\"d\":[0");
+    for (int i = 1; i < count; i++)
+        at = tell(say(at, ","), i);
+    at = tell(say(at, "],\"nx\":"), behind);
     at = say(at, in_order ? ",\"f\":1,\"oc\":{}" : "");
     at = say(at, local ? ",\"l\":1}" : "}");
     Py_ssize_t size = at - body;
@@ -396,45 +401,62 @@ static PyObject *hand_out(Desk *self, Lending *state, long long now_ms, long lon
     at = tell(shown, offset);
     at = tell(say(at, " "), pop_time_ms);
     at = tell(say(at, " "), invisible_ms);
-    at = tell(say(at, in_order ? IN_ORDER : NO_ORDER), queue_id);
-    at = tell(say(at, " "), offset);
-    long long bytes = located_size(message);
-    if (bytes < 0)
-        return NULL;
+    at = say(tell(say(at, in_order ? IN_ORDER : NO_ORDER), queue_id), " ");
 
     /* All that can fail for want of memory comes before the record. */
-    PyObject *result = NULL, *number = PyLong_FromLongLong(offset), *visible = PyLong_FromLongLong(visible_ms);
-    PyObject *receipt = PyUnicode_DecodeASCII(shown, at - shown, NULL);
+    PyObject *numbers[MOST_POPPED], *result = NULL, *visible = PyLong_FromLongLong(visible_ms), *found = PyList_New(count);
     Lent *batch = (Lent *)((PyTypeObject *)self->batch)->tp_alloc((PyTypeObject *)self->batch, 0);
-    PyObject *delivery = NULL;
-    Stored stored;
-    if (!number || !visible || !receipt || !batch)
+    int made = 0;
+    if (!visible || !found || !batch)
         goto done;
-    batch->start = Py_NewRef(number);
-    batch->count = 1;
+    for (; made < count; made++) {
+        PyObject *message = PyList_GET_ITEM(state->ahead, state->ahead_at + made);
+        long long stored_bytes = located_size((Located *)message);
+        PyObject *items[] = {Py_NewRef(message),
+                             PyUnicode_DecodeASCII(shown, tell(at, offset + made) - shown, NULL),
+                             Py_NewRef(visible),
+                             Py_NewRef(topic),
+                             Py_NewRef(PyTuple_GET_ITEM(state->key, 2)),
+                             in_order ? PyLong_FromLong(0) : Py_NewRef(Py_None)};
+        PyObject *delivery = tuple_of(self->delivery, items, sizeof items / sizeof *items);
+        if (delivery)
+            PyList_SET_ITEM(found, made, delivery);
+        if (!delivery || stored_bytes < 0 || !(numbers[made] = PyLong_FromLongLong(offset + made)))
+            goto done;
+        bytes += stored_bytes;
+    }
+    batch->start = Py_NewRef(numbers[0]);
+    batch->count = count;
     batch->pop_time_ms = PyLong_FromLongLong(pop_time_ms);
     batch->invisible_ms = PyLong_FromLongLong(invisible_ms);
-    batch->left = PyLong_FromLong(1);
+    batch->left = PyLong_FromLongLong((1LL << count) - 1);
     batch->deltas = Py_NewRef(Py_None);
     batch->moved = Py_NewRef(Py_None);
     batch->failed = Py_NewRef(Py_None);
     batch->local = PyBool_FromLong(local);
-    PyObject *items[] = {Py_NewRef(message), Py_NewRef(receipt), Py_NewRef(visible),
-                         Py_NewRef(topic),   Py_NewRef(PyTuple_GET_ITEM(state->key, 2)),
-                         in_order ? PyLong_FromLong(0) : Py_NewRef(Py_None)};
-    delivery = tuple_of(self->delivery, items, sizeof items / sizeof *items);
-    if (!delivery || !batch->pop_time_ms || !batch->invisible_ms || !batch->left)
+    if (!batch->pop_time_ms || !batch->invisible_ms || !batch->left)
         goto done;
 
+    Stored stored;
     int done = append(self, body, size, self->pop_tail, &stored);
     if (done <= 0) {
         result = done < 0 ? NULL : Py_NewRef(Py_None);
         goto done;
     }
-    PyObject *table = in_order ? self->orders : state->in_flight, *key = in_order ? state->key : number;
-    if (!(batch->name = PyLong_FromLongLong(stored.offset)) || PyDict_SetItem(table, key, (PyObject *)batch) < 0)
+    if (!(batch->name = PyLong_FromLongLong(stored.offset)))
         goto done;
-    state->ahead_at++;
+    if (in_order) {
+        if (PyDict_SetItem(self->orders, state->key, (PyObject *)batch) < 0)
+            goto done;
+        Py_SETREF(state->fifo, Py_NewRef(batch));
+        self->order_changes++;
+    } else {
+        for (int i = 0; i < count; i++)
+            if (PyDict_SetItem(state->in_flight, numbers[i], (PyObject *)batch) < 0)
+                goto done;
+        state->batches++;
+    }
+    state->ahead_at += count;
     state->ahead_from = behind;
     state->cursor = in_order ? offset : behind;
     if (is_last) {
@@ -445,47 +467,42 @@ static PyObject *hand_out(Desk *self, Lending *state, long long now_ms, long lon
         state->ahead_at = 0;
     }
     state->pops++;
-    state->popped++;
+    state->popped += count;
     state->popped_bytes += bytes;
     if (pop_time_ms > state->last_pop_ms)
         state->last_pop_ms = pop_time_ms;
-    if (in_order) {
-        Py_SETREF(state->fifo, Py_NewRef(batch));
-        self->order_changes++;
-    } else {
-        state->batches++;
-        if (timed_add((Timed *)state->timeline, visible, (PyObject *)batch) < 0)
-            goto done;
-    }
-    result = Py_NewRef(delivery);
+    if (in_order || timed_add((Timed *)state->timeline, visible, (PyObject *)batch) == 0)
+        result = Py_NewRef(found);
 done:
-    Py_XDECREF(delivery);
+    Py_XDECREF(found);
     Py_XDECREF(batch);
-    Py_XDECREF(receipt);
     Py_XDECREF(visible);
-    Py_XDECREF(number);
+    while (made)
+        Py_DECREF(numbers[--made]);
     return result;
 }
 
-/* hand_out(state, now_ms, invisible_ms, topic, local, in_order) -> a Delivery; None when `pop` of `StandardQueues` or
-   `FifoQueues` must do it.
+/* hand_out(state, n, now_ms, invisible_ms, topic, local, in_order) -> a list of `n` deliveries; None when `pop` of
+   `StandardQueues` or `FifoQueues` must do it.
 
-   Of the queue's next message, if that was read ahead without a filter. The state's lock is taken here. */
+   Of the queue's next messages, if these were read ahead without a filter and are neighbours. The state's lock is taken
+   here. */
 static PyObject *desk_hand_out(Desk *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("hand_out", nargs, 6))
+    if (!has_arguments("hand_out", nargs, 7))
         return NULL;
-    long long now_ms, invisible_ms;
-    if (!has_log(self) || !is_whole(args[0]) || !number_of(args[1], &now_ms) || !number_of(args[2], &invisible_ms) ||
-        now_ms < 0 || invisible_ms < 0 || invisible_ms > INT32_MAX || now_ms > INT64_MAX - INT32_MAX)
+    long long count, now_ms, invisible_ms;
+    if (!has_log(self) || !is_whole(args[0]) || !number_of(args[1], &count) || !number_of(args[2], &now_ms) ||
+        !number_of(args[3], &invisible_ms) || count < 1 || count > MOST_POPPED || now_ms < 0 || invisible_ms < 0 ||
+        invisible_ms > INT32_MAX || now_ms > INT64_MAX - INT32_MAX)
         Py_RETURN_NONE;
     Lending *state = (Lending *)args[0];
     int taken = try_lock(state);
     if (taken <= 0)
         return taken < 0 ? NULL : Py_NewRef(Py_None);
     PyObject *lock = Py_NewRef(state->lock);
-    PyObject *delivery = hand_out(self, state, now_ms, invisible_ms, args[3], args[4] == Py_True, args[5] == Py_True);
-    return unlocked(lock, delivery);
+    bool local = args[5] == Py_True, in_order = args[6] == Py_True;
+    return unlocked(lock, hand_out(self, state, (int)count, now_ms, invisible_ms, args[4], local, in_order));
 }
 
 /* What a receipt of ours says, of an ordinary topic (`ask.claim_of`). */

@@ -1,7 +1,7 @@
 """What pop knows of a queue, a batch and a timeline: bases of those in state.py, compiled where possible.
 
-With `native.kernel` their fields are those of C structures, and `Desk` hands out single messages and settles those of one batch, each in
-one call. Without it these are plain classes, and the two methods are not there to be called. The rules stand in
+With `native.kernel` their fields are those of C structures, and `Desk` hands out a batch, or settles messages of one,
+in one call. Without it these are plain classes, and the two methods are not there to be called. The rules stand in
 standard.py, fifo.py and state.py, which do whatever the compiled ones decline.
 """
 
@@ -154,10 +154,10 @@ class Desk:
     if TYPE_CHECKING:
 
         def hand_out(
-            self, state: Lending, now_ms: int, invisible_ms: int, topic: str, local: bool, in_order: bool
-        ) -> Delivery | None:
-            """Pop the next message; None, with nothing changed, when it takes more than `pop` of `StandardQueues` or
-            `FifoQueues` does for one that was read ahead. Takes the state's lock."""
+            self, state: Lending, n: int, now_ms: int, invisible_ms: int, topic: str, local: bool, in_order: bool
+        ) -> list[Delivery] | None:
+            """Pop the next `n` messages; None, with nothing changed, when it takes more than `pop` of `StandardQueues`
+            or `FifoQueues` does for neighbours that were read ahead. Takes the state's lock."""
 
         def settle(self, states: list[QueueState], receipts: Sequence[str]) -> QueueState | None:
             """Acknowledge deliveries from a queue of `states`, a list by queue id, and return that queue's; None, with

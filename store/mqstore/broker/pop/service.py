@@ -158,14 +158,14 @@ class PopService:
             now_ms, limit = self._clock.now_ms(), route.max_attempts
             lucky = int(self._rng() * 100) if route.has_choice else 0
             quick = route.quick and (lucky >= _RETRY_PERCENT or not route.retries)
-            if quick and n == 1 and filter is None and attempt_id is None:
-                # As `_pop` for one message, as long as there is nothing to it.
+            if quick and filter is None and attempt_id is None:
+                # As `_pop`, as long as there is nothing to it.
                 if queue_id != -1:
                     route.check_queue(queue_id)
                 state = route.queues[lucky % len(route.queues) if queue_id == -1 else queue_id]
-                delivery = self._tables.hand_out(state, now_ms, invisible_ms, topic, local, order)
-                if delivery is not None:
-                    found = [delivery]
+                delivered = self._tables.hand_out(state, n, now_ms, invisible_ms, topic, local, order)
+                if delivered is not None:
+                    found = delivered
                     if not order and self._waiters.parked and state.ahead:
                         self._waiters.wake_one(topic, queue_id, group)
                     break
