@@ -1,23 +1,23 @@
 /* The hot path of pop: a batch handed out, or messages of one settled, in one call (delivery#pop-log).
 
-   `Lending` is the base of a queue's state, `Lent` of a batch, `Timed` of the timeline, `Desk` of what all queues share. The
-   rules are those of standard.py, fifo.py and state.py, which do whatever this declines. Declining means to return None with
-   nothing changed. As there, the record is in the log before memory changes; between the two nothing of Python runs, but for
-   the alarm that a put may ring, and what that raises leaves memory as it was. */
+   `Desk` is the base of what all queues share. The rules are those of standard.py, fifo.py and state.py, which do whatever
+   this declines. Declining means to return None with nothing changed. As there, the record is in the log before memory
+   changes; between the two nothing of Python runs, but for the alarm that a put may ring, and what that raises leaves memory
+   as it was. */
 
-#include "native.h"
+#include "lending.h"
 #include <stddef.h>
 #include <structmember.h>
 
 enum {
-    MOST_BITS = 62,      /* of a batch, to be looked at here */
+    MOST_BITS = 62, /* of a batch, to be looked at here */
     MOST_SETTLED = MOST_BITS + 1,
-    MOST_POPPED = 32,    /* MAX_BATCH of state.py */
-    COMPACT_FROM = 1024, /* _COMPACT_FROM of state.py */
+    MOST_POPPED = 32,      /* MAX_BATCH of state.py */
+    COMPACT_FROM = 1024,   /* _COMPACT_FROM of state.py */
     SAME_MOMENT_MS = 1000, /* of time.py */
-    HEAD_BYTES = 1024,   /* room for the names in a record: longer ones are for Python */
-    NUMBER_BYTES = 20,   /* of 64 bits, with its sign */
-    TEXT_BYTES = 192,    /* and for its numbers, or those of a receipt: six at most, and what stands around them */
+    HEAD_BYTES = 1024,     /* room for the names in a record: longer ones are for Python */
+    NUMBER_BYTES = 20,     /* of 64 bits, with its sign */
+    TEXT_BYTES = 192,      /* and for its numbers, or those of a receipt: six at most, and what stands around them */
     POPPED_BYTES = HEAD_BYTES + TEXT_BYTES + 3 * MOST_POPPED,
     SETTLED_BYTES = TEXT_BYTES + MOST_SETTLED * (NUMBER_BYTES + 1),
 };
@@ -26,225 +26,7 @@ enum {
 #define NO_ORDER " 0 0 mqstore "
 #define IN_ORDER " 999 0 mqstore "
 
-static PyObject *acquire_name, *release_name, *compact_name, *heappush;
-
-/* --- a batch --- */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *name, *start, *pop_time_ms, *invisible_ms, *deltas, *left, *moved, *local, *failed;
-    int count;
-} Lent;
-
-#define LENT(F) F(name) F(start) F(pop_time_ms) F(invisible_ms) F(deltas) F(left) F(moved) F(local) F(failed)
-
-static void lent_dealloc(Lent *self)
-{
-#define DROP(field) Py_XDECREF(self->field);
-    LENT(DROP)
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-static PyMemberDef lent_members[] = {
-#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(Lent, field), 0, NULL},
-    LENT(MEMBER)
-    {"count", T_INT, offsetof(Lent, count), 0, NULL},
-    {NULL},
-};
-
-/* Not for the garbage collector: it refers to numbers, and to collections of numbers. */
-PyTypeObject LentType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.Lent",
-    .tp_doc = "The messages of one pop.",
-    .tp_basicsize = sizeof(Lent),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)lent_dealloc,
-    .tp_members = lent_members,
-};
-
-/* --- when they become visible --- */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *buckets, *times;
-    long long entries;
-} Timed;
-
-static int timed_traverse(Timed *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->buckets);
-    Py_VISIT(self->times);
-    return 0;
-}
-
-static int timed_clear(Timed *self)
-{
-    Py_CLEAR(self->buckets);
-    Py_CLEAR(self->times);
-    return 0;
-}
-
-static void timed_dealloc(Timed *self)
-{
-    PyObject_GC_UnTrack(self);
-    timed_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-static PyMemberDef timed_members[] = {
-    {"_buckets", T_OBJECT_EX, offsetof(Timed, buckets), 0, NULL},
-    {"_times", T_OBJECT_EX, offsetof(Timed, times), 0, NULL},
-    {"entries", T_LONGLONG, offsetof(Timed, entries), 0, NULL},
-    {NULL},
-};
-
-PyTypeObject TimedType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.Timed",
-    .tp_doc = "What a timeline holds.",
-    .tp_basicsize = sizeof(Timed),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)timed_dealloc,
-    .tp_traverse = (traverseproc)timed_traverse,
-    .tp_clear = (inquiry)timed_clear,
-    .tp_members = timed_members,
-};
-
-/* As `Timeline.add`. 0, or -1 with an exception. */
-static int timed_add(Timed *self, PyObject *at, PyObject *batch)
-{
-    PyObject *there = PyDict_GetItemWithError(self->buckets, at);
-    if (!there) {
-        if (PyErr_Occurred() || PyDict_SetItem(self->buckets, at, batch) < 0)
-            return -1;
-        PyObject *pushed = PyObject_CallFunctionObjArgs(heappush, self->times, at, NULL);
-        if (!pushed)
-            return -1;
-        Py_DECREF(pushed);
-    } else if (PyList_CheckExact(there)) {
-        if (PyList_Append(there, batch) < 0)
-            return -1;
-    } else {
-        PyObject *both = PyList_New(2);
-        if (!both)
-            return -1;
-        PyList_SET_ITEM(both, 0, Py_NewRef(there));
-        PyList_SET_ITEM(both, 1, Py_NewRef(batch));
-        int set = PyDict_SetItem(self->buckets, at, both);
-        Py_DECREF(both);
-        if (set < 0)
-            return -1;
-    }
-    self->entries++;
-    return 0;
-}
-
-/* --- the state of a queue --- */
-
-typedef struct {
-    PyObject_HEAD
-    long long cursor, committed, ahead_at, ahead_from, ahead_next, last_pop_ms, reset_ms;
-    long long pops, popped, popped_bytes, acked, batches;
-    char gone;
-    PyObject *key, *head, *lock, *written, *in_flight, *released, *fifo, *timeline, *ahead, *ahead_filter, *announced_ms;
-} Lending;
-
-#define STATE(F) F(key) F(head) F(lock) F(written) F(in_flight) F(released) F(fifo) F(timeline) F(ahead) F(ahead_filter) \
-    F(announced_ms)
-
-static int lending_traverse(Lending *self, visitproc visit, void *arg)
-{
-#define VISIT(field) Py_VISIT(self->field);
-    STATE(VISIT)
-    return 0;
-}
-
-static int lending_clear(Lending *self)
-{
-#define CLEAR(field) Py_CLEAR(self->field);
-    STATE(CLEAR)
-    return 0;
-}
-
-static void lending_dealloc(Lending *self)
-{
-    PyObject_GC_UnTrack(self);
-    lending_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-static PyMemberDef lending_members[] = {
-#define NUMBER(field) {#field, T_LONGLONG, offsetof(Lending, field), 0, NULL},
-    NUMBER(cursor) NUMBER(committed) NUMBER(ahead_at) NUMBER(ahead_from) NUMBER(ahead_next) NUMBER(last_pop_ms)
-    NUMBER(reset_ms) NUMBER(pops) NUMBER(popped) NUMBER(popped_bytes) NUMBER(acked)
-    {"_batches", T_LONGLONG, offsetof(Lending, batches), 0, NULL},
-    {"gone", T_BOOL, offsetof(Lending, gone), 0, NULL},
-#undef MEMBER
-#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(Lending, field), 0, NULL},
-    STATE(MEMBER)
-    {NULL},
-};
-
-PyTypeObject LendingType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.Lending",
-    .tp_doc = "What is known of one queue that is popped from.",
-    .tp_basicsize = sizeof(Lending),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)lending_dealloc,
-    .tp_traverse = (traverseproc)lending_traverse,
-    .tp_clear = (inquiry)lending_clear,
-    .tp_members = lending_members,
-};
-
-/* Whether `object` is a state all of whose members were set, as they are once `QueueState.__init__` has run. */
-static bool is_whole(PyObject *object)
-{
-    if (!PyObject_TypeCheck(object, &LendingType))
-        return false;
-    const Lending *state = (const Lending *)object;
-#define THERE(field) state->field &&
-    return STATE(THERE) PyDict_CheckExact(state->in_flight) && PyDict_CheckExact(state->released) &&
-           PyList_CheckExact(state->ahead) && PyObject_TypeCheck(state->timeline, &TimedType) &&
-           ((const Timed *)state->timeline)->buckets && PyDict_CheckExact(((const Timed *)state->timeline)->buckets) &&
-           ((const Timed *)state->timeline)->times && PyUnicode_Check(state->head) && PyTuple_Check(state->key) &&
-           PyTuple_GET_SIZE(state->key) == 3;
-}
-
-/* Not waited for: 1 when the lock is ours, 0 when another has it, -1 with an exception. */
-static int try_lock(Lending *state)
-{
-    PyObject *args[] = {state->lock, Py_False};
-    PyObject *granted = PyObject_VectorcallMethod(acquire_name, args, 2, NULL);
-    if (!granted)
-        return -1;
-    int taken = granted == Py_True;
-    Py_DECREF(granted);
-    return taken;
-}
-
-/* Whatever exception there is stays. `result` is let go of when the lock cannot be. */
-static PyObject *unlocked(PyObject *lock, PyObject *result)
-{
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *released = PyObject_CallMethodNoArgs(lock, release_name);
-    if (!released) {
-        Py_XDECREF(type);
-        Py_XDECREF(value);
-        Py_XDECREF(traceback);
-        Py_CLEAR(result);
-    } else {
-        Py_DECREF(released);
-        PyErr_Restore(type, value, traceback);
-    }
-    Py_DECREF(lock);
-    return result;
-}
+static PyObject *compact_name;
 
 /* The number in `object`; false, without an exception, when it is none of 64 bits. */
 static bool number_of(PyObject *object, long long *number)
@@ -290,12 +72,14 @@ typedef struct {
 
 static int desk_traverse(Desk *self, visitproc visit, void *arg)
 {
+#define VISIT(name) Py_VISIT(self->name);
     SHARED(VISIT)
     return 0;
 }
 
 static int desk_clear(Desk *self)
 {
+#define CLEAR(name) Py_CLEAR(self->name);
     SHARED(CLEAR)
     return 0;
 }
@@ -699,7 +483,6 @@ static PyMethodDef desk_methods[] = {
 };
 
 static PyMemberDef desk_members[] = {
-#undef MEMBER
 #define MEMBER(field) {"_" #field, T_OBJECT, offsetof(Desk, field), 0, NULL},
     SHARED(MEMBER)
     {"_max_body", T_LONGLONG, offsetof(Desk, max_body), 0, NULL},
@@ -723,16 +506,6 @@ PyTypeObject DeskType = {
 
 int pop_init(void)
 {
-    acquire_name = PyUnicode_InternFromString("acquire");
-    release_name = PyUnicode_InternFromString("release");
     compact_name = PyUnicode_InternFromString("_compact");
-    PyObject *module = PyImport_ImportModule("heapq");
-    heappush = module ? PyObject_GetAttrString(module, "heappush") : NULL;
-    Py_XDECREF(module);
-    if (!acquire_name || !release_name || !compact_name || !heappush)
-        return -1;
-    return PyType_Ready(&LentType) < 0 || PyType_Ready(&TimedType) < 0 || PyType_Ready(&LendingType) < 0 ||
-                   PyType_Ready(&DeskType) < 0
-               ? -1
-               : 0;
+    return !compact_name || lending_init() < 0 || PyType_Ready(&DeskType) < 0 ? -1 : 0;
 }

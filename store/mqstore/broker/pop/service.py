@@ -41,7 +41,7 @@ from mqstore.broker.pop.figures import PopFigures
 from mqstore.broker.pop.keep import PopKeeper
 from mqstore.broker.pop.log import ACK, GIVE
 from mqstore.broker.pop.orderinfo import Suspended, check_order_info
-from mqstore.broker.pop.receipts import Claim, claim_of, claims_of, expired
+from mqstore.broker.pop.receipts import Claim, claim_of, expired
 from mqstore.broker.pop.replay import Replay, count_begun
 from mqstore.broker.pop.routes import Route, Routes
 from mqstore.broker.pop.standard import StandardQueues
@@ -402,13 +402,8 @@ class PopService:
         """Hand each queue the receipts that concern it; the receipts that came too late."""
         if isinstance(texts, str):
             texts = (texts,)
-        if len(texts) == 1:
-            claim = claim_of(texts[0])
-            state = self._state_of(group, topic, claim)
-            with state.lock:
-                return self._kind(claim).settle(state, (claim,), kind)
         queues: dict[tuple[int, int, bool], list[Claim]] = {}
-        for claim in claims_of(texts):
+        for claim in map(claim_of, texts):
             queues.setdefault((claim.mark, claim.queue_id, claim.fifo), []).append(claim)
         concerned = [(self._state_of(group, topic, *claims), claims) for claims in queues.values()]
         late: list[str] = []

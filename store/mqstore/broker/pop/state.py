@@ -251,10 +251,7 @@ class QueueState(Lending):
                 old = self.released.pop(offset, None)
                 if old is not None:
                     self._strike(old, old.bit(offset))
-        if len(offsets) == 1:
-            self.in_flight[offsets[0]] = batch
-        else:
-            self.in_flight.update(zip(offsets, repeat(batch)))
+        self.in_flight.update(zip(offsets, repeat(batch)))
         self._batches += 1
         self.timeline.add(batch.pop_time_ms + batch.invisible_ms, batch)
 
