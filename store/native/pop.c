@@ -1,239 +1,32 @@
-/* The hot path of pop: one message handed out, or settled, in one call (delivery#pop-log).
+/* The hot path of pop: a batch handed out, or messages of one settled, in one call (delivery#pop-log).
 
-   `Lending` is the base of a queue's state, `Lent` of a batch, `Timed` of the timeline, `Desk` of what all queues share. The
-   rules are those of standard.py and state.py, which do whatever this declines. Declining means to return None or
-   False with nothing changed. As there, the record is in the log before memory changes; between the two nothing of Python
-   runs, but for the alarm that a put may ring, and what that raises leaves memory as it was. */
+   `Desk` is the base of what all queues share. The rules are those of standard.py, fifo.py and state.py, which do whatever
+   this declines. Declining means to return None with nothing changed. As there, the record is in the log before memory
+   changes; between the two nothing of Python runs, but for the alarm that a put may ring, and what that raises leaves memory
+   as it was. */
 
-#include "native.h"
+#include "lending.h"
 #include <stddef.h>
 #include <structmember.h>
 
 enum {
-    MOST_BITS = 62,      /* of a batch, to be looked at here */
-    COMPACT_FROM = 1024, /* _COMPACT_FROM of state.py */
-    HEAD_BYTES = 1024,   /* room for the names in a record: longer ones are for Python */
-    NUMBER_BYTES = 20,   /* of 64 bits, with its sign */
-    TEXT_BYTES = 192,    /* and for its numbers, or those of a receipt: six at most, and what stands around them */
+    MOST_BITS = 62, /* of a batch, to be looked at here */
+    MOST_SETTLED = MOST_BITS + 1,
+    MOST_POPPED = 32,      /* MAX_BATCH of state.py */
+    COMPACT_FROM = 1024,   /* _COMPACT_FROM of state.py */
+    SAME_MOMENT_MS = 1000, /* of time.py */
+    HEAD_BYTES = 1024,     /* room for the names in a record: longer ones are for Python */
+    NUMBER_BYTES = 20,     /* of 64 bits, with its sign */
+    TEXT_BYTES = 192,      /* and for its numbers, or those of a receipt: six at most, and what stands around them */
+    POPPED_BYTES = HEAD_BYTES + TEXT_BYTES + 3 * MOST_POPPED,
+    SETTLED_BYTES = TEXT_BYTES + MOST_SETTLED * (NUMBER_BYTES + 1),
 };
 
-static PyObject *acquire_name, *release_name, *compact_name, *heappush;
+/* In a receipt: the revive queue, the mark and the broker's name. */
+#define NO_ORDER " 0 0 mqstore "
+#define IN_ORDER " 999 0 mqstore "
 
-/* --- a batch --- */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *name, *start, *pop_time_ms, *invisible_ms, *deltas, *left, *moved, *local, *failed;
-} Lent;
-
-#define LENT(F) F(name) F(start) F(pop_time_ms) F(invisible_ms) F(deltas) F(left) F(moved) F(local) F(failed)
-
-static void lent_dealloc(Lent *self)
-{
-#define DROP(field) Py_XDECREF(self->field);
-    LENT(DROP)
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-static PyMemberDef lent_members[] = {
-#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(Lent, field), 0, NULL},
-    LENT(MEMBER)
-    {NULL},
-};
-
-/* Not for the garbage collector: it refers to numbers, and to collections of numbers. */
-PyTypeObject LentType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.Lent",
-    .tp_doc = "The messages of one pop.",
-    .tp_basicsize = sizeof(Lent),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)lent_dealloc,
-    .tp_members = lent_members,
-};
-
-/* --- when they become visible --- */
-
-typedef struct {
-    PyObject_HEAD
-    PyObject *buckets, *times;
-    long long entries;
-} Timed;
-
-static int timed_traverse(Timed *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->buckets);
-    Py_VISIT(self->times);
-    return 0;
-}
-
-static int timed_clear(Timed *self)
-{
-    Py_CLEAR(self->buckets);
-    Py_CLEAR(self->times);
-    return 0;
-}
-
-static void timed_dealloc(Timed *self)
-{
-    PyObject_GC_UnTrack(self);
-    timed_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-static PyMemberDef timed_members[] = {
-    {"_buckets", T_OBJECT_EX, offsetof(Timed, buckets), 0, NULL},
-    {"_times", T_OBJECT_EX, offsetof(Timed, times), 0, NULL},
-    {"entries", T_LONGLONG, offsetof(Timed, entries), 0, NULL},
-    {NULL},
-};
-
-PyTypeObject TimedType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.Timed",
-    .tp_doc = "What a timeline holds.",
-    .tp_basicsize = sizeof(Timed),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)timed_dealloc,
-    .tp_traverse = (traverseproc)timed_traverse,
-    .tp_clear = (inquiry)timed_clear,
-    .tp_members = timed_members,
-};
-
-/* As `Timeline.add`. 0, or -1 with an exception. */
-static int timed_add(Timed *self, PyObject *at, PyObject *batch)
-{
-    PyObject *there = PyDict_GetItemWithError(self->buckets, at);
-    if (!there) {
-        if (PyErr_Occurred() || PyDict_SetItem(self->buckets, at, batch) < 0)
-            return -1;
-        PyObject *pushed = PyObject_CallFunctionObjArgs(heappush, self->times, at, NULL);
-        if (!pushed)
-            return -1;
-        Py_DECREF(pushed);
-    } else if (PyList_CheckExact(there)) {
-        if (PyList_Append(there, batch) < 0)
-            return -1;
-    } else {
-        PyObject *both = PyList_New(2);
-        if (!both)
-            return -1;
-        PyList_SET_ITEM(both, 0, Py_NewRef(there));
-        PyList_SET_ITEM(both, 1, Py_NewRef(batch));
-        int set = PyDict_SetItem(self->buckets, at, both);
-        Py_DECREF(both);
-        if (set < 0)
-            return -1;
-    }
-    self->entries++;
-    return 0;
-}
-
-/* --- the state of a queue --- */
-
-typedef struct {
-    PyObject_HEAD
-    long long cursor, committed, ahead_at, ahead_from, ahead_next, last_pop_ms, reset_ms;
-    long long pops, popped, popped_bytes, acked, batches;
-    char gone;
-    PyObject *key, *head, *lock, *written, *in_flight, *released, *fifo, *timeline, *ahead, *ahead_filter, *announced_ms;
-} Lending;
-
-#define STATE(F) F(key) F(head) F(lock) F(written) F(in_flight) F(released) F(fifo) F(timeline) F(ahead) F(ahead_filter) \
-    F(announced_ms)
-
-static int lending_traverse(Lending *self, visitproc visit, void *arg)
-{
-#define VISIT(field) Py_VISIT(self->field);
-    STATE(VISIT)
-    return 0;
-}
-
-static int lending_clear(Lending *self)
-{
-#define CLEAR(field) Py_CLEAR(self->field);
-    STATE(CLEAR)
-    return 0;
-}
-
-static void lending_dealloc(Lending *self)
-{
-    PyObject_GC_UnTrack(self);
-    lending_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
-
-static PyMemberDef lending_members[] = {
-#define NUMBER(field) {#field, T_LONGLONG, offsetof(Lending, field), 0, NULL},
-    NUMBER(cursor) NUMBER(committed) NUMBER(ahead_at) NUMBER(ahead_from) NUMBER(ahead_next) NUMBER(last_pop_ms)
-    NUMBER(reset_ms) NUMBER(pops) NUMBER(popped) NUMBER(popped_bytes) NUMBER(acked)
-    {"_batches", T_LONGLONG, offsetof(Lending, batches), 0, NULL},
-    {"gone", T_BOOL, offsetof(Lending, gone), 0, NULL},
-#undef MEMBER
-#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(Lending, field), 0, NULL},
-    STATE(MEMBER)
-    {NULL},
-};
-
-PyTypeObject LendingType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "mqstore._native.Lending",
-    .tp_doc = "What is known of one queue that is popped from.",
-    .tp_basicsize = sizeof(Lending),
-    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
-    .tp_dealloc = (destructor)lending_dealloc,
-    .tp_traverse = (traverseproc)lending_traverse,
-    .tp_clear = (inquiry)lending_clear,
-    .tp_members = lending_members,
-};
-
-/* Whether `object` is a state all of whose members were set, as they are once `QueueState.__init__` has run. */
-static bool is_whole(PyObject *object)
-{
-    if (!PyObject_TypeCheck(object, &LendingType))
-        return false;
-    const Lending *state = (const Lending *)object;
-#define THERE(field) state->field &&
-    return STATE(THERE) PyDict_CheckExact(state->in_flight) && PyDict_CheckExact(state->released) &&
-           PyList_CheckExact(state->ahead) && PyObject_TypeCheck(state->timeline, &TimedType) &&
-           ((const Timed *)state->timeline)->buckets && PyDict_CheckExact(((const Timed *)state->timeline)->buckets) &&
-           ((const Timed *)state->timeline)->times && PyUnicode_Check(state->head) && PyTuple_Check(state->key) &&
-           PyTuple_GET_SIZE(state->key) == 3;
-}
-
-/* Not waited for: 1 when the lock is ours, 0 when another has it, -1 with an exception. */
-static int try_lock(Lending *state)
-{
-    PyObject *args[] = {state->lock, Py_False};
-    PyObject *granted = PyObject_VectorcallMethod(acquire_name, args, 2, NULL);
-    if (!granted)
-        return -1;
-    int taken = granted == Py_True;
-    Py_DECREF(granted);
-    return taken;
-}
-
-/* Whatever exception there is stays. `result` is let go of when the lock cannot be. */
-static PyObject *unlocked(PyObject *lock, PyObject *result)
-{
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *released = PyObject_CallMethodNoArgs(lock, release_name);
-    if (!released) {
-        Py_XDECREF(type);
-        Py_XDECREF(value);
-        Py_XDECREF(traceback);
-        Py_CLEAR(result);
-    } else {
-        Py_DECREF(released);
-        PyErr_Restore(type, value, traceback);
-    }
-    Py_DECREF(lock);
-    return result;
-}
+static PyObject *compact_name;
 
 /* The number in `object`; false, without an exception, when it is none of 64 bits. */
 static bool number_of(PyObject *object, long long *number)
@@ -271,20 +64,22 @@ static char *tell(char *at, long long number)
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *commit, *batch, *delivery;
-    long long max_body;
+    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *commit, *batch, *delivery;
+    long long max_body, order_changes;
 } Desk;
 
-#define SHARED(F) F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(commit) F(batch) F(delivery)
+#define SHARED(F) F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(commit) F(batch) F(delivery)
 
 static int desk_traverse(Desk *self, visitproc visit, void *arg)
 {
+#define VISIT(name) Py_VISIT(self->name);
     SHARED(VISIT)
     return 0;
 }
 
 static int desk_clear(Desk *self)
 {
+#define CLEAR(name) Py_CLEAR(self->name);
     SHARED(CLEAR)
     return 0;
 }
@@ -301,8 +96,8 @@ static bool has_log(const Desk *self)
 {
     return self->tip && PyObject_TypeCheck(self->tip, &TipType) && self->queue &&
            PyObject_TypeCheck(self->queue, &NumberedType) && self->pop_tail && PyBytes_Check(self->pop_tail) &&
-           self->ack_tail && PyBytes_Check(self->ack_tail) && self->resets && PyDict_Check(self->resets) && self->commit &&
-           self->batch && PyType_Check(self->batch) && PyType_IsSubtype((PyTypeObject *)self->batch, &LentType) &&
+           self->ack_tail && PyBytes_Check(self->ack_tail) && self->resets && PyDict_Check(self->resets) && self->orders &&
+           PyDict_CheckExact(self->orders) && self->commit && self->batch && PyType_Check(self->batch) && PyType_IsSubtype((PyTypeObject *)self->batch, &LentType) &&
            self->delivery && PyType_Check(self->delivery) &&
            PyType_FastSubclass((PyTypeObject *)self->delivery, Py_TPFLAGS_TUPLE_SUBCLASS);
 }
@@ -315,88 +110,140 @@ static int append(Desk *self, const char *body, Py_ssize_t size, PyObject *tail,
                      stored);
 }
 
-/* The message that comes next, if nothing but handing it out is to be done; borrowed. */
-static Located *next_of(const Desk *desk, const Lending *state, long long now_ms, long long visible_ms)
+/* The batch that was popped in order last, if the order info has it for its record; borrowed. */
+static Lent *last_in_order(const Desk *desk, const Lending *state)
 {
-    long long announced_ms, committed = state->committed;
-    if (state->gone || state->cursor < 0 || state->fifo != Py_None || state->ahead_filter != Py_None ||
-        PyDict_GET_SIZE(desk->resets) || PyDict_GET_SIZE(state->released) || state->ahead_at < 0 ||
-        state->ahead_at >= PyList_GET_SIZE(state->ahead) || now_ms <= state->reset_ms)
-        return NULL;
-    if (!number_of(state->announced_ms, &announced_ms) || visible_ms < announced_ms)
-        return NULL; /* the housekeeper is to hear of it */
-    PyObject *item = PyList_GET_ITEM(state->ahead, state->ahead_at);
-    if (!PyObject_TypeCheck(item, &LocatedType))
-        return NULL;
-    /* What was passed over between two messages counts as settled: with nothing before it, the table is to be told. */
-    if (!PyDict_GET_SIZE(state->in_flight) && committed != ((Located *)item)->offset)
-        return NULL;
-    return (Located *)item;
+    PyObject *record = PyDict_GetItemWithError(desk->orders, state->key);
+    if (!record)
+        PyErr_Clear();
+    return record && record == state->fifo && PyObject_TypeCheck(record, &LentType) ? (Lent *)record : NULL;
 }
 
-static PyObject *hand_out(Desk *self, Lending *state, long long now_ms, long long invisible_ms, PyObject *topic, bool local)
+/* The first of `count` neighbours that come next, if nothing but handing them out is to be done; borrowed. In order: all of
+   the last batch, which was popped at *last_ms, is settled. */
+static Located *next_of(const Desk *desk, const Lending *state, int count, long long visible_ms, bool in_order,
+                        long long *last_ms)
 {
-    long long visible_ms = now_ms + invisible_ms;
-    Located *message = next_of(self, state, now_ms, visible_ms);
-    if (!message)
+    long long announced_ms, left;
+    if (state->gone || state->cursor < 0 || state->ahead_filter != Py_None ||
+        PyDict_GET_SIZE(desk->resets) || PyDict_GET_SIZE(state->released) || state->ahead_at < 0 ||
+        state->ahead_at > PyList_GET_SIZE(state->ahead) - count)
+        return NULL;
+    if (in_order) {
+        const Lent *last = last_in_order(desk, state);
+        if (!last || PyDict_GET_SIZE(state->in_flight) || !number_of(last->left, &left) || left ||
+            !number_of(last->pop_time_ms, last_ms))
+            return NULL;
+    } else if (state->fifo != Py_None) {
+        return NULL;
+    }
+    if (!number_of(state->announced_ms, &announced_ms) || visible_ms < announced_ms)
+        return NULL; /* the housekeeper is to hear of it */
+    Located **next = (Located **)((PyListObject *)state->ahead)->ob_item + state->ahead_at;
+    for (int i = 0; i < count; i++)
+        if (!PyObject_TypeCheck((PyObject *)next[i], &LocatedType) || next[i]->offset != next[0]->offset + i)
+            return NULL;
+    /* What was passed over between two messages counts as settled: with nothing before it, the table is to be told. */
+    return PyDict_GET_SIZE(state->in_flight) || state->committed == next[0]->offset ? next[0] : NULL;
+}
+
+/* As `pop_time`. */
+static long long pop_time(long long now_ms, long long last_ms)
+{
+    return now_ms <= last_ms && last_ms < now_ms + SAME_MOMENT_MS ? last_ms + 1 : now_ms;
+}
+
+static PyObject *hand_out(Desk *self, Lending *state, int count, long long now_ms, long long invisible_ms, PyObject *topic,
+                          bool local, bool in_order)
+{
+    long long visible_ms = now_ms + invisible_ms, last_ms = 0, queue_id, bytes = 0;
+    Located *first = next_of(self, state, count, visible_ms, in_order, &last_ms);
+    if (!first)
         Py_RETURN_NONE;
-    bool is_last = state->ahead_at + 1 == PyList_GET_SIZE(state->ahead);
-    long long offset = message->offset, cursor = is_last ? state->ahead_next : offset + 1, queue_id;
+    long long pop_time_ms = pop_time(now_ms, last_ms > state->reset_ms ? last_ms : state->reset_ms);
+    invisible_ms = visible_ms > pop_time_ms ? visible_ms - pop_time_ms : 0;
+    bool is_last = state->ahead_at + count == PyList_GET_SIZE(state->ahead);
+    long long offset = first->offset, behind = is_last ? state->ahead_next : offset + count;
     Py_ssize_t head_bytes;
     const char *head = PyUnicode_AsUTF8AndSize(state->head, &head_bytes);
     if (!head)
         return NULL;
     if (head_bytes > HEAD_BYTES || !number_of(PyTuple_GET_ITEM(state->key, 2), &queue_id))
         Py_RETURN_NONE;
-    char body[HEAD_BYTES + TEXT_BYTES], *at = body + head_bytes;
+    char body[POPPED_BYTES], *at = body + head_bytes;
     memcpy(body, head, (size_t)head_bytes);
     at = tell(say(at, "\"so\":"), offset);
-    at = tell(say(at, ",\"pt\":"), now_ms);
+    at = tell(say(at, ",\"pt\":"), pop_time_ms);
     at = tell(say(at, ",\"it\":"), invisible_ms);
-    at = tell(say(at, ",\"d\":[0],\"nx\":"), cursor);
+    at = say(at, ",\"d\":[0");
+    for (int i = 1; i < count; i++)
+        at = tell(say(at, ","), i);
+    at = tell(say(at, "],\"nx\":"), behind);
+    at = say(at, in_order ? ",\"f\":1,\"oc\":{}" : "");
     at = say(at, local ? ",\"l\":1}" : "}");
     Py_ssize_t size = at - body;
     char shown[TEXT_BYTES];
     at = tell(shown, offset);
-    at = tell(say(at, " "), now_ms);
+    at = tell(say(at, " "), pop_time_ms);
     at = tell(say(at, " "), invisible_ms);
-    at = tell(say(at, " 0 0 mqstore "), queue_id);
-    at = tell(say(at, " "), offset);
-    long long bytes = located_size(message);
-    if (bytes < 0)
-        return NULL;
+    at = say(tell(say(at, in_order ? IN_ORDER : NO_ORDER), queue_id), " ");
 
     /* All that can fail for want of memory comes before the record. */
-    PyObject *result = NULL, *number = PyLong_FromLongLong(offset), *visible = PyLong_FromLongLong(visible_ms);
-    PyObject *receipt = PyUnicode_DecodeASCII(shown, at - shown, NULL);
+    PyObject *numbers[MOST_POPPED], *result = NULL, *visible = PyLong_FromLongLong(visible_ms), *found = PyList_New(count);
     Lent *batch = (Lent *)((PyTypeObject *)self->batch)->tp_alloc((PyTypeObject *)self->batch, 0);
-    PyObject *delivery = NULL;
-    Stored stored;
-    if (!number || !visible || !receipt || !batch)
+    int made = 0;
+    if (!visible || !found || !batch)
         goto done;
-    batch->start = Py_NewRef(number);
-    batch->pop_time_ms = PyLong_FromLongLong(now_ms);
+    for (; made < count; made++) {
+        PyObject *message = PyList_GET_ITEM(state->ahead, state->ahead_at + made);
+        long long stored_bytes = located_size((Located *)message);
+        PyObject *items[] = {Py_NewRef(message),
+                             PyUnicode_DecodeASCII(shown, tell(at, offset + made) - shown, NULL),
+                             Py_NewRef(visible),
+                             Py_NewRef(topic),
+                             Py_NewRef(PyTuple_GET_ITEM(state->key, 2)),
+                             in_order ? PyLong_FromLong(0) : Py_NewRef(Py_None)};
+        PyObject *delivery = tuple_of(self->delivery, items, sizeof items / sizeof *items);
+        if (delivery)
+            PyList_SET_ITEM(found, made, delivery);
+        if (!delivery || stored_bytes < 0 || !(numbers[made] = PyLong_FromLongLong(offset + made)))
+            goto done;
+        bytes += stored_bytes;
+    }
+    batch->start = Py_NewRef(numbers[0]);
+    batch->count = count;
+    batch->pop_time_ms = PyLong_FromLongLong(pop_time_ms);
     batch->invisible_ms = PyLong_FromLongLong(invisible_ms);
-    batch->left = PyLong_FromLong(1);
+    batch->left = PyLong_FromLongLong((1LL << count) - 1);
     batch->deltas = Py_NewRef(Py_None);
     batch->moved = Py_NewRef(Py_None);
     batch->failed = Py_NewRef(Py_None);
     batch->local = PyBool_FromLong(local);
-    PyObject *items[] = {Py_NewRef(message), Py_NewRef(receipt), Py_NewRef(visible),
-                         Py_NewRef(topic),   Py_NewRef(PyTuple_GET_ITEM(state->key, 2)), Py_NewRef(Py_None)};
-    delivery = tuple_of(self->delivery, items, sizeof items / sizeof *items);
-    if (!delivery || !batch->pop_time_ms || !batch->invisible_ms || !batch->left)
+    if (!batch->pop_time_ms || !batch->invisible_ms || !batch->left)
         goto done;
 
+    Stored stored;
     int done = append(self, body, size, self->pop_tail, &stored);
     if (done <= 0) {
         result = done < 0 ? NULL : Py_NewRef(Py_None);
         goto done;
     }
-    if (!(batch->name = PyLong_FromLongLong(stored.offset)) || PyDict_SetItem(state->in_flight, number, (PyObject *)batch) < 0)
+    if (!(batch->name = PyLong_FromLongLong(stored.offset)))
         goto done;
-    state->ahead_at++;
-    state->cursor = state->ahead_from = cursor;
+    if (in_order) {
+        if (PyDict_SetItem(self->orders, state->key, (PyObject *)batch) < 0)
+            goto done;
+        Py_SETREF(state->fifo, Py_NewRef(batch));
+        self->order_changes++;
+    } else {
+        for (int i = 0; i < count; i++)
+            if (PyDict_SetItem(state->in_flight, numbers[i], (PyObject *)batch) < 0)
+                goto done;
+        state->batches++;
+    }
+    state->ahead_at += count;
+    state->ahead_from = behind;
+    state->cursor = in_order ? offset : behind;
     if (is_last) {
         PyObject *empty = PyList_New(0);
         if (!empty)
@@ -404,45 +251,49 @@ static PyObject *hand_out(Desk *self, Lending *state, long long now_ms, long lon
         Py_SETREF(state->ahead, empty);
         state->ahead_at = 0;
     }
-    state->batches++;
     state->pops++;
-    state->popped++;
+    state->popped += count;
     state->popped_bytes += bytes;
-    if (now_ms > state->last_pop_ms)
-        state->last_pop_ms = now_ms;
-    if (timed_add((Timed *)state->timeline, visible, (PyObject *)batch) == 0)
-        result = Py_NewRef(delivery);
+    if (pop_time_ms > state->last_pop_ms)
+        state->last_pop_ms = pop_time_ms;
+    if (in_order || timed_add((Timed *)state->timeline, visible, (PyObject *)batch) == 0)
+        result = Py_NewRef(found);
 done:
-    Py_XDECREF(delivery);
+    Py_XDECREF(found);
     Py_XDECREF(batch);
-    Py_XDECREF(receipt);
     Py_XDECREF(visible);
-    Py_XDECREF(number);
+    while (made)
+        Py_DECREF(numbers[--made]);
     return result;
 }
 
-/* hand_out(state, now_ms, invisible_ms, topic, local) -> a Delivery; None when `StandardQueues.pop` must do it.
+/* hand_out(state, n, now_ms, invisible_ms, topic, local, in_order) -> a list of `n` deliveries; None when `pop` of
+   `StandardQueues` or `FifoQueues` must do it.
 
-   Of the queue's next message, if that was read ahead without a filter. The state's lock is taken here. */
+   Of the queue's next messages, if these were read ahead without a filter and are neighbours. The state's lock is taken
+   here. */
 static PyObject *desk_hand_out(Desk *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("hand_out", nargs, 5))
+    if (!has_arguments("hand_out", nargs, 7))
         return NULL;
-    long long now_ms, invisible_ms;
-    if (!has_log(self) || !is_whole(args[0]) || !number_of(args[1], &now_ms) || !number_of(args[2], &invisible_ms) ||
-        now_ms < 0 || invisible_ms < 0 || invisible_ms > INT32_MAX || now_ms > INT64_MAX - INT32_MAX)
+    long long count, now_ms, invisible_ms;
+    if (!has_log(self) || !is_whole(args[0]) || !number_of(args[1], &count) || !number_of(args[2], &now_ms) ||
+        !number_of(args[3], &invisible_ms) || count < 1 || count > MOST_POPPED || now_ms < 0 || invisible_ms < 0 ||
+        invisible_ms > INT32_MAX || now_ms > INT64_MAX - INT32_MAX)
         Py_RETURN_NONE;
     Lending *state = (Lending *)args[0];
     int taken = try_lock(state);
     if (taken <= 0)
         return taken < 0 ? NULL : Py_NewRef(Py_None);
     PyObject *lock = Py_NewRef(state->lock);
-    return unlocked(lock, hand_out(self, state, now_ms, invisible_ms, args[3], args[4] == Py_True));
+    bool local = args[5] == Py_True, in_order = args[6] == Py_True;
+    return unlocked(lock, hand_out(self, state, (int)count, now_ms, invisible_ms, args[4], local, in_order));
 }
 
 /* What a receipt of ours says, of an ordinary topic (`ask.claim_of`). */
 typedef struct {
     long long pop_time_ms, queue_id, offset;
+    bool in_order;
 } Claim;
 
 /* The number of at most `most` digits at *at, which goes behind it. */
@@ -468,6 +319,7 @@ static bool text_is(const char **at, const char *stop, const char *text)
 
 static bool claim_of(PyObject *text, Claim *claim)
 {
+    claim->in_order = false;
     if (!PyUnicode_CheckExact(text) || PyUnicode_READY(text) < 0 || !PyUnicode_IS_COMPACT_ASCII(text)) {
         PyErr_Clear();
         return false;
@@ -475,9 +327,10 @@ static bool claim_of(PyObject *text, Claim *claim)
     const char *at = (const char *)PyUnicode_1BYTE_DATA(text), *stop = at + PyUnicode_GET_LENGTH(text);
     long long start, invisible_ms;
     return digits(&at, stop, 18, &start) && text_is(&at, stop, " ") && digits(&at, stop, 15, &claim->pop_time_ms) &&
-           text_is(&at, stop, " ") && digits(&at, stop, 15, &invisible_ms) && text_is(&at, stop, " 0 0 mqstore ") &&
+           text_is(&at, stop, " ") && digits(&at, stop, 15, &invisible_ms) &&
+           (text_is(&at, stop, NO_ORDER) || (claim->in_order = text_is(&at, stop, IN_ORDER))) &&
            digits(&at, stop, 9, &claim->queue_id) && text_is(&at, stop, " ") && digits(&at, stop, 18, &claim->offset) &&
-           at == stop;
+           at == stop && start <= claim->offset;
 }
 
 /* As `QueueState.advance`. -1 with an exception. */
@@ -501,44 +354,67 @@ static int advance(Lending *state)
     return 0;
 }
 
-/* 1, 0 when it is for Python, -1 with an exception. */
-static int settle(Desk *self, Lending *state, const Claim *claim)
+/* The bit of a claim's message in its batch, 0 if it is for Python, -1 with an exception. `number`: its offset. */
+static long long bit_of(const Desk *self, const Lending *state, const Claim *claim, PyObject *number, Lent **batch)
 {
-    long long start, pop_time_ms, left, name, written;
-    if (state->gone || claim->offset >= state->cursor)
+    long long start, pop_time_ms, left;
+    PyObject *found = claim->in_order ? (PyObject *)last_in_order(self, state)
+                                      : PyDict_GetItemWithError(state->in_flight, number);
+    if (!found)
+        return PyErr_Occurred() ? -1 : 0;
+    if (!PyObject_TypeCheck(found, &LentType) || (*batch && found != (PyObject *)*batch))
         return 0;
-    PyObject *number = PyLong_FromLongLong(claim->offset);
-    if (!number)
-        return -1;
-    int result = 0;
-    Lent *batch = (Lent *)Py_XNewRef(PyDict_GetItemWithError(state->in_flight, number));
-    if (!batch) {
-        result = PyErr_Occurred() ? -1 : 0;
-        goto done;
-    }
-    if (!PyObject_TypeCheck((PyObject *)batch, &LentType) || batch->moved != Py_None || batch->deltas != Py_None ||
-        !number_of(batch->pop_time_ms, &pop_time_ms) || pop_time_ms != claim->pop_time_ms ||
-        !number_of(batch->start, &start) || !number_of(batch->left, &left) || !number_of(batch->name, &name) ||
+    *batch = (Lent *)found;
+    if ((*batch)->moved != Py_None || (*batch)->deltas != Py_None || !number_of((*batch)->pop_time_ms, &pop_time_ms) ||
+        pop_time_ms != claim->pop_time_ms || !number_of((*batch)->start, &start) || !number_of((*batch)->left, &left) ||
         claim->offset < start || claim->offset - start > MOST_BITS)
-        goto done;
-    char body[TEXT_BYTES];
-    char *at = tell(say(body, "{\"k\":"), name);
-    at = say(tell(say(at, ",\"o\":["), claim->offset), "]}");
-    left &= ~(1LL << (claim->offset - start));
-    PyObject *rest = PyLong_FromLongLong(left);
-    Stored stored;
-    result = rest ? append(self, body, at - body, self->ack_tail, &stored) : -1;
-    if (result <= 0) {
-        Py_XDECREF(rest);
-        goto done;
+        return 0;
+    return left & 1LL << (claim->offset - start);
+}
+
+/* Deliveries of one batch: 1, 0 when they are for Python, -1 with an exception. */
+static int settle(Desk *self, Lending *state, const Claim *claims, int count)
+{
+    long long start, bits = 0, bit, left, name, written;
+    PyObject *numbers[MOST_SETTLED], *rest = NULL;
+    Lent *batch = NULL;
+    int made = 0, result = 0;
+    bool in_order = claims->in_order, known = !state->gone;
+    while (known && made < count) {
+        const Claim *claim = &claims[made];
+        numbers[made] = PyLong_FromLongLong(claim->offset);
+        bit = numbers[made] ? bit_of(self, state, claim, numbers[made], &batch) : -1;
+        result = bit < 0 ? -1 : 0;
+        known = bit > 0 && !(bits & bit) && claim->in_order == in_order;
+        bits |= bit;
+        made++;
     }
-    Py_SETREF(batch->left, rest);
-    if (!left) {
+    Py_XINCREF(batch);
+    if (!known || !number_of(batch->left, &left) || !number_of(batch->name, &name) || !number_of(batch->start, &start))
+        goto done;
+    char body[SETTLED_BYTES];
+    char *at = say(tell(say(body, "{\"k\":"), name), ",\"o\":[");
+    for (int i = 0; i < count; i++)
+        at = tell(say(at, i ? "," : ""), claims[i].offset);
+    at = say(at, "]}");
+    left &= ~bits;
+    Stored stored;
+    result = (rest = PyLong_FromLongLong(left)) ? append(self, body, at - body, self->ack_tail, &stored) : -1;
+    if (result <= 0)
+        goto done;
+    Py_SETREF(batch->left, Py_NewRef(rest));
+    if (in_order) {
+        state->cursor = start + (left ? __builtin_ctzll((unsigned long long)left) : batch->count);
+        self->order_changes++;
+    } else if (!left) {
         state->batches--;
         Py_XSETREF(batch->failed, Py_NewRef(Py_None));
     }
-    state->acked++;
-    if (PyDict_DelItem(state->in_flight, number) < 0 || advance(state) < 0) {
+    state->acked += count;
+    for (int i = 0; i < count && !in_order; i++)
+        if (PyDict_DelItem(state->in_flight, numbers[i]) < 0)
+            result = -1;
+    if (result < 0 || advance(state) < 0) {
         result = -1;
         goto done;
     }
@@ -562,31 +438,40 @@ static int settle(Desk *self, Lending *state, const Claim *claim)
         Py_XDECREF(committed);
     }
 done:
+    Py_XDECREF(rest);
     Py_XDECREF(batch);
-    Py_DECREF(number);
+    while (made)
+        Py_XDECREF(numbers[--made]);
     return result;
 }
 
-/* settle_one(states, receipt) -> whether that was all; False: `StandardQueues.settle` must do it.
+/* settle(states, receipts) -> the state of their queue; None: `settle` of `StandardQueues` or `FifoQueues` must do it.
 
-   Acknowledges one delivery that is in flight in one of `states`, a list by queue id. The state's lock is taken here. */
-static PyObject *desk_settle_one(Desk *self, PyObject *const *args, Py_ssize_t nargs)
+   Acknowledges deliveries of one batch that is in flight in one of `states`, a list by queue id. The state's lock is taken
+   here. */
+static PyObject *desk_settle(Desk *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (!has_arguments("settle_one", nargs, 2))
+    if (!has_arguments("settle", nargs, 2))
         return NULL;
-    Claim claim;
-    if (!has_log(self) || !PyList_CheckExact(args[0]) || !claim_of(args[1], &claim) ||
-        claim.queue_id >= PyList_GET_SIZE(args[0]) || !is_whole(PyList_GET_ITEM(args[0], claim.queue_id)))
-        Py_RETURN_FALSE;
-    Lending *state = (Lending *)Py_NewRef(PyList_GET_ITEM(args[0], claim.queue_id));
+    Claim claims[MOST_SETTLED];
+    if (!has_log(self) || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1]) || !PyList_GET_SIZE(args[1]) ||
+        PyList_GET_SIZE(args[1]) > MOST_SETTLED)
+        Py_RETURN_NONE;
+    int count = (int)PyList_GET_SIZE(args[1]);
+    for (int i = 0; i < count; i++)
+        if (!claim_of(PyList_GET_ITEM(args[1], i), &claims[i]) || claims[i].queue_id != claims[0].queue_id)
+            Py_RETURN_NONE;
+    if (claims[0].queue_id >= PyList_GET_SIZE(args[0]) || !is_whole(PyList_GET_ITEM(args[0], claims[0].queue_id)))
+        Py_RETURN_NONE;
+    Lending *state = (Lending *)Py_NewRef(PyList_GET_ITEM(args[0], claims[0].queue_id));
     int taken = try_lock(state);
     PyObject *result = NULL;
     if (taken > 0) {
         PyObject *lock = Py_NewRef(state->lock);
-        int done = settle(self, state, &claim);
-        result = unlocked(lock, done < 0 ? NULL : PyBool_FromLong(done));
+        int done = settle(self, state, claims, count);
+        result = unlocked(lock, done < 0 ? NULL : Py_NewRef(done ? (PyObject *)state : Py_None));
     } else if (taken == 0) {
-        result = Py_NewRef(Py_False);
+        result = Py_NewRef(Py_None);
     }
     Py_DECREF(state);
     return result;
@@ -594,15 +479,15 @@ static PyObject *desk_settle_one(Desk *self, PyObject *const *args, Py_ssize_t n
 
 static PyMethodDef desk_methods[] = {
     {"hand_out", (PyCFunction)(void (*)(void))desk_hand_out, METH_FASTCALL, "One delivery, or None: see pop/quick.py."},
-    {"settle_one", (PyCFunction)(void (*)(void))desk_settle_one, METH_FASTCALL, "Whether it is done: see pop/quick.py."},
+    {"settle", (PyCFunction)(void (*)(void))desk_settle, METH_FASTCALL, "Where it is done: see pop/quick.py."},
     {NULL},
 };
 
 static PyMemberDef desk_members[] = {
-#undef MEMBER
 #define MEMBER(field) {"_" #field, T_OBJECT, offsetof(Desk, field), 0, NULL},
     SHARED(MEMBER)
     {"_max_body", T_LONGLONG, offsetof(Desk, max_body), 0, NULL},
+    {"_order_changes", T_LONGLONG, offsetof(Desk, order_changes), 0, NULL},
     {NULL},
 };
 
@@ -622,16 +507,6 @@ PyTypeObject DeskType = {
 
 int pop_init(void)
 {
-    acquire_name = PyUnicode_InternFromString("acquire");
-    release_name = PyUnicode_InternFromString("release");
     compact_name = PyUnicode_InternFromString("_compact");
-    PyObject *module = PyImport_ImportModule("heapq");
-    heappush = module ? PyObject_GetAttrString(module, "heappush") : NULL;
-    Py_XDECREF(module);
-    if (!acquire_name || !release_name || !compact_name || !heappush)
-        return -1;
-    return PyType_Ready(&LentType) < 0 || PyType_Ready(&TimedType) < 0 || PyType_Ready(&LendingType) < 0 ||
-                   PyType_Ready(&DeskType) < 0
-               ? -1
-               : 0;
+    return !compact_name || lending_init() < 0 || PyType_Ready(&DeskType) < 0 ? -1 : 0;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_TOPIC, pop_retry_topic
+from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.quick import Lending
 from mqstore.broker.pop.service import Delivery
 from mqstore.broker.pop.standard import StandardQueues
@@ -31,7 +33,7 @@ FIELDS = (
 
 
 def shown(batch: Batch | None) -> Any:
-    names = ("name", "start", "pop_time_ms", "invisible_ms", "deltas", "left", "moved", "local", "failed")
+    names = ("name", "start", "count", "pop_time_ms", "invisible_ms", "deltas", "left", "moved", "local", "failed")
     return None if batch is None else tuple(repr(getattr(batch, name)) for name in names)
 
 
@@ -51,10 +53,24 @@ def memory(state: QueueState) -> dict[str, Any]:
     }
 
 
+def orders(bench: PopBench) -> tuple[int, Any, set[QueueKey]]:
+    """All that the order info says, and the queues whose record is the batch itself."""
+    tables = bench.service._tables
+    batches = {QueueKey(*key) for key, entry in tables.orders.entries.items() if isinstance(entry, Batch)}
+    assert all(tables.orders.entries[key] is tables.states[key].fifo for key in batches)
+    return tables.order_version, tables.orders.as_json(), batches
+
+
+ORDERS = {"no order": {}, "in order": {"order": True}, "without what is acked": {"order": True, "skip_acked": True}}
+"""Ways to pop."""
+ways = pytest.mark.parametrize("way", list(ORDERS))
+
+
 class Pair:
     """Two stores that are told the same; the second pops by Python alone."""
 
-    def __init__(self, folder: Path, **config: Any) -> None:
+    def __init__(self, folder: Path, way: str = "no order", **config: Any) -> None:
+        self.way = ORDERS[way]
         self.benches = [self._bench(folder / name, config) for name in ("compiled", "python")]
         self.deliveries: list[tuple[Delivery, Delivery]] = []
         self._slow()
@@ -85,6 +101,7 @@ class Pair:
         return answers
 
     def pop(self, **options: Any) -> int:
+        options = {**self.way, **options}
         found = self.do(lambda bench: [tuple(delivery) for delivery in bench.pop(**options)])
         if isinstance(found[0], list):
             pairs = [(Delivery(*one), Delivery(*other)) for one, other in zip(*found, strict=True)]
@@ -108,6 +125,7 @@ class Pair:
         assert list(states[0]) == list(states[1])
         for key in states[0]:
             assert memory(states[0][key]) == memory(states[1][key])
+        assert orders(self.benches[0]) == orders(self.benches[1])
         logs = [[message.body for message in bench.read(POP_LOG_TOPIC)] for bench in self.benches]
         assert logs[0] == logs[1]
 
@@ -124,11 +142,13 @@ def create(pair: Pair, queues: int) -> None:
 
 STEPS = st.one_of(
     st.tuples(st.just("put"), st.integers(0, 2), st.integers(1, 5)),
-    st.tuples(st.just("pop"), st.sampled_from([1, 1, 1, 1, 2, 32]), st.sampled_from([60_000, 60_000, 1000, 200])),
+    st.tuples(st.just("pop"), st.sampled_from([1, 1, 1, 2, 3, 32]), st.sampled_from([60_000, 60_000, 1000, 200])),
     st.tuples(st.just("pop from"), st.integers(-1, 2), st.booleans()),
     st.tuples(st.just("pop tagged"), st.sampled_from([None, "a", "b"]), st.sampled_from([1, 3])),
+    st.tuples(st.just("pop otherwise"), st.booleans(), st.sampled_from([None, None, "a", "b"])),
     st.tuples(st.just("ack"), st.integers(0, 40), st.integers(1, 3)),
-    st.tuples(st.just("ack"), st.integers(0, 40), st.just(1)),
+    st.tuples(st.just("ack"), st.integers(-3, 40), st.just(1)),
+    st.tuples(st.just("pop and ack"), st.integers(1, 4), st.just(1)),
     st.tuples(st.just("give back"), st.integers(0, 40), st.integers(1, 2)),
     st.tuples(
         st.sampled_from(["nack", "renew", "change", "bury"]), st.integers(0, 40), st.sampled_from([0, 500, 70_000])
@@ -150,6 +170,12 @@ def step(pair: Pair, kind: str, first: Any, second: Any, serial: int) -> None:
             pair.pop(n=first, invisible_ms=second)
         case "pop from":
             pair.pop(queue_id=first, local=second)
+        case "pop otherwise":
+            pair.pop(order=first, attempt_id=second)
+        case "pop and ack":
+            for _ in range(first):
+                if pair.pop():
+                    pair.ack([taken[-1][0].receipt])
         case "pop tagged":
             pair.pop(filter=None if first is None else parse_filter(first), n=second)
         case "ack" | "give back" if taken:
@@ -168,6 +194,11 @@ def step(pair: Pair, kind: str, first: Any, second: Any, serial: int) -> None:
         case "clock":
             for bench in pair.benches:
                 bench.clock.set_wall(bench.now_ms + first)
+        case "put anew":  # as the keeper does where the last batch lies too far behind the log's end
+            for bench in pair.benches:
+                state = bench.service._tables.states[QueueKey("t", "g", 0)]
+                if state.fifo is not None:
+                    bench.service._fifo.put_anew(state)
         case "reset":
             pair.do(lambda bench: bench.reset(second, first))
         case "reopen":
@@ -175,11 +206,11 @@ def step(pair: Pair, kind: str, first: Any, second: Any, serial: int) -> None:
 
 
 @compiled
-@given(steps=st.lists(STEPS, max_size=40), queues=st.integers(1, 3))
+@given(steps=st.lists(STEPS, max_size=40), queues=st.integers(1, 3), way=st.sampled_from(list(ORDERS)))
 def test_compiled_pops_leave_what_pops_of_python_leave(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, Any, Any]], queues: int
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, Any, Any]], queues: int, way: str
 ) -> None:
-    with Pair(tmp_path_factory.mktemp("pair")) as pair:
+    with Pair(tmp_path_factory.mktemp("pair"), way) as pair:
         create(pair, queues)
         pair.do(lambda bench: bench.put("t", 8))
         for serial, (kind, first, second) in enumerate(steps):
@@ -190,9 +221,12 @@ def test_compiled_pops_leave_what_pops_of_python_leave(
 
 
 POP = ("pop", 1, 60_000)
+DONE = ("pop and ack", 3, None)
+"""Behind it the last batch is one that compiled code may take the place of."""
 
 
 @compiled
+@ways
 @pytest.mark.parametrize(
     "steps",
     [
@@ -213,11 +247,39 @@ POP = ("pop", 1, 60_000)
         pytest.param([POP, ("ack", -1, 1), ("ack", -1, 1), POP, ("clock", -2000, None), POP, POP], id="clock set back"),
         pytest.param([POP, ("time", 60_000, None), POP, POP, ("ack", -3, 1)], id="too late"),
         pytest.param([POP, ("reopen", True, None), POP, POP, ("ack", -3, 1), ("ack", -2, 1)], id="after a crash"),
+        pytest.param([DONE, ("pop", 2, 60_000), ("ack", -2, 2), ("pop", 3, 60_000), ("ack", -3, 3)], id="to the last"),
+        pytest.param([DONE, ("pop", 2, 60_000), ("ack", -1, 2), ("pop", 4, 60_000), ("ack", -4, 4)], id="beyond it"),
         pytest.param([POP] * 7 + [("put", 0, 3)] + [POP] * 5, id="beyond the end"),
+        pytest.param([DONE, POP, ("nack", -1, 0), POP, ("ack", -2, 1), ("ack", -1, 1), POP], id="failed"),
+        pytest.param([DONE, ("pop", 1, 200), ("time", 1200, None), POP, ("ack", -1, 1), POP], id="timed out"),
+        pytest.param([DONE, POP, ("give back", -1, 1), POP, ("ack", -1, 1), POP], id="given back unseen"),
+        pytest.param([DONE, POP, ("bury", -1, None), POP, ("ack", -2, 1), ("ack", -1, 1)], id="a dead letter"),
+        pytest.param(
+            [DONE, ("pop", 4, 60_000), ("ack", -1, 1), ("ack", -3, 1), ("ack", -4, 1), ("ack", -2, 1), POP],
+            id="four, the last first",
+        ),
+        pytest.param(
+            [DONE, ("pop", 4, 200), ("ack", -3, 1), ("time", 1200, None), ("pop", 4, 60_000), ("ack", -4, 1), POP],
+            id="four, of which one was settled in time",
+        ),
+        pytest.param([DONE, ("pop", 4, 60_000), ("ack", -3, 2), ("ack", -4, 1), ("ack", -4, 4), POP], id="two of four"),
+        pytest.param([("pop", 4, 60_000), ("ack", -4, 4), ("pop", 3, 60_000), ("ack", -2, 3), POP], id="one twice"),
+        pytest.param(
+            [("pop", 2, 60_000), ("pop", 2, 60_000), ("ack", -3, 2), ("ack", -4, 4), POP], id="of two batches"
+        ),
+        pytest.param([("pop", 4, 60_000), ("give back", -2, 1), ("ack", -3, 3), POP], id="one was given back"),
+        pytest.param([("pop", 4, 60_000), ("nack", -1, 0), ("ack", -5, 4), ("ack", -1, 1)], id="one failed"),
+        pytest.param([DONE, ("pop otherwise", True, "a"), ("pop otherwise", True, "a"), POP], id="asked twice"),
+        pytest.param([DONE, ("pop otherwise", False, None), ("pop otherwise", True, None)], id="the other way"),
+        pytest.param([DONE, POP, ("put anew", 0, 0), ("ack", -1, 1), ("reopen", True, None), DONE], id="put anew"),
+        pytest.param([DONE, POP, ("reopen", True, None), POP, ("ack", -1, 1), DONE], id="in flight at a crash"),
+        pytest.param([DONE, ("reopen", False, None), DONE, ("reopen", True, None), DONE], id="settled, opened again"),
+        pytest.param([DONE, ("clock", -2000, None), DONE, ("clock", 5000, None), DONE], id="settled, other clock"),
     ],
 )
-def test_what_takes_more_than_popping_the_next(pair: Pair, steps: list[tuple[str, Any, Any]]) -> None:
+def test_what_takes_more_than_popping_the_next(pair: Pair, way: str, steps: list[tuple[str, Any, Any]]) -> None:
     """The cases that compiled code leaves alone, each with a pop or an ack behind it that could get it wrong."""
+    pair.way = ORDERS[way]
     create(pair, 1)
     for _ in range(2):  # the second time the group is there, and the route to its queues
         for serial in range(8):
@@ -228,9 +290,22 @@ def test_what_takes_more_than_popping_the_next(pair: Pair, steps: list[tuple[str
 
 
 @compiled
-@pytest.mark.parametrize("settles", [True, False])
-def test_messages_that_cannot_be_read_are_passed_over(pair: Pair, settles: bool) -> None:
+@pytest.mark.parametrize(
+    ("way", "settles", "n", "found", "next_"),
+    [
+        ("no order", True, 1, [0, 1, 4, 5], 8),
+        ("no order", False, 1, [0, 1, 4, 5], 8),
+        ("no order", True, 2, [0, 1, 4, 5], 8),
+        # Behind the last it is read again, and here there is something by then.
+        ("in order", True, 1, [0, 1, 4, 5, 6], 7),
+        ("in order", True, 2, [0, 1, 4, 5, 6, 7], 8),
+    ],
+)
+def test_messages_that_cannot_be_read_are_passed_over(
+    pair: Pair, way: str, settles: bool, n: int, found: list[int], next_: int
+) -> None:
     """Between two, and behind the last: as a read leaves them out whose units are void."""
+    pair.way = ORDERS[way]
     create(pair, 1)
     pair.do(lambda bench: bench.put("t", 8))
     pair.pop()
@@ -241,25 +316,31 @@ def test_messages_that_cannot_be_read_are_passed_over(pair: Pair, settles: bool)
         if settles:
             for one, _ in pair.deliveries:
                 pair.ack([one.receipt])
-        pair.pop()
+        pair.pop(n=n)
         pair.check()
-    assert [one.message.offset for one, _ in pair.deliveries] == [0, 1, 4, 5]
+    assert [one.message.offset for one, _ in pair.deliveries] == found
     pair.do(lambda bench: bench.put("t", 1))
+    for one, _ in pair.deliveries[-n:]:
+        pair.ack([one.receipt])
     assert pair.pop() == 1
-    assert pair.deliveries[-1][0].message.offset == 8
+    assert pair.deliveries[-1][0].message.offset == next_
 
 
 @compiled
-def test_a_reset_that_is_pending_comes_first(pair: Pair) -> None:
+@ways
+def test_a_reset_that_is_pending_comes_first(pair: Pair, way: str) -> None:
+    pair.way = ORDERS[way]
     create(pair, 1)
     pair.do(lambda bench: bench.put("t", 8))
     for _ in range(3):
         pair.pop()
+        pair.ack([pair.deliveries[-1][0].receipt])
     for bench in pair.benches:
         bench.parts.offsets.resets["g", "t", 0] = 1  # as one that could not be logged when it was asked for
     for _ in range(3):
         pair.pop()
         pair.check()
+        pair.ack([pair.deliveries[-1][0].receipt])
     assert [one.message.offset for one, _ in pair.deliveries] == [0, 1, 2, 1, 2, 3]
 
 
@@ -281,6 +362,19 @@ def test_popped_in_order_before(pair: Pair) -> None:
 
 
 @compiled
+def test_deliveries_without_order_have_to_end_first(pair: Pair) -> None:
+    pair.way = ORDERS["in order"]
+    create(pair, 1)
+    pair.do(lambda bench: bench.put("t", 9))
+    step(pair, *DONE, 0)
+    for bench in pair.benches:  # as no call leaves it
+        state = bench.service._tables.states[QueueKey("t", "g", 0)]
+        state.in_flight[8] = Batch(99, [8], 1, 1, True)
+    assert pair.pop() == 0
+    pair.check()
+
+
+@compiled
 def test_a_queue_that_was_dropped_hands_out_nothing(pair: Pair) -> None:
     create(pair, 1)
     pair.do(lambda bench: bench.put("t", 9))
@@ -294,8 +388,8 @@ def test_a_queue_that_was_dropped_hands_out_nothing(pair: Pair) -> None:
     assert state.gone
     # As if somebody had looked it up before, and the drop had left everything else.
     state.cursor, state.committed, state.ahead, state.ahead_next, state.in_flight = 3, 0, ahead, next_, in_flight
-    assert tables.hand_out(state, pair.benches[0].now_ms, 60_000, "t", True) is None
-    assert tables.settle_one([state], receipt) is False
+    assert tables.hand_out(state, 1, pair.benches[0].now_ms, 60_000, "t", True, False) is None
+    assert tables.settle([state], [receipt]) is None
 
 
 @compiled
@@ -318,31 +412,113 @@ def test_a_long_run_of_single_messages(pair: Pair) -> None:
 
 
 @compiled
-@pytest.mark.parametrize(("has_retries", "least", "most"), [(False, 0, 20), (True, 200, 600)])
+@ways
+def test_a_long_run_of_messages_settled_at_once(pair: Pair, way: str) -> None:
+    """In one millisecond: pop times in order run ahead of the clock by as much as they may, and begin again."""
+    pair.way = ORDERS[way]
+    create(pair, 1)
+    pair.do(lambda bench: bench.put("t", 2500))
+    for _ in range(2200):
+        assert pair.pop() == 1
+        pair.ack([pair.deliveries[-1][0].receipt])
+    pair.check()
+    pop_times = [int(one.receipt.split()[1]) - pair.benches[0].now_ms for one, _ in pair.deliveries]
+    assert (min(pop_times), max(pop_times)) == ((0, 1000) if way != "no order" else (0, 0))
+    pair.reopen(kill=True)
+    pair.check()
+    pair.pop()
+    assert pair.deliveries[-1][0].message.offset == 2200
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("way", "n", "has_retries", "least", "most"),
+    [
+        ("no order", 1, False, 0, 20),
+        ("no order", 1, True, 200, 600),
+        ("in order", 1, False, 0, 20),
+        ("without what is acked", 1, False, 0, 20),
+        ("in order", 8, False, 0, 20),
+        ("no order", 8, False, 0, 20),
+    ],
+)
 def test_single_messages_take_the_compiled_way(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, has_retries: bool, least: int, most: int
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, way: str, n: int, has_retries: bool, least: int, most: int
 ) -> None:
-    """Or all these tests would compare Python with itself. What is left to Python: the reads, and the fifth of the pops
-    that looks at the retry topic first, and then at the queue."""
+    """Or all these tests would compare Python with itself. What is left to Python: the reads, and the
+    fifth of the pops that looks at the retry topic first, and then at the queue."""
     create(pair, 1)
     bench = pair.benches[0]
     if has_retries:
         bench.parts.topics.ensure(pop_retry_topic("g", "t"), 1)
     bench.put("t", 1000)
     calls = {"pop": 0, "settle": 0}
-    for name in calls:
-        real = getattr(StandardQueues, name)
+    for kind, name in product((StandardQueues, FifoQueues), calls):
+        real = getattr(kind, name)
 
-        def counted(self: StandardQueues, *args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
+        def counted(self: Any, *args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
             calls[name] += 1
             return real(self, *args, **options)
 
-        monkeypatch.setattr(StandardQueues, name, counted)
-    for _ in range(1000):
-        bench.ack(*bench.pop())
+        monkeypatch.setattr(kind, name, counted)
+    for i in range(1000 // n):
+        found = bench.pop(n=n, **ORDERS[way])
+        for delivery in reversed(found[1:] if i % 2 else ()):
+            bench.ack(delivery)
+        bench.ack(*found[: 1 if i % 2 else None])
     assert least <= calls["pop"] < most
     assert calls["settle"] < 20  # where a segment of the log is full
     assert bench.committed() == 1000
+
+
+@compiled
+def test_the_last_ack_of_a_batch_in_order_wakes_a_receiver(pair: Pair) -> None:
+    """One that waits, or that has looked and is about to wait."""
+    pair.way = ORDERS["in order"]
+    create(pair, 1)
+    pair.do(lambda bench: bench.put("t", 9))
+    step(pair, *DONE, 0)
+    pair.pop(n=3)
+    told: list[bool] = []
+    bench = pair.benches[0]
+    bench.service.add_waiter("g", "t", -1, None, told.append, order=True)
+    for one, _ in pair.deliveries[-3:]:
+        bench.waiters.run_once(bench.now_ms)
+        seen = bench.waiters.seen("t")
+        assert told == []
+        bench.service.ack("g", "t", [one.receipt])
+    bench.waiters.run_once(bench.now_ms)
+    assert told == [True]
+    [last] = bench.pop(order=True)
+    seen = bench.waiters.seen("t")
+    bench.ack(last)
+    assert bench.waiters.seen("t") != seen
+
+
+@compiled
+@pytest.mark.parametrize("change", ["nack", "attempt of the queue model", "cleaned away", "reset"])
+def test_a_record_that_says_more_is_not_replaced(pair: Pair, change: str) -> None:
+    """Compiled code asks the order info, and not only the last batch that it has seen."""
+    pair.way = ORDERS["in order"]
+    create(pair, 1)
+    pair.do(lambda bench: bench.put("t", 9))
+    step(pair, *DONE, 0)
+    if change == "nack":
+        pair.pop()
+        step(pair, "nack", -1, 0, 0)
+    for bench in pair.benches:
+        if change == "attempt of the queue model":
+            bench.service.note_attempt("g", "t", 0, 3, 2)
+        elif change == "cleaned away":
+            bench.service._orders.put(("t", "g", 0), None)
+        elif change == "reset":
+            bench.reset(3)
+    pair.pop()
+    attempt = {"nack": 2, "attempt of the queue model": 3}.get(change, 1)
+    assert [(one.message.offset, one.attempt) for one, _ in pair.deliveries[-1:]] == [(3, attempt)]
+    pair.check()
+    pair.ack([pair.deliveries[-1][0].receipt])
+    pair.check()
 
 
 @compiled
@@ -355,8 +531,8 @@ def test_a_queue_in_use_is_waited_for(pair: Pair) -> None:
     tables = bench.service._tables
     before = memory(state)
     with state.lock:
-        assert tables.hand_out(state, bench.now_ms, 1000, "t", True) is None
-        assert tables.settle_one([state], first.receipt) is False
+        assert tables.hand_out(state, 1, bench.now_ms, 1000, "t", True, False) is None
+        assert tables.settle([state], [first.receipt]) is None
         done: list[Any] = []
         threads = [
             threading.Thread(target=lambda: done.extend(bench.pop())),
@@ -429,17 +605,21 @@ TEXTS = st.one_of(
 
 
 @compiled
-@given(st.lists(st.one_of(TEXTS, st.tuples(st.integers(0, 60), st.characters()), st.integers(0, 60)), max_size=20))
+@given(
+    st.lists(st.one_of(TEXTS, st.tuples(st.integers(0, 60), st.characters()), st.integers(0, 60)), max_size=20),
+    st.sampled_from(list(ORDERS)),
+)
 def test_forged_receipts_are_refused_as_by_python(
-    tmp_path_factory: pytest.TempPathFactory, forged: list[str | tuple[int, str] | int]
+    tmp_path_factory: pytest.TempPathFactory, forged: list[str | tuple[int, str] | int], way: str
 ) -> None:
-    with Pair(tmp_path_factory.mktemp("pair")) as pair:
+    with Pair(tmp_path_factory.mktemp("pair"), way) as pair:
         create(pair, 2)
-        pair.do(lambda bench: bench.put("t", 3))
+        pair.do(lambda bench: bench.put("t", 6))
+        step(pair, *DONE, 0)
         pair.pop()
         pair.pop()
         for each in forged:
-            receipt = pair.deliveries[0][0].receipt
+            receipt = pair.deliveries[3][0].receipt
             if isinstance(each, tuple):  # one character changed, or cut off behind
                 receipt = receipt[: each[0]] + each[1] + receipt[each[0] + 1 :]
             else:
@@ -456,21 +636,23 @@ def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
     half = Lending()
     half.key = QueueKey("t", "g", 0)
     for thing in (None, 1, "state", object(), bare, half):
-        assert tables.hand_out(thing, 1, 1, "t", True) is None
-        assert tables.settle_one([thing], "0 1 1 0 0 mqstore 0 0") is False
-    assert tables.settle_one((), "0 1 1 0 0 mqstore 0 0") is False
-    assert tables.settle_one([], "0 1 1 0 0 mqstore 0 0") is False
-    assert tables.settle_one([bare], b"0 1 1 0 0 mqstore 0 0") is False
+        assert tables.hand_out(thing, 1, 1, 1, "t", True, False) is None
+        assert tables.settle([thing], ["0 1 1 0 0 mqstore 0 0"]) is None
+    assert tables.settle((), ["0 1 1 0 0 mqstore 0 0"]) is None
+    assert tables.settle([], ["0 1 1 0 0 mqstore 0 0"]) is None
+    assert tables.settle([bare], [b"0 1 1 0 0 mqstore 0 0"]) is None
     state = tables.state(QueueKey("t", "g", 0))
+    for n in (0, 33, -1, None, 1.0):
+        assert tables.hand_out(state, n, 1, 1, "t", True, False) is None
     for now_ms, invisible_ms in ((None, 1), (1, None), (-1, 1), (1, -1), (1 << 63, 1), (1, 1 << 40), (1.0, 1)):
-        assert tables.hand_out(state, now_ms, invisible_ms, "t", True) is None
+        assert tables.hand_out(state, 1, now_ms, invisible_ms, "t", True, False) is None
     with pytest.raises(TypeError):
         tables.hand_out(state)
     with pytest.raises(TypeError):
-        tables.settle_one()
+        tables.settle()
     desk = kernel.Desk()
-    assert desk.hand_out(state, 1, 1, "t", True) is None
-    assert desk.settle_one([state], "0 1 1 0 0 mqstore 0 0") is False
+    assert desk.hand_out(state, 1, 1, 1, "t", True, False) is None
+    assert desk.settle([state], ["0 1 1 0 0 mqstore 0 0"]) is None
 
 
 def test_a_store_that_flushes_each_put_pops_by_python(tmp_path: Path) -> None:
@@ -496,10 +678,9 @@ def test_names_that_do_not_fit_are_left_to_python(pair: Pair) -> None:
     head, before = state.head, memory(state)
     for length in (1025, 5000):
         state.head = head.ljust(length)
-        assert tables.hand_out(state, bench.now_ms, 60_000, "t", True) is None
+        assert tables.hand_out(state, 1, bench.now_ms, 60_000, "t", True, False) is None
     state.head = head
     assert memory(state) == before
     state.head = head.ljust(1024)
-    delivery = tables.hand_out(state, bench.now_ms, 60_000, "t", True)
-    assert delivery is not None
+    assert tables.hand_out(state, 1, bench.now_ms, 60_000, "t", True, False) is not None
     assert bench.read(POP_LOG_TOPIC)[-1].body.startswith(state.head.encode() + b'"so":1,')

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.broker.pop.receipts import Claim, claim_of, claims_of, parse_recall_handle, recall_handle
+from mqstore.broker.pop.receipts import Claim, claim_of, parse_recall_handle, recall_handle
 from mqstore.errors import InvalidReceiptError, ResultCode
 
 I64 = 2**63 - 1
@@ -22,25 +21,6 @@ def test_a_receipt_has_the_fields_in_the_documented_order(physical: str) -> None
     text = "4 1700000000000 60000 999 2 mqstore 3 7" + physical
     assert claim_of(text) == Claim(7, 1_700_000_000_000, True, 2, 3, 4, text)
     assert not claim_of(text.replace("999", "7")).fifo
-
-
-_LAST = st.sampled_from(["4", "5", "007", "x", "", " 6", "+6", "1_0", "\u0663", "9" * 18, "9" * 19, "7 4096"])
-_HEAD = st.sampled_from(
-    ["4 170 60 0 0 mqstore 0", "4 170 60 0 1 mqstore 0", "4 170 60 999 0 mqstore 3", "4 170 60 0 0 other 0", "4"]
-)
-
-
-@given(st.lists(st.tuples(_HEAD, _LAST), max_size=8))
-def test_many_receipts_are_read_as_each_is(parts: list[tuple[str, str]]) -> None:
-    texts = [f"{head} {last}" for head, last in parts]
-
-    def read(all_of_them: Callable[[list[str]], object]) -> object:
-        try:
-            return all_of_them(texts)
-        except InvalidReceiptError as error:
-            return str(error)
-
-    assert read(claims_of) == read(lambda texts: list(map(claim_of, texts)))
 
 
 def with_field(number: int, value: str) -> str:

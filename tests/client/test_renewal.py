@@ -35,7 +35,7 @@ class Held:
     def take(self, key: Any) -> Delivery:
         self.bench.put(b"a", queue_id=0)
         [delivery] = self.pop()
-        self.renewer.add(key, "t", delivery.receipt, self.now_ms + LOAN_MS)
+        self.renewer.add([(key, "t", delivery.receipt)], self.now_ms + LOAN_MS)
         return delivery
 
     def pass_time(self, duration_s: float) -> None:
@@ -98,7 +98,7 @@ def test_each_has_times_of_its_own(held: Held) -> None:
     held.renewer.remove("first")
     held.take("second")
     held.bench.advance(30)
-    held.renewer.add("third", "t", first.receipt, held.now_ms + LOAN_MS)
+    held.renewer.add([("third", "t", first.receipt)], held.now_ms + LOAN_MS)
     assert held.renewer.run_once(held.now_ms) == held.now_ms + 10_000
     held.renewer.remove("second")
     assert held.renewer.run_once(held.now_ms) == held.now_ms + 40_000

@@ -26,7 +26,6 @@ from typing import Protocol
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.filters import Filter
-from mqstore.broker.names import is_retry_topic
 from mqstore.broker.reading import ReadResult
 from mqstore.broker.waiting import Waiter
 from mqstore.client.handling import Handling, Subscription
@@ -568,9 +567,10 @@ class Assignment:
         with queue.settling:
             if queue.dropped:
                 return
-            offset = queue.remove(messages, self._clock.monotonic_ms())
+            now_ms = self._clock.monotonic_ms()
+            offset = queue.remove(messages, now_ms)
             if offset >= 0:
-                self._settled_to(queue, offset)
+                self._settled_to(queue, offset, now_ms)
         self.refill(queue)
 
     def settle_taken(self, queue: ProcessQueue, messages: Sequence[Message]) -> bool:
@@ -579,7 +579,7 @@ class Assignment:
         with queue.settling:
             if queue.dropped:
                 return False
-            self._settled_to(queue, queue.finish(messages, now_ms))
+            self._settled_to(queue, queue.finish(messages, now_ms), now_ms)
         self.refill(queue)
         return True
 
@@ -588,10 +588,10 @@ class Assignment:
         if queue.throttled and queue.begins_to_have_room():
             self._submit_pull(queue)
 
-    def _settled_to(self, queue: ProcessQueue, offset: int) -> None:
+    def _settled_to(self, queue: ProcessQueue, offset: int, now_ms: int) -> None:
         """Commit a position, or have `leave` do so: an ordered queue has a new one with each message."""
         queue.settled_to = offset
-        if self._clock.monotonic_ms() - queue.last_commit_ms >= COMMIT_MS:
+        if now_ms - queue.last_commit_ms >= COMMIT_MS:
             self._commit(queue, offset)
 
     def _commit_rest(self, queue: ProcessQueue) -> None:
@@ -612,8 +612,7 @@ class Assignment:
 
     def subscription_of(self, queue: ProcessQueue, message: Message) -> Subscription | None:
         """Who handles a message; None: nobody any more."""
-        topic = queue.queue.topic
-        return self._subscriptions.get(message.topic if is_retry_topic(topic) else topic)
+        return self._subscriptions.get(message.topic if queue.retries else queue.queue.topic)
 
     # -- by hand ----------------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ def next_of(items: deque[T], number: int) -> list[T]:
     """Up to `number` from the front; others may be taking from it, too."""
     taken: list[T] = []
     try:
-        while len(taken) < number:
+        for _ in range(number):
             taken.append(items.popleft())
     except IndexError:
         pass

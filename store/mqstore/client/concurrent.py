@@ -19,7 +19,7 @@ from typing import Any
 
 from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.broker import Broker
-from mqstore.broker.names import is_dlq_topic, is_retry_topic
+from mqstore.broker.names import is_dlq_topic
 from mqstore.client.assignment import Assignment
 from mqstore.client.chunks import SETTLE_S, Chunk, Helpers, next_of
 from mqstore.client.handling import Failure, Handling, Subscription
@@ -151,7 +151,7 @@ class ConcurrentService:
 
     def _handle(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
         queue, handling, helpers, size = chunk.queue, self._handling, self._helpers, self._batch_size
-        retried = is_retry_topic(queue.queue.topic)
+        retried = queue.retries
         watched = handling.watches()
         each = bool(handling.hooks.on_settle) or retried
         subscription: Subscription | None = None

@@ -220,10 +220,10 @@ class Delivery(Loan):
 def as_delivered(delivery: pop.Delivery) -> Message:
     """The message as a handler is to see it: one from a retry topic under the topic it was sent to, one delivered in
     order with the attempts that were counted for it."""
-    message, topic = delivery.message, delivery.topic
+    message, _, _, topic, _, redeliveries = delivery
     if is_retry_topic(topic):
         topic = message.stored_property(RETRY_TOPIC) or topic
-    return shown(message, topic, delivery.redeliveries)
+    return shown(message, topic, redeliveries)
 
 
 def fail(broker: Broker, group: str, delivery: pop.Delivery, reason: str, delay: Duration | None = None) -> Settled:

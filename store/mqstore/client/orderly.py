@@ -24,9 +24,9 @@ from functools import partial
 
 from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.broker import Broker
-from mqstore.broker.names import is_retry_topic
 from mqstore.broker.pop.orderinfo import OrderInfoTable
 from mqstore.client.assignment import Assignment
+from mqstore.client.chunks import SETTLE_S
 from mqstore.client.handling import Failure, Handling
 from mqstore.client.outcome import shortened
 from mqstore.client.overdue import Overdue
@@ -60,6 +60,11 @@ class _Task:
     """How often messages failed, by offset."""
     watches: bool
     """There may be suspected messages."""
+    each: bool
+    """Messages are counted one by one: they are of several topics, or interceptors are told of each."""
+    handled: int = 0
+    """Messages that were handled well, and are not counted yet."""
+    took_ms: float = 0.0
 
 
 class OrderlyService:
@@ -114,28 +119,24 @@ class OrderlyService:
             return
         self._overdue.begin(worker, queue, lambda: queue.closing)
         again_ms: int | None = None
+        handling, begin_ms = self._handling, self._clock.monotonic_ms()
+        each = queue.retries or bool(handling.hooks.on_settle)
+        task = _Task(queue, worker, begin_ms, self._failed_before(queue), handling.watches(), each)
         try:
-            again_ms = yield from self._turn(
-                _Task(
-                    queue,
-                    worker,
-                    self._clock.monotonic_ms(),
-                    self._failed_before(queue),
-                    self._handling.watches(),
-                )
-            )
+            again_ms = yield from self._turn(task)
         except Exception as error:
             # Not a handler's: something could not be noted, the group has gone. Nothing is lost by waiting, and a task
             # that just ended would leave its queue to nobody.
             if not isinstance(error, StoreClosedError):
-                self._handling.report(error, "what is to be done around handlers failed, again in 5 s", queue.queue)
+                handling.report(error, "what is to be done around handlers failed, again in 5 s", queue.queue)
             queue.rollback()
             again_ms = AGAIN_MS
         finally:
             self._overdue.end(worker)
+            self._count(task)
             self.assignment.leave(queue)
             if again_ms != WAITS_MS:
-                self._handling.leave(queue)
+                handling.leave(queue)
         if again_ms is not None and again_ms != WAITS_MS:
             self._resubmit(queue, again_ms)
 
@@ -143,8 +144,7 @@ class OrderlyService:
         """Handle messages until there is a reason to stop: when to go on (ms from now), None: somebody else says."""
         queue = task.queue
         while not queue.closing:
-            now_ms = self._clock.monotonic_ms()
-            if now_ms - task.begin_ms > SLICE_MS:
+            if queue.last_settle_ms - task.begin_ms > SLICE_MS:
                 return 0
             batch = queue.take(self._batch_size)
             if not batch:  # from here on the queue may have another task
@@ -184,13 +184,24 @@ class OrderlyService:
             self._handling.has_handled(queue, batch)
         if failure is None:
             if self.assignment.settle_taken(queue, batch):
-                self._handling.settled(batch, "ack", took_ms)
+                if task.each:
+                    self._handling.settled(batch, "ack", took_ms)
+                else:
+                    task.handled += len(batch)
+                    task.took_ms += took_ms
+                    if task.took_ms > SETTLE_S * 1000:
+                        self._count(task)
             return None
         if failure.failed is not None:
             batch, failure, took_ms = self._suffix(queue, batch, failure, took_ms)
             if not batch:
                 return None
         return self._failed(task, batch, failure, took_ms)
+
+    def _count(self, task: _Task) -> None:
+        if task.handled:
+            self._handling.counted(task.queue.queue.topic, task.handled, task.took_ms)
+            task.handled, task.took_ms = 0, 0.0
 
     def _has_had_its_last(self, message: Message) -> bool:
         """Whether its last attempt ended with the process. Of others a handler has the last word: their limit may have
@@ -200,7 +211,7 @@ class OrderlyService:
 
     def _shown(self, task: _Task, batch: list[Message]) -> list[Message]:
         """As a handler is to see them: under the topic they were sent to, with the attempts they had."""
-        if is_retry_topic(task.queue.queue.topic):
+        if task.queue.retries:
             batch = [as_sent(message, self._group) for message in batch]
         if not task.failed:
             return batch
@@ -220,7 +231,7 @@ class OrderlyService:
     def _unwanted(self, task: _Task, batch: list[Message]) -> int | None:
         """Nobody subscribes to this topic."""
         queue = task.queue
-        if not is_retry_topic(queue.queue.topic):  # not any more: the queue is about to be given up, and these with it
+        if not queue.retries:  # not any more: the queue is about to be given up, and these with it
             queue.again(batch)
             return NOBODY_AGAIN_MS
         batch = self._cut(queue, batch, len(batch))

@@ -26,16 +26,16 @@ class Item:
         self.message = message = as_delivered(delivery)
         self.topic = delivery.topic if message is delivery.message else message.topic
         """Whose handler gets it; `delivery.topic` settles it."""
-        self.size = self.message.size
+        self.size = message.size
         self.is_begun = False
 
     def __str__(self) -> str:
         return f"{self.delivery.topic}/{self.delivery.queue_id}, offset {self.message.offset}"
 
 
-class Unit(Chunk[Item, tuple[Item, float]]):
+class Unit(Chunk[Item, tuple[list[Item], float]]):
     """Items of one topic, a line's of one queue. All are settled in one topic. A line of the group's retry topic has
-    messages that were sent to several. `done` has the milliseconds that each took."""
+    messages that were sent to several. `done` has those of one call, and the milliseconds that they took."""
 
     __slots__ = ()
 

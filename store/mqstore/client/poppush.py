@@ -53,8 +53,7 @@ LOAN_MS = 60_000
 HOLD_MS = 20_000
 """No more is fetched than is likely to be begun within this time, so that next to nothing is ever renewed unbegun."""
 FETCH_AGAIN_MS = 1_000
-SUSPEND_MIN_S, SUSPEND_MAX_S = 0.01, 60.0
-DELAY_MAX_S = 12 * 3600.0
+SUSPEND_MIN_S, SUSPEND_MAX_S, DELAY_MAX_S = 0.01, 60.0, 12 * 3600.0
 
 _topic = attrgetter("topic")
 
@@ -157,8 +156,7 @@ class PopEngine:
         for settling in settlings:
             self._go_through(settling, last=True)
         self._release([item for item in list(self._items) if not item.is_begun])
-        for item in list(self._items):  # handlers that hang: nobody renews them, so they come again
-            self._renewer.remove(item)
+        self._renewer.remove(*self._items)  # handlers that hang: nobody renews them, so they come again
         self._source.leave()
 
     def pause(self, queues: Sequence[QueueRef]) -> None:
@@ -288,15 +286,13 @@ class PopEngine:
         items = [Item(delivery) for delivery in found]
         expires_ms = self._clock.monotonic_ms() + LOAN_MS - int(took_ms)
         with self._lock:
-            is_closed = self._is_closed
-            for item in () if is_closed else items:
-                self._items[item] = None
-                self._size += item.size
+            if not (is_closed := self._is_closed):
+                self._items.update(dict.fromkeys(items))
+                self._size += sum([item.size for item in items])
         if is_closed:
             self._source.give_back(found)
             return []
-        for item in items:
-            self._renewer.add(item, item.delivery.topic, item.delivery.receipt, expires_ms)
+        self._renewer.add([(item, item.delivery.topic, item.delivery.receipt) for item in items], expires_ms)
         self._renew_at(expires_ms - LOAN_MS // 3)
         units: dict[tuple[str, str | int], list[Item]] = {}
         for item in items:
@@ -342,11 +338,15 @@ class PopEngine:
     def _run_chunk(self, chunk: Unit, worker: Worker) -> Flow[None]:
         handling, settled_at = self._handling, time.perf_counter()
         watches, alone = handling.watches(), False
+        subscriptions: Mapping[str, Subscription] | None = None
+        subscription: Subscription | None = None
         try:
             while not self._is_halted and (batch := next_of(chunk.items, self._batch_size)):
                 if len(batch) > 1:
                     batch = self._of_one_call(chunk, batch)
-                if (subscription := self._subscription(chunk, batch)) is None:
+                if subscriptions is not self._subscriptions:
+                    subscriptions, subscription = self._subscriptions, self._subscription(chunk, batch)
+                if subscription is None:
                     return
                 if watches and (alone := handling.is_suspect(batch[0].message)) and not handling.is_in_turn(chunk):
                     self._begin_alone(Unit(batch))
@@ -355,9 +355,9 @@ class PopEngine:
                 if alone:
                     handling.has_handled(chunk, [batch[0].message])
                 if self._counts(batch, worker):
-                    each_ms = took_ms / len(batch)
-                    failed = failed_of(batch, failure)
-                    chunk.done.extend((item, each_ms) for item in batch if item not in failed)
+                    failed, each_ms = failed_of(batch, failure), took_ms / len(batch)
+                    if good := [item for item in batch if item not in failed] if failed else batch:
+                        chunk.done.append((good, each_ms * len(good)))
                     if failed and failure is not None:
                         self._give_back(failed, failure, each_ms)
                 now = time.perf_counter()
@@ -444,7 +444,7 @@ class PopEngine:
     def _settle_done(self, chunk: Unit) -> None:
         done = next_of(chunk.done, len(chunk.done))
         if done:
-            items = [item for item, _ in done]
+            items = [item for batch, _ in done for item in batch]
             settling = Settling()
             settling.steps.append((partial(self._ack, items), items, sum(took_ms for _, took_ms in done)))
             self._go_through(settling)
@@ -540,8 +540,7 @@ class PopEngine:
         self._forget(items)
 
     def _forget(self, items: Sequence[Item]) -> None:
-        for item in items:
-            self._renewer.remove(item)
+        self._renewer.remove(*items)
         with self._lock:
             for item in items:
                 if item in self._items:
@@ -549,8 +548,7 @@ class PopEngine:
                     self._size -= item.size
             # Not for each one that goes: a pop is worth more than one message.
             roused = self._is_full and self._room() > 0 and 2 * len(self._items) <= self._capacity()
-            if roused:
-                self._is_full = False
+            self._is_full = self._is_full and not roused
         if roused:
             self._rouse()
 

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mqstore.broker.names import is_retry_topic
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message, stored_bytes
 
@@ -33,6 +34,8 @@ _PULL_MAX = 1_024
 _PULL_BYTES = 256 << 10
 _ROOM_MIN = 256
 """Free places that end a pause, unless the half of all is less: pulls of a few messages cost as much as large ones."""
+_BEHIND_ALL = 1 << 63
+"""No message has that offset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,8 @@ class ProcessQueue:
     ) -> None:
         """`next_offset`: where to begin. `now_ms`, here and below: of the monotonic clock. `size_of`: their bytes."""
         self.queue = queue
+        self.retries = is_retry_topic(queue.topic)
+        """Whether its messages failed before, and may be of several topics."""
         self.next_offset = next_offset
         self.settling = threading.Lock()
         """Held while a position is worked out and committed: so they are committed in order, and none once dropped."""
@@ -229,7 +234,7 @@ class ProcessQueue:
     def again(self, messages: Sequence[Message]) -> None:
         """Put these of what was taken back to the front, in order."""
         with self._lock:
-            ahead = next(iter(self._waiting), 1 << 63)
+            ahead = next(iter(self._waiting), _BEHIND_ALL)
             back = sorted((m.offset for m in messages if m.offset in self._taken), reverse=True)
             for offset in back:
                 self._waiting[offset] = self._taken.pop(offset)
@@ -253,12 +258,12 @@ class ProcessQueue:
 
     def begins_to_have_room(self) -> bool:
         """Whether a pull was refused for want of room, and there is enough now; says so once."""
+        limits = self.limits
+        free = min(_ROOM_MIN, (limits.messages + 1) // 2)
+        if limits.messages - len(self._waiting) - len(self._taken) < free:  # without the lock, for it is asked often
+            return False
         with self._lock:
-            if not self.throttled:
-                return False
-            limits = self.limits
-            free, size_max = min(_ROOM_MIN, (limits.messages + 1) // 2), limits.size * 3 // 4
-            if limits.messages - len(self) < free or self._size > size_max:
+            if not self.throttled or self._size > limits.size * 3 // 4:
                 return False
             if limits.span is not None and self._span() > limits.span:
                 return False
@@ -295,8 +300,8 @@ class ProcessQueue:
             self.last_settle_ms = now_ms
 
     def _position(self) -> int:
-        firsts = [next(iter(each)) for each in (self._taken, self._waiting) if each]
-        return min(firsts) if firsts else max(self._highest + 1, self.next_offset)
+        first = min(next(iter(self._taken), _BEHIND_ALL), next(iter(self._waiting), _BEHIND_ALL))
+        return first if first < _BEHIND_ALL else max(self._highest + 1, self.next_offset)
 
     def _span(self) -> int:
         # Not to the last that waits: while one message is stuck and all behind it are done at once there is no

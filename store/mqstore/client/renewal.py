@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
 from mqstore.broker.broker import Broker
@@ -28,18 +28,6 @@ AGAIN_MS = 1_000
 Key = TypeVar("Key", bound=Hashable)
 
 
-class _Held:
-    """A delivery that is kept invisible. Times are those of the monotonic clock."""
-
-    __slots__ = ("due_ms", "receipt", "topic")
-
-    def __init__(self, topic: str, receipt: str, due_ms: int) -> None:
-        self.topic = topic
-        self.receipt = receipt
-        self.due_ms = due_ms
-        """When it is renewed."""
-
-
 class Renewer(Generic[Key]):
     """The deliveries that one consumer of `group` holds, each for `loan_ms` at a time. Thread-safe, but that one thread
     at a time calls `run_once`.
@@ -49,7 +37,7 @@ class Renewer(Generic[Key]):
     ...     _ = store.put("mail", b"hello")
     ...     [delivery] = store.broker.pop("mailer", "mail", invisible=60)
     ...     renewer = Renewer(store.broker, "mailer", 60_000)
-    ...     renewer.add("first", "mail", delivery.receipt, 60_000)
+    ...     renewer.add([("first", "mail", delivery.receipt)], 60_000)
     ...     renewer.run_once(0), renewer.run_once(40_000), renewer.run_once(80_000)
     (40000, 80000, 120000)
     """
@@ -60,44 +48,48 @@ class Renewer(Generic[Key]):
         self._loan_ms = loan_ms
         self._log = LimitedLog(f"group {group}") if log is None else log
         self._lock = threading.Lock()
-        self._held: dict[Key, _Held] = {}
+        self._held: dict[Key, tuple[str, str, int]] = {}
+        """Topic, receipt, and when it is renewed (monotonic ms)."""
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, key: Key, topic: str, receipt: str, expires_ms: int) -> None:
-        """Keep a delivery, which is on loan until `expires_ms`, invisible until it is removed."""
-        held = _Held(topic, receipt, expires_ms - self._loan_ms // 3)
+    def add(self, deliveries: Iterable[tuple[Key, str, str]], expires_ms: int) -> None:
+        """Keep deliveries, (key, topic, receipt), which are on loan until `expires_ms`, invisible until removed."""
+        due_ms = expires_ms - self._loan_ms // 3
         with self._lock:
-            self._held[key] = held
+            for key, topic, receipt in deliveries:
+                self._held[key] = topic, receipt, due_ms
 
-    def remove(self, key: Key) -> bool:
-        """Let go of it; False: that was done before."""
+    def remove(self, *keys: Key) -> int:
+        """Let go of these; return how many were held."""
         with self._lock:
-            return self._held.pop(key, None) is not None
+            return sum([self._held.pop(key, None) is not None for key in keys])
 
     def run_once(self, now_ms: int) -> int | None:
         """Renew what is due; when to come again (monotonic ms), None: there is nothing."""
         with self._lock:
-            due = [(key, held) for key, held in self._held.items() if held.due_ms <= now_ms]
-        for key, held in due:
+            due = [(key, topic, receipt) for key, (topic, receipt, due_ms) in self._held.items() if due_ms <= now_ms]
+        for key, topic, receipt in due:
             if key in self._held:
-                self._renew(key, held, now_ms)
+                self._renew(key, topic, receipt, now_ms)
         with self._lock:
-            return min((held.due_ms for held in self._held.values()), default=None)
+            return min((due_ms for _, _, due_ms in self._held.values()), default=None)
 
-    def _renew(self, key: Key, held: _Held, now_ms: int) -> None:
+    def _renew(self, key: Key, topic: str, receipt: str, now_ms: int) -> None:
+        due_ms = now_ms + self._loan_ms - self._loan_ms // 3
         try:
             # Not waited for, whatever the store does: a power cut that takes it takes us, for whom it is.
-            self._broker.renew(self._group, held.topic, held.receipt, self._loan_ms / 1000, durability="append")
+            self._broker.renew(self._group, topic, receipt, self._loan_ms / 1000, durability="append")
         except (ReceiptExpiredError, InvalidReceiptError) as error:
             if self.remove(key):  # else it was settled meanwhile
-                self._say(held, f"{key} was lost before its handler ended", "lost", error)
+                self._say(topic, f"{key} was lost before its handler ended", "lost", error)
         except MQStoreError as error:
-            self._say(held, f"{key} could not be renewed, again in a second", "not renewed", error)
-            held.due_ms = now_ms + AGAIN_MS
-        else:
-            held.due_ms = now_ms + self._loan_ms - self._loan_ms // 3
+            self._say(topic, f"{key} could not be renewed, again in a second", "not renewed", error)
+            due_ms = now_ms + AGAIN_MS
+        with self._lock:
+            if key in self._held:
+                self._held[key] = topic, receipt, due_ms
 
-    def _say(self, held: _Held, what: str, like: str, error: MQStoreError) -> None:
-        self._log.say(logging.WARNING, what, at=held.topic, error=error, like=like)
+    def _say(self, topic: str, what: str, like: str, error: MQStoreError) -> None:
+        self._log.say(logging.WARNING, what, at=topic, error=error, like=like)

@@ -28,7 +28,7 @@ from mqstore.broker.pop.state import QueueState, Standing
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.time import pop_time
 from mqstore.errors import InvalidMessageError, InvalidReceiptError
-from mqstore.log.message import Message
+from mqstore.log.message import Message, stored_bytes
 
 __all__ = ["FifoQueues"]
 
@@ -75,9 +75,9 @@ class FifoQueues:
             visible_ms = now_ms + ask.invisible_ms
             invisible_ms = max(0, visible_ms - pop_time_ms)
             if old is None:
-                record = OrderInfo(tuple(offsets), pop_time_ms, invisible_ms, now_ms, ask.attempt_id)
+                record = OrderInfo(tuple(offsets), pop_time_ms, invisible_ms, pop_time_ms, ask.attempt_id)
             else:
-                record = old.followed_by(offsets, pop_time_ms, invisible_ms, now_ms, ask.attempt_id)
+                record = old.followed_by(offsets, pop_time_ms, invisible_ms, pop_time_ms, ask.attempt_id)
             if done:
                 record = record.acknowledged(done)
             if left:
@@ -87,13 +87,12 @@ class FifoQueues:
             state.cursor = cursor
             state.drop_ahead()
             raise
-        self._orders.put(key, record)
+        state.cursor = offsets[0]
+        tables.put_order(state, record)
         state.pops += 1
         state.popped += len(messages)
-        state.popped_bytes += sum([message.size for message in messages])
+        state.popped_bytes += stored_bytes(messages)
         state.last_pop_ms = max(state.last_pop_ms, pop_time_ms)
-        state.cursor = offsets[0]
-        tables.order(state)
         tables.commit(state)
         tables.announce(state, visible_ms)
         head = receipt_head(offsets[0], pop_time_ms, invisible_ms, mark, key.queue_id, fifo=True)
@@ -146,7 +145,7 @@ class FifoQueues:
             else:
                 self._note_settled(state, record, offsets)
                 state.acked += len(set(offsets))  # one may be named twice
-            self._wake_if_free(state)
+            self.wake_if_free(state)
         return late
 
     def change(
@@ -191,7 +190,7 @@ class FifoQueues:
         if claim.offset not in record.unacked():
             raise expired([claim.text])
         self._bury(state, record, claim.offset, reason)
-        self._wake_if_free(state)
+        self.wake_if_free(state)
 
     # -- what is measured -------------------------------------------------------------------------------------------
 
@@ -211,7 +210,7 @@ class FifoQueues:
         group = self._tables.parts.groups.get(state.key.group)
         try:
             self._bury_exhausted(state, now_ms, None if group is None else group.max_attempts)
-            self._wake_if_free(state)
+            self.wake_if_free(state)
         except BaseException:
             self._tables.announce(state, now_ms + _RETRY_MS)  # what is due names no later time of its own
             raise
@@ -251,18 +250,20 @@ class FifoQueues:
 
     def _note_settled(self, state: QueueState, record: OrderInfo, offsets: list[int]) -> OrderInfo:
         record = record.acknowledged(offsets)
-        self._orders.put(state.key, record)
         state.cursor = record.next_offset()
-        self._tables.order(state)
+        self._tables.put_order(state, record)
         self._tables.commit(state)
         return record
 
-    def _wake_if_free(self, state: QueueState) -> None:
+    def wake_if_free(self, state: QueueState) -> None:
+        """Wake a receiver if the queue has something for it, or tell one that is about to wait. Needs no lock."""
         topic, group, queue_id = state.key
-        if not self._orders.blocks(state.key, self._tables.clock.now_ms()):
-            bounds = self._tables.store.offsets_or_none(topic, queue_id)
-            if bounds is not None and state.cursor < bounds[1]:
-                self._tables.waiters.wake_one(topic, queue_id, group)
+        last = state.fifo
+        if (last is None or last.left) and self._orders.blocks(state.key, self._tables.clock.now_ms()):
+            return
+        bounds = (0, state.cursor + 1) if state.ahead else self._tables.store.offsets_or_none(topic, queue_id)
+        if bounds is not None and state.cursor < bounds[1]:
+            self._tables.waiters.wake_one(topic, queue_id, group)
 
     def _need(self, state: QueueState, claim: Claim) -> OrderInfo:
         record = self._tables.order(state)
@@ -293,7 +294,7 @@ class FifoQueues:
             later_ms = record.visible_at(offset) - record.pop_time_ms
             self._log.put_change(state.fifo.name, offset, record.pop_time_ms, later_ms, failed=True)
             state.fifo.note_failed(offset, True)
-        self._tables.order(state)
+        self._tables.put_order(state, record)
 
 
 def _with_known(popped: list[int], known: OrderInfo | None) -> tuple[list[int], list[int], list[int]]:

@@ -88,7 +88,7 @@ class PopKeeper:
         if self._position() < self._tables.log.bounds()[1]:
             self._rests = False
             times.append(self._keep_due_ms)
-        if self._orders.version != self._saved_version:
+        if self._tables.order_version != self._saved_version:
             if not self._save_due_ms or now_ms < self._save_due_ms - _ORDER_INFO_MS:
                 self._save_due_ms = now_ms + _ORDER_INFO_MS
             elif now_ms >= self._save_due_ms:
@@ -102,7 +102,7 @@ class PopKeeper:
         if self._on_growth in self._store.on_growth:
             self._store.on_growth.remove(self._on_growth)
         self._advance()
-        if self._orders.version != self._saved_version:
+        if self._tables.order_version != self._saved_version:
             self.save(self._tables.clock.now_ms())
             self._advance()
 
@@ -136,7 +136,7 @@ class PopKeeper:
                 if oldest is not None:
                     position = min(position, oldest.name)
         self._looked_to = end
-        if self._orders.version == self._saved_version:
+        if self._tables.order_version == self._saved_version:
             self._summed_up = end
         elif self._summed_up < bound:
             self.save_within(0, self._tables.clock.now_ms())
@@ -175,7 +175,7 @@ class PopKeeper:
             orders.clean(
                 now_ms, self._read_queues, lambda group: parts.groups.get(group) is not None, self._tables.committed
             )
-            version, looked_to, value = orders.version, self._looked_to, orders.as_json()
+            version, looked_to, value = self._tables.order_version, self._looked_to, orders.as_json()
             self._store.flush()
             self._file.save(value)
             self._saved_version, self._summed_up, self._save_due_ms = version, looked_to, 0

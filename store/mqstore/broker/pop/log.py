@@ -73,9 +73,6 @@ def queue_head(topic: str, group: str, queue_id: int) -> str:
     return f'{{"t":{json.dumps(topic)},"c":{json.dumps(group)},"q":{queue_id},'
 
 
-_RUNS = [",".join(map(str, range(n))) for n in range(33)]
-
-
 def _numbers(table: Mapping[int, int]) -> str:
     return "{" + ",".join(f'"{key}":{value}' for key, value in table.items()) + "}"
 
@@ -120,11 +117,8 @@ class PopLog:
         self, head: str, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, cursor: int, more: str = ""
     ) -> int:
         """A batch: its offsets, ascending, the cursor behind it, further members (`more`)."""
-        start, count = offsets[0], len(offsets)
-        if offsets[-1] - start == count - 1 < len(_RUNS) - 1:
-            distances = _RUNS[count]
-        else:
-            distances = ",".join([str(offset - start) for offset in offsets])
+        start = offsets[0]
+        distances = ",".join([str(offset - start) for offset in offsets])
         body = f'{head}"so":{start},"pt":{pop_time_ms},"it":{invisible_ms},"d":[{distances}],"nx":{cursor}{more}}}'
         return self._put[POP](body.encode(), "append")[1]
 

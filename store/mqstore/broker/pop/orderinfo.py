@@ -35,9 +35,10 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final, NoReturn
 
+from mqstore.broker.pop.quick import Lent
 from mqstore.broker.pop.time import is_visible
 
-__all__ = ["BATCH_MAX", "OrderInfo", "OrderInfoTable", "Suspended", "check_order_info"]
+__all__ = ["BATCH_MAX", "OrderInfo", "OrderInfoTable", "Suspended", "check_order_info", "record_of"]
 
 BATCH_MAX: Final = 63
 """Most offsets in one record: Java's shift of the bitmap wraps at 64, and bit 63 is its sign (delivery#order-info)."""
@@ -135,6 +136,10 @@ class OrderInfo:
         """Offsets from `begin` on that are not acknowledged."""
         return [offset for i, offset in enumerate(self.offsets) if offset >= begin and not self.acked >> i & 1]
 
+    def left(self, begin: int) -> int:
+        """Bit i: `offsets[i]` lies at or behind `begin`, and is not acknowledged."""
+        return sum(1 << i for i, offset in enumerate(self.offsets) if offset >= begin and not self.acked >> i & 1)
+
     def held(self, begin: int, now_ms: int) -> list[int]:
         """Offsets from `begin` on that are in flight: not acknowledged and not visible."""
         return [offset for offset in self.unacked(begin) if not self.is_visible(offset, now_ms)]
@@ -147,7 +152,7 @@ class OrderInfo:
         """Whether a pop by `attempt_id` (None: by someone else) finds the queue blocked (delivery#order-rules)."""
         if self.pop_time_ms == 0 or (attempt_id is not None and attempt_id == self.attempt_id):
             return False
-        return bool(self.held(0, now_ms))
+        return any(not self.is_visible(offset, now_ms) for offset in self.unacked())
 
     def next_offset(self) -> int:
         """First unacked offset, one past the last when there is none. The batch must not be empty."""
@@ -268,6 +273,15 @@ class OrderInfo:
         return info
 
 
+def record_of(batch: Lent) -> OrderInfo:
+    """Return the record of a batch that was popped after another, of which nothing is known but what is settled: each
+    message was delivered for the first time, and no visible time was changed."""
+    distances = range(batch.count) if batch.deltas is None else batch.deltas
+    offsets = tuple([batch.start + distance for distance in distances])
+    acked = (1 << batch.count) - 1 & ~batch.left
+    return OrderInfo(offsets, batch.pop_time_ms, batch.invisible_ms, batch.pop_time_ms, acked=acked, counts={})
+
+
 _MEMBERS = frozenset({"a", "c", "cm", "i", "l", "o", "oc", "ot", "popTime", "rel", "susp"})
 
 
@@ -276,7 +290,8 @@ class OrderInfoTable:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._records: dict[Queue, OrderInfo] = {}
+        self.entries: dict[Queue, OrderInfo | Lent] = {}
+        """The records; a batch stands for its `record_of`, and compiled code changes the two together."""
         self._others: dict[str, Any] = {}
         """Entries of the file's table whose key does not name a topic and a group; they are kept."""
         self._unknown: dict[str, Any] = {}
@@ -288,27 +303,29 @@ class OrderInfoTable:
         return self._version
 
     def get(self, queue: Queue) -> OrderInfo | None:
-        return self._records.get(queue)
+        entry = self.entries.get(queue)
+        return record_of(entry) if isinstance(entry, Lent) else entry
 
     def records(self) -> dict[Queue, OrderInfo]:
         """All records, as of one moment."""
-        return dict(self._records)
+        entries = dict(self.entries)
+        return {queue: record_of(entry) if isinstance(entry, Lent) else entry for queue, entry in entries.items()}
 
-    def put(self, queue: Queue, record: OrderInfo | None) -> None:
-        """Put `record` in place of whatever is there; None: forget the queue."""
+    def put(self, queue: Queue, entry: OrderInfo | Lent | None) -> None:
+        """Put a record, or the batch that stands for it, in place of whatever is there; None: forget the queue."""
         with self._lock:
-            self._put(queue, record)
+            self._put(queue, entry)
 
-    def _put(self, queue: Queue, record: OrderInfo | None) -> None:
-        if record is not None:
-            self._records[queue] = record
-        elif self._records.pop(queue, None) is None:
+    def _put(self, queue: Queue, entry: OrderInfo | Lent | None) -> None:
+        if entry is not None:
+            self.entries[queue] = entry
+        elif self.entries.pop(queue, None) is None:
             return
         self._version += 1
 
     def blocks(self, queue: Queue, now_ms: int) -> bool:
         """Whether somebody holds a message of the queue's last batch."""
-        record = self._records.get(queue)
+        record = self.get(queue)
         return record is not None and record.blocks(None, now_ms)
 
     def suspended(self, group: str, committed: Committed) -> dict[tuple[str, int], Suspended]:
@@ -335,7 +352,7 @@ class OrderInfoTable:
 
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
         """Queue offset -> failed attempts, as noted; {} for a queue whose group pops."""
-        record = self._records.get((topic, group, queue_id))
+        record = self.get((topic, group, queue_id))
         return dict(record.counts or {}) if record is not None and record.counts_attempts else {}
 
     def note_attempt(
@@ -352,7 +369,7 @@ class OrderInfoTable:
             raise ValueError(f"topic {topic[:150]!r} and group {group[:150]!r} must be names without an '@'")
         queue = topic, group, queue_id
         with self._lock:
-            record = self._records.get(queue)
+            record = self.get(queue)
             if record is None or not record.counts_attempts:
                 record = OrderInfo((), 0, None, now_ms)
             record = record.failed(offset, count, now_ms, error)
@@ -362,7 +379,7 @@ class OrderInfoTable:
         """Forget the attempts of messages before offset `below`: the queue has moved on. Free when there are none."""
         queue = topic, group, queue_id
         with self._lock:
-            record = self._records.get(queue)
+            record = self.get(queue)
             if record is None or not record.counts_attempts or not record.counts or min(record.counts) >= below:
                 return
             counts = {offset: n for offset, n in record.counts.items() if offset >= below}
@@ -394,7 +411,7 @@ class OrderInfoTable:
                 # Does the next delivery of no message count an attempt by this record?
                 gone = not record.redelivered(None, record.unacked(settled))
             with self._lock:
-                if gone and self._records.get(queue) is record:  # another may have come meanwhile
+                if gone and self.get(queue) == record:  # another may have come meanwhile
                     self._put(queue, None)
 
     def as_json(self) -> dict[str, Any]:
@@ -409,7 +426,9 @@ class OrderInfoTable:
         shape."""
         records, others = _read(value)
         with self._lock:
-            self._records, self._others = records, others
+            self.entries.clear()
+            self.entries.update(records)
+            self._others = others
             self._unknown = {name: member for name, member in value.items() if name != "table"}
             self._version += 1
 

@@ -1,8 +1,8 @@
 """What pop knows of a queue, a batch and a timeline: bases of those in state.py, compiled where possible.
 
-With `native.kernel` their fields are those of C structures, and `Desk` hands out and settles single messages, each in
-one call. Without it these are plain classes, and the two methods are not there to be called. The rules stand in
-standard.py and state.py, which do whatever the compiled ones decline.
+With `native.kernel` their fields are those of C structures, and `Desk` hands out a batch, or settles messages of one,
+in one call. Without it these are plain classes, and the two methods are not there to be called. The rules stand in
+standard.py, fifo.py and state.py, which do whatever the compiled ones decline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from mqstore.broker.pop.ask import Delivery
-    from mqstore.broker.pop.state import Batch, QueueKey, Timeline
+    from mqstore.broker.pop.orderinfo import OrderInfo
+    from mqstore.broker.pop.state import Batch, QueueKey, QueueState, Timeline
 
 __all__ = ["Desk", "Lending", "Lent", "Timed"]
 
@@ -26,11 +27,13 @@ __all__ = ["Desk", "Lending", "Lent", "Timed"]
 class Lent:
     """The messages of one pop."""
 
-    __slots__ = ("deltas", "failed", "invisible_ms", "left", "local", "moved", "name", "pop_time_ms", "start")
+    __slots__ = ("count", "deltas", "failed", "invisible_ms", "left", "local", "moved", "name", "pop_time_ms", "start")
 
     name: int
     """Position of the `ck` in the pop log; -1: not looked for there, since all of it is settled."""
     start: int
+    count: int
+    """Number of messages."""
     pop_time_ms: int
     invisible_ms: int
     deltas: tuple[int, ...] | None
@@ -104,7 +107,7 @@ class Lending:
     _batches: int
     """Batches with something unsettled."""
     fifo: Batch | None
-    """The last FIFO batch: its name, and whether its receiver is local. What is settled is in the order info."""
+    """The last FIFO batch. What is known of its messages is in the order info, which may be this batch itself."""
     ahead: list[Message]
     """Read and not popped yet: reading one at a time costs as much as reading many."""
     ahead_at: int
@@ -139,6 +142,10 @@ class Desk:
     _max_body: int
     _resets: dict[tuple[str, str, int], int]
     """Pending ones, of the offset table."""
+    _orders: dict[tuple[str, str, int], OrderInfo | Lent]
+    """Entries of the order info."""
+    _order_changes = 0
+    """Number of changes of the order info that were made here."""
     _commit: Callable[[str, str, int, int], None]
     """That of the offset table."""
     _batch: type[Lent]
@@ -146,13 +153,16 @@ class Desk:
 
     if TYPE_CHECKING:
 
-        def hand_out(self, state: Lending, now_ms: int, invisible_ms: int, topic: str, local: bool) -> Delivery | None:
-            """Pop the next message; None, with nothing changed, when it takes more than `StandardQueues.pop` does for
-            one that was read ahead. Takes the state's lock."""
+        def hand_out(
+            self, state: Lending, n: int, now_ms: int, invisible_ms: int, topic: str, local: bool, in_order: bool
+        ) -> list[Delivery] | None:
+            """Pop the next `n` messages; None, with nothing changed, when it takes more than `pop` of `StandardQueues`
+            or `FifoQueues` does for neighbours that were read ahead. Takes the state's lock."""
 
-        def settle_one(self, states: Sequence[Lending], receipt: str) -> bool:
-            """Acknowledge one delivery from a queue of `states`, a list by queue id; False, with nothing changed, when
-            it takes more than `StandardQueues.settle` does for one in flight. Takes the state's lock."""
+        def settle(self, states: list[QueueState], receipts: Sequence[str]) -> QueueState | None:
+            """Acknowledge deliveries from a queue of `states`, a list by queue id, and return that queue's; None, with
+            nothing changed, when it takes more than `settle` of `StandardQueues` or `FifoQueues` does for messages of
+            one batch in flight. Takes the state's lock."""
 
 
 if not TYPE_CHECKING and kernel is not None:

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
 
@@ -26,7 +25,6 @@ __all__ = [
     "Claim",
     "RecallHandle",
     "claim_of",
-    "claims_of",
     "expired",
     "parse_recall_handle",
     "recall_handle",
@@ -73,9 +71,6 @@ def receipt_head(
     return f"{start} {pop_time_ms} {invisible_ms} {_FIFO if fifo else 0} {mark} {BROKER_NAME} {queue_id} "
 
 
-_new = tuple.__new__  # what `_make` is, without the look at the length
-
-
 def claim_of(text: str) -> Claim:
     """Read a receipt. InvalidReceiptError when it is none; only the form is checked."""
     match = _RECEIPT(text) if type(text) is str else None
@@ -87,25 +82,6 @@ def claim_of(text: str) -> Claim:
         if fits and claim.start <= claim.offset <= _I64_MAX and claim.queue_id <= _I32_MAX:
             return claim
     raise InvalidReceiptError(f"{_shown(text)} is no receipt; pass the `receipt` of a delivery as it was given out")
-
-
-def claims_of(texts: Iterable[str]) -> list[Claim]:
-    """`claim_of` each. Receipts of one batch differ in their last number alone, so the rest is read once."""
-    claims: list[Claim] = []
-    head = ""
-    rest: tuple[Any, ...] = ()
-    start = 0
-    for text in texts:
-        before, _, last = text.rpartition(" ") if type(text) is str else ("", "", "")
-        if head and before == head and last.isascii() and last.isdigit() and len(last) <= 18:
-            offset = int(last)
-            if offset >= start:
-                claims.append(_new(Claim, (offset, *rest, text)))
-                continue
-        claim = claim_of(text)
-        claims.append(claim)
-        head, rest, start = (before if text.count(" ") == 7 else ""), claim[1:-1], claim.start
-    return claims
 
 
 def expired(texts: list[str]) -> ReceiptExpiredError:

@@ -41,7 +41,7 @@ from mqstore.broker.pop.figures import PopFigures
 from mqstore.broker.pop.keep import PopKeeper
 from mqstore.broker.pop.log import ACK, GIVE
 from mqstore.broker.pop.orderinfo import Suspended, check_order_info
-from mqstore.broker.pop.receipts import Claim, claim_of, claims_of, expired
+from mqstore.broker.pop.receipts import Claim, claim_of, expired
 from mqstore.broker.pop.replay import Replay, count_begun
 from mqstore.broker.pop.routes import Route, Routes
 from mqstore.broker.pop.standard import StandardQueues
@@ -96,7 +96,7 @@ class PopService:
         self._tables = PopTables(parts, wake, waiters, reads, dead_letter)
         self._orders = self._tables.orders
         self._orders.load(file.load() or {})
-        as_loaded = self._orders.version
+        as_loaded = self._tables.order_version
         self._standard = StandardQueues(self._tables)
         self._fifo = FifoQueues(self._tables)
         self.figures = PopFigures(self._tables, self._fifo)
@@ -158,15 +158,15 @@ class PopService:
             now_ms, limit = self._clock.now_ms(), route.max_attempts
             lucky = int(self._rng() * 100) if route.has_choice else 0
             quick = route.quick and (lucky >= _RETRY_PERCENT or not route.retries)
-            if quick and n == 1 and filter is None and not order:
-                # As `_pop` for one message, as long as there is nothing to it.
+            if quick and filter is None and attempt_id is None:
+                # As `_pop`, as long as there is nothing to it.
                 if queue_id != -1:
                     route.check_queue(queue_id)
                 state = route.queues[lucky % len(route.queues) if queue_id == -1 else queue_id]
-                delivery = self._tables.hand_out(state, now_ms, invisible_ms, topic, local)
-                if delivery is not None:
-                    found = [delivery]
-                    if self._waiters.parked and state.ahead:
+                delivered = self._tables.hand_out(state, n, now_ms, invisible_ms, topic, local, order)
+                if delivered is not None:
+                    found = delivered
+                    if not order and self._waiters.parked and state.ahead:
                         self._waiters.wake_one(topic, queue_id, group)
                     break
             ask = Ask(topic, invisible_ms, filter, start, attempt_id, local, now_ms, limit, skip_acked)
@@ -303,9 +303,12 @@ class PopService:
         are settled.
         """
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
-        if len(receipts) == 1 and not waits:
+        if not waits:
             route = self._routes.known.get((group, topic))
-            if route is not None and route.quick and self._tables.settle_one(route.queues, receipts[0]):
+            state = self._tables.settle(route.queues, receipts) if route is not None and route.quick else None
+            if state is not None:
+                if state.fifo is not None and not state.fifo.left:
+                    self._fifo.wake_if_free(state)
                 return
         late = self._settle(group, topic, receipts, ACK)
         if waits:
@@ -399,13 +402,8 @@ class PopService:
         """Hand each queue the receipts that concern it; the receipts that came too late."""
         if isinstance(texts, str):
             texts = (texts,)
-        if len(texts) == 1:
-            claim = claim_of(texts[0])
-            state = self._state_of(group, topic, claim)
-            with state.lock:
-                return self._kind(claim).settle(state, (claim,), kind)
         queues: dict[tuple[int, int, bool], list[Claim]] = {}
-        for claim in claims_of(texts):
+        for claim in map(claim_of, texts):
             queues.setdefault((claim.mark, claim.queue_id, claim.fifo), []).append(claim)
         concerned = [(self._state_of(group, topic, *claims), claims) for claims in queues.values()]
         late: list[str] = []

@@ -12,7 +12,7 @@ A batch names many offsets, so a million messages in flight cost a million dict 
 were pops. When a delivery becomes visible is kept in buckets of one millisecond: popping adds to a bucket, and nothing
 is taken out until its time has come or most of what lies in the buckets is settled.
 
-FIFO batches live in the order info (`orderinfo.py`); of them only the batch's name is kept here (`fifo`).
+FIFO batches live in the order info (`orderinfo.py`); of them only the last is kept here (`fifo`).
 
 Knows no log, no clock and no message but those read ahead. Every call is made under `lock`.
 """
@@ -83,6 +83,7 @@ class Batch(Lent):
         start, count = offsets[0], len(offsets)
         self.name = name
         self.start = start
+        self.count = count
         self.pop_time_ms = pop_time_ms
         self.invisible_ms = invisible_ms
         self.deltas = None if offsets[-1] - start == count - 1 else tuple([offset - start for offset in offsets])
@@ -250,10 +251,7 @@ class QueueState(Lending):
                 old = self.released.pop(offset, None)
                 if old is not None:
                     self._strike(old, old.bit(offset))
-        if len(offsets) == 1:
-            self.in_flight[offsets[0]] = batch
-        else:
-            self.in_flight.update(zip(offsets, repeat(batch)))
+        self.in_flight.update(zip(offsets, repeat(batch)))
         self._batches += 1
         self.timeline.add(batch.pop_time_ms + batch.invisible_ms, batch)
 

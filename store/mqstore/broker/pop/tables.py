@@ -20,7 +20,7 @@ from mqstore.broker.begun import Address, Begun
 from mqstore.broker.filters import Filter
 from mqstore.broker.pop.ask import Delivery, Start
 from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
-from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable
+from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
 from mqstore.broker.pop.quick import Desk
 from mqstore.broker.pop.state import Batch, Counts, QueueKey, QueueState
 from mqstore.broker.retry import origin_topic
@@ -78,6 +78,7 @@ class PopTables(Desk):
             self._tip, self._queue, self._pop_tail, self._max_body = pop
             self._ack_tail = ack.tail
             self._resets = self.offsets.resets
+            self._orders = self.orders.entries
             self._commit = self.offsets.note
             self._batch, self._delivery = Batch, Delivery
 
@@ -228,10 +229,19 @@ class PopTables(Desk):
         if record is None:
             state.fifo = None
             return None
-        state.fifo.left = sum(
-            1 << i for i, offset in enumerate(record.offsets) if offset >= state.cursor and not record.acked >> i & 1
-        )
+        state.fifo.left = record.left(state.cursor)
         return record
+
+    def put_order(self, state: QueueState, record: OrderInfo) -> None:
+        """Put the record of `state.fifo`; that batch itself if it says as much. Under the state's lock."""
+        assert state.fifo is not None
+        state.fifo.left = record.left(state.cursor)
+        self.orders.put(state.key, state.fifo if record == record_of(state.fifo) else record)
+
+    @property
+    def order_version(self) -> int:
+        """Version of the order info, which compiled code changes too."""
+        return self.orders.version + self._order_changes
 
     # -- batches ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,213 @@
+/* `Lending` is the base of a queue's state, `Lent` of a batch, `Timed` of the timeline: their members, and the lock. */
+
+#include "lending.h"
+#include <stddef.h>
+#include <structmember.h>
+
+static PyObject *acquire_name, *release_name, *heappush;
+
+/* --- a batch --- */
+
+#define LENT(F) F(name) F(start) F(pop_time_ms) F(invisible_ms) F(deltas) F(left) F(moved) F(local) F(failed)
+
+static void lent_dealloc(Lent *self)
+{
+#define DROP(field) Py_XDECREF(self->field);
+    LENT(DROP)
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef lent_members[] = {
+#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(Lent, field), 0, NULL},
+    LENT(MEMBER)
+    {"count", T_INT, offsetof(Lent, count), 0, NULL},
+    {NULL},
+};
+
+/* Not for the garbage collector: it refers to numbers, and to collections of numbers. */
+PyTypeObject LentType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.Lent",
+    .tp_doc = "The messages of one pop.",
+    .tp_basicsize = sizeof(Lent),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)lent_dealloc,
+    .tp_members = lent_members,
+};
+
+/* --- when they become visible --- */
+
+static int timed_traverse(Timed *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->buckets);
+    Py_VISIT(self->times);
+    return 0;
+}
+
+static int timed_clear(Timed *self)
+{
+    Py_CLEAR(self->buckets);
+    Py_CLEAR(self->times);
+    return 0;
+}
+
+static void timed_dealloc(Timed *self)
+{
+    PyObject_GC_UnTrack(self);
+    timed_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef timed_members[] = {
+    {"_buckets", T_OBJECT_EX, offsetof(Timed, buckets), 0, NULL},
+    {"_times", T_OBJECT_EX, offsetof(Timed, times), 0, NULL},
+    {"entries", T_LONGLONG, offsetof(Timed, entries), 0, NULL},
+    {NULL},
+};
+
+PyTypeObject TimedType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.Timed",
+    .tp_doc = "What a timeline holds.",
+    .tp_basicsize = sizeof(Timed),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)timed_dealloc,
+    .tp_traverse = (traverseproc)timed_traverse,
+    .tp_clear = (inquiry)timed_clear,
+    .tp_members = timed_members,
+};
+
+int timed_add(Timed *self, PyObject *at, PyObject *batch)
+{
+    PyObject *there = PyDict_GetItemWithError(self->buckets, at);
+    if (!there) {
+        if (PyErr_Occurred() || PyDict_SetItem(self->buckets, at, batch) < 0)
+            return -1;
+        PyObject *pushed = PyObject_CallFunctionObjArgs(heappush, self->times, at, NULL);
+        if (!pushed)
+            return -1;
+        Py_DECREF(pushed);
+    } else if (PyList_CheckExact(there)) {
+        if (PyList_Append(there, batch) < 0)
+            return -1;
+    } else {
+        PyObject *both = PyList_New(2);
+        if (!both)
+            return -1;
+        PyList_SET_ITEM(both, 0, Py_NewRef(there));
+        PyList_SET_ITEM(both, 1, Py_NewRef(batch));
+        int set = PyDict_SetItem(self->buckets, at, both);
+        Py_DECREF(both);
+        if (set < 0)
+            return -1;
+    }
+    self->entries++;
+    return 0;
+}
+
+/* --- the state of a queue --- */
+
+#define STATE(F) F(key) F(head) F(lock) F(written) F(in_flight) F(released) F(fifo) F(timeline) F(ahead) F(ahead_filter) \
+    F(announced_ms)
+
+static int lending_traverse(Lending *self, visitproc visit, void *arg)
+{
+#define VISIT(field) Py_VISIT(self->field);
+    STATE(VISIT)
+    return 0;
+}
+
+static int lending_clear(Lending *self)
+{
+#define CLEAR(field) Py_CLEAR(self->field);
+    STATE(CLEAR)
+    return 0;
+}
+
+static void lending_dealloc(Lending *self)
+{
+    PyObject_GC_UnTrack(self);
+    lending_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyMemberDef lending_members[] = {
+#define NUMBER(field) {#field, T_LONGLONG, offsetof(Lending, field), 0, NULL},
+    NUMBER(cursor) NUMBER(committed) NUMBER(ahead_at) NUMBER(ahead_from) NUMBER(ahead_next) NUMBER(last_pop_ms)
+    NUMBER(reset_ms) NUMBER(pops) NUMBER(popped) NUMBER(popped_bytes) NUMBER(acked)
+    {"_batches", T_LONGLONG, offsetof(Lending, batches), 0, NULL},
+    {"gone", T_BOOL, offsetof(Lending, gone), 0, NULL},
+#undef MEMBER
+#define MEMBER(field) {#field, T_OBJECT_EX, offsetof(Lending, field), 0, NULL},
+    STATE(MEMBER)
+    {NULL},
+};
+
+PyTypeObject LendingType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.Lending",
+    .tp_doc = "What is known of one queue that is popped from.",
+    .tp_basicsize = sizeof(Lending),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .tp_new = PyType_GenericNew,
+    .tp_dealloc = (destructor)lending_dealloc,
+    .tp_traverse = (traverseproc)lending_traverse,
+    .tp_clear = (inquiry)lending_clear,
+    .tp_members = lending_members,
+};
+
+bool is_whole(PyObject *object)
+{
+    if (!PyObject_TypeCheck(object, &LendingType))
+        return false;
+    const Lending *state = (const Lending *)object;
+#define THERE(field) state->field &&
+    return STATE(THERE) PyDict_CheckExact(state->in_flight) && PyDict_CheckExact(state->released) &&
+           PyList_CheckExact(state->ahead) && PyObject_TypeCheck(state->timeline, &TimedType) &&
+           ((const Timed *)state->timeline)->buckets && PyDict_CheckExact(((const Timed *)state->timeline)->buckets) &&
+           ((const Timed *)state->timeline)->times && PyUnicode_Check(state->head) && PyTuple_Check(state->key) &&
+           PyTuple_GET_SIZE(state->key) == 3;
+}
+
+int try_lock(Lending *state)
+{
+    PyObject *args[] = {state->lock, Py_False};
+    PyObject *granted = PyObject_VectorcallMethod(acquire_name, args, 2, NULL);
+    if (!granted)
+        return -1;
+    int taken = granted == Py_True;
+    Py_DECREF(granted);
+    return taken;
+}
+
+PyObject *unlocked(PyObject *lock, PyObject *result)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *released = PyObject_CallMethodNoArgs(lock, release_name);
+    if (!released) {
+        Py_XDECREF(type);
+        Py_XDECREF(value);
+        Py_XDECREF(traceback);
+        Py_CLEAR(result);
+    } else {
+        Py_DECREF(released);
+        PyErr_Restore(type, value, traceback);
+    }
+    Py_DECREF(lock);
+    return result;
+}
+
+int lending_init(void)
+{
+    acquire_name = PyUnicode_InternFromString("acquire");
+    release_name = PyUnicode_InternFromString("release");
+    PyObject *module = PyImport_ImportModule("heapq");
+    heappush = module ? PyObject_GetAttrString(module, "heappush") : NULL;
+    Py_XDECREF(module);
+    if (!acquire_name || !release_name || !heappush)
+        return -1;
+    return PyType_Ready(&LentType) < 0 || PyType_Ready(&TimedType) < 0 || PyType_Ready(&LendingType) < 0 ? -1 : 0;
+}
