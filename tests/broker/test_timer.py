@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from mqstore.broker.delay.route import WINDOW_MS, due_of, placement, slot_of, timer_route
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.delay.timercheck import Progress
+from mqstore.broker.delay.timercheck import Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import decode_unit, encode_unit
 from mqstore.broker.names import TIMER_TOPIC, dlq_topic
 from mqstore.broker.parts import Parts
@@ -394,6 +394,92 @@ def test_messages_of_one_moment_come_in_the_order_they_were_put(timers: Timers) 
         timers.put(str(n), 3000)
     timers.pass_ms(4000)
     assert timers.bodies() == [str(n) for n in range(2500)]
+
+
+@pytest.mark.parametrize("how", ["running", "small steps", "closed", "killed"])
+@pytest.mark.parametrize("seed", range(2))
+def test_messages_of_one_second_come_each_at_its_own_millisecond(
+    timers: Timers, monkeypatch: pytest.MonkeyPatch, how: str, seed: int
+) -> None:
+    """Put before their second begins and while it runs, also for a time before one that is delivered already."""
+    rng = random.Random(seed)
+    if how == "small steps":
+        small_steps(monkeypatch)
+    due: dict[str, int] = {}
+    for n in range(60):
+        wait_ms = rng.choice((1, 2, 30, 200, 200, 500, 999, 1500))
+        due[str(n)] = timers.clock.now_ms() - START_MS + wait_ms
+        timers.put(str(n), wait_ms)
+        if n % 3:
+            timers.pass_ms(rng.choice((0, 1, 19, 70)))
+        if n % 7 == 0 and how == "closed":
+            timers.reopen()
+        if n % 20 == 0 and how == "killed":
+            timers.kill()
+            timers.open()
+    timers.pass_ms(2 * S)
+    delivered = timers.delivered()
+    first = list({body: (body, at) for body, at in reversed(delivered)}.values())[::-1]
+    assert first == sorted(due.items(), key=lambda item: item[1])  # of one moment in the order of their puts
+    assert len(delivered) == len(first) or how == "killed"
+    assert max(Counter(timers.bodies()).values()) <= 2
+    assert timers.timer.waiting() == 0
+
+
+def test_a_message_that_is_overdue_when_it_is_placed_comes_at_once(timers: Timers) -> None:
+    timers.put("later", 800)
+    timers.put("sooner", 300)
+    timers.pass_ms(400)
+    timers.put("overdue", 50)  # nobody looks until another of its second is due, 350 ms later
+    timers.clock.advance(400)
+    timers.settle()
+    timers.put("new", 100)
+    timers.clock.advance(5 * S)
+    timers.settle()
+    timers.reopen()
+    timers.pass_ms(5 * S)
+    assert timers.delivered() == [("sooner", 300), ("overdue", 800), ("later", 800), ("new", 5800)]
+
+
+def test_a_second_that_an_earlier_version_was_reading_is_gone_on_with(timers: Timers) -> None:
+    """It read a second when that was over, from the oldest unit on, and its units named no millisecond."""
+    for body, wait_ms in (("a", 900), ("b", 100), ("c", 500), ("d", 1700)):
+        timers.put(body, wait_ms)
+    timers.pass_ms(0)
+    timers.close()
+    log = timers.path / "timerlog" / f"{0:020d}"
+    data = log.read_bytes()
+    units = [decode_unit(at, data[at : at + 52]) for at in range(0, 4 * 52, 52)]
+    with log.open("r+b") as file:
+        for at, unit in enumerate(units):
+            file.write(encode_unit(52 * at, unit._replace(write_ms=START_MS, delay_ms=unit.slot_ms - START_MS)))
+    check = TimerCheck(timers.path / "config" / "timercheck", FileSystem(), 0o600)
+    progress = check.load()
+    assert isinstance(progress, Progress)
+    check.save(progress._replace(read_ms=START_MS, slot_done=1), START_MS)  # "a" was delivered
+    timers.open()
+    timers.pass_ms(999)
+    assert timers.bodies() == []
+    timers.pass_ms(1)
+    assert timers.delivered() == [("b", 1000), ("c", 1000)]
+    timers.reopen()
+    timers.pass_ms(S)
+    assert timers.delivered() == [("b", 1000), ("c", 1000), ("d", 2000)]
+
+
+def test_what_another_program_reads_of_a_unit_is_its_slot(timers: Timers) -> None:
+    """RocketMQ finds the slot as writeTime + delay, a multiple of its precision."""
+    timers.clock.advance(250)
+    for wait_ms in (1, 200, 749, 750, 751, 3 * DAY):
+        timers.put("", wait_ms)
+    timers.pass_ms(0)
+    timers.close()
+    data = (timers.path / "timerlog" / f"{0:020d}").read_bytes()
+    slots = []
+    for at in range(0, 6 * 52, 52):
+        write_ms, delay_ms = struct.unpack_from(">qi", data, at + 16)
+        slots.append(write_ms + delay_ms - START_MS)
+    assert slots == [0, 0, 0, 0, S, 2 * DAY]
 
 
 def test_steps_are_bounded(timers: Timers) -> None:
@@ -1177,6 +1263,36 @@ def test_a_clock_set_back_while_a_slot_is_read_stops_what_is_left_of_it(timers: 
     assert len(timers.bodies()) == 1000
     timers.pass_ms(S)
     assert timers.bodies() == [str(n) for n in range(1500)]
+
+
+def test_a_clock_set_back_within_the_second_that_is_read(timers: Timers) -> None:
+    for wait_ms in (200, 600, 900, 1500):
+        timers.put(str(wait_ms), wait_ms)
+    timers.pass_ms(700)
+    timers.clock.set_wall(START_MS + 300)
+    timers.put("new", 50)  # due before one that is delivered: it waits for the clock to be there again
+    timers.pass_ms(200)
+    assert timers.bodies() == ["200", "600"]
+    timers.reopen()
+    timers.pass_ms(2 * S)
+    assert timers.delivered() == [("200", 200), ("600", 600), ("new", 600), ("900", 900), ("1500", 1500)]
+
+
+@pytest.mark.parametrize("how", ["running", "closed"])
+def test_a_clock_set_back_far_within_the_second_that_is_read(timers: Timers, how: str) -> None:
+    waits = (200, 600, 900, HOUR)
+    handles = [timers.put(str(wait_ms), wait_ms) for wait_ms in waits]
+    timers.pass_ms(300)
+    if how == "closed":
+        timers.close()
+    timers.clock.set_wall(START_MS - HOUR)
+    if how == "closed":
+        timers.open()
+    timers.settle()
+    assert [timers.timer.recall(handle) for handle in handles] == [False, True, True, True]
+    timers.put("new", 100)
+    timers.pass_ms(3 * HOUR)
+    assert timers.delivered() == [("200", 200), ("new", 100 - HOUR)]
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------

@@ -222,7 +222,7 @@ def _placed(parts: Parts, progress: Progress) -> TimerView | None:
     try:
         log.load(progress.log_low, progress.log_end)
         _, units = units_from(log, progress.log_low, progress.read_ms)
-        units = units[waiting_units(units, progress)]
+        units = units[waiting_units(units, progress)[0]]
         if len(units):
             view.add(len(units), int(due_times(units).min()), int(units["physical_offset"].min()))
     except (TimerFilesDamaged, FileNotFoundError):

@@ -18,7 +18,8 @@ on (`placement`). So the log is pinned by it for no longer than W, and the wheel
 
 One that waits by level, and holds a part of the log that is dead but for it, goes on waiting here (`level_properties`):
 
-    level n, REAL_TOPIC, REAL_QID, due at D    DELAY is gone; TIMER_OUT_MS as above, TIMER_DELAY_LEVEL = n
+    level n, REAL_TOPIC, REAL_QID, due at D    DELAY is gone; TIMER_DELIVER_MS = D, TIMER_OUT_MS as above,
+                                               TIMER_DELAY_LEVEL = n
 
 By the latter it is known at the end, and delivered with the properties that the level would have given it.
 """
@@ -85,7 +86,7 @@ RECALLED_BORN_MS = "mqstore_recalled_born_ms"
 WINDOW_MS = 172_800 * PRECISION_MS
 """Two days: the farthest that a message is carried in one go."""
 
-LEVEL_MARKS = frozenset({TIMER_OUT_MS, TIMER_DELAY_LEVEL, TIMER_ROLL_TIMES, TIMER_DEL_UNIQKEY})
+LEVEL_MARKS = frozenset({TIMER_DELIVER_MS, TIMER_OUT_MS, TIMER_DELAY_LEVEL, TIMER_ROLL_TIMES, TIMER_DEL_UNIQKEY})
 """What a message of a level has only while the timer holds it. One that came with such (a record of a Java broker, put
 again after a delay that is over) is rid of it: TIMER_DEL_UNIQKEY would make a cancellation of it."""
 
@@ -309,11 +310,13 @@ def level_properties(delivered: bytes, level: int, due_ms: int) -> bytes:
     with which the level would deliver it (delivery#restore).
 
     >>> level_properties(b"REAL_TOPIC\\x01orders\\x02REAL_QID\\x010\\x02", 2, 2001)[29:]
-    b'TIMER_OUT_MS\\x012000\\x02TIMER_DELAY_LEVEL\\x012\\x02'
+    b'TIMER_DELIVER_MS\\x012001\\x02TIMER_OUT_MS\\x012000\\x02TIMER_DELAY_LEVEL\\x012\\x02'
     """
     pieces = delivered.removesuffix(PAIR_END).split(PAIR_END)
     kept = [piece for piece in pieces if piece.partition(NAME_END)[0] not in _LEVEL_MARKS]
-    kept.append(f"{TIMER_OUT_MS}\x01{slot_of(due_ms)}\x02{TIMER_DELAY_LEVEL}\x01{level}\x02".encode())
+    marks = {TIMER_DELIVER_MS: due_ms, TIMER_OUT_MS: slot_of(due_ms), TIMER_DELAY_LEVEL: level}
+    kept += [f"{name}\x01{value}".encode() for name, value in marks.items()]
+    kept.append(b"")
     return PAIR_END.join(kept)
 
 

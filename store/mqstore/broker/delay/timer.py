@@ -466,7 +466,7 @@ class TimerService:
             self._touch(now_ms)
             unit = self._log.unit(position)
             self._messages.finish(unit, reading.cancelled, now_ms)
-            reading.done += 1  # only now: an error leaves this one to be done again
+            reading.settle()  # only now: an error leaves this one to be done again
             self._units.done(unit)
             dealt += 1
         if reading.is_over(now_ms):
@@ -537,12 +537,12 @@ class TimerService:
         try:
             if bounds is None or found.queue_offset > bounds[1]:
                 raise TimerFilesDamaged("the commitlog ends before what the checkpoint says was placed")
-            self._units.load(found)
+            done_ms = self._units.load(found)
             if self._late_offset >= 0:
                 self._late_slot_ms = self._units.newest_ms  # which of them is late is forgotten; this is late enough
             if found.slot_done or found.due_done:
                 self._reading = SlotReading(
-                    found.read_ms, self._units, done_before=found.slot_done, done=found.due_done
+                    found.read_ms, self._units, done_before=found.slot_done, done=found.due_done, done_ms=done_ms
                 )
         except TimerFilesDamaged as damage:
             self._rebuild(damage)

@@ -32,12 +32,17 @@ _POSITION: Final = (1 << _POSITION_BITS) - 1
 
 
 class SlotReading:
-    """A slot. Its `done_before` oldest units are done already, and the first `done` of the others by due time."""
+    """A slot. Its `done_before` oldest units are done already, and the first `done` of the others by due time, the last
+    of them at `done_ms`."""
 
-    def __init__(self, slot_ms: int, units: TimerUnits, *, done_before: int = 0, done: int = 0) -> None:
+    def __init__(
+        self, slot_ms: int, units: TimerUnits, *, done_before: int = 0, done: int = 0, done_ms: int = 0
+    ) -> None:
         self.slot_ms = slot_ms
         self.done_before = done_before
         self.done = done
+        self.earliest_ms = max(slot_ms + 1, done_ms)
+        """Earliest due time that a unit may be added with."""
         self.cancelled = Cancellations()
         self.complete = False
         """True when all units of the chain were looked at."""
@@ -83,15 +88,6 @@ class SlotReading:
             self._turns.append(self._turn(position, unit))
 
     @property
-    def earliest_ms(self) -> int:
-        """Earliest due time that a unit may be added with."""
-        if not self.done:
-            return self.slot_ms + 1
-        if not self.complete:  # which ones are done is not known yet
-            return self.slot_ms + PRECISION_MS
-        return self.slot_ms + (self._turns[self.done - 1] >> _POSITION_BITS)
-
-    @property
     def next_ms(self) -> int:
         """When to come next: the first due time, or the end of the slot; at once (the begin) if it is not complete."""
         if not self.complete:
@@ -105,6 +101,11 @@ class SlotReading:
         if self.done == len(self._turns) or self.next_ms > now_ms:
             return None
         return self._turns[self.done] & _POSITION
+
+    def settle(self) -> None:
+        """The unit at `next_position` was dealt with."""
+        self.earliest_ms = self.next_ms
+        self.done += 1
 
     def is_over(self, now_ms: int) -> bool:
         """Return True if all of it is done and nothing more can come."""

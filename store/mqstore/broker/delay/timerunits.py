@@ -62,8 +62,8 @@ class TimerUnits:
         self.low = self.log.end
         self.waiting, self.newest_ms, self._next_ms = 0, NOWHERE, None
 
-    def load(self, progress: Progress) -> None:
-        """Take up the log as a checkpoint says, and make a wheel of all that waits."""
+    def load(self, progress: Progress) -> int:
+        """Take up the log as a checkpoint says, and make a wheel of all that waits. Returns as `waiting_units`."""
         self.log.load(progress.log_low, progress.log_end)
         self.low = progress.log_low
         positions, units = units_from(self.log, progress.log_low, progress.read_ms)
@@ -71,9 +71,10 @@ class TimerUnits:
         newest_ms = int(slots_ms.max(initial=NOWHERE))
         if newest_ms > progress.read_ms + REACH_MS + _LAG_MS:
             raise TimerFilesDamaged("timer log: slots farther ahead than any is placed")
-        self.waiting = int(np.count_nonzero(waiting_units(units, progress)))
+        waits, done_ms = waiting_units(units, progress)
         self.wheel.make(slots_ms, positions)
-        self.newest_ms, self._next_ms = newest_ms, None
+        self.waiting, self.newest_ms, self._next_ms = int(np.count_nonzero(waits)), newest_ms, None
+        return done_ms
 
     def add(self, unit: TimerUnit) -> int:
         """Append a unit to the log and to the chain of its slot. Returns its position."""
@@ -178,9 +179,9 @@ def in_order_of_due(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def waiting_units(units: npt.NDArray[np.void], progress: Progress) -> npt.NDArray[np.bool_]:
-    """Mask of those of `units_from` that wait by a checkpoint and are no cancellations. TimerFilesDamaged if its slot
-    has fewer than are done."""
+def waiting_units(units: npt.NDArray[np.void], progress: Progress) -> tuple[npt.NDArray[np.bool_], int]:
+    """(mask of those of `units_from` that wait by a checkpoint and are no cancellations, latest due time of those that
+    are done of its slot, 0: none is). TimerFilesDamaged if the slot has fewer than are done."""
     waits: npt.NDArray[np.bool_] = units["magic"] & CANCELS == 0
     in_turn = np.flatnonzero((slots_of_units(units) == progress.read_ms) & in_order_of_due(units))
     oldest, others = in_turn[: progress.slot_done], in_turn[progress.slot_done :]
@@ -189,7 +190,7 @@ def waiting_units(units: npt.NDArray[np.void], progress: Progress) -> npt.NDArra
     if len(done) < progress.slot_done + progress.due_done:
         raise TimerFilesDamaged(f"timer log: more units of slot {progress.read_ms} are done than it has")
     waits[done] = False
-    return waits
+    return waits, int(due_times(units[done]).max(initial=0))
 
 
 def due_times(units: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
