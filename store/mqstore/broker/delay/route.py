@@ -246,7 +246,7 @@ def _deliver_ms(properties: Mapping[str, str], now_ms: int) -> int | None:
 
 
 def due_of(properties: Mapping[str, str]) -> int:
-    """Return when a message of the timer topic is due. It must have a TIMER_OUT_MS.
+    """Return when a message of the timer topic is due (delivery#timer-due). It must have a TIMER_OUT_MS.
 
     It is due at TIMER_DELIVER_MS. A record that does not name that moment, or one within its slot, is due at the end of
     its slot: an earlier version wrote it, or a Java broker.
