@@ -47,6 +47,7 @@ from mqstore.errors import (
     QueueShutDown,
     StoreClosedError,
 )
+from mqstore.layout.properties import TIMER_DELIVER_MS
 from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration, check_whole, seconds
 from mqstore.signalsafe import Condition
@@ -57,8 +58,6 @@ _UNREAD: Any = object()
 _MAX_NAME = 120
 _LOOK_S = 0.25
 """How often who waits for room, or for the end, looks by itself: others may settle items, too, and time does."""
-_SLOT_MS = 1000
-"""What is due within a second comes at the end of it (delivery#timer-put)."""
 _LATE_MS = 60_000
 """How long `join` goes on to wait for a delayed item that should be there: not for ever, for it may have been recalled,
 or have come and gone long ago."""
@@ -227,16 +226,18 @@ class Queue:
         if delay is None:
             self._broker.put(self.name, body, queue_id=0)
         else:
-            self._note_delay(self._broker.put(self.name, body, queue_id=0, delay=delay), delay)
+            self._note_delay(self._broker.put(self.name, body, queue_id=0, delay=delay))
 
-    def _note_delay(self, receipt: SendReceipt, delay: Duration) -> None:
-        """An item was put with that delay: `join` waits for it."""
-        due_ms = self._broker.store.clock.now_ms() + math.ceil(seconds(delay, "delay") * 1000)
-        coming = -(-due_ms // _SLOT_MS) * _SLOT_MS, receipt.unique_key
+    def _note_delay(self, receipt: SendReceipt) -> None:
+        """An item was put with a delay: `join` waits for it."""
+        if receipt.recall_handle is None:
+            return
+        message = self._broker.store.at(receipt.physical_offset)
+        coming = int(message.stored_properties()[TIMER_DELIVER_MS]), receipt.unique_key
         with self._changed:
             last = self._coming
-            if receipt.recall_handle is not None and (last is None or coming[0] >= last[0]):
-                self._coming = coming  # of those of one second the last put comes last
+            if last is None or coming[0] >= last[0]:
+                self._coming = coming  # of those of one moment the last put comes last
 
     def _is_coming(self) -> bool:
         """Whether an item that was put here with a delay is not there yet."""

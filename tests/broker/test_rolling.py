@@ -225,9 +225,23 @@ def test_marks_of_a_delay_that_is_over_do_not_come_back_to_life() -> None:
     assert decode_properties(level_properties(old, 4, 7001)) == {
         "a": "b",
         "REAL_TOPIC": "t",
+        "TIMER_DELIVER_MS": "7001",
         "TIMER_OUT_MS": "7000",
         "TIMER_DELAY_LEVEL": "4",
     }
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_level_message_in_the_timer_comes_at_its_own_millisecond(bench: Bench, reopened: bool) -> None:
+    bench.jump(345)
+    bench.broker.put("orders", b"", queue_id=0, delay_level=3)
+    bench.busy()
+    bench.house()
+    assert bench.counted("delay_rolled") == 1
+    if reopened:
+        bench.again()
+    bench.advance(31 * DAY)
+    assert bench.arrived() == [("", 30 * DAY + 345)]
 
 
 # -- once --------------------------------------------------------------------------------------------------------------
@@ -245,6 +259,21 @@ def test_a_message_is_rolled_once_for_each_time_that_its_segment_dies(bench: Ben
         bench.house()
     assert bench.counted("TIMER_ROLLED") == 2
     assert len([m for m in bench.messages(TIMER_TOPIC) if m.text() == "0"]) == 1, "the first two are deleted"
+
+
+def test_what_is_due_in_the_running_second_is_not_rolled_nor_what_lies_behind_it(bench: Bench) -> None:
+    """Units are done from the front of the timer's log on, so one that is left there holds the others."""
+    for wait_ms in (10 * HOUR, 5900, 20 * HOUR):
+        bench.broker.put("orders", str(wait_ms).encode(), queue_id=0, delay=wait_ms / 1000)
+    bench.advance(5500)  # the slot of the second one is being read, and all three are written
+    timer = bench.broker._timer
+    assert timer.roll(bench.store.max_offset, 10, bench.clock.now_ms()) == 1
+    bench.advance(2000)
+    assert bench.arrived() == [("5900", 5900)]
+    assert timer.roll(bench.store.max_offset, 10, bench.clock.now_ms()) == 2, "the last one, and the first again"
+    bench.again()
+    bench.advance(DAY)
+    assert bench.arrived() == [("5900", 5900), (str(10 * HOUR), 10 * HOUR), (str(20 * HOUR), 20 * HOUR)]
 
 
 def test_of_two_due_in_the_same_second_the_older_alone_is_rolled_and_both_come_once(bench: Bench) -> None:

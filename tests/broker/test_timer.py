@@ -1,6 +1,6 @@
 """Arbitrary delay (delivery#timer): the rules of a put, and the mechanism over small stores with time by hand.
 
-Expected times are computed here from the moments asked for: a message due at D is visible in [D, D + 1000).
+Expected times are computed here from the moments asked for: a message due at D is delivered at D.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.broker.delay.route import WINDOW_MS, placement, slot_of, timer_route
+from mqstore.broker.delay.route import WINDOW_MS, due_of, placement, slot_of, timer_route
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.delay.timerfiles import Progress, decode_unit, encode_unit
+from mqstore.broker.delay.timercheck import Progress, TimerCheck
+from mqstore.broker.delay.timerfiles import decode_unit, encode_unit
 from mqstore.broker.names import TIMER_TOPIC, dlq_topic
 from mqstore.broker.parts import Parts
 from mqstore.broker.pop.receipts import recall_handle
@@ -44,34 +45,65 @@ MAX = 366 * DAY
 
 
 @pytest.mark.parametrize(
-    ("properties", "out_ms"),
+    ("properties", "wait_ms", "slot_ms"),
     [
-        ({"TIMER_DELAY_SEC": "5"}, NOW + 4000),
-        ({"TIMER_DELAY_MS": "5000"}, NOW + 4000),
-        ({"TIMER_DELAY_MS": "5001"}, NOW + 5000),
-        ({"TIMER_DELAY_MS": "5999"}, NOW + 5000),
-        ({"TIMER_DELAY_MS": "6000"}, NOW + 5000),
-        ({"TIMER_DELAY_MS": "1"}, NOW),
-        ({"TIMER_DELAY_MS": "+7"}, NOW),
-        ({"TIMER_DELIVER_MS": str(NOW + 1000)}, NOW),
-        ({"TIMER_DELIVER_MS": str(NOW + 1234)}, NOW + 1000),
-        ({"TIMER_DELIVER_MS": str(NOW + MAX)}, NOW + MAX - 1000),
+        ({"TIMER_DELAY_SEC": "5"}, 5000, 4000),
+        ({"TIMER_DELAY_MS": "5000"}, 5000, 4000),
+        ({"TIMER_DELAY_MS": "5001"}, 5001, 5000),
+        ({"TIMER_DELAY_MS": "5999"}, 5999, 5000),
+        ({"TIMER_DELAY_MS": "6000"}, 6000, 5000),
+        ({"TIMER_DELAY_MS": "1"}, 1, 0),
+        ({"TIMER_DELAY_MS": "+7"}, 7, 0),
+        ({"TIMER_DELIVER_MS": str(NOW + 1000)}, 1000, 0),
+        ({"TIMER_DELIVER_MS": str(NOW + 1234)}, 1234, 1000),
+        ({"TIMER_DELIVER_MS": str(NOW + MAX)}, MAX, MAX - 1000),
         # precedence: seconds, then milliseconds, then the moment
-        ({"TIMER_DELAY_SEC": "3", "TIMER_DELAY_MS": "9000", "TIMER_DELIVER_MS": str(NOW + 50_000)}, NOW + 2000),
-        ({"TIMER_DELAY_MS": "9000", "TIMER_DELIVER_MS": str(NOW + 50_000)}, NOW + 8000),
+        ({"TIMER_DELAY_SEC": "3", "TIMER_DELAY_MS": "9000", "TIMER_DELIVER_MS": str(NOW + 50_000)}, 3000, 2000),
+        ({"TIMER_DELAY_MS": "9000", "TIMER_DELIVER_MS": str(NOW + 50_000)}, 9000, 8000),
         # no level, so the timer's turn
-        ({"DELAY": "0", "TIMER_DELAY_SEC": "5"}, NOW + 4000),
-        ({"DELAY": "x", "TIMER_DELAY_SEC": "5"}, NOW + 4000),
+        ({"DELAY": "0", "TIMER_DELAY_SEC": "5"}, 5000, 4000),
+        ({"DELAY": "x", "TIMER_DELAY_SEC": "5"}, 5000, 4000),
     ],
 )
-def test_a_message_with_a_moment_ahead_goes_to_the_timer_topic(properties: dict[str, str], out_ms: int) -> None:
+def test_a_message_with_a_moment_ahead_goes_to_the_timer_topic(
+    properties: dict[str, str], wait_ms: int, slot_ms: int
+) -> None:
     given_too = {"TAGS": "a", "UNIQ_KEY": "u", "mine": "x"}
     routed = timer_route("orders", 3, {**given_too, **properties}, NOW, max_delay_ms=MAX)
     assert routed is not None
     topic, queue_id, stored = routed
     assert (topic, queue_id) == ("rmq_sys_wheel_timer", 0)
-    expected = {"TIMER_OUT_MS": str(out_ms), "REAL_TOPIC": "orders", "REAL_QID": "3"}
-    assert stored == {**given_too, **properties, **expected}
+    level = {name: value for name, value in properties.items() if name == "DELAY"}
+    times = {"TIMER_DELIVER_MS": str(NOW + wait_ms), "TIMER_OUT_MS": str(NOW + slot_ms)}
+    assert stored == {**given_too, **level, **times, "REAL_TOPIC": "orders", "REAL_QID": "3"}
+
+
+@pytest.mark.parametrize(
+    ("properties", "due_ms"),
+    [
+        ({"TIMER_DELIVER_MS": "4001"}, 4001),
+        ({"TIMER_DELIVER_MS": "4200"}, 4200),
+        ({"TIMER_DELIVER_MS": "5000"}, 5000),
+        # a record of an earlier version or of a Java broker, which may name another moment or none that can be
+        ({}, 5000),
+        ({"TIMER_DELAY_MS": "200"}, 5000),
+        ({"TIMER_DELAY_SEC": "3", "TIMER_DELIVER_MS": "4200"}, 5000),
+        ({"TIMER_DELAY_MS": "300", "TIMER_DELIVER_MS": "4200"}, 5000),
+        ({"TIMER_DELIVER_MS": "4000"}, 5000),
+        ({"TIMER_DELIVER_MS": "5001"}, 5000),
+        ({"TIMER_DELIVER_MS": "-4200"}, 5000),
+        ({"TIMER_DELIVER_MS": "soon"}, 5000),
+    ],
+)
+def test_a_message_is_due_at_the_moment_its_record_names_or_else_when_its_slot_ends(
+    properties: dict[str, str], due_ms: int
+) -> None:
+    assert due_of({"TIMER_OUT_MS": "4000", **properties}) == due_ms
+
+
+def test_a_slot_of_a_java_broker_with_a_finer_precision_is_not_left_early() -> None:
+    assert due_of({"TIMER_OUT_MS": "4300"}) == 5000
+    assert due_of({"TIMER_OUT_MS": "4300", "TIMER_DELIVER_MS": "4400"}) == 4400
 
 
 @pytest.mark.parametrize(
@@ -290,18 +322,17 @@ def timers(tmp_path: Path) -> Iterator[Timers]:
 
 @pytest.mark.parametrize("wait_ms", [1, 500, 999, 1000, 1001, 1999, 2000, 5400, 60_000, 59_999, 3_600_001, 2 * DAY])
 @pytest.mark.parametrize("phase_ms", [0, 1, 999])
-def test_a_message_comes_within_a_second_after_its_moment_and_never_before(
-    timers: Timers, wait_ms: int, phase_ms: int
-) -> None:
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_message_comes_at_its_moment(timers: Timers, wait_ms: int, phase_ms: int, reopened: bool) -> None:
     timers.clock.advance(phase_ms)
     timers.put("a", wait_ms)
-    due = phase_ms + wait_ms
     timers.pass_ms(wait_ms - 1)
+    if reopened:
+        timers.reopen()
     assert timers.bodies() == []
     assert timers.timer.waiting() == 1
     timers.pass_ms(1000)
-    [(_, at)] = timers.delivered()
-    assert due <= at < due + 1000
+    assert timers.delivered() == [("a", phase_ms + wait_ms)]
     assert len(timers.messages(TIMER_TOPIC)) <= (1 if wait_ms < 2 * DAY else 2), "rolled for nothing"
     assert timers.timer.waiting() == 0
 
@@ -341,7 +372,7 @@ def test_a_delivered_copy_has_the_message_without_what_delayed_it(timers: Timers
         "UNIQ_KEY": "u",
         "TIMER_OUT_MS": str(START_MS + 2000),
         "TIMER_ENQUEUE_MS": str(START_MS),
-        "TIMER_DEQUEUE_MS": str(START_MS + 3000),
+        "TIMER_DEQUEUE_MS": str(START_MS + 2250),
     }
     assert (message.text(), message.flag, message.born_timestamp_ms) == ("body", 7, 123)
     assert (message.born_host, message.reconsume_times, message.tag) == ("10.1.2.3:55", 4, "t")
@@ -363,6 +394,92 @@ def test_messages_of_one_moment_come_in_the_order_they_were_put(timers: Timers) 
         timers.put(str(n), 3000)
     timers.pass_ms(4000)
     assert timers.bodies() == [str(n) for n in range(2500)]
+
+
+@pytest.mark.parametrize("how", ["running", "small steps", "closed", "killed"])
+@pytest.mark.parametrize("seed", range(2))
+def test_messages_of_one_second_come_each_at_its_own_millisecond(
+    timers: Timers, monkeypatch: pytest.MonkeyPatch, how: str, seed: int
+) -> None:
+    """Put before their second begins and while it runs, also for a time before one that is delivered already."""
+    rng = random.Random(seed)
+    if how == "small steps":
+        small_steps(monkeypatch)
+    due: dict[str, int] = {}
+    for n in range(60):
+        wait_ms = rng.choice((1, 2, 30, 200, 200, 500, 999, 1500))
+        due[str(n)] = timers.clock.now_ms() - START_MS + wait_ms
+        timers.put(str(n), wait_ms)
+        if n % 3:
+            timers.pass_ms(rng.choice((0, 1, 19, 70)))
+        if n % 7 == 0 and how == "closed":
+            timers.reopen()
+        if n % 20 == 0 and how == "killed":
+            timers.kill()
+            timers.open()
+    timers.pass_ms(2 * S)
+    delivered = timers.delivered()
+    first = list({body: (body, at) for body, at in reversed(delivered)}.values())[::-1]
+    assert first == sorted(due.items(), key=lambda item: item[1])  # of one moment in the order of their puts
+    assert len(delivered) == len(first) or how == "killed"
+    assert max(Counter(timers.bodies()).values()) <= 2
+    assert timers.timer.waiting() == 0
+
+
+def test_a_message_that_is_overdue_when_it_is_placed_comes_at_once(timers: Timers) -> None:
+    timers.put("later", 800)
+    timers.put("sooner", 300)
+    timers.pass_ms(400)
+    timers.put("overdue", 50)  # nobody looks until another of its second is due, 350 ms later
+    timers.clock.advance(400)
+    timers.settle()
+    timers.put("new", 100)
+    timers.clock.advance(5 * S)
+    timers.settle()
+    timers.reopen()
+    timers.pass_ms(5 * S)
+    assert timers.delivered() == [("sooner", 300), ("overdue", 800), ("later", 800), ("new", 5800)]
+
+
+def test_a_second_that_an_earlier_version_was_reading_is_gone_on_with(timers: Timers) -> None:
+    """It read a second when that was over, from the oldest unit on, and its units named no millisecond."""
+    for body, wait_ms in (("a", 900), ("b", 100), ("c", 500), ("d", 1700)):
+        timers.put(body, wait_ms)
+    timers.pass_ms(0)
+    timers.close()
+    log = timers.path / "timerlog" / f"{0:020d}"
+    data = log.read_bytes()
+    units = [decode_unit(at, data[at : at + 52]) for at in range(0, 4 * 52, 52)]
+    with log.open("r+b") as file:
+        for at, unit in enumerate(units):
+            file.write(encode_unit(52 * at, unit._replace(write_ms=START_MS, delay_ms=unit.slot_ms - START_MS)))
+    check = TimerCheck(timers.path / "config" / "timercheck", FileSystem(), 0o600)
+    progress = check.load()
+    assert isinstance(progress, Progress)
+    check.save(progress._replace(read_ms=START_MS, slot_done=1), START_MS)  # "a" was delivered
+    timers.open()
+    timers.pass_ms(999)
+    assert timers.bodies() == []
+    timers.pass_ms(1)
+    assert timers.delivered() == [("b", 1000), ("c", 1000)]
+    timers.reopen()
+    timers.pass_ms(S)
+    assert timers.delivered() == [("b", 1000), ("c", 1000), ("d", 2000)]
+
+
+def test_what_another_program_reads_of_a_unit_is_its_slot(timers: Timers) -> None:
+    """RocketMQ finds the slot as writeTime + delay, a multiple of its precision."""
+    timers.clock.advance(250)
+    for wait_ms in (1, 200, 749, 750, 751, 3 * DAY):
+        timers.put("", wait_ms)
+    timers.pass_ms(0)
+    timers.close()
+    data = (timers.path / "timerlog" / f"{0:020d}").read_bytes()
+    slots = []
+    for at in range(0, 6 * 52, 52):
+        write_ms, delay_ms = struct.unpack_from(">qi", data, at + 16)
+        slots.append(write_ms + delay_ms - START_MS)
+    assert slots == [0, 0, 0, 0, S, 2 * DAY]
 
 
 def test_steps_are_bounded(timers: Timers) -> None:
@@ -400,16 +517,25 @@ def test_no_step_looks_at_more_than_some_thousands_of_one_second(timers: Timers)
 
 
 def test_it_is_called_when_there_is_something_to_do_and_not_otherwise(timers: Timers) -> None:
+    begin_ms = START_MS + 5 * HOUR
     timers.put("a", 5 * HOUR + 300)
-    assert timers.settle() == START_MS + 5 * HOUR + 1000
-    timers.put("b", 5 * HOUR + 300)
+    assert timers.settle() == begin_ms + 1
+    timers.put("b", 5 * HOUR + 400)
     assert timers.settle() == START_MS + 1000, "the flush"
     timers.clock.advance(1000)
-    assert timers.settle() == START_MS + 5 * HOUR + 1000
-    timers.clock.advance(5 * HOUR)
-    assert timers.settle() == START_MS + 5 * HOUR + 2000, "the flush after the delivery"
-    timers.clock.advance(1000)
-    assert timers.settle() is None
+    assert timers.settle() == begin_ms + 1, "to look through the slot"
+    now_ms = begin_ms + 1
+    for next_ms, bodies in (
+        (begin_ms + 300, []),
+        (begin_ms + 400, ["a"]),
+        (begin_ms + 1000, ["a", "b"]),  # the slot ends
+        (begin_ms + 1300, ["a", "b"]),  # the flush after the first delivery
+        (None, ["a", "b"]),
+    ):
+        timers.clock.set_wall(now_ms)
+        assert timers.settle() == next_ms
+        assert timers.bodies() == bodies
+        now_ms = next_ms or 0
 
 
 @pytest.mark.parametrize("days", [3, 10, 100, 366])
@@ -470,14 +596,14 @@ def test_nothing_is_lost_or_early_over_a_stop_of_any_length(tmp_path: Path, stop
             assert at[f"old {wait}"] == begin, f"{wait} is overdue and comes at once"
         else:
             assert f"old {wait}" not in at or wait <= at[f"old {wait}"]
-    assert begin + 1500 <= at["new"] < begin + 2500
+    assert at["new"] == begin + 1500
     copies = [m.text() for m in timers.messages(TIMER_TOPIC)].count("new")
     assert copies <= 2 + stopped_ms // (6 * DAY), "rolled over what the wheel reaches, no more often"
     timers.pass_ms(367 * DAY)
     assert Counter(timers.bodies()) == Counter([f"old {wait}" for wait in waits] + ["new"])
     for wait in waits[1:]:
         delivered = dict(timers.delivered())[f"old {wait}"]
-        assert max(wait, begin if wait <= begin else 0) <= delivered < max(wait, begin) + S
+        assert delivered == max(wait, begin if wait <= begin else 0)
     timers.close()
 
 
@@ -498,12 +624,12 @@ def test_a_recalled_message_is_not_delivered(timers: Timers, wait_ms: int, at: s
 
 
 def test_a_recall_comes_too_late_when_the_moment_has_come(timers: Timers) -> None:
-    handle = timers.put("a", 5 * S)
-    timers.pass_ms(4 * S + 1)
-    assert not timers.timer.recall(handle)
+    handles = [timers.put(str(wait_ms), wait_ms) for wait_ms in (4300, 4301, 4302)]
+    timers.pass_ms(4301)
+    assert [timers.timer.recall(handle) for handle in handles] == [False, False, True]
     timers.pass_ms(2 * S)
-    assert timers.bodies() == ["a"]
-    assert not timers.timer.recall(handle)
+    assert timers.bodies() == ["4300", "4301"]
+    assert not any(map(timers.timer.recall, handles))
 
 
 @pytest.mark.parametrize(
@@ -568,18 +694,33 @@ def test_each_of_many_is_found_whatever_lies_between_them(
     timers.close()
 
 
-def test_a_recall_is_refused_while_its_slot_is_being_read(timers: Timers) -> None:
+def test_a_recall_holds_for_what_is_not_delivered_when_the_clock_is_set_back(timers: Timers) -> None:
+    """Half of its slot are out when their moment is ahead again."""
     handles = [timers.put(str(n), 900) for n in range(1500)]
     timers.settle()
     timers.clock.advance(1000)
     timers.timer.run_once(timers.clock.now_ms())
-    timers.clock.set_wall(START_MS)  # its moment is ahead again, but some of its slot are out
-    assert not timers.timer.recall(handles[1400])
+    timers.clock.set_wall(START_MS)
+    assert timers.timer.recall(handles[1400])
+    assert not timers.timer.recall(handles[400])
+    timers.pass_ms(S)
+    assert timers.bodies() == [str(n) for n in range(1500) if n != 1400]
+
+
+def test_a_recall_in_the_last_millisecond_holds(timers: Timers) -> None:
+    """Its cancellation is seen before the message is delivered, also if nobody has dispatched it by then."""
+    handle = timers.put("a", 700)
+    timers.put("b", 700)
+    timers.pass_ms(699)
+    assert timers.timer.recall(handle)
+    timers.clock.advance(1)
+    timers.timer.run_once(timers.clock.now_ms())
+    timers.pass_ms(S)
+    assert timers.delivered() == [("b", 700)]
 
 
 def test_a_recall_while_a_slot_is_looked_through(timers: Timers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused for that slot, though none of it is delivered yet: its cancellation would come to lie in another. What
-    waits for another, or is to be rolled from this one, can be recalled."""
+    """None of it is delivered yet, so all can be recalled, and what is to be rolled from this slot."""
     small_steps(monkeypatch)
     far = timers.put("far", 40 * DAY)
     timers.pass_ms(2 * DAY)  # where the far one is to be rolled
@@ -593,12 +734,12 @@ def test_a_recall_while_a_slot_is_looked_through(timers: Timers, monkeypatch: py
     assert timers.bodies() == []
     now_ms = timers.clock.now_ms()
     timers.clock.set_wall(now_ms - S)  # its moment is ahead again
-    assert not any(map(timers.timer.recall, handles))
+    assert all(map(timers.timer.recall, handles[::2]))
     assert timers.timer.recall(other)
     assert timers.timer.recall(far)
     timers.clock.set_wall(now_ms)
     timers.pass_ms(50 * DAY)
-    assert timers.bodies() == [str(n) for n in range(10)]
+    assert timers.bodies() == [str(n) for n in range(1, 10, 2)]
 
 
 # --- progress and crashes ---------------------------------------------------------------------------------------------
@@ -1106,9 +1247,7 @@ def test_a_clock_set_back_repeats_nothing_and_delivers_nothing_early(timers: Tim
     timers.pass_ms(max(0, -begin) + 7 * DAY)
     assert timers.bodies() == ["done", "new", "waits", "far"]
     at = dict(timers.delivered())
-    assert 3 * HOUR <= at["waits"] < 3 * HOUR + S
-    assert 6 * DAY <= at["far"] < 6 * DAY + S
-    assert begin + 20 * S <= at["new"] < begin + 21 * S
+    assert (at["waits"], at["far"], at["new"]) == (3 * HOUR, 6 * DAY, begin + 20 * S)
 
 
 def test_a_clock_set_back_while_a_slot_is_read_stops_what_is_left_of_it(timers: Timers) -> None:
@@ -1124,6 +1263,36 @@ def test_a_clock_set_back_while_a_slot_is_read_stops_what_is_left_of_it(timers: 
     assert len(timers.bodies()) == 1000
     timers.pass_ms(S)
     assert timers.bodies() == [str(n) for n in range(1500)]
+
+
+def test_a_clock_set_back_within_the_second_that_is_read(timers: Timers) -> None:
+    for wait_ms in (200, 600, 900, 1500):
+        timers.put(str(wait_ms), wait_ms)
+    timers.pass_ms(700)
+    timers.clock.set_wall(START_MS + 300)
+    timers.put("new", 50)  # due before one that is delivered: it waits for the clock to be there again
+    timers.pass_ms(200)
+    assert timers.bodies() == ["200", "600"]
+    timers.reopen()
+    timers.pass_ms(2 * S)
+    assert timers.delivered() == [("200", 200), ("600", 600), ("new", 600), ("900", 900), ("1500", 1500)]
+
+
+@pytest.mark.parametrize("how", ["running", "closed"])
+def test_a_clock_set_back_far_within_the_second_that_is_read(timers: Timers, how: str) -> None:
+    waits = (200, 600, 900, HOUR)
+    handles = [timers.put(str(wait_ms), wait_ms) for wait_ms in waits]
+    timers.pass_ms(300)
+    if how == "closed":
+        timers.close()
+    timers.clock.set_wall(START_MS - HOUR)
+    if how == "closed":
+        timers.open()
+    timers.settle()
+    assert [timers.timer.recall(handle) for handle in handles] == [False, True, True, True]
+    timers.put("new", 100)
+    timers.pass_ms(3 * HOUR)
+    assert timers.delivered() == [("200", 200), ("new", 100 - HOUR)]
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------
@@ -1149,7 +1318,8 @@ def test_what_a_message_costs_does_not_depend_on_how_many_wait(tmp_path: Path) -
         costs.append((calls, looked))
         timers.close()
     assert costs[0] == costs[1]
-    assert costs[1][1] == {"unit": 2 * 50, "record": 50}
+    assert costs[1][1]["record"] == 50
+    assert 50 <= costs[1][1]["unit"] <= 2 * 50, "a unit that is placed into the running second is not looked for"
     assert costs[1][0]["pread"] <= 4 * 50
 
 

@@ -13,6 +13,7 @@ import crc32c
 import numpy as np
 import pytest
 
+from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import (
     CANCELS,
     NOWHERE,
@@ -20,10 +21,7 @@ from mqstore.broker.delay.timerfiles import (
     WAITS,
     WHEEL_BYTES,
     WHEEL_SLOTS,
-    JavaProgress,
-    Progress,
     Slot,
-    TimerCheck,
     TimerFilesDamaged,
     TimerLog,
     TimerUnit,
@@ -157,7 +155,8 @@ def test_the_unit_of_a_record_is_found_wherever_it_lies(tmp_path: Path, seed: in
     low = rng.choice([*positions.values(), *(at + UNIT_BYTES for at in positions.values()), log.end])
     for wanted in range(-1, 1001):
         behind = rng.choice((sum(record >= wanted for record in positions), rng.randrange(-2, 50)))
-        expected = UNIT._replace(physical_offset=wanted) if positions.get(wanted, -1) >= low else None
+        position = positions.get(wanted, -1)
+        expected = (position, UNIT._replace(physical_offset=wanted)) if position >= low else None
         assert log.find(wanted, low, behind) == expected
     log.close()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.delay.timerfiles import Progress
+from mqstore.broker.delay.timercheck import Progress
 from mqstore.broker.names import TIMER_TOPIC
 from mqstore.broker.parts import Parts, open_parts
 from mqstore.clock import SimulatedClock

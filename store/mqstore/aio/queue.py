@@ -113,7 +113,7 @@ class _Told(queue.Queue):
 
     def note_delay(self, receipt: SendReceipt, delay: Duration) -> None:
         """Have `join` wait for an item that was put with a delay."""
-        self._note_delay(receipt, delay)
+        self._note_delay(receipt)
 
 
 class Queue(Closable[_Told]):

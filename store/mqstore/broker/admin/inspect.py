@@ -34,23 +34,23 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, cast
 
-import numpy as np
-
 from mqstore.broker.admin.lag import measure
 from mqstore.broker.configfile import ConfigFile, object_member
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.delay.levels import deliver_time_ms
-from mqstore.broker.delay.route import PRECISION_MS, Cancellations, copies_of, number, placement, slot_of
-from mqstore.broker.delay.timerfiles import (
-    CANCELS,
-    ROLLS,
-    JavaProgress,
-    Progress,
-    TimerCheck,
-    TimerFilesDamaged,
-    TimerLog,
-    slots_of_units,
+from mqstore.broker.delay.route import (
+    PRECISION_MS,
+    Cancellations,
+    copies_of,
+    due_of,
+    number,
+    placement,
+    recallable,
+    slot_of,
 )
+from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
+from mqstore.broker.delay.timerfiles import TimerFilesDamaged, TimerLog
+from mqstore.broker.delay.timerunits import due_times, units_from, waiting_units
 from mqstore.broker.names import (
     DLQ_PREFIX,
     POP_LOG_GROUP,
@@ -170,9 +170,8 @@ class TimerView:
     physical_offset: int | None = None
     """The oldest record among them."""
 
-    def add(self, count: int, slot_ms: int, physical_offset: int) -> None:
-        """`count` more, the first in slot `slot_ms`, the oldest at `physical_offset`."""
-        due_ms = slot_ms + PRECISION_MS
+    def add(self, count: int, due_ms: int, physical_offset: int) -> None:
+        """`count` more, the first due at `due_ms`, the oldest at `physical_offset`."""
         self.waiting += count
         self.next_due_ms = due_ms if self.next_due_ms is None else min(self.next_due_ms, due_ms)
         old = self.physical_offset
@@ -198,9 +197,9 @@ def timer_view(tables: Tables) -> TimerView:
     begin = found.queue_offset if placed is not None and found is not None else 0
     view = placed or TimerView()
     for message in messages_of(store, TIMER_TOPIC, max(begin, bounds[0]), bounds[1]):
-        slot_ms = _slot_of(message)
-        if slot_ms is not None and not (message.offset < done_until and slot_ms < done_ms):
-            view.add(1, slot_ms, message.physical_offset)
+        due_ms = _placed_until(message)
+        if due_ms is not None and not (message.offset < done_until and slot_of(due_ms) < done_ms):
+            view.add(1, due_ms, message.physical_offset)
     return view
 
 
@@ -223,23 +222,12 @@ def _placed(tables: Tables, progress: Progress) -> TimerView | None:
     mode = tables.config.file_mode
     log = TimerLog(store.path / "timerlog", store.path / "tmp", size, tables.fs, mode, writable=False)
     view = TimerView()
-    done = progress.slot_done
     try:
         log.load(progress.log_low, progress.log_end)
-        for _, units in log.scan(progress.log_low, verified=True):
-            slots_ms = slots_of_units(units)
-            waits = (slots_ms >= progress.read_ms) & (units["magic"] & CANCELS == 0)
-            if done:  # so many of the slot that is being read are dealt with, in this order
-                in_turn = (slots_ms == progress.read_ms) & (units["magic"] & (CANCELS | ROLLS) != CANCELS)
-                dealt_with = np.flatnonzero(in_turn)[:done]
-                waits[dealt_with] = False
-                done -= len(dealt_with)
-            if waits.any():
-                view.add(
-                    int(np.count_nonzero(waits)),
-                    int(slots_ms[waits].min()),
-                    int(units["physical_offset"][waits].min()),
-                )
+        _, units = units_from(log, progress.log_low, progress.read_ms)
+        units = units[waiting_units(units, progress)[0]]
+        if len(units):
+            view.add(len(units), int(due_times(units).min()), int(units["physical_offset"].min()))
     except (TimerFilesDamaged, FileNotFoundError):
         return None
     finally:
@@ -247,24 +235,25 @@ def _placed(tables: Tables, progress: Progress) -> TimerView | None:
     return view
 
 
-def _slot_of(message: Message) -> int | None:
-    """Where a message of the timer topic waits; None for a cancellation, and for what cannot wait."""
+def _placed_until(message: Message) -> int | None:
+    """Until when a message of the timer topic waits in its slot; None for a cancellation, and for what cannot wait."""
     properties = message.stored_properties()
     out_ms = number(properties.get(TIMER_OUT_MS))
     if out_ms is None or not properties.get(REAL_TOPIC) or TIMER_DEL_UNIQKEY in properties:
         return None
-    return placement(message.store_timestamp_ms, slot_of(out_ms + 1))[0]
+    slot_ms, rolls = placement(message.store_timestamp_ms, slot_of(out_ms + 1))
+    return slot_ms + PRECISION_MS if rolls else due_of(properties)
 
 
 def is_waiting(tables: Tables, handle: str, now_ms: int) -> bool:
     """Whether the message of a recall handle could still be cancelled, by what its topic holds (delivery#recall).
     InvalidReceiptError for what is no handle."""
     wanted = parse_recall_handle(handle)
-    if wanted.deliver_ms <= now_ms or tables.store.offsets_or_none(TIMER_TOPIC, 0) is None:
+    if tables.store.offsets_or_none(TIMER_TOPIC, 0) is None:
         return False
     found = copies_of(tables.store, wanted)
     recalled = Cancellations(found)
-    return any(TIMER_DEL_UNIQKEY not in m.stored_properties() and not recalled.cover(m) for m in found)
+    return not all(map(recalled.cover, recallable(found, now_ms)))
 
 
 # -- what was popped ---------------------------------------------------------------------------------------------------

@@ -6,19 +6,20 @@
     TIMER_DELAY_SEC, TIMER_DELAY_MS,       from now, from now, until then; the first of these counts. A moment that has
     TIMER_DELIVER_MS                       come is no delay; one too far ahead, or no number, is refused
 
-Time is cut into slots of one precision P. Who is due at D waits in the last slot that ends before or at D, and a slot
-is read when it is over: so a message comes in [D, D + P), never before D.
+Time is cut into slots of one precision P. A message due at D waits in the slot that begins before D and ends at D or
+later. While that slot passes, each of its messages is delivered at its own D (`due_of`).
 
     D          2000      2001 .. 3000              P = 1000
     slot       1000      2000                      = TIMER_OUT_MS
-    read at    2000      3000
+    slot ends  2000      3000
 
 A message farther off than the roll window W waits part of the way, is then put again at the end of the log, and waits
 on (`placement`). So the log is pinned by it for no longer than W, and the wheel need hold no more than W.
 
 One that waits by level, and holds a part of the log that is dead but for it, goes on waiting here (`level_properties`):
 
-    level n, REAL_TOPIC, REAL_QID, due at D    DELAY is gone; TIMER_OUT_MS as above, TIMER_DELAY_LEVEL = n
+    level n, REAL_TOPIC, REAL_QID, due at D    DELAY is gone; TIMER_DELIVER_MS = D, TIMER_OUT_MS as above,
+                                               TIMER_DELAY_LEVEL = n
 
 By the latter it is known at the end, and delivered with the properties that the level would have given it.
 """
@@ -66,10 +67,12 @@ __all__ = [
     "Cancellations",
     "copies_of",
     "delay_route",
+    "due_of",
     "level_properties",
     "number",
     "parted",
     "placement",
+    "recallable",
     "restored",
     "restored_end",
     "slot_of",
@@ -83,13 +86,14 @@ RECALLED_BORN_MS = "mqstore_recalled_born_ms"
 WINDOW_MS = 172_800 * PRECISION_MS
 """Two days: the farthest that a message is carried in one go."""
 
-LEVEL_MARKS = frozenset({TIMER_OUT_MS, TIMER_DELAY_LEVEL, TIMER_ROLL_TIMES, TIMER_DEL_UNIQKEY})
+LEVEL_MARKS = frozenset({TIMER_DELIVER_MS, TIMER_OUT_MS, TIMER_DELAY_LEVEL, TIMER_ROLL_TIMES, TIMER_DEL_UNIQKEY})
 """What a message of a level has only while the timer holds it. One that came with such (a record of a Java broker, put
 again after a delay that is over) is rid of it: TIMER_DEL_UNIQKEY would make a cancellation of it."""
 
 _LEVEL_MARKS = frozenset(name.encode() for name in LEVEL_MARKS)
 
-_TIMER_NAMES = frozenset({TIMER_DELIVER_MS, TIMER_DELAY_MS, TIMER_DELAY_SEC})
+_RELATIVE_NAMES = frozenset({TIMER_DELAY_MS, TIMER_DELAY_SEC})
+_TIMER_NAMES = _RELATIVE_NAMES | {TIMER_DELIVER_MS}
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 _REMOVED = frozenset(name.encode() for name in (DELAY, TIMER_DELIVER_MS, TIMER_DELAY_SEC, TIMER_DELAY_MS, WAIT, CRC32))
@@ -110,7 +114,7 @@ def number(text: str | None) -> int | None:
 
 
 def slot_of(deliver_ms: int) -> int:
-    """Start of the slot of what is due at `deliver_ms`: the last that is over by then.
+    """Start of the slot of what is due at `deliver_ms`: the one that begins before it and ends then or later.
 
     >>> slot_of(2000), slot_of(2001), slot_of(3000)
     (1000, 2000, 2000)
@@ -158,6 +162,12 @@ def copies_of(store: StoreReader, wanted: RecallHandle) -> list[Message]:
     return found
 
 
+def recallable(copies: Iterable[Message], now_ms: int) -> list[Message]:
+    """Return those of `copies_of` that are no cancellations and not due."""
+    stored = [(message, message.stored_properties()) for message in copies]
+    return [message for message, has in stored if TIMER_DEL_UNIQKEY not in has and due_of(has) > now_ms]
+
+
 def delay_route(
     topic: str,
     queue_id: int,
@@ -188,7 +198,7 @@ def timer_route(
     topic: str, queue_id: int, properties: Mapping[str, str], now_ms: int, *, max_delay_ms: int
 ) -> tuple[str, int, dict[str, str]] | None:
     """Where a message with these properties goes instead of to queue `queue_id` of `topic`: the timer topic, with the
-    properties it is stored with there. None when it is not to wait.
+    properties it is stored with there: with its moment as TIMER_DELIVER_MS. None when it is not to wait.
 
     A message that waits gets a UNIQ_KEY if it has none, since a recall names it by that. Raises InvalidMessageError
     (field "properties") for a time that is no number, negative, or more than `max_delay_ms` ahead, and for a
@@ -209,7 +219,8 @@ def timer_route(
         raise InvalidMessageError(
             f"the message is to wait {deliver_ms - now_ms} ms; max_delay allows {max_delay_ms}", "properties"
         )
-    stored = dict(properties)
+    stored = {name: value for name, value in properties.items() if name not in _RELATIVE_NAMES}
+    stored[TIMER_DELIVER_MS] = str(deliver_ms)
     stored[TIMER_OUT_MS] = str(slot_of(deliver_ms))
     stored[REAL_TOPIC] = topic
     stored[REAL_QID] = str(queue_id)
@@ -232,6 +243,23 @@ def _deliver_ms(properties: Mapping[str, str], now_ms: int) -> int | None:
             raise InvalidMessageError(f"property {name} is {text[:40]!r}, not a number from 0 on", "properties")
         return origin_ms + value * unit_ms
     return None
+
+
+def due_of(properties: Mapping[str, str]) -> int:
+    """Return when a message of the timer topic is due (delivery#timer-due). It must have a TIMER_OUT_MS.
+
+    It is due at TIMER_DELIVER_MS. A record that does not name that moment, or one within its slot, is due at the end of
+    its slot: an earlier version wrote it, or a Java broker.
+
+    >>> due_of({"TIMER_OUT_MS": "2000", "TIMER_DELIVER_MS": "2345"}), due_of({"TIMER_OUT_MS": "2000"})
+    (2345, 3000)
+    """
+    out_ms = int(properties[TIMER_OUT_MS])
+    end_ms = slot_of(out_ms + 1) + PRECISION_MS
+    asked_ms = number(properties.get(TIMER_DELIVER_MS))
+    if asked_ms is None or not _RELATIVE_NAMES.isdisjoint(properties):  # the moment was another one
+        return end_ms
+    return asked_ms if out_ms < asked_ms <= end_ms else end_ms
 
 
 def restored(properties: bytes) -> tuple[str, int, bytes]:
@@ -282,11 +310,13 @@ def level_properties(delivered: bytes, level: int, due_ms: int) -> bytes:
     with which the level would deliver it (delivery#restore).
 
     >>> level_properties(b"REAL_TOPIC\\x01orders\\x02REAL_QID\\x010\\x02", 2, 2001)[29:]
-    b'TIMER_OUT_MS\\x012000\\x02TIMER_DELAY_LEVEL\\x012\\x02'
+    b'TIMER_DELIVER_MS\\x012001\\x02TIMER_OUT_MS\\x012000\\x02TIMER_DELAY_LEVEL\\x012\\x02'
     """
     pieces = delivered.removesuffix(PAIR_END).split(PAIR_END)
     kept = [piece for piece in pieces if piece.partition(NAME_END)[0] not in _LEVEL_MARKS]
-    kept.append(f"{TIMER_OUT_MS}\x01{slot_of(due_ms)}\x02{TIMER_DELAY_LEVEL}\x01{level}\x02".encode())
+    marks = {TIMER_DELIVER_MS: due_ms, TIMER_OUT_MS: slot_of(due_ms), TIMER_DELAY_LEVEL: level}
+    kept += [f"{name}\x01{value}".encode() for name, value in marks.items()]
+    kept.append(b"")
     return PAIR_END.join(kept)
 
 

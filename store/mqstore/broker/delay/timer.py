@@ -8,9 +8,10 @@ One step (`run_once`) does, in this order, a bounded amount of
 
     place    each message that came into the timer topic goes to the slot in which it is due, or is to be rolled: a unit
              in the timer log, chained to the others of its slot (`timerunits.py`)
-    read     each slot that is over, oldest first, once nothing is left to be placed: its chain is looked through from
-             the newest unit on, then dealt with from the oldest: what was cancelled there is left out, what is due is
-             put to its real queue, what is to be rolled is put to the timer topic again (`timermessages.py`)
+    read     each slot that has begun, oldest first, once nothing is left to be placed: its chain is looked through,
+             then dealt with in the order of due times, each unit at its own (`timerslot.py`): what was cancelled there
+             is left out, what is due is put to its real queue, what is to be rolled is put to the timer topic again
+             (`timermessages.py`)
     flush    every second: commitlog, timer log, checkpoint; at the end of each step until it has caught up after
              opening, and after messages were rolled early
 
@@ -20,9 +21,9 @@ bytes. Slots without messages are passed over half an hour at a time. A recall a
 their units without a walk through the slot: the log is in the order of the topic's queue, so they are counted off from
 its end (`TimerLog.find`).
 
-Never early. A slot is read when the wall clock has passed its end, and before a message is delivered the record's
-own TIMER_OUT_MS is asked as well. A clock set back by more than a few seconds is followed: what waits is placed anew,
-and what comes then is not late (`_turn_back`).
+Never early. A unit is dealt with when the wall clock has reached its due time, and before a message is delivered its
+record is asked as well. A clock set back by more than a few seconds is followed: what waits is placed again, and what
+comes then is not late (`_turn_back`).
 
 Never lost. The checkpoint says which slots were read and which messages were placed; the commitlog is flushed before
 it is written, so that it never rests on copies that a power cut takes. After a crash everything since is done again,
@@ -36,12 +37,14 @@ before `TimerUnits.low` are done by that. A crash falls back to the one of the c
 copies are on disk: what was rolled since comes twice. So does, if the files have to be built again, what was rolled and
 its first record not yet deleted.
 
-A cancellation is a message with the same moment, and is read first. A recall that returned True holds: it is refused
-once its slot is being read, and no slot is read before all that came into the topic is placed.
+A cancellation is a message for the same slot, and takes effect for all of it that is not delivered. A recall that
+returned True holds: it is refused once its message is due, and nothing is read before all that came into the topic is
+placed.
 
     slots in use     [read, read + 7 days): the wheel holds 14, so none is taken from another. What belongs farther on,
                      as after a long stop what comes then does, is rolled from the last of them
-    late             whose slot was read before it could be placed: goes to the next one that is not
+    late             overdue before it could be placed: goes to the slot that is being read, or the next one, and comes
+                     at once, behind what was delivered from there
 
 Knows the store, the road and its files; knows nothing of consumers.
 """
@@ -50,9 +53,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -63,24 +64,25 @@ from mqstore.broker.delay.route import (
     RECALLED_BORN_MS,
     Cancellations,
     copies_of,
+    due_of,
     number,
     placement,
+    recallable,
     slot_of,
 )
+from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import (
     CANCELS,
     NOWHERE,
     ROLLS,
     WAITS,
-    JavaProgress,
-    Progress,
-    TimerCheck,
     TimerFilesDamaged,
     TimerLog,
     TimerUnit,
     TimerWheel,
 )
 from mqstore.broker.delay.timermessages import TimerMessages
+from mqstore.broker.delay.timerslot import SlotReading
 from mqstore.broker.delay.timerunits import REACH_MS, TimerUnits, unit_times, within
 from mqstore.broker.names import TIMER_TOPIC
 from mqstore.broker.parts import Parts, Pin, Wake
@@ -115,23 +117,6 @@ _JAVA_MARGIN_MS: Final = 60_000
 """RocketMQ places by the time of looking, not of storing: what its log does not tell of is delivered rather twice."""
 
 
-@dataclass(slots=True)
-class _Reading:
-    """A slot that is being read."""
-
-    slot_ms: int
-    count: int
-    """How many units it has."""
-    next: int
-    """The newest unit that was not looked at yet; below `TimerUnits.low`: there is none."""
-    done: int
-    """How many of `positions` are dealt with, from the last one on."""
-    looked: int = 0
-    positions: array[int] = field(default_factory=lambda: array("q"))
-    """Of all units but cancellations that have taken effect here, newest first. A million units would fill 300 MB."""
-    cancelled: Cancellations = field(default_factory=Cancellations)
-
-
 class TimerService:
     """The mechanism. `recall`, `waiting` and `pins` may be called from any thread; the last two never wait."""
 
@@ -150,7 +135,7 @@ class TimerService:
         """Whether there are files; until the first message of the timer topic there are none."""
         self._left: JavaProgress | None = None
         """What a Java broker left, and nobody has taken over yet."""
-        self._reading: _Reading | None = None
+        self._reading: SlotReading | None = None
         self._start(0, 0)
         self._durable: Progress | None = None
         self._dirty_ms: int | None = None
@@ -177,8 +162,9 @@ class TimerService:
     # -- the mechanism ----------------------------------------------------------------------------------------------
 
     def run_once(self, now_ms: int) -> int | None:
-        """A step, see the module. Returns when there is more to do: at once, at the end of the next slot that holds a
-        message, or for the next flush. Errors of a put or a file are raised, nothing is lost: it is done again."""
+        """A step, see the module. Returns when there is more to do: at once, at the next due time, when the next slot
+        that holds a message has begun, or for the next flush. Errors of a put or a file are raised, nothing is lost: it
+        is done again."""
         with self._lock:
             if self._left is not None:
                 self._take_over(self._left)
@@ -247,22 +233,20 @@ class TimerService:
         due or delivered already, or there is none. Raises InvalidReceiptError for what is no handle, and what a put
         does. As durable as a put, by the store's durability."""
         wanted = parse_recall_handle(handle)
-        slot_ms = slot_of(wanted.deliver_ms)
-        # Under the lock, so that the slot is not begun between the look at it and the cancellation.
+        # Under the lock, so that none is delivered between the look at it and the cancellation.
         with self._lock:
-            if wanted.deliver_ms <= self._parts.clock.now_ms() or self._has_read(slot_ms):
-                return False
+            now_ms = self._parts.clock.now_ms()
             copies = copies_of(self._store, wanted)
-            waiting = [m for m in copies if TIMER_DEL_UNIQKEY not in m.stored_properties() and self._waits(m)]
+            waiting = [m for m in recallable(copies, now_ms) if self._waits(m)]
             recalled = Cancellations(copies)
             if not all(map(recalled.cover, waiting)):
-                self._cancel(wanted, slot_ms, max(message.born_timestamp_ms for message in waiting))
+                self._cancel(wanted, max(message.born_timestamp_ms for message in waiting))
             return bool(waiting)
 
-    def _cancel(self, wanted: RecallHandle, slot_ms: int, born_ms: int) -> None:
+    def _cancel(self, wanted: RecallHandle, born_ms: int) -> None:
         properties = {
             TIMER_DELIVER_MS: str(wanted.deliver_ms),
-            TIMER_OUT_MS: str(slot_ms),
+            TIMER_OUT_MS: str(slot_of(wanted.deliver_ms)),
             REAL_TOPIC: wanted.topic,
             REAL_QID: "0",
             UNIQ_KEY: wanted.unique_key,  # so that a second recall finds the first
@@ -292,9 +276,8 @@ class TimerService:
         """As `Roller` says. 0 as well while something is overdue: that goes first, and needs no copy."""
         with self._lock:
             try:
-                over_ms = now_ms // PRECISION_MS * PRECISION_MS
-                next_ms = self._units.next_slot(self._read_ms) if self._begun else None
-                if next_ms is None or next_ms < over_ms or self._reading is not None:
+                next_ms = self._next_read() if self._begun else None
+                if next_ms is None or next_ms <= now_ms:
                     return 0
                 return self._roll_some(physical_offset, count, now_ms)
             except TimerFilesDamaged as damage:
@@ -323,6 +306,8 @@ class TimerService:
         """Put the message of the unit at `position` to the timer topic again, and be done with the unit. False: that
         cannot be. A record that cannot be read is counted, and waits no longer."""
         unit = self._log.unit(position)
+        if self._reading is not None and unit.slot_ms == self._reading.slot_ms:
+            return False  # it is due within a second
         self._units.chain(unit.slot_ms)  # before the message is put: it is not put again and again
         try:
             self._messages.put_again(unit)
@@ -341,13 +326,16 @@ class TimerService:
 
     def _next_due(self) -> int | None:
         due = [] if self._dirty_ms is None else [self._dirty_ms + _FLUSH_MS]
-        if (slot_ms := self._units.next_slot(self._read_ms)) is not None:
-            due.append(slot_ms + PRECISION_MS)
+        if (next_ms := self._next_read()) is not None:
+            due.append(next_ms)
         return min(due, default=None)
 
-    def _has_read(self, slot_ms: int) -> bool:
-        reading = self._reading
-        return self._begun and (slot_ms < self._read_ms or (reading is not None and reading.slot_ms == slot_ms))
+    def _next_read(self) -> int | None:
+        """When there is something to be read next."""
+        if self._reading is not None:
+            return self._reading.next_ms
+        slot_ms = self._units.next_slot(self._read_ms)
+        return None if slot_ms is None else slot_ms + 1
 
     def _waits(self, message: Message) -> bool:
         """Whether a message of the timer topic is neither delivered nor rolled. Where it is placed tells; the time does
@@ -357,10 +345,15 @@ class TimerService:
             return True
         try:
             # Hardly ever does a message get no unit, so its own is the one counted off from the end.
-            unit = self._log.find(message.physical_offset, self._units.low, behind)
+            found = self._log.find(message.physical_offset, self._units.low, behind)
         except TimerFilesDamaged:
             return True  # what is built again from the topic finds the cancellation there
-        return unit is not None and unit.slot_ms >= self._read_ms
+        if found is None:
+            return False
+        reading, (position, unit) = self._reading, found
+        if reading is not None and unit.slot_ms == reading.slot_ms:
+            return reading.waits(position, unit)
+        return unit.slot_ms >= self._read_ms
 
     def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
         if topic == TIMER_TOPIC:
@@ -370,24 +363,26 @@ class TimerService:
 
     def _step(self, now_ms: int) -> bool:
         """Place, then read; whether there is more to do now."""
-        over_ms = now_ms // PRECISION_MS * PRECISION_MS  # every slot before this time is over
         places = reads = _STEP
         looks = _LOOKS
         while True:
-            if self._reading is None and self._read_ms > over_ms + _TURN_MS:
-                self._turn_back(over_ms, now_ms)
-            # A slot is begun only when all that came is placed: a cancellation may be among it.
+            if self._is_clock_back(now_ms):
+                self._turn_back(now_ms)
+            # Nothing is read before all that came is placed: a cancellation may be among it.
             placed, more = self._place_some(places, now_ms)
             places -= placed
             if more:
                 return True
-            if self._reading is None and not self._open_slot(over_ms):
+            if self._reading is None and not self._open_slot(now_ms):
                 return False
-            looked, more = self._look_some(looks)
-            looks -= looked
-            if more:
+            reading = self._reading
+            assert reading is not None
+            looks -= reading.look(looks, self._messages.record)
+            if not reading.complete:
                 return True
-            reads -= self._read_some(reads, over_ms, now_ms)
+            reads -= self._read_some(reading, reads, now_ms)
+            if self._reading is not None and reading.next_ms > now_ms and not self._is_clock_back(now_ms):
+                return False
             if reads <= 0:
                 return True
 
@@ -427,86 +422,61 @@ class TimerService:
         if not topic or topic == TIMER_TOPIC or out_ms is None or number(properties.get(REAL_QID)) is None:
             self._messages.bury(message, f"{REAL_TOPIC}, {REAL_QID} or {TIMER_OUT_MS} is missing or wrong")
             return
-        stored_ms = message.store_timestamp_ms
-        slot_ms, rolls = placement(stored_ms, slot_of(out_ms + 1))
+        stored_ms, out_slot_ms = message.store_timestamp_ms, slot_of(out_ms + 1)
+        slot_ms, rolls = placement(stored_ms, out_slot_ms)
         if message.offset < self._skip_until:
             done = None if self._java is None else self._java.was_done(message.physical_offset)
             if slot_ms < self._skip_ms if done is None else done:
                 return  # delivered, or rolled, before the files were lost
-        earliest_ms = self._read_ms if self._reading is None else self._read_ms + PRECISION_MS
-        if slot_ms < earliest_ms:
-            # Overdue itself: not rolled past its cancellation, which comes as late, and into the same slot.
-            rolls = rolls and slot_of(out_ms + 1) >= earliest_ms
-            slot_ms = earliest_ms
-            self._late_slot_ms = slot_ms
-            if self._late_offset < 0:
-                self._late_offset = message.offset
+        due_ms = slot_ms + PRECISION_MS if rolls else due_of(properties)
+        earliest_ms = self._read_ms + 1 if self._reading is None else self._reading.earliest_ms
+        if due_ms < earliest_ms:
+            due_ms = earliest_ms
+            if slot_ms < self._read_ms:
+                # Overdue itself: not rolled past its cancellation, which comes as late, and into the same slot.
+                rolls = rolls and out_slot_ms > self._read_ms
+                self._late_slot_ms = self._read_ms
+                if self._late_offset < 0:
+                    self._late_offset = message.offset
         magic = WAITS | (ROLLS if rolls else 0) | (CANCELS if TIMER_DEL_UNIQKEY in properties else 0)
-        times = unit_times(stored_ms, slot_ms)
+        times = unit_times(stored_ms, due_ms)
         unit = TimerUnit(NOWHERE, magic, *times, message.physical_offset, message.size, java_hash(topic))
         # Beyond reach after a long stop, or when the clock was ahead: rolled from there. It cannot wait for its turn:
         # a cancellation may lie behind it, of what is read next.
-        self._units.add(within(unit, self._read_ms + REACH_MS))
+        unit = within(unit, self._read_ms + REACH_MS)
+        position = self._units.add(unit)
+        if self._reading is not None and unit.slot_ms == self._reading.slot_ms:
+            self._reading.add(position, unit, message)
 
-    def _open_slot(self, over_ms: int) -> bool:
-        """Begin to read the next slot that is over; whether there is one."""
+    def _open_slot(self, now_ms: int) -> bool:
+        """Begin to read the next slot that has begun; whether there is one."""
         slot_ms = self._units.next_slot(self._read_ms)
-        if slot_ms is None or slot_ms >= over_ms:
-            # Nothing was there, so there is nothing to write down. The last slot that is over stays open: what comes
-            # too late for its own is read there at once.
-            self._read_ms = max(self._read_ms, over_ms - PRECISION_MS)
+        if slot_ms is None or slot_ms >= now_ms:
+            # Nothing was there, so there is nothing to write down.
+            self._read_ms = max(self._read_ms, slot_of(now_ms))
             return False
         self._read_ms = slot_ms
-        self._read_on(0)
+        self._reading = SlotReading(slot_ms, self._units)
         return True
 
-    def _read_on(self, done: int) -> None:
-        """Be about to read slot `_read_ms`, of which `done` units are dealt with."""
-        chain = self._units.chain(self._read_ms)
-        self._reading = _Reading(self._read_ms, chain.num, chain.last, done)
-
-    def _look_some(self, count: int) -> tuple[int, bool]:
-        """Look at up to `count` more units of the slot that is being read; at how many, and whether there are more."""
-        reading = self._reading
-        assert reading is not None
-        begin = reading.looked
-        while reading.next >= self._units.low:  # NOWHERE, or one that was rolled
-            if reading.looked - begin >= count:
-                return count, True
-            position = reading.next
-            unit = self._log.unit(position)
-            if unit.slot_ms != reading.slot_ms or unit.previous >= position:
-                raise TimerFilesDamaged(f"timer log: the chain of slot {reading.slot_ms} is broken at {position}")
-            if unit.magic & (CANCELS | ROLLS) != CANCELS:
-                reading.positions.append(position)
-            elif (message := self._messages.record(unit)) is not None:
-                reading.cancelled.add(message)
-            reading.looked += 1
-            reading.next = unit.previous
-        if reading.looked != reading.count:
-            raise TimerFilesDamaged(
-                f"timer wheel: slot {reading.slot_ms} does not hold the {reading.looked} units of its chain"
-            )
-        return reading.looked - begin, False
-
-    def _read_some(self, count: int, over_ms: int, now_ms: int) -> int:
+    def _read_some(self, reading: SlotReading, count: int, now_ms: int) -> int:
         """Deal with up to `count` units of the slot that is being read; with how many, at least 1."""
-        reading = self._reading
-        assert reading is not None
-        self._touch(now_ms)
-        begin = reading.done
-        for at in range(begin, min(begin + count, len(reading.positions))):
-            unit = self._log.unit(reading.positions[-1 - at])
-            self._messages.finish(unit, reading.cancelled, over_ms, now_ms)
-            reading.done += 1  # only now: an error leaves this one to be done again
+        dealt = 0
+        while dealt < count and (position := reading.next_position(now_ms)) is not None:
+            self._touch(now_ms)
+            unit = self._log.unit(position)
+            self._messages.finish(unit, reading.cancelled, now_ms)
+            reading.settle()  # only now: an error leaves this one to be done again
             self._units.done(unit)
-        if reading.done >= len(reading.positions):
+            dealt += 1
+        if reading.is_over(now_ms):
+            self._touch(now_ms)
             self._reading = None
             self._units.slot_done()
             self._read_ms += PRECISION_MS
             if self._late_slot_ms < self._read_ms:
                 self._late_offset = self._late_slot_ms = NOWHERE
-        return max(1, reading.done - begin)
+        return max(1, dealt)
 
     # -- what is on disk --------------------------------------------------------------------------------------------
 
@@ -529,10 +499,11 @@ class TimerService:
             log_end=self._log.end,
             queue_offset=self._queue_offset,
             log_low=self._units.low,
-            slot_done=0 if reading is None else reading.done,
+            slot_done=0 if reading is None else reading.done_before,
             skip_ms=self._skip_ms,
             skip_until=self._skip_until,
             late_offset=self._late_offset,
+            due_done=0 if reading is None else reading.done,
         )
         self._store.flush()
         self._log.write()
@@ -566,11 +537,13 @@ class TimerService:
         try:
             if bounds is None or found.queue_offset > bounds[1]:
                 raise TimerFilesDamaged("the commitlog ends before what the checkpoint says was placed")
-            self._units.load(found.log_low, found.log_end, found.read_ms, found.slot_done)
+            done_ms = self._units.load(found)
             if self._late_offset >= 0:
                 self._late_slot_ms = self._units.newest_ms  # which of them is late is forgotten; this is late enough
-            if found.slot_done:
-                self._read_on(found.slot_done)
+            if found.slot_done or found.due_done:
+                self._reading = SlotReading(
+                    found.read_ms, self._units, done_before=found.slot_done, done=found.due_done, done_ms=done_ms
+                )
         except TimerFilesDamaged as damage:
             self._rebuild(damage)
             return
@@ -602,8 +575,7 @@ class TimerService:
     def _begin(self, now_ms: int) -> None:
         """Make the files; the log was restarted."""
         self._units.clear()
-        # The slot before this one is over: what came too late for it goes there, and is read at once.
-        self._start(now_ms // PRECISION_MS * PRECISION_MS - PRECISION_MS, 0)
+        self._start(slot_of(now_ms), 0)
         self._begun = True
         self._touch(now_ms)
 
@@ -626,22 +598,30 @@ class TimerService:
         self._durable = None
         self._pinned = (None, self._queue_offset)
 
-    def _turn_back(self, over_ms: int, now_ms: int) -> None:
+    def _is_clock_back(self, now_ms: int) -> bool:
+        """Return True if the wall clock was set back by more than is waited for."""
+        known = self._reading is None or self._reading.complete
+        return known and self._read_ms > slot_of(now_ms) + PRECISION_MS + _TURN_MS
+
+    def _turn_back(self, now_ms: int) -> None:
         """Follow a wall clock that was set back: place again, behind the others, all units that are not done, and read
         on from the present. What was read before stays done, for its units lie below `TimerUnits.low` now.
 
         Costs as much as wait, once for each time that the clock is set back."""
         if self._log.pending_bytes:
             self._flush(now_ms)
-        count = self._units.place_again(self._read_ms, over_ms)
+        begin_ms = slot_of(now_ms)
+        count = self._units.place_again(
+            self._read_ms, begin_ms, None if self._reading is None else self._reading.left()
+        )
         _log.warning(
             "%s: the clock was set back by %d s; %d messages that wait are placed again",
             self._store.path,
-            (self._read_ms - over_ms) // 1000,
+            (self._read_ms - begin_ms) // 1000,
             count,
         )
         self._skip_ms, self._skip_until = self._read_ms, self._queue_offset
-        self._read_ms = over_ms
+        self._read_ms, self._reading = begin_ms, None
         if self._late_offset >= 0:
             self._late_slot_ms = self._units.newest_ms
         self._touch(now_ms)

@@ -1,4 +1,4 @@
-"""The three files behind the timer: its log, its wheel, its checkpoint (delivery#timer-files, format#sizes).
+"""The log and the wheel of the timer (delivery#timer-files, format#sizes).
 
     timerlog/<20 digits>    one unit a message that waits, in the order of the timer topic's queue; in segments
 
@@ -6,7 +6,8 @@
              0    4 i32   size             52
              4    8 i64   prevPos          the unit before this one in the same slot, -1: none
             12    4 i32   magic            1, plus 2: to be rolled, plus 4: cancels others
-            16    8 i64   writeTime        ms, when the message was stored
+            16    8 i64   writeTime        ms: the second in which the message was stored; ours: plus the milliseconds
+                                           of its due time, since only the sum matters to other readers
             24    4 i32   delay            ms; writeTime + delay is the slot
             28    8 i64   offsetPy         of the record in the commitlog
             36    4 i32   sizePy           of the record
@@ -25,13 +26,6 @@
             16    8 i64   lastPos          head of the chain of prevPos
             24    4 i32   num
             28    4 i32   magic            0
-
-    config/timercheck       4096 bytes
-
-             0   56 7 i64  lastReadTimeMs, lastTimerLogFlushPos, lastTimerQueueOffset, masterTimerQueueOffset,
-                           stateVersion, timestamp, counter                      as RocketMQ has them
-          1024   84        `_EXTENSION`: `Progress` and its CRC-32C              odd counters
-          2048   84        the same                                              even counters
 
 What may be relied on after a crash. The checkpoint alone: its two records are written by turns, each synced before the
 next is written, so one of them is whole whatever is torn. A Java broker writes its 56 bytes and leaves the records:
@@ -72,10 +66,7 @@ __all__ = [
     "WAITS",
     "WHEEL_BYTES",
     "WHEEL_SLOTS",
-    "JavaProgress",
-    "Progress",
     "Slot",
-    "TimerCheck",
     "TimerFilesDamaged",
     "TimerLog",
     "TimerUnit",
@@ -129,6 +120,11 @@ class TimerUnit(NamedTuple):
     @property
     def slot_ms(self) -> int:
         return self.write_ms + self.delay_ms
+
+    @property
+    def due_ms(self) -> int:
+        """Due time. The end of the slot for a unit that names no milliseconds."""
+        return self.slot_ms + 1 + (self.write_ms - 1) % PRECISION_MS
 
 
 def encode_unit(position: int, unit: TimerUnit) -> bytes:
@@ -250,28 +246,29 @@ class TimerLog:
             data = self._run.mapping(segment)[at : at + UNIT_BYTES]
         return decode_unit(position, data)
 
-    def find(self, physical_offset: int, low: int, behind: int) -> TimerUnit | None:
-        """The unit of the record at `physical_offset` among those from `low` on, which must be in the order of their
-        records; None: there is none. One look if it is the `behind`th from the end, else a search by halves."""
+    def find(self, physical_offset: int, low: int, behind: int) -> tuple[int, TimerUnit] | None:
+        """Position and unit of the record at `physical_offset` among those from `low` on, which must be in the order of
+        their records; None: there is none. One look if it is the `behind`th from the end, else a search by halves."""
         first, end = self._ordinal(low), self._ordinal(self.end)
 
         def offset_of(ordinal: int) -> int:
-            return self._nth(ordinal).physical_offset
+            return self.unit(self._nth(ordinal)).physical_offset
 
         at = end - behind
         if not first <= at < end or offset_of(at) != physical_offset:
             at = bisect_left(range(end), physical_offset, first, key=offset_of)
-        unit = self._nth(at) if at < end else None
-        return unit if unit is not None and unit.physical_offset == physical_offset else None
+        if at >= end or (unit := self.unit(self._nth(at))).physical_offset != physical_offset:
+            return None
+        return self._nth(at), unit
 
     def _ordinal(self, position: int) -> int:
         """How many units would lie before `position` if there had been no `restart`."""
         segment, at = divmod(position, self._run.segment_bytes)
         return segment * self._per_segment + min(at // UNIT_BYTES, self._per_segment)
 
-    def _nth(self, ordinal: int) -> TimerUnit:
+    def _nth(self, ordinal: int) -> int:
         segment, at = divmod(ordinal, self._per_segment)
-        return self.unit(segment * self._run.segment_bytes + at * UNIT_BYTES)
+        return segment * self._run.segment_bytes + at * UNIT_BYTES
 
     @property
     def written(self) -> int:
@@ -463,125 +460,3 @@ class TimerWheel:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             self._fs.close(fd)
-
-
-# --- the checkpoint -------------------------------------------------------------------------------------------------
-
-_JAVA: Final = struct.Struct(">7q")
-_EXTENSION: Final = struct.Struct(">iiq8q")
-_EXTENSION_MAGIC: Final = 0x4D51_5354
-_EXTENSION_VERSION: Final = 1
-_CRC: Final = struct.Struct(">I")
-_EXTENSION_AT: Final = (2048, 1024)
-"""By counter modulo 2: sectors of their own."""
-CHECK_BYTES: Final = 4096
-
-
-class Progress(NamedTuple):
-    """How far the timer is. Durable before it is written: the commitlog to its end, and the timer log to `log_end`."""
-
-    read_ms: int
-    """Every slot before this one is done."""
-    log_end: int
-    queue_offset: int
-    """Next message of the timer topic to give a place; each before it has one below `log_end`, or is done."""
-    log_low: int = 0
-    """Every unit before this position is done, whatever its slot: it, or its message, was put again farther on."""
-    slot_done: int = 0
-    """How many units of slot `read_ms` are done, counted from its oldest."""
-    skip_ms: int = 0
-    skip_until: int = 0
-    """Messages before `skip_until` whose slot lies before `skip_ms` are done, though `read_ms` may not say so: while
-    the files are rebuilt, or after the clock was set back."""
-    late_offset: int = NOWHERE
-    """First message of those placed in a later slot than theirs and perhaps not done."""
-
-
-class JavaProgress(NamedTuple):
-    """What a Java broker left behind."""
-
-    read_ms: int
-    log_end: int
-    queue_offset: int
-
-
-class TimerCheck:
-    """`config/timercheck`."""
-
-    def __init__(self, path: Path, fs: FileSystem, file_mode: int) -> None:
-        self._path = path
-        self._fs = fs
-        self._file_mode = file_mode
-        self._page = bytearray(CHECK_BYTES)
-        self._counter = 0
-        self._known = False
-        self._failed: OSError | None = None
-
-    def load(self) -> Progress | JavaProgress | None:
-        """The newer of the two records that are whole; without one, what a Java broker says; None: nothing is known."""
-        fs = self._fs
-        try:
-            fd = fs.open(self._path, os.O_RDONLY)
-        except FileNotFoundError:
-            return None
-        try:
-            data = fs.pread(fd, CHECK_BYTES, 0)
-        finally:
-            fs.close(fd)
-        self._page[: len(data)] = data
-        self._known = len(data) == CHECK_BYTES
-        found = [each for at in _EXTENSION_AT if (each := _decode_extension(self._page, at)) is not None]
-        *java, _, _, _, java_counter = _JAVA.unpack_from(self._page)
-        if found:
-            self._counter, progress = max(found, key=lambda each: each[0])
-            # Of a torn page either record may be the one that the first bytes belong to.
-            if any((*java, java_counter) == (*each[:3], counter) for counter, each in found):
-                return progress
-        left = JavaProgress(*java)
-        return left if left.read_ms > 0 and left.queue_offset >= 0 else None
-
-    def save(self, progress: Progress, now_ms: int) -> None:
-        """Write and sync. A failed sync is final, as of `TimerLog.write`."""
-        if self._failed is not None:
-            raise FlushFailedError(f"{self._path}: {self._failed}; close the store and open it again")
-        counter = self._counter + 1
-        page = bytearray(self._page)
-        p = progress
-        _JAVA.pack_into(page, 0, p.read_ms, p.log_end, p.queue_offset, p.queue_offset, 0, now_ms, counter)
-        _encode_extension(page, _EXTENSION_AT[counter % 2], counter, progress)
-        fs = self._fs
-        if not self._known:
-            fs.mkdir(self._path.parent, exist_ok=True)
-            fs.sync_directory(self._path.parent.parent)
-        fd = fs.open(self._path, os.O_RDWR | os.O_CREAT, self._file_mode)
-        try:
-            # What begins the page last: it says whose the rest is.
-            fs.pwrite(fd, page[_JAVA.size :], _JAVA.size)
-            fs.pwrite(fd, page[: _JAVA.size], 0)
-            try:
-                fs.fdatasync(fd)
-            except OSError as error:
-                self._failed = error
-                raise
-        finally:
-            fs.close(fd)
-        if not self._known:
-            fs.sync_directory(self._path.parent)
-            self._known = True
-        self._page = page
-        self._counter = counter
-
-
-def _encode_extension(page: bytearray, at: int, counter: int, progress: Progress) -> None:
-    _EXTENSION.pack_into(page, at, _EXTENSION_MAGIC, _EXTENSION_VERSION, counter, *progress)
-    end = at + _EXTENSION.size
-    _CRC.pack_into(page, end, crc32c.crc32c(bytes(page[at:end])))
-
-
-def _decode_extension(page: bytearray, at: int) -> tuple[int, Progress] | None:
-    end = at + _EXTENSION.size
-    magic, version, counter, *fields = _EXTENSION.unpack_from(page, at)
-    whole = _CRC.unpack_from(page, end)[0] == crc32c.crc32c(bytes(page[at:end]))
-    if magic != _EXTENSION_MAGIC or version != _EXTENSION_VERSION or not whole:
-        return None
-    return counter, Progress(*fields)

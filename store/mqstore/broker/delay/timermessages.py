@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from mqstore.broker.admin.statistics import DELAY_LATENCY
-from mqstore.broker.delay.route import LEVEL_MARKS, PRECISION_MS, Cancellations, number
+from mqstore.broker.delay.route import LEVEL_MARKS, PRECISION_MS, Cancellations, due_of, number
 from mqstore.broker.delay.timerfiles import ROLLS, TimerFilesDamaged, TimerUnit
 from mqstore.broker.names import SCHEDULE_GROUP, TIMER_TOPIC
 from mqstore.broker.parts import Parts
@@ -33,7 +33,6 @@ from mqstore.layout.properties import (
     TIMER_DELIVER_MS,
     TIMER_DEQUEUE_MS,
     TIMER_ENQUEUE_MS,
-    TIMER_OUT_MS,
     TIMER_ROLL_TIMES,
 )
 from mqstore.log.message import Message
@@ -57,20 +56,20 @@ class TimerMessages:
         self._store = parts.store
         self._retries = Retries(parts)
 
-    def finish(self, unit: TimerUnit, cancelled: Cancellations, over_ms: int, now_ms: int) -> None:
+    def finish(self, unit: TimerUnit, cancelled: Cancellations, now_ms: int) -> None:
         """Deliver, roll or leave out what a unit stands for."""
         message = self.record(unit)
         if message is None:
             return
         properties = message.stored_properties()
-        topic, out_ms = properties.get(REAL_TOPIC, ""), number(properties.get(TIMER_OUT_MS))
-        assert out_ms is not None, "placed without a time"
+        topic = properties.get(REAL_TOPIC, "")
         home = self._parts.road.home(message, topic, int(properties[REAL_QID]))
         if home is None:
             self._pass_over(message, topic)
             return
+        due_ms = due_of(properties)
         # One that was to be rolled is, even if it is overdue by now: its cancellation waits in its own slot.
-        if unit.magic & ROLLS or out_ms >= over_ms:
+        if unit.magic & ROLLS or due_ms > now_ms:
             hops = str((number(properties.get(TIMER_ROLL_TIMES)) or 0) + 1)
             self._put(message, TIMER_TOPIC, 0, properties, _ROLLED_WITHOUT, {TIMER_ROLL_TIMES: hops})
             return
@@ -79,10 +78,10 @@ class TimerMessages:
             self._parts.statistics.add("TIMER_CANCELLED", topic)
             return
         without = _DELIVERED_BY_LEVEL_WITHOUT if by_level else _DELIVERED_WITHOUT
-        marks = {} if by_level else {TIMER_ENQUEUE_MS: str(unit.write_ms), TIMER_DEQUEUE_MS: str(now_ms)}
+        placed_ms = unit.write_ms // PRECISION_MS * PRECISION_MS
+        marks = {} if by_level else {TIMER_ENQUEUE_MS: str(placed_ms), TIMER_DEQUEUE_MS: str(now_ms)}
         self._put(message, topic, home, properties, without, marks)
-        late_ms = self._parts.clock.now_ms() - (out_ms + PRECISION_MS)  # from when its slot was over
-        self._parts.statistics.add(DELAY_LATENCY, topic, max(0, late_ms))
+        self._parts.statistics.add(DELAY_LATENCY, topic, max(0, self._parts.clock.now_ms() - due_ms))
 
     def _pass_over(self, message: Message, topic: str) -> None:
         _log.warning(

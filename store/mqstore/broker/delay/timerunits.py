@@ -17,12 +17,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.broker.delay.route import PRECISION_MS
+from mqstore.broker.delay.route import PRECISION_MS, slot_of
+from mqstore.broker.delay.timercheck import Progress
 from mqstore.broker.delay.timerfiles import (
     CANCELS,
     NOWHERE,
     ROLLS,
     UNIT_BYTES,
+    UNIT_DTYPE,
     Slot,
     TimerFilesDamaged,
     TimerLog,
@@ -31,7 +33,7 @@ from mqstore.broker.delay.timerfiles import (
     slots_of_units,
 )
 
-__all__ = ["REACH_MS", "TimerUnits", "unit_times", "within"]
+__all__ = ["REACH_MS", "TimerUnits", "due_times", "unit_times", "units_from", "waiting_units", "within"]
 
 REACH_MS: Final = (7 * 86_400 - 60) * PRECISION_MS
 """How far beyond `read` a slot may lie: half the wheel."""
@@ -60,33 +62,22 @@ class TimerUnits:
         self.low = self.log.end
         self.waiting, self.newest_ms, self._next_ms = 0, NOWHERE, None
 
-    def load(self, low: int, end: int, read_ms: int, done: int) -> None:
-        """Take up the log from `low` to `end`, and make a wheel of all that waits. The first `done` units of slot
-        `read_ms` do not."""
-        self.log.load(low, end)
-        self.low = low
-        slots, positions, waiting, left = [], [], 0, done
-        for at, units in self.log.scan(low, verified=True):
-            slots_ms = slots_of_units(units)
-            live = slots_ms >= read_ms
-            slots.append(slots_ms[live])
-            positions.append(at[live])
-            magic = units["magic"]
-            waiting += int(np.count_nonzero(magic[live] & CANCELS == 0))
-            over = magic[(slots_ms == read_ms) & (magic & (CANCELS | ROLLS) != CANCELS)][:left]
-            left -= len(over)
-            waiting -= int(np.count_nonzero(over & CANCELS == 0))
-        if left:
-            raise TimerFilesDamaged(f"timer log: {done} of {done - left} units of a slot are done")
-        none = [np.empty(0, np.int64)]
-        all_slots = np.concatenate(slots or none)
-        if len(all_slots) and int(all_slots.max()) > read_ms + REACH_MS + _LAG_MS:
+    def load(self, progress: Progress) -> int:
+        """Take up the log as a checkpoint says, and make a wheel of all that waits. Returns as `waiting_units`."""
+        self.log.load(progress.log_low, progress.log_end)
+        self.low = progress.log_low
+        positions, units = units_from(self.log, progress.log_low, progress.read_ms)
+        slots_ms = slots_of_units(units)
+        newest_ms = int(slots_ms.max(initial=NOWHERE))
+        if newest_ms > progress.read_ms + REACH_MS + _LAG_MS:
             raise TimerFilesDamaged("timer log: slots farther ahead than any is placed")
-        self.wheel.make(all_slots, np.concatenate(positions or none))
-        self.waiting, self.newest_ms, self._next_ms = waiting, int(all_slots.max(initial=NOWHERE)), None
+        waits, done_ms = waiting_units(units, progress)
+        self.wheel.make(slots_ms, positions)
+        self.waiting, self.newest_ms, self._next_ms = int(np.count_nonzero(waits)), newest_ms, None
+        return done_ms
 
-    def add(self, unit: TimerUnit) -> None:
-        """Append a unit to the log and to the chain of its slot."""
+    def add(self, unit: TimerUnit) -> int:
+        """Append a unit to the log and to the chain of its slot. Returns its position."""
         slot_ms = unit.slot_ms
         slot = self.wheel.get(slot_ms)
         position = self.log.append(unit if slot is None else unit._replace(previous=slot.last))
@@ -97,6 +88,7 @@ class TimerUnits:
         if self._next_ms is not None:
             self._next_ms = min(self._next_ms, slot_ms)
         self.waiting += not unit.magic & CANCELS
+        return position
 
     def next_slot(self, read_ms: int) -> int | None:
         """The first slot from `read_ms` on that holds a unit."""
@@ -152,32 +144,74 @@ class TimerUnits:
         self.low = max(self.low, end)
         return None
 
-    def place_again(self, read_ms: int, begin_ms: int) -> int:
+    def place_again(self, read_ms: int, begin_ms: int, left: npt.NDArray[np.int64] | None) -> int:
         """Place all units that wait behind the others, since slots from `begin_ms` on are read again; how many. The log
-        must be written."""
-        units = []
-        for _, found in self.log.scan(self.low, verified=True):
-            live = found[slots_of_units(found) >= read_ms]
-            units += [TimerUnit(*unit[1:8]) for unit in live.tolist()]
+        must be written. `left`: positions of slot `read_ms` that are not done, None: none of it is."""
+        positions, units = units_from(self.log, self.low, read_ms)
+        live = np.ones(len(units), np.bool_)
+        if left is not None:
+            in_turn = (slots_of_units(units) == read_ms) & in_order_of_due(units)
+            live[in_turn] = np.isin(positions[in_turn], left)
+        again = [TimerUnit(*unit[1:8]) for unit in units[live].tolist()]
         self.clear()
         try:
-            for unit in units:
+            for unit in again:
                 self.add(within(unit, begin_ms + REACH_MS))
             self.wheel.write()
         except OSError as error:  # some are placed and some are not
             raise TimerFilesDamaged(f"timer wheel: {error}") from error
-        return len(units)
+        return len(again)
+
+
+def units_from(log: TimerLog, low: int, read_ms: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]:
+    """(positions, units) from `low` on whose slot is `read_ms` or later, each checked. The log must be written."""
+    found = [(np.empty(0, np.int64), np.empty(0, UNIT_DTYPE))]
+    for positions, units in log.scan(low, verified=True):
+        live = slots_of_units(units) >= read_ms
+        found.append((positions[live], units[live]))
+    all_positions, all_units = zip(*found, strict=True)
+    return np.concatenate(all_positions), np.concatenate(all_units)
+
+
+def in_order_of_due(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Mask of the units that are dealt with one by one: all but cancellations that take effect in their slot."""
+    mask: npt.NDArray[np.bool_] = units["magic"] & (CANCELS | ROLLS) != CANCELS
+    return mask
+
+
+def waiting_units(units: npt.NDArray[np.void], progress: Progress) -> tuple[npt.NDArray[np.bool_], int]:
+    """(mask of those of `units_from` that wait by a checkpoint and are no cancellations, latest due time of those that
+    are done of its slot, 0: none is). TimerFilesDamaged if the slot has fewer than are done."""
+    waits: npt.NDArray[np.bool_] = units["magic"] & CANCELS == 0
+    in_turn = np.flatnonzero((slots_of_units(units) == progress.read_ms) & in_order_of_due(units))
+    oldest, others = in_turn[: progress.slot_done], in_turn[progress.slot_done :]
+    order = np.argsort(due_times(units[others]), kind="stable")
+    done = np.concatenate((oldest, others[order][: progress.due_done]))
+    if len(done) < progress.slot_done + progress.due_done:
+        raise TimerFilesDamaged(f"timer log: more units of slot {progress.read_ms} are done than it has")
+    waits[done] = False
+    return waits, int(due_times(units[done]).max(initial=0))
+
+
+def due_times(units: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """`TimerUnit.due_ms` of each."""
+    return slots_of_units(units) + 1 + (units["write_ms"].astype(np.int64) - 1) % PRECISION_MS
 
 
 def within(unit: TimerUnit, last_ms: int) -> TimerUnit:
     """`unit` for another chain, rolled on the way if its slot lies beyond `last_ms`: the wheel reaches no farther."""
-    slot_ms, magic = unit.slot_ms, unit.magic
-    if slot_ms > last_ms:
-        slot_ms, magic = last_ms, magic | ROLLS
-    return TimerUnit(NOWHERE, magic, *unit_times(unit.write_ms, slot_ms), *unit[4:])
+    due_ms, magic = unit.due_ms, unit.magic
+    if unit.slot_ms > last_ms:
+        due_ms, magic = last_ms + PRECISION_MS, magic | ROLLS
+    return TimerUnit(NOWHERE, magic, *unit_times(unit.write_ms, due_ms), *unit[4:])
 
 
-def unit_times(stored_ms: int, slot_ms: int) -> tuple[int, int]:
-    """writeTime and delay of a unit: the slot is their sum, and the delay has 32 bits."""
+def unit_times(stored_ms: int, due_ms: int) -> tuple[int, int]:
+    """writeTime and delay of a unit: the slot is their sum, writeTime has the milliseconds of the due time, and the
+    delay has 32 bits."""
+    slot_ms = slot_of(due_ms)
     begin_ms = stored_ms // PRECISION_MS * PRECISION_MS
-    return (begin_ms, slot_ms - begin_ms) if 0 <= slot_ms - begin_ms < 1 << 31 else (slot_ms, 0)
+    if abs(slot_ms - begin_ms) >= (1 << 31) - PRECISION_MS:
+        begin_ms = slot_ms
+    write_ms = begin_ms + due_ms % PRECISION_MS
+    return write_ms, slot_ms - write_ms

@@ -46,7 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.broker.delay.route import number, slot_of
-from mqstore.broker.delay.timerfiles import TimerCheck
+from mqstore.broker.delay.timercheck import TimerCheck
 from mqstore.broker.names import TIMER_TOPIC, popped_topic
 from mqstore.broker.pop.state import QueueKey
 from mqstore.broker.pop.tables import PopTables

@@ -1,0 +1,152 @@
+"""The checkpoint of the timer: how far it was when all of that was on disk (delivery#timer-files).
+
+    config/timercheck       4096 bytes
+
+             0   56 7 i64  lastReadTimeMs, lastTimerLogFlushPos, lastTimerQueueOffset, masterTimerQueueOffset,
+                           stateVersion, timestamp, counter                      as RocketMQ has them
+          1024   84        `_EXTENSION`: `Progress` and its CRC-32C              odd counters
+          2048   84        the same                                              even counters
+
+The field `slot_done` on disk has `slot_done` in its lower 32 bits and `due_done` above them. Earlier versions wrote the
+former alone. To them a number above 32 bits is damage: they build log and wheel again, and repeat that one slot.
+
+Knows bytes and files, and nothing of units.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import crc32c
+
+from mqstore.broker.delay.timerfiles import NOWHERE
+from mqstore.errors import FlushFailedError
+from mqstore.files.filesystem import FileSystem
+
+__all__ = ["JavaProgress", "Progress", "TimerCheck"]
+
+_JAVA: Final = struct.Struct(">7q")
+_EXTENSION: Final = struct.Struct(">iiq8q")
+_EXTENSION_MAGIC: Final = 0x4D51_5354
+_EXTENSION_VERSION: Final = 1
+_CRC: Final = struct.Struct(">I")
+_EXTENSION_AT: Final = (2048, 1024)
+"""By counter modulo 2: sectors of their own."""
+_CHECK_BYTES: Final = 4096
+
+
+class Progress(NamedTuple):
+    """How far the timer is. Durable before it is written: the commitlog to its end, and the timer log to `log_end`."""
+
+    read_ms: int
+    """Every slot before this one is done."""
+    log_end: int
+    queue_offset: int
+    """Next message of the timer topic to give a place; each before it has one below `log_end`, or is done."""
+    log_low: int = 0
+    """Every unit before this position is done, whatever its slot: it, or its message, was put again farther on."""
+    slot_done: int = 0
+    """Number of units of slot `read_ms` that are done, counted from its oldest, as earlier versions read a slot."""
+    skip_ms: int = 0
+    skip_until: int = 0
+    """Messages before `skip_until` whose slot lies before `skip_ms` are done, though `read_ms` may not say so: while
+    the files are rebuilt, or after the clock was set back."""
+    late_offset: int = NOWHERE
+    """First message of those placed in a later slot than theirs and perhaps not done."""
+    due_done: int = 0
+    """Number of the other units of slot `read_ms` that are done, in the order of their due times."""
+
+
+class JavaProgress(NamedTuple):
+    """What a Java broker left behind."""
+
+    read_ms: int
+    log_end: int
+    queue_offset: int
+
+
+class TimerCheck:
+    """`config/timercheck`."""
+
+    def __init__(self, path: Path, fs: FileSystem, file_mode: int) -> None:
+        self._path = path
+        self._fs = fs
+        self._file_mode = file_mode
+        self._page = bytearray(_CHECK_BYTES)
+        self._counter = 0
+        self._known = False
+        self._failed: OSError | None = None
+
+    def load(self) -> Progress | JavaProgress | None:
+        """The newer of the two records that are whole; without one, what a Java broker says; None: nothing is known."""
+        fs = self._fs
+        try:
+            fd = fs.open(self._path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            data = fs.pread(fd, _CHECK_BYTES, 0)
+        finally:
+            fs.close(fd)
+        self._page[: len(data)] = data
+        self._known = len(data) == _CHECK_BYTES
+        found = [each for at in _EXTENSION_AT if (each := _decode_extension(self._page, at)) is not None]
+        *java, _, _, _, java_counter = _JAVA.unpack_from(self._page)
+        if found:
+            self._counter, progress = max(found, key=lambda each: each[0])
+            # Of a torn page either record may be the one that the first bytes belong to.
+            if any((*java, java_counter) == (*each[:3], counter) for counter, each in found):
+                return progress
+        left = JavaProgress(*java)
+        return left if left.read_ms > 0 and left.queue_offset >= 0 else None
+
+    def save(self, progress: Progress, now_ms: int) -> None:
+        """Write and sync. A failed sync is final, as of `TimerLog.write`."""
+        if self._failed is not None:
+            raise FlushFailedError(f"{self._path}: {self._failed}; close the store and open it again")
+        counter = self._counter + 1
+        page = bytearray(self._page)
+        p = progress
+        _JAVA.pack_into(page, 0, p.read_ms, p.log_end, p.queue_offset, p.queue_offset, 0, now_ms, counter)
+        _encode_extension(page, _EXTENSION_AT[counter % 2], counter, progress)
+        fs = self._fs
+        if not self._known:
+            fs.mkdir(self._path.parent, exist_ok=True)
+            fs.sync_directory(self._path.parent.parent)
+        fd = fs.open(self._path, os.O_RDWR | os.O_CREAT, self._file_mode)
+        try:
+            # What begins the page last: it says whose the rest is.
+            fs.pwrite(fd, page[_JAVA.size :], _JAVA.size)
+            fs.pwrite(fd, page[: _JAVA.size], 0)
+            try:
+                fs.fdatasync(fd)
+            except OSError as error:
+                self._failed = error
+                raise
+        finally:
+            fs.close(fd)
+        if not self._known:
+            fs.sync_directory(self._path.parent)
+            self._known = True
+        self._page = page
+        self._counter = counter
+
+
+def _encode_extension(page: bytearray, at: int, counter: int, progress: Progress) -> None:
+    stored = progress._replace(slot_done=progress.slot_done | progress.due_done << 32)[:-1]
+    _EXTENSION.pack_into(page, at, _EXTENSION_MAGIC, _EXTENSION_VERSION, counter, *stored)
+    end = at + _EXTENSION.size
+    _CRC.pack_into(page, end, crc32c.crc32c(bytes(page[at:end])))
+
+
+def _decode_extension(page: bytearray, at: int) -> tuple[int, Progress] | None:
+    end = at + _EXTENSION.size
+    magic, version, counter, *fields = _EXTENSION.unpack_from(page, at)
+    whole = _CRC.unpack_from(page, end)[0] == crc32c.crc32c(bytes(page[at:end]))
+    if magic != _EXTENSION_MAGIC or version != _EXTENSION_VERSION or not whole:
+        return None
+    stored = Progress(*fields)
+    return counter, stored._replace(slot_done=stored.slot_done & 0xFFFF_FFFF, due_done=stored.slot_done >> 32)
