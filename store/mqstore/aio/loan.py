@@ -9,11 +9,12 @@ No verb can be cancelled half way. A caller that is cancelled meanwhile gets Can
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from mqstore.aio.forward import Twin, Value, finished
+from mqstore.aio.forward import Twin, Value, called
 from mqstore.client import delivery
 from mqstore.log.message import Message
 from mqstore.queue import Task
@@ -21,6 +22,7 @@ from mqstore.queue import Task
 __all__ = ["Loan"]
 
 L = TypeVar("L", Task, delivery.Delivery)
+T = TypeVar("T")
 
 
 class Loan(Twin[L]):
@@ -33,17 +35,20 @@ class Loan(Twin[L]):
     expires_at = Value[float](delivery.Loan)
     settled = Value[bool](delivery.Loan)
 
+    async def _call(self, work: Callable[[], T]) -> T:
+        return await self._bridge.finish(work)
+
     async def ack(self) -> None:
         """Acknowledge as the `ack` of the synchronous class. If cancelled, that is raised when it has ended."""
         self._bridge.check()
         if self.sync.ack_at_once():
             await self._bridge.breathe()
         else:
-            await self._bridge.finish(self.sync.ack)
+            await self._call(self.sync.ack)
 
-    nack = finished(delivery.Loan.nack)
-    extend = finished(delivery.Loan.extend)
-    reject = finished(delivery.Loan.reject)
+    nack = called(delivery.Loan.nack)
+    extend = called(delivery.Loan.extend)
+    reject = called(delivery.Loan.reject)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -53,7 +58,7 @@ class Loan(Twin[L]):
         if isinstance(error, GeneratorExit) or self._bridge.closed:
             return leave()
         if error is not None:
-            return await self._bridge.finish(leave)
+            return await self._call(leave)
         if not self.sync.settled:
             await self.ack()
         return False
