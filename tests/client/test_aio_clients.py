@@ -97,6 +97,8 @@ async def test_no_more_is_on_its_way_than_may_be_and_the_loop_goes_on(
         sync = producer.sync._sync
         monkeypatch.setattr(producer.sync, "_sync", lambda: (go_on.wait(20), sync()))
         submits = [asyncio.create_task(producer.submit("t", b"%d" % i, queue_id=0)) for i in range(10)]
+        while sum(each.done() for each in submits) < 3:
+            await asyncio.sleep(0)
         for _ in range(50):
             await asyncio.sleep(0)
         assert sum(each.done() for each in submits) == 3

@@ -24,6 +24,9 @@ from mqstore.layout.spares import Spares
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.reput import Dispatcher
+from mqstore.log.taskerrors import TaskErrors
+from mqstore.log.wakeups import NEVER
+from mqstore.signalsafe import Bell
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import SEGMENT, files, flip, open_store, units_of
@@ -429,6 +432,55 @@ def test_a_waiting_reader_goes_before_a_thread_that_dispatches_again(
         reader.join()
         again.join()
         assert passes[0] == "reader"
+
+
+# -- pacing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mark", "size", "rung"),
+    [(0, 1, True), (1000, 1, False), (1000, 2000, True), (NEVER, 2000, False)],
+    ids=["rests", "paused, little is put", "paused, much is put", "works"],
+)
+def test_a_put_rings_the_dispatcher_at_the_mark(tmp_path: Path, mark: int, size: int, rung: bool) -> None:
+    with open_store(tmp_path / "s") as store:
+        bell = store.wakeups.dispatcher
+        store.wakeups.wake_dispatcher_at(mark)
+        store.put("t", bytes(size))
+        assert bell.wait(0) is rung
+        store.put("t", bytes(size))
+        assert bell.wait(0) is False  # once is enough, until it has come
+
+
+@pytest.mark.parametrize(
+    ("growth", "waits"),
+    [(0, ["pause", "rest"]), (1, ["pause", "pause", "rest"]), (5 << 20, ["pause", "rest"])],
+    ids=["nothing is put meanwhile", "little is", "much is"],
+)
+def test_the_dispatcher_pauses_unless_much_was_put_meanwhile(tmp_path: Path, growth: int, waits: list[str]) -> None:
+    """While `put_many` went on it slept, and the first read had nearly everything to dispatch."""
+    with open_store(tmp_path / "s", segment_bytes=32 << 20) as store:
+        seen: list[str] = []
+        wakeups, dispatcher = store.wakeups, store._dispatcher
+
+        class NotedBell(Bell):
+            def wait(self, timeout_s: float | None = None) -> bool:
+                seen.append("rest" if timeout_s is None else "pause")
+                wakeups.stopping = timeout_s is None
+                return True
+
+        def grow(*_: object) -> None:
+            dispatcher.listeners.remove(grow)
+            store.put_many("t", [b"x"] if growth == 1 else [bytes(1 << 20)] * (growth >> 20))
+
+        if growth:
+            dispatcher.listeners.append(grow)
+        wakeups.dispatcher = NotedBell()
+        store.put("t", b"0")
+        dispatcher.run_thread(wakeups, TaskErrors(tmp_path))
+        assert seen == waits
+        assert store.stats().dispatch_lag_bytes == 0
+        wakeups.stopping = False
 
 
 def turn_is_free(dispatcher: Dispatcher) -> bool:

@@ -45,6 +45,8 @@ _log = logging.getLogger("mqstore")
 
 _BATCH = 32
 """Looks whose answers may wait for each other: about a millisecond."""
+_ROW = 32
+"""Calls that are made on the loop before others have a turn: about two hundred microseconds."""
 
 T = TypeVar("T")
 
@@ -114,17 +116,19 @@ class _Call(Generic[T]):
     def forget(self) -> None:
         """On the loop: nobody will hear of it. Taken back before anything is done that is asked for from now on."""
         self.over = True
+        self.bridge.taking_back.add(self)
         self.bridge.submit(self._take_back)
 
     def _take_back(self) -> None:
         """On the thread."""
         result, self.result = self.result, None
-        if self.undo is None or result is None:
-            return
         try:
-            self.undo(result)
+            if self.undo is not None and result is not None:
+                self.undo(result)
         except Exception as error:  # what was not given back comes again in its own time
             _log.warning("the result of a cancelled call could not be given back: %s", error)
+        finally:
+            self.bridge.taking_back.discard(self)
 
 
 class _Look(_Call[T]):
@@ -253,6 +257,9 @@ class Bridge:
         """From any thread: have something called by the loop."""
         self._line: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._looks: set[_Look[Any]] = set()
+        self.taking_back: set[_Call[Any]] = set()
+        """Forgotten calls whose results the thread has not given back yet."""
+        self._in_a_row = 0
         self._thread = threading.Thread(
             target=_run, args=(self._line, weakref.WeakMethod(self.mail.wake)), name=f"mqstore-aio {name}", daemon=True
         )
@@ -269,6 +276,13 @@ class Bridge:
             )
         if self.closed:
             raise StoreClosedError(f"{self.name} was closed; open it again")
+
+    async def breathe(self) -> None:
+        """Count a call that was made on the loop, and let others have a turn after some of them."""
+        self._in_a_row += 1
+        if self._in_a_row >= _ROW:
+            self._in_a_row = 0
+            await asyncio.sleep(0)
 
     async def call(self, work: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         """What `work()` returns on the thread. Cancelled: it is not begun, or runs to its end, and then `undo(result)`

@@ -2,7 +2,6 @@
 
     topics = called(store.Store.topics)          coroutine: the method runs on the store's thread
     put_many = in_order(store.Store.put_many)    coroutine: the same, and puts that follow are stored after it
-    ack = on_loop(Loan.ack)                      coroutine: the method runs on the loop, since it never waits
     verify = paged(store.Store.verify)           asynchronous iterator: the store's thread reads it page by page
     path = Value[Path](store.Store)              property
 
@@ -22,7 +21,7 @@ from typing import Any, Concatenate, Generic, Never, ParamSpec, Protocol, Self, 
 from mqstore.aio.bridge import Bridge
 from mqstore.aio.made import Pages
 
-__all__ = ["Closable", "Twin", "Value", "called", "in_order", "on_loop", "owned", "paged", "takes"]
+__all__ = ["Closable", "Twin", "Value", "called", "in_order", "owned", "paged", "takes"]
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -95,18 +94,6 @@ def in_order(method: Callable[Concatenate[Any, P], T]) -> Forwarded[P, Coroutine
     async def forward(self: Any, /, *args: Any, **options: Any) -> Any:
         self._check()
         return await self._puts.in_order(_bound(self, method, args, options))
-
-    return cast(Forwarded[P, Coroutine[Any, Any, T]], forward)
-
-
-def on_loop(method: Callable[Concatenate[Any, P], T]) -> Forwarded[P, Coroutine[Any, Any, T]]:
-    """Return a coroutine method that calls `method` on the loop. It cannot be cancelled half way."""
-    name = method.__name__
-
-    @_as(method, "Runs on the loop, and cannot be cancelled half way.")
-    async def forward(self: Any, /, *args: Any, **options: Any) -> Any:
-        self._bridge.check()
-        return getattr(self.sync, name)(*args, **options)
 
     return cast(Forwarded[P, Coroutine[Any, Any, T]], forward)
 

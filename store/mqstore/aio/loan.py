@@ -1,11 +1,20 @@
-"""Base of `Task` and `Delivery`: a lease of the synchronous library whose verbs are coroutines."""
+"""Base of `Task` and `Delivery`: a lease of the synchronous library whose verbs are coroutines.
+
+    ack, clean end of a block    on the loop, if that takes no wait for a lock or the disk; else on the store's thread
+    nack, extend, reject,        on the store's thread
+    end of a block that failed
+
+No verb can be cancelled half way. A caller that is cancelled meanwhile gets CancelledError when the verb has ended.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-from mqstore.aio.forward import Twin, Value, on_loop
+from mqstore.aio.forward import Twin, Value, called
 from mqstore.client import delivery
 from mqstore.log.message import Message
 from mqstore.queue import Task
@@ -13,6 +22,7 @@ from mqstore.queue import Task
 __all__ = ["Loan"]
 
 L = TypeVar("L", Task, delivery.Delivery)
+T = TypeVar("T")
 
 
 class Loan(Twin[L]):
@@ -25,12 +35,30 @@ class Loan(Twin[L]):
     expires_at = Value[float](delivery.Loan)
     settled = Value[bool](delivery.Loan)
 
-    ack = on_loop(delivery.Loan.ack)
-    nack = on_loop(delivery.Loan.nack)
-    extend = on_loop(delivery.Loan.extend)
-    reject = on_loop(delivery.Loan.reject)
+    async def _call(self, work: Callable[[], T]) -> T:
+        return await self._bridge.finish(work)
+
+    async def ack(self) -> None:
+        """Acknowledge as the `ack` of the synchronous class. If cancelled, that is raised when it has ended."""
+        self._bridge.check()
+        if self.sync.ack_at_once():
+            await self._bridge.breathe()
+        else:
+            await self._call(self.sync.ack)
+
+    nack = called(delivery.Loan.nack)
+    extend = called(delivery.Loan.extend)
+    reject = called(delivery.Loan.reject)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        return self.sync.__exit__(kind, error, traceback)
+        leave = partial(self.sync.__exit__, kind, error, traceback)
+        # A generator that is being closed cannot wait, and a bridge that was closed has no thread.
+        if isinstance(error, GeneratorExit) or self._bridge.closed:
+            return leave()
+        if error is not None:
+            return await self._call(leave)
+        if not self.sync.settled:
+            await self.ack()
+        return False

@@ -99,7 +99,7 @@ class Producer(Closable[producer.Producer]):
             return await (await self.submit(topic, body, queue_id=queue_id, selector=selector, **options))
         self._check()
         receipt = self.sync.send(topic, body, queue_id=queue_id, selector=selector, **options)
-        await self._puts.breathe()
+        await self._bridge.breathe()
         return receipt
 
     def _goes_here(self, topic: str, body: Body, options: SendOptions) -> bool:
@@ -129,7 +129,7 @@ class Producer(Closable[producer.Producer]):
                 stored.set_result(self.sync.send(topic, body, queue_id=queue_id, selector=selector, **options))
             except (SendError, StoreIOError) as error:  # what the engine says comes with the future
                 stored.set_exception(error)
-            await self._puts.breathe()
+            await self._bridge.breathe()
             return stored
         size = size_of(body)
         if self._line.locked() or not self._has_room(size):

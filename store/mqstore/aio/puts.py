@@ -1,18 +1,17 @@
 """Puts, made on the loop or on the store's thread (clients#runtime).
 
-A put into the page cache takes some microseconds, less than handing it over. So it is made on the loop, unless
+A put into the page cache takes some microseconds, less than handing it over. So it is made on the loop, except:
 
     durability "flush"           appended on the loop, and the sync waited for with all others that wait (`put_async`)
     a large body                 copied and checked on the thread: a megabyte takes a millisecond
     a topic that is not there    entering it writes a file
+    a full segment               making the next one may wait for the disk
+    a log that is held           by a bulk append, as long as that takes
     a put before it is there     what is stored is stored in the order of the calls
-
-A coroutine that never waits would keep its loop to itself: after some puts it lets others have their turn.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -25,8 +24,8 @@ from mqstore.store import Store
 __all__ = ["LARGE", "Puts", "size_of"]
 
 LARGE: Final = 16 << 10
-_ROW: Final = 16
-"""Puts that are made without a turn for others: some hundred microseconds."""
+_LARGEST_RECORD: Final = 64 << 10
+"""Bytes of a record whose body is not large: its properties have less than 32 KiB."""
 
 T = TypeVar("T")
 
@@ -45,11 +44,16 @@ class Puts:
         self._bridge = bridge
         self._sync = sync
         self._on_thread = 0
-        self._in_a_row = 0
 
     def here(self, topic: str, size: int) -> bool:
         """Whether it may be made on the loop."""
-        return not self._on_thread and size <= LARGE and self._sync.broker.topics.get(topic) is not None
+        broker = self._sync.broker
+        return (
+            not self._on_thread
+            and size <= LARGE
+            and broker.topics.get(topic) is not None
+            and broker.store.wakeups.log.has_room(_LARGEST_RECORD)
+        )
 
     async def put(self, topic: str, body: Body, queue_id: int | None, options: Mapping[str, Any]) -> SendReceipt:
         """`Store.put`. Cancelled: stored whole, or not at all."""
@@ -58,14 +62,14 @@ class Puts:
         here = self.here(topic, size_of(body))
         if not here and not isinstance(body, bytes) and isinstance(body, bytearray | memoryview):
             body = bytes(body)  # who is cancelled may use it for something else
-        if (options.get("durability") or self._sync.broker.store.durability) == "flush":
+        if (options.get("durability") or broker.store.durability) == "flush":
             put = partial(broker.put_async, topic, body, queue_id=queue_id, **options)
             future = put() if here else await self.in_order(put)
             return await self._bridge.wait(future)
         if not here:
             return await self.in_order(partial(broker.put, topic, body, queue_id=queue_id, **options))
         receipt: SendReceipt = broker.put(topic, body, queue_id=queue_id, **options)
-        await self.breathe()
+        await self._bridge.breathe()  # it is stored: a caller that is cancelled here has put
         return receipt
 
     async def in_order(self, work: Callable[[], T]) -> T:
@@ -75,10 +79,3 @@ class Puts:
             return await self._bridge.call(work)
         finally:
             self._on_thread -= 1
-
-    async def breathe(self) -> None:
-        """Let others have the loop, now and then. It is done: who is cancelled here has put."""
-        self._in_a_row += 1
-        if self._in_a_row >= _ROW:
-            self._in_a_row = 0
-            await asyncio.sleep(0)

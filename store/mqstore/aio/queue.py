@@ -1,8 +1,9 @@
 """`mqstore.Queue` with coroutines (clients#queue).
 
     put      on the loop: a few microseconds. On the store's thread: large items, and where there is a `maxsize`
-    get      looks on the store's thread, and waits at the queue's callback door
-    settle   on the loop: a task that is left by `async with` is settled with no point at which it could be cancelled
+    get      on the loop, if the item was read ahead and no lock is held. Else it looks on the store's thread, and
+             waits at the queue's callback door
+    settle   as `loan.py` says
 
 Who waits for room stands in line, and only the first looks: when an item is settled, and every 0.25 s, since others may
 settle items as well, and time does.
@@ -30,7 +31,7 @@ from mqstore.broker.broker import Broker
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.road import SendOptions
 from mqstore.client.codecs import BYTES, Codec
-from mqstore.client.delivery import Loan
+from mqstore.client.delivery import Loan, loan_seconds
 from mqstore.client.interceptors import Settled
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
 from mqstore.log.commitlog import SendReceipt
@@ -95,6 +96,15 @@ class _Told(queue.Queue):
     def check_open(self) -> None:
         if self._shut:
             raise QueueShutDown(f"queue {self.name!r} was shut down")
+
+    def get_at_once(self, loan_s: float | None) -> queue.Task | None:
+        """`get` of an item that was read ahead, if no lock is held; None says nothing about what is there."""
+        if self._shut or len(self._topics()) > 1:
+            return None
+        loan_s = self._loan_s if loan_s is None else loan_s
+        expires_at = self._lender.monotonic_ms() / 1000 + loan_s
+        found = self._broker.pop(self.name, self.name, invisible=loan_s, order=self._ordered, at_once=True)
+        return queue.Task(self._lender, found[0], expires_at, self._codec) if found else None
 
     def append(self, body: bytes, delay: Duration | None) -> Future[SendReceipt]:
         """`put(block=False)` of what is encoded, with a future for the disk."""
@@ -220,6 +230,13 @@ class Queue(Closable[_Told]):
     ) -> Task:
         """As `mqstore.Queue.get`. Cancelled, it has taken nothing, and who else waits is called."""
         left_s = limit(timeout) if block else 0
+        loan_s = None if visibility is None else loan_seconds(visibility)
+        self._bridge.check()
+        await self._bridge.breathe()  # before: a caller that is cancelled here has taken nothing
+        if not self._bridge.taking_back:  # what is given back goes first
+            task = self.sync.get_at_once(loan_s)
+            if task is not None:
+                return self._taken([task])[0]
 
         def look() -> list[queue.Task] | None:
             try:

@@ -432,11 +432,15 @@ class Broker:
         local: bool = True,
         durability: Durability | None = None,
         skip_acked: bool = False,
+        at_once: bool = False,
     ) -> list[Delivery]:
         """Take up to `n` (at most 32) messages; each is invisible to the group for `invisible` seconds, and comes again
         unless it is acknowledged by then. `order`: nothing behind an unsettled message of its queue is delivered; that
         comes again with all behind it of its batch, with `skip_acked` without those that were acknowledged. Waits up to
-        `poll` seconds for a first message."""
+        `poll` seconds for a first message.
+
+        `at_once`: one message, if that takes no wait for a lock or the disk, for callers such as an event loop. Else
+        the result is empty, and says nothing about what is there."""
         chosen = None if filter is None else as_filter(filter)
         invisible_ms = milliseconds(invisible, "invisible")
         poll_s = 0.0
@@ -457,15 +461,27 @@ class Broker:
             local,
             durability,
             skip_acked,
+            at_once,
         )
         if not found:  # in a forked child a queue that was drained looks empty, for ever
             self._check_open()
         return found
 
-    def ack(self, group: str, topic: str, receipts: Sequence[str], *, durability: Durability | None = None) -> None:
+    def ack(
+        self,
+        group: str,
+        topic: str,
+        receipts: Sequence[str],
+        *,
+        durability: Durability | None = None,
+        at_once: bool = False,
+    ) -> bool:
         """Settle deliveries. Again is harmless; ReceiptExpiredError once a message was put up for redelivery,
-        InvalidReceiptError for what is no receipt of this group and topic."""
-        self._pop.ack(group, topic, receipts, durability)
+        InvalidReceiptError for what is no receipt of this group and topic.
+
+        `at_once`: one delivery, if that takes no wait for a lock or the disk. Returns False if it would, and nothing
+        was done."""
+        return self._pop.ack(group, topic, receipts, durability, at_once=at_once)
 
     def change_invisible(
         self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None

@@ -104,6 +104,16 @@ class Loan:
         elif self._verb != "ack":
             self._refuse()
 
+    def ack_at_once(self) -> bool:
+        """Acknowledge, if that takes no wait for a lock or the disk. Return False if nothing was done: call `ack`."""
+        lender, delivery = self._lender, self._delivery
+        if self._verb is not None or not lender.broker.ack(
+            lender.group, delivery.topic, [delivery.receipt], at_once=True
+        ):
+            return False
+        self._note("ack", "ack")
+        return True
+
     def nack(self, delay: Duration | None = None) -> None:
         """Failed: it comes again in `delay` seconds (at most 12 h), None: as the retry policy says; after the last
         attempt it is a dead letter. ReceiptExpiredError as `ack`, ConfigError for the delay."""

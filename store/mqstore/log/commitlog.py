@@ -655,6 +655,10 @@ class CommitLog(Tip):
             self._mapping = None  # the next put finds its segment
             return wiped
 
+    def has_room(self, size: int) -> bool:
+        """Return True if a record of `size` bytes needs no new segment, and nobody holds the log."""
+        return self.end + size <= self._limit
+
     @property
     def is_writing(self) -> bool:
         """Whether this very thread is in the middle of a put that writes, or makes room: a signal handler asks."""

@@ -28,16 +28,18 @@ from mqstore.log.consumequeue import ConsumeQueue, QueueTable
 from mqstore.log.index import Index
 from mqstore.log.names import is_path_safe
 from mqstore.log.taskerrors import TaskErrors
-from mqstore.log.wakeups import Wakeups
+from mqstore.log.wakeups import NEVER, Wakeups
 from mqstore.signalsafe import Bell, is_held_here
 
 __all__ = ["Dispatcher", "slot_runs"]
 
 _log = logging.getLogger("mqstore")
-_BATCH = 8192
-_PACE_S = 0.01
-"""How long the dispatcher lets puts run before its next pass, while nobody waits: a pass has a fixed cost, and each
-switch of threads costs as much as thousands of puts."""
+_BATCH = 1 << 15
+"""Records of one pass: those of a chunk of `put_many`. Each pass waits some times for the interpreter, which a thread
+that puts has."""
+_PACE_S, _PACE_BYTES = 0.01, 4 << 20
+"""How long, and for how many bytes, the dispatcher lets puts run before its next pass, while nobody waits: a pass has a
+fixed cost, and each switch of threads costs as much as thousands of puts."""
 _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 10.0
 
 
@@ -149,13 +151,17 @@ class Dispatcher:
             errors.clear("dispatch")
             retry_s = _RETRY_MIN_S
             if done and not self.is_awaited:
-                bell.wait(_PACE_S)
+                mark = self.position + _PACE_BYTES
+                wakeups.wake_dispatcher_at(mark)
+                if self._end_of() < mark:
+                    bell.wait(_PACE_S)
+                wakeups.wake_dispatcher_at(NEVER)
                 continue
-            wakeups.dispatcher_rests(True)
+            wakeups.wake_dispatcher_at(0)
             # A put between our pass and that line saw no alarm: look again before sleeping.
             if self.position >= self._end_of():
                 bell.wait()
-            wakeups.dispatcher_rests(False)
+            wakeups.wake_dispatcher_at(NEVER)
 
     def catch_up(self) -> bool:
         """As `run_once`, for a reader: what hinders dispatch is noted and shows in `stats()`, what is dispatched can

@@ -3,7 +3,7 @@
     put -> commitlog -> (dispatcher) -> consume queue + index -> read
 
     thread       does                                                        waits for
-    dispatcher   builds units from what was appended, wakes waiting readers  a put, or 10 ms while puts keep coming
+    dispatcher   builds units from what was appended, wakes waiting readers  a put; 10 ms or 4 MiB while puts go on
     flusher      interval syncs, checkpoint, next segment, retention         its next due time, or a position in the log
 
 Both are plain `run` functions that a test with a clock of its own calls by hand (`dispatch`, `run_once`). A put with
@@ -262,7 +262,7 @@ class MessageStore(StoreWriter):
         """Note whether somebody waits for `on_growth`. While this is so, what is put becomes visible at once, and not
         when the dispatcher has let puts run for a while."""
         self._dispatcher.attended = waiting
-        if waiting and not self.wakeups.is_dispatcher_idle:  # it may be in that pause
+        if waiting and self.wakeups.dispatcher_mark:  # it may be in that pause
             self.wakeups.dispatcher.ring()
 
     # -- housekeeping -----------------------------------------------------------------------------------------------

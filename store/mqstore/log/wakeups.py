@@ -13,8 +13,10 @@ from mqstore.files.segments import SegmentRun
 from mqstore.log.commitlog import CommitLog
 from mqstore.signalsafe import Bell, is_held_here
 
-__all__ = ["PagesAhead", "Wakeups"]
+__all__ = ["NEVER", "PagesAhead", "Wakeups"]
 
+NEVER = 1 << 62
+"""Physical offset that no log reaches."""
 _POPULATE_MIN, _POPULATE_MAX = 4 << 20, 32 << 20
 _POPULATE_MS = 30
 """Pages are made ready for what a writer stores in this time, at its recent pace: the flusher may take as long until it
@@ -97,7 +99,8 @@ class Wakeups:
         self.flusher = Bell()
         self.stopping = False
         """Both threads end as soon as they see it."""
-        self.is_dispatcher_idle = False
+        self.dispatcher_mark = NEVER
+        """Physical offset at which a put wakes the dispatcher: 0 while it rests, `NEVER` while it works."""
         self._background = background
         self._after_sync = after_sync
         self._lock = threading.RLock()
@@ -116,10 +119,10 @@ class Wakeups:
         if is_held_here(self._lock):
             return  # a signal handler's put, in the middle of this: who is being woken finds its message, too
         with self._lock:
-            if self.is_dispatcher_idle:
-                self.is_dispatcher_idle = False
-                self.dispatcher.ring()
             log = self.log
+            if log.end >= self.dispatcher_mark:
+                self.dispatcher_mark = NEVER
+                self.dispatcher.ring()
             if self._background and not self._is_flusher_called and log.end >= self._mark(log.end):
                 self._is_flusher_called = True
                 self.flusher.ring()
@@ -127,13 +130,13 @@ class Wakeups:
 
     def synced(self) -> None:
         """Wake the dispatcher after a put has waited for its sync: it may be visible now."""
-        if self._after_sync and self.is_dispatcher_idle:
+        if self._after_sync and self.log.end >= self.dispatcher_mark:
             self.passed()
 
-    def dispatcher_rests(self, idle: bool) -> None:
-        """Note that the dispatcher is about to wait for a put, or no longer does."""
+    def wake_dispatcher_at(self, mark: int) -> None:
+        """Set the physical offset at which a put wakes the dispatcher."""
         with self._lock:
-            self.is_dispatcher_idle = idle
+            self.dispatcher_mark = mark
             self.set()
 
     def prepare(self) -> None:
@@ -152,13 +155,11 @@ class Wakeups:
         """Set the position at which the next put calls `passed`."""
         log = self.log
         end = log.end
-        if self.is_dispatcher_idle and not self._after_sync:  # else there is nothing to see before the sync
-            log.alarm = 0
-        elif self._background and not self._is_flusher_called:
+        alarm = NEVER if self._after_sync else self.dispatcher_mark  # there is nothing to see before the sync
+        if self._background and not self._is_flusher_called:
             # After a call each put is looked at: the mark is another one if the next is stored.
-            log.alarm = 0 if end == log.called_end else self._mark(end)
-        else:
-            log.alarm = 1 << 62
+            alarm = 0 if end == log.called_end else min(alarm, self._mark(end))
+        log.alarm = alarm
 
     def _mark(self, end: int) -> int:
         return self.pages.mark(end, end == self.log.called_end)

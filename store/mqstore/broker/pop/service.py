@@ -126,6 +126,7 @@ class PopService:
         local: bool = True,
         durability: Durability | None = None,
         skip_acked: bool = False,
+        at_once: bool = False,
     ) -> list[Delivery]:
         """Hand out up to `n` (1 to 32) messages for `invisible_ms` (100 ms to 12 h), waiting `poll_s` for a first.
 
@@ -137,6 +138,8 @@ class PopService:
         local       the receiver dies with this process: the next open gives the message to others at once
         skip_acked  with `order`: what was acknowledged, or became a dead letter, behind a message that comes again does
                     not come with it; and the failures that were counted behind it are kept, however small `n` is
+        at_once     one message, if that takes no wait for a lock or the disk: it was read ahead. [] says nothing about
+                    what is there
 
         Each batch is in the pop log before this returns; durability "flush": and on disk. Raises ConfigError for
         numbers out of range, TopicNotFoundError, GroupNotFoundError, NotPermittedError, and what a put raises, and then
@@ -151,6 +154,8 @@ class PopService:
         if attempt_id is not None and type(attempt_id) is not str:
             raise ConfigError(f"an attempt id is a str, not {attempt_id!r:.80}")
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
+        if at_once and (waits or (group, topic) not in self._routes.known):
+            return []
         end_ms = self._clock.monotonic_ms() + (int(poll_s * 1000) if poll_s < math.inf else math.inf) if poll_s else 0
         while True:
             # Looked up each time: the topic may have been altered while we waited.
@@ -169,6 +174,8 @@ class PopService:
                     if not order and self._waiters.parked and state.ahead:
                         self._waiters.wake_one(topic, queue_id, group)
                     break
+            if at_once:
+                return []
             ask = Ask(topic, invisible_ms, filter, start, attempt_id, local, now_ms, limit, skip_acked)
             found = self._pop(route, ask, queue_id, n, order, lucky)
             if found or not poll_s:
@@ -295,8 +302,17 @@ class PopService:
 
     # -- settling ---------------------------------------------------------------------------------------------------
 
-    def ack(self, group: str, topic: str, receipts: Sequence[str] | str, durability: Durability | None = None) -> None:
-        """Settle deliveries; again is harmless. Logged when this returns; durability "flush": and on disk.
+    def ack(
+        self,
+        group: str,
+        topic: str,
+        receipts: Sequence[str] | str,
+        durability: Durability | None = None,
+        *,
+        at_once: bool = False,
+    ) -> bool:
+        """Settle deliveries; again is harmless. Logged when this returns; durability "flush": and on disk. `at_once`:
+        one delivery, if that takes no wait for a lock or the disk. Returns False if it would, and nothing was done.
 
         InvalidReceiptError for what is no receipt of this group and topic: nothing is settled then.
         ReceiptExpiredError for those of messages that were put up for redelivery already (its `receipts`): the others
@@ -309,12 +325,15 @@ class PopService:
             if state is not None:
                 if state.fifo is not None and not state.fifo.left:
                     self._fifo.wake_if_free(state)
-                return
+                return True
+        if at_once:
+            return False
         late = self._settle(group, topic, receipts, ACK)
         if waits:
             self._store.flush()
         if late:
             raise expired(late)
+        return True
 
     def release(
         self, group: str, topic: str, receipts: Sequence[str] | str, durability: Durability | None = None

@@ -1,0 +1,309 @@
+"""What the asyncio classes do on the loop, and that nothing of it waits for a lock or the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+import mqstore
+from mqstore import aio
+from mqstore.client import delivery
+from tests.client.aiosupport import in_store
+from tests.without import compiled
+
+VERBS: dict[str, Callable[[aio.Task], Awaitable[object]]] = {
+    "ack": lambda task: task.ack(),
+    "nack": lambda task: task.nack(0),
+    "extend": lambda task: task.extend(60),
+    "reject": lambda task: task.reject("bad"),
+    "clean end": lambda task: leave(task, None),
+    "failed end": lambda task: leave(task, ValueError("no")),
+}
+
+
+async def leave(task: aio.Task, error: Exception | None) -> None:
+    """Leave the block of a task, by an error or without one."""
+    try:
+        async with task:
+            if error is not None:
+                raise error
+    except ValueError:
+        pass
+
+
+async def turns(count: int = 50) -> None:
+    """Let the other tasks of the loop go on."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@contextmanager
+def held(lock: Any) -> Iterator[None]:
+    """Hold a lock in another thread. A loop that waits for it fails after 5 seconds."""
+    taken, done = threading.Event(), threading.Event()
+    in_time: list[bool] = []
+
+    def hold() -> None:
+        with lock:
+            taken.set()
+            in_time.append(done.wait(5))
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert taken.wait(20)
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    assert in_time == [True]
+
+
+@contextmanager
+def busy(store: aio.Store) -> Iterator[None]:
+    """Keep the store's thread busy. Calls that wait for it fail after 5 seconds."""
+    done = threading.Event()
+    in_time: SimpleQueue[bool] = SimpleQueue()
+    store._bridge.submit(lambda: in_time.put(done.wait(5)))
+    try:
+        yield
+    finally:
+        done.set()
+    assert in_time.get(timeout=20)
+
+
+def log_lock(store: aio.Store) -> Any:
+    return store.sync.log._log._lock
+
+
+def queue_lock(store: aio.Store) -> Any:
+    [state] = (each for each in store.sync.broker._pop._tables.states.values() if each.key.topic == "jobs")
+    return state.lock
+
+
+async def lent(store: aio.Store, count: int) -> tuple[aio.Queue, list[aio.Task]]:
+    """Return a queue with two items left, both read ahead, and the tasks of the `count` before them."""
+    queue = await store.queue("jobs")
+    await queue.put_many([b"%d" % i for i in range(count + 2)])
+    tasks = [await queue.get() for _ in range(count)]
+    [state] = (each for each in store.sync.broker._pop._tables.states.values() if each.key.topic == "jobs")
+    assert len(state.ahead) - state.ahead_at == 2
+    return queue, tasks
+
+
+@compiled
+@in_store
+async def test_get_and_ack_of_items_that_were_read_ahead_need_no_thread(store: aio.Store) -> None:
+    queue, [task, in_block] = await lent(store, 2)
+    with busy(store):
+        async with in_block:
+            await queue.ack(task)
+        assert [(await queue.get()).value, (await queue.get_nowait()).value] == [b"2", b"3"]
+        assert queue.sync._broker._pop.in_flight() == 2
+    assert [task.settled, in_block.settled] == [True, True]
+
+
+@compiled
+@in_store
+async def test_a_broker_asked_at_once_declines_what_would_wait(store: aio.Store) -> None:
+    _, [task] = await lent(store, 1)
+    broker, receipts = store.sync.broker, [task.sync._delivery.receipt]
+    assert broker.pop("jobs", "jobs", at_once=True, durability="flush") == []
+    assert broker.pop("nobody", "jobs", at_once=True) == []
+    assert broker.groups.get("nobody") is None
+    assert broker.pop("jobs", "jobs", 2, at_once=True) == []
+    assert broker.ack("jobs", "jobs", receipts, at_once=True, durability="flush") is False
+    assert broker._pop.in_flight() == 1
+    assert len(broker.pop("jobs", "jobs", at_once=True)) == 1
+    assert broker.ack("jobs", "jobs", receipts, at_once=True) is True
+    assert broker._pop.in_flight() == 1
+
+
+@in_store
+async def test_what_was_read_ahead_is_not_given_after_an_immediate_shutdown(store: aio.Store) -> None:
+    queue, _ = await lent(store, 1)
+    await queue.shutdown(immediate=True)
+    with pytest.raises(mqstore.QueueShutDown):
+        await queue.get()
+
+
+@in_store
+async def test_what_a_consumer_failed_at_comes_before_what_was_read_ahead(store: aio.Store) -> None:
+    queue, _ = await lent(store, 2)
+    broker = store.sync.broker
+    first, second = await store.read("jobs", 0, 0, 2)
+    attempts = []
+    for failed, gets, count in ((first, 2, 1), (second, 1, 2)):
+        broker.send_back("jobs", failed.physical_offset, delay=0)
+        while (broker.store.offsets_or_none("%RETRY%jobs", 0) or (0, 0)) != (0, count):
+            await asyncio.sleep(0.01)
+        attempts += [(await queue.get()).attempt for _ in range(gets)]
+    assert attempts == [2, 1, 2]
+
+
+@pytest.mark.parametrize("lock", [log_lock, queue_lock])
+@pytest.mark.parametrize("what", ["get", *VERBS])
+@in_store
+async def test_a_lock_that_another_thread_holds_does_not_hold_up_the_loop(
+    store: aio.Store, what: str, lock: Callable[[aio.Store], Any]
+) -> None:
+    queue, [task] = await lent(store, 1)
+    with held(lock(store)):
+        waiting = asyncio.ensure_future(queue.get() if what == "get" else VERBS[what](task))
+        await turns()
+        assert not waiting.done()
+    await waiting
+    assert task.settled is (what not in ("get", "extend"))
+
+
+@pytest.mark.parametrize("what", ["get", "put", *VERBS])
+@in_store(durability="flush")
+async def test_a_sync_that_is_waited_for_does_not_hold_up_the_loop(
+    store: aio.Store, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, [task] = await lent(store, 1)
+    syncing, go_on = threading.Event(), threading.Event()
+    flush = type(store.sync.log).flush
+
+    def slow(log: Any) -> None:
+        syncing.set()
+        assert go_on.wait(20)
+        flush(log)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store.sync.log), "flush", slow)
+        calls = {**VERBS, "get": lambda task: queue.get(), "put": lambda task: queue.put(b"x")}
+        waiting = asyncio.ensure_future(calls[what](task))
+        await asyncio.get_running_loop().run_in_executor(None, syncing.wait)
+        await turns()
+        assert not waiting.done()
+        go_on.set()
+        await waiting
+
+
+@in_store
+async def test_a_put_behind_a_full_segment_waits_on_the_thread(store: aio.Store) -> None:
+    await store.create_topic("t")
+    await store.put("t", b"first", queue_id=0)
+    log = store.sync.log._log
+    with busy(store):
+        here = await store.put("t", b"there is room", queue_id=0)
+        limit, log._limit = log._limit, log.end
+        waiting = asyncio.ensure_future(store.put("t", b"there is none", queue_id=0))
+        await turns()
+        assert not waiting.done()
+        log._limit = limit
+    assert [here.offset, (await waiting).offset] == [1, 2]
+
+
+@pytest.mark.parametrize("what", ["put", "get", "ack", "clean end"])
+@in_store
+async def test_a_loop_of_calls_that_do_not_wait_lets_others_have_their_turn(store: aio.Store, what: str) -> None:
+    queue = await store.queue("jobs")
+    await queue.put_many([b"x"] * 2000)
+    tasks = await queue.get_many(1000)
+    calls: dict[str, Callable[[int], Awaitable[object]]] = {
+        "put": lambda i: queue.put(b"x"),
+        "get": lambda i: queue.get(),
+        "ack": lambda i: queue.ack(tasks[i]),
+        "clean end": lambda i: leave(tasks[i], None),
+    }
+    count = 0
+
+    async def other() -> None:
+        nonlocal count
+        while True:
+            count += 1
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(other())
+    for i in range(1000):
+        await calls[what](i)
+    others.cancel()
+    assert count >= 1000 // 50
+
+
+@pytest.mark.parametrize("durability", ["append", "flush"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_that_is_cancelled_anywhere_is_done_or_not_begun(tmp_path: Any, verb: str, durability: Any) -> None:
+    """The item is settled once, and its task says so; or it is in flight, and can still be settled."""
+
+    @in_store(durability=durability)
+    async def test(store: aio.Store, steps: int) -> None:
+        name = f"jobs{steps}"
+        queue = await store.queue(name, retry=mqstore.RetryPolicy(5, [0]))
+        await queue.put(b"x")
+        task = await queue.get()
+        settling = asyncio.ensure_future(VERBS[verb](task))
+        await turns(steps)
+        settling.cancel()
+        await asyncio.wait([settling])
+        await store.topics()  # behind whatever the thread was given
+        if task.settled:
+            again = "ack" if verb in ("ack", "clean end") else "nack" if verb in ("nack", "failed end") else "reject"
+            await getattr(task, again)()  # the same verb again does nothing
+        else:
+            assert steps == 0 or verb == "extend"
+            await task.ack()
+        left = await queue.get_many(
+            2, timeout=10 if verb in ("nack", "failed end") and task.sync._verb == "nack" else 0
+        )
+        assert [each.attempt for each in left] == [2] * (task.sync._verb == "nack")
+        assert await queue.dead_letters.count() == (task.sync._verb == "reject")
+
+    test(tmp_path)
+
+
+@compiled
+@in_store
+async def test_what_a_cancelled_get_gives_back_comes_before_what_was_read_ahead(store: aio.Store) -> None:
+    """A later `get` found the next item read ahead, and overtook the one that the thread had not given back yet."""
+    queue, _ = await lent(store, 1)
+    taken, go_on = threading.Event(), threading.Event()
+    with held(queue_lock(store)):
+        cancelled = asyncio.ensure_future(queue.get())
+        await turns()  # it looks on the thread, since the lock is held
+        store._bridge.submit(taken.set)
+        store._bridge.submit(lambda: go_on.wait(5))
+    assert taken.wait(20)  # the loop has not heard of it
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    following = asyncio.ensure_future(queue.get())
+    await turns()
+    go_on.set()
+    task = await following
+    assert (task.value, task.attempt) == (b"1", 1)
+
+
+@in_store
+async def test_a_block_that_is_closed_by_the_garbage_collector_gives_its_item_back(store: aio.Store) -> None:
+    queue, [task] = await lent(store, 1)
+
+    async def block() -> None:
+        async with task:
+            await asyncio.sleep(0)
+
+    coroutine = block()
+    coroutine.send(None)
+    coroutine.close()
+    assert task.settled
+    assert (await queue.get()).value == b"0"
+
+
+@in_store
+async def test_a_block_that_ends_when_the_store_is_closed_raises_what_ended_it(store: aio.Store) -> None:
+    _, [failed, clean] = await lent(store, 2)
+    await store.close()
+    with pytest.raises(ZeroDivisionError):
+        async with failed:
+            raise ZeroDivisionError
+    with pytest.raises(mqstore.errors.StoreClosedError):
+        async with clean:
+            pass
+    assert isinstance(failed.sync, delivery.Loan)
