@@ -13,8 +13,8 @@ import pytest
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.admin.inspect import group_names, inspect_broker, lag_of, pop_view
 from mqstore.broker.broker import Broker
-from mqstore.broker.parts import open_parts
-from mqstore.log.store import MessageStore
+from mqstore.broker.parts import open_tables
+from mqstore.log.readonly import ReadOnlyMessageStore
 from tests.faults import FaultyFileSystem
 from tests.log.support import open_store
 
@@ -53,20 +53,20 @@ def filled(path: Path, size: int) -> Path:
 
 
 def lag_of_one(path: Path) -> int:
-    with MessageStore(path, "r") as store:
-        parts = open_parts(store)
-        return steps_of(lambda: lag_of(parts, "all", pop_view(parts, 0)))
+    with ReadOnlyMessageStore(path) as store:
+        tables = open_tables(store)
+        return steps_of(lambda: lag_of(tables, "all", pop_view(tables, 0)))
 
 
 def lag_of_all(path: Path) -> int:
     """Count calls of the file system."""
     fs = FaultyFileSystem()
-    with MessageStore(path, "r", fs=fs) as store:
-        parts = open_parts(store)
+    with ReadOnlyMessageStore(path, fs=fs) as store:
+        tables = open_tables(store)
         fs.calls.clear()
-        pops = pop_view(parts, 0)
-        for group in group_names(parts):
-            lag_of(parts, group, pops)
+        pops = pop_view(tables, 0)
+        for group in group_names(tables):
+            lag_of(tables, group, pops)
     return len(fs.calls)
 
 
