@@ -26,7 +26,7 @@ import pytest
 
 from mqstore.clock import SimulatedClock
 from mqstore.errors import MQStoreError
-from mqstore.layout.batch import encode_batch
+from mqstore.log.outgoing import OutgoingMessage
 from mqstore.log.readonly import ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
@@ -75,7 +75,7 @@ def make(path: Path, profile: Profile) -> Made:
         store.put("t", b"tagged", tag="paid", keys=["k1", "k2"], unique_key="u1", properties={"colour": "blue"})
         store.put("t", b"", queue_id=1)
         store.put("orders", b"x" * 300, keys="big")
-        store.put_batch("orders", encode_batch([(0, b"one", b""), (7, b"two", b"TAGS\x01a\x02"), (0, b"three", b"")]))
+        store.put_many("orders", [b"one", OutgoingMessage(b"two", tag="a", flag=7), b"three"])
         packed = zlib.compress(b"compressed" * 20)
         store.append("t", 0, packed, sys_flag=0x301, properties={"TAGS": "z"})
         store.append("t", 1, b"from afar", born_host="[2001:db8::1]:5000", reconsume_times=3)

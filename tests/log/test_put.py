@@ -25,7 +25,6 @@ from mqstore.engine import MessageStore
 from mqstore.errors import (
     ConfigError,
     FlushFailedError,
-    FormatError,
     InvalidMessageError,
     StoreBusyError,
     StoreClosedError,
@@ -34,7 +33,6 @@ from mqstore.errors import (
 )
 from mqstore.files.segment import Segment
 from mqstore.files.segments import SegmentRun
-from mqstore.layout.batch import encode_batch
 from mqstore.layout.checkpoint import Checkpoint, encode
 from mqstore.layout.encode import lengths_of
 from mqstore.log import commitlog as commitlog_module
@@ -144,7 +142,6 @@ def test_an_unknown_durability_is_refused_before_anything_is_written(store: Mess
     for put in (
         lambda: store.put("t", b"x", durability=wrong),
         lambda: store.put_many("t", [b"x"], durability=wrong),
-        lambda: store.put_batch("t", encode_batch([(0, b"x", b"")]), durability=wrong),
         lambda: store.append("t", 0, b"x", durability=wrong),
     ):
         with pytest.raises(ConfigError, match="durability"):
@@ -163,7 +160,7 @@ def test_a_refused_put_does_not_bring_a_topic_into_being(store: MessageStore) ->
 
 def test_a_store_opened_for_reading_has_no_way_to_change_it(tmp_path: Path) -> None:
     changing = (
-        *("put", "put_many", "put_batch", "append", "copy_many", "outlet", "flush", "dispatch", "run_once"),
+        *("put", "put_many", "append", "copy_many", "outlet", "flush", "dispatch", "run_once"),
         *("splice", "take_inbox", "clean", "drop_before"),
     )
     with open_store(tmp_path / "s") as writer:
@@ -183,7 +180,6 @@ def test_a_closed_store_takes_no_put(tmp_path: Path) -> None:
         lambda: store.put("t", b"x"),
         lambda: store.put("new", b"x"),
         lambda: store.put_many("t", [b"x"]),
-        lambda: store.put_batch("t", encode_batch([(0, b"x", b"")])),
         lambda: store.append("t", 0, b"x"),
         lambda: store.read("t"),
         lambda: store.at(0),
@@ -265,7 +261,6 @@ def test_a_body_of_max_message_size_fits_and_one_byte_more_does_not(tmp_path: Pa
             lambda: store.put("t", bytes(101)),
             lambda: store.put_many("t", [b"", bytes(101)]),
             lambda: store.append("t", 0, bytes(101)),
-            lambda: store.put_batch("t", encode_batch([(0, bytes(101), b"")])),
         ):
             with pytest.raises(InvalidMessageError, match="101 bytes; max_message_size is 100") as caught:
                 put()
@@ -421,12 +416,10 @@ def test_the_crc_property_of_another_record_is_left_out(store: MessageStore) -> 
     recovery took it, and all behind it, for a torn tail."""
     foreign = "0123456789"
     store.append("t", 0, b"copy", properties={"TAGS": "T", "__CRC32#": foreign})
-    store.put_batch("t", encode_batch([(0, b"wire", b"TAGS\1T\2__CRC32#\1" + foreign.encode() + b"\2")]))
-    store.put_batch("t", encode_batch([(0, b"bare", b"__CRC32#\1" + foreign.encode() + b"\2")]))
+    store.append("t", 0, b"bare", properties={"__CRC32#": foreign})
     messages = store.read("t")
     assert [(m.body, m.stored_properties()) for m in messages] == [
         (b"copy", {"TAGS": "T"}),
-        (b"wire", {"TAGS": "T"}),
         (b"bare", {}),
     ]
     assert list(store.verify()) == []
@@ -440,8 +433,12 @@ def test_a_batch_lies_together_with_one_time_and_consecutive_offsets(tmp_path: P
     with open_store(tmp_path / "s", profile=profile) as store:
         store.put("t", b"before", 2)
         many = store.put_many("t", (OutgoingMessage(b"b%d" % i, tag=f"T{i}", keys=["k", f"k{i}"]) for i in range(5)), 2)
-        wire = encode_batch([(7, b"w0", b"TAGS\1a\2"), (-7, b"", b""), (0, b"w2", b"UNIQ_KEY\1u2\2KEYS\1x y")])
-        batch = store.put_batch("t", wire, 2)
+        messages = [
+            OutgoingMessage(b"w0", tag="a", flag=7),
+            OutgoingMessage(b"", flag=-7),
+            OutgoingMessage(b"w2", unique_key="u2", keys=["x", "y"]),
+        ]
+        batch = store.put_many("t", messages, 2)
         for receipts, first in ((many, 1), (batch, 6)):
             assert [r.offset for r in receipts] == list(range(first, first + len(receipts)))
             assert len({r.store_timestamp_ms for r in receipts}) == 1
@@ -463,7 +460,7 @@ def test_a_batch_lies_together_with_one_time_and_consecutive_offsets(tmp_path: P
 
 
 def test_a_batch_of_none_is_nothing(store: MessageStore) -> None:
-    assert list(store.put_many("t", [])) == list(store.put_many("t", iter(()))) == list(store.put_batch("t", b"")) == []
+    assert list(store.put_many("t", [])) == list(store.put_many("t", iter(()))) == []
     assert store.max_offset == 0
 
 
@@ -478,11 +475,8 @@ def test_a_batch_that_does_not_fit_the_rest_goes_to_the_next_segment_whole(store
     assert len(store.read("t")) == 3
 
 
-def test_a_batch_larger_than_a_segment_is_refused_whole_and_put_many_cuts_it(store: MessageStore) -> None:
+def test_a_batch_larger_than_a_segment_is_cut(store: MessageStore) -> None:
     bodies = [bytes([i]) * 700 for i in range(12)]
-    with pytest.raises(InvalidMessageError, match="segment"):
-        store.put_batch("t", encode_batch([(0, body, b"") for body in bodies]))
-    assert store.max_offset == 0
     receipts = store.put_many("t", bodies)
     assert [r.offset for r in receipts] == list(range(12))
     assert [m.body for m in store.read("t")] == bodies
@@ -499,23 +493,6 @@ def test_one_bad_message_keeps_the_whole_lot_out(store: MessageStore, at: int) -
     bodies[at] = OutgoingMessage(b"x", properties={"n": ""})
     with pytest.raises(InvalidMessageError):
         store.put_many("t", bodies)
-    assert store.max_offset == 0
-
-
-@pytest.mark.parametrize("name", ["DELAY", "TRAN_MSG", "INNER_NUM", "INNER_BASE"])
-def test_a_delayed_transactional_or_inner_batch_is_illegal(store: MessageStore, name: str) -> None:
-    wire = encode_batch([(0, b"x", b""), (0, b"y", name.encode() + b"\x011\x02")])
-    with pytest.raises(InvalidMessageError, match=name):
-        store.put_batch("t", wire)
-    assert store.max_offset == 0
-
-
-def test_a_malformed_wire_batch_is_refused_at_every_cut_and_writes_nothing(store: MessageStore) -> None:
-    element = encode_batch([(0, b"m1", b"TAGS\1a\2")])
-    assert element.hex() == "0000001f000000000000000000000000000000026d31000754414753016102"  # format#vectors
-    for cut in range(1, len(element)):
-        with pytest.raises(FormatError):
-            store.put_batch("t", element + element[:cut])
     assert store.max_offset == 0
 
 
@@ -574,13 +551,12 @@ def test_the_largest_record_fills_a_segment_but_8_bytes(tmp_path: Path) -> None:
             lambda body: store.put("t", body),
             lambda body: store.put_many("t", [body])[0],
             lambda body: store.append("t", 0, body),
-            lambda body: store.put_batch("t", encode_batch([(0, body, b"")]))[0],
         ):
             assert put(bytes(largest)).size == SEGMENT - 8
             with pytest.raises(InvalidMessageError, match="segment") as caught:
                 put(bytes(largest + 1))
             assert caught.value.field == "body"
-        assert len(store.read("t")) == 4
+        assert len(store.read("t")) == 3
 
 
 @pytest.mark.parametrize("boundary", [1 << 31, 1 << 32, 1 << 40], ids=["2GiB", "4GiB", "1TiB"])
@@ -630,7 +606,6 @@ def test_a_full_disk_at_the_roll_leaves_everything_as_it_was(tmp_path: Path, num
         for put in (
             lambda: store.put("t", bytes(3000)),
             lambda: store.put_many("t", [bytes(3000)]),
-            lambda: store.put_batch("t", encode_batch([(0, bytes(3000), b"")])),
         ):
             with pytest.raises(StoreFullError) as caught:
                 put()
@@ -710,7 +685,6 @@ def test_every_put_with_durability_flush_has_its_bytes_synced_when_it_returns(tm
             lambda: store.put("t", b"x", durability="flush"),
             lambda: store.append("t", 0, b"x", durability="flush"),
             lambda: store.put_many("t", [b"x", b"y"], durability="flush"),
-            lambda: store.put_batch("t", encode_batch([(0, b"x", b"")]), durability="flush"),
         ):
             assert store.stats().flush_lag_bytes >= 0
             fs.calls.clear()

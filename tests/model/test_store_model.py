@@ -19,7 +19,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from mqstore import OutgoingMessage, SimulatedClock, StoreConfig
 from mqstore.engine import MessageStore
 from mqstore.errors import OffsetOutOfRangeError
-from mqstore.layout.batch import encode_batch
 from tests.log.support import Unsynced
 
 TOPICS = ("alpha", "beta", "%RETRY%" + "g" * 130)  # the last has records of version 2
@@ -109,11 +108,6 @@ class StoreMachine(RuleBasedStateMachine):
     def put_many(self, topic: str, queue_id: int, messages: list[Any]) -> None:
         lot = [OutgoingMessage(body, tag=tag, keys=key) for body, tag, key in messages]
         self.remember(topic, queue_id, messages, self.opened.put_many(topic, lot, queue_id))
-
-    @rule(topic=st.sampled_from(TOPICS), bodies=st.lists(st.binary(max_size=100), min_size=1, max_size=5))
-    def put_batch(self, topic: str, bodies: list[bytes]) -> None:
-        wire = encode_batch([(0, body, b"TAGS\1Aa\2") for body in bodies])
-        self.remember(topic, 0, [(body, "Aa", None) for body in bodies], self.opened.put_batch(topic, wire))
 
     @rule(duration_ms=st.integers(0, 5000))
     def time_goes_on(self, duration_ms: int) -> None:

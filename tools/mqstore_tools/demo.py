@@ -9,7 +9,7 @@ Every line of the Python standard library's sources becomes a message:
     KEYS           the line                                                               asyncio/queues.py:17
     TAGS           top-level package or module                                            asyncio
 
-    writer process     put_batch, ..., put_batch, flush, acknowledge, ...   SIGKILL   open, count, go on, ...
+    writer process     put, ..., put, flush, acknowledge, ...   SIGKILL   open, count, go on, ...
     reader processes   consume the queues, put each file together, SHA-256
     this process       plans, kills, compares, breaks a copy and has it mended
 
@@ -53,10 +53,9 @@ from mqstore.broker.admin.inspect import inspect_broker
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.broker.selection import group_queue
 from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore
-from mqstore.layout.batch import encode_batch
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.indexfile import ENTRY_BYTES, HEADER_BYTES, SLOT_BYTES, IndexHeader
-from mqstore.layout.properties import KEYS, NAME_END, PAIR_END, SHARDINGKEY, TAGS, encode_properties
+from mqstore.layout.properties import KEYS, SHARDINGKEY
 from mqstore.layout.record import BODY_AT_V4
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
@@ -70,7 +69,6 @@ TOPIC = "stdlib"
 QUEUES = 8
 KILLS = ((0.25, 0.45), (0.6, 0.8))
 """Each kill falls between these shares of all lines."""
-BATCH_LINES = 256
 ACK_GROUPS = 50
 """Approximate number of acknowledgements in a run. A group of lines is flushed and acknowledged together."""
 ACK_LINES_MAX = 16_384
@@ -141,14 +139,12 @@ def _write(parent: Connection[Any, Any], root: str, sources: Sequence[Source], a
         parent.send({"open_seconds": seconds, "recovery": store.recovery.as_dict(), "first_line": found})
         before, done, flushed = 0, found, found
         for source in sources:
-            common = encode_properties({SHARDINGKEY: source.group, TAGS: source.tag})
-            prefix = common + KEYS.encode() + NAME_END + source.group.encode() + b":"
             lines = _lines(source.path)
-            for at in range(max(0, found - before), len(lines), BATCH_LINES):
-                chunk = lines[at : at + BATCH_LINES]
-                batch = encode_batch((0, line, b"%b%d%b" % (prefix, n, PAIR_END)) for n, line in enumerate(chunk, at))
-                store.put_batch(TOPIC, batch, source.queue_id)
-                done += len(chunk)
+            group = source.group
+            for number in range(max(0, found - before), len(lines)):
+                key = f"{group}:{number}"
+                store.put(TOPIC, lines[number], source.queue_id, tag=source.tag, keys=key, message_group=group)
+                done += 1
                 if done - flushed >= ack_lines:
                     store.flush()
                     parent.send(done)

@@ -26,17 +26,12 @@ from mqstore.errors import (
 )
 from mqstore.files.filesystem import SyncNotBegunError
 from mqstore.files.flusher import GroupCommit
-from mqstore.layout.batch import decode_batch
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.encode import lengths_of
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import (
-    DELAY,
-    INNER_BASE,
-    INNER_NUM,
     MAX_PROPERTIES_BYTES,
     RESERVED,
-    TRAN_MSG,
     UNIQ_KEY,
     decode_properties,
 )
@@ -68,8 +63,6 @@ from mqstore.options import Durability, StoreConfig, seconds, waits_for_disk
 __all__ = ["MAX_QUEUE_ID", "Outlet", "StoreWriter", "Way"]
 
 MAX_QUEUE_ID = 16_383
-_NOT_IN_BATCH = (DELAY, TRAN_MSG, INNER_NUM, INNER_BASE)
-"""What makes a batch illegal (format#batch, format#put-errors)."""
 _ORDINARY = Fields()
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -373,28 +366,7 @@ class StoreWriter(StoreReader):
                 flat.append(flat_body(item))
                 tails.append(tail)
                 flags.append(flag)
-        return self._put_flat(queue, flat, tails, flags, unique, waits, whole=False)
-
-    @_counts_failures
-    def put_batch(
-        self, topic: str, wire: bytes, queue_id: int = 0, *, durability: Durability | None = None
-    ) -> SendReceipts:
-        """Append a batch in the producers' wire form (format#batch), all or nothing. Raises FormatError when it is
-        malformed, InvalidMessageError when its records together do not fit a segment, or one is to be delayed."""
-        queue = self._queue_to_put(topic, queue_id)
-        waits = self._waits(durability)
-        elements = decode_batch(wire)
-        bodies = [element.body for element in elements]
-        tails = [tail_of_bytes(queue.plain_tail, element.properties) for element in elements]
-        unique: dict[int, str] = {}
-        for i, element in enumerate(elements):
-            properties = decode_properties(element.properties) if element.properties else {}
-            for name in _NOT_IN_BATCH:
-                if name in properties:
-                    raise InvalidMessageError(f"a message of a batch cannot bear the property {name}", "properties")
-            if UNIQ_KEY in properties:
-                unique[i] = properties[UNIQ_KEY]
-        return self._put_flat(queue, bodies, tails, [element.flag for element in elements], unique, waits, whole=True)
+        return self._put_flat(queue, flat, tails, flags, unique, waits)
 
     def copy_many(self, copies: Sequence[Copy]) -> int:
         """Append the first of `copies`, as many as go together in one piece; how many, at least one. All of these lie
@@ -476,27 +448,22 @@ class StoreWriter(StoreReader):
         flags: list[int] | int,
         unique: dict[int, str],
         waits: bool,
-        *,
-        whole: bool,
     ) -> SendReceipts:
-        """Append encoded parts, in one chunk (`whole`) or in as few as the limits allow."""
+        """Append encoded parts, in as few chunks as the limits allow."""
         receipts = SendReceipts(queue.ref, self._store_host, unique)
         if not bodies:
             return receipts
         sizes = lengths_of(bodies)
         assert sizes is not None, "bodies are plain bytes here"
-        longest, body_bytes = sizes
+        longest = sizes[0]
         if longest > self._max_body:
             self._refuse_body(longest)
         overhead = self._log.header_bytes + (len(tails) if isinstance(tails, bytes) else max(map(len, tails)))
-        largest = self._log.max_record_bytes
-        room = largest if whole else min(self.config.max_message_size + ALLOWANCE, largest)
+        room = min(self.config.max_message_size + ALLOWANCE, self._log.max_record_bytes)
         # Most batches fit as they are: only count bytes one by one when the cheap bound says that this one may not.
         cuts = [0, len(bodies)]
         if (longest + overhead) * len(bodies) > room:
             cuts = self._cuts(bodies, tails, room)
-            if whole and len(cuts) > 2:
-                self._refuse_record(body_bytes + overhead * len(bodies))
         try:
             for start, stop in pairwise(cuts):
                 receipts.add(
