@@ -159,6 +159,50 @@ A_DAYS_MIX = (
 RETRY_S = 0.2
 
 
+def kind_of(kinds: Sequence[Kind], number: int) -> Kind:
+    """Messages take turns through the kinds."""
+    return kinds[number % len(kinds)]
+
+
+class Arrivals:
+    """Who was there when, as handlers see it."""
+
+    def __init__(self, kinds: Sequence[Kind], messages: int) -> None:
+        self.kinds = kinds
+        self.last_ns = 0
+        """Time of the last arrival that was neither delayed nor retried."""
+        self.done = threading.Event()
+        self._expected = messages + sum(kind_of(kinds, number).fails for number in range(messages))
+        self._found: list[tuple[str, float]] = []
+        self._due_again_ns: dict[int, int] = {}
+
+    @property
+    def left(self) -> int:
+        return self._expected - len(self._found)
+
+    def arrive(self, body: bytes) -> None:
+        """Take one message. Raises Retry, as a handler does, for one that is to fail and has not."""
+        now_ns = time.perf_counter_ns()
+        due_ns, number = _HEAD.unpack_from(body)
+        kind = kind_of(self.kinds, number)
+        again_ns = self._due_again_ns.get(number)
+        series = kind.series if again_ns is None else "retried"
+        due_ns = due_ns + int(kind.delay_s * 1e9) if again_ns is None else again_ns
+        self._found.append((series, (now_ns - due_ns) / 1e6))
+        if not series:
+            self.last_ns = max(self.last_ns, now_ns)
+        if not self.left:
+            self.done.set()
+        if kind.fails and again_ns is None:
+            self._due_again_ns[number] = time.perf_counter_ns() + int(RETRY_S * 1e9)
+            raise mqstore.Retry(RETRY_S)
+
+    def latencies_ms(self) -> dict[str, list[float]]:
+        """Latencies by series."""
+        series = sorted({name for name, _ in self._found})
+        return {name: [latency for each, latency in self._found if each == name] for name in series}
+
+
 class Round(NamedTuple):
     """What one round of a case found."""
 
@@ -183,7 +227,6 @@ class Case:
     body_bytes: int = 128
     receiver: Receiver = push
     kinds: Sequence[Kind] = (PLAIN,)
-    """Messages take turns through these."""
     judged: float = 99
     """The percentile that is the value of the answer."""
     goal_ms: float | None = None
@@ -200,45 +243,18 @@ class Case:
         return [self._row(series, rounds) for series in rounds[0].latencies_ms]
 
     def _round(self, directory: Path, messages: int, queues: int) -> Round:
-        arrivals: list[tuple[str, float, int]] = []
-        """Series, latency in ms, and time of each."""
-        due_again_ns: dict[int, int] = {}
-        failures = len([number for number in range(messages) if self._kind(number).fails])
-        done = threading.Event()
-
-        def arrive(body: bytes) -> None:
-            now_ns = time.perf_counter_ns()
-            due_ns, number = _HEAD.unpack_from(body)
-            kind, series, fails = self._kind(number), "", False
-            if number in due_again_ns:
-                due_ns, series = due_again_ns[number], "retried"
-            else:
-                due_ns, series, fails = due_ns + int(kind.delay_s * 1e9), kind.series, kind.fails
-            arrivals.append((series, (now_ns - due_ns) / 1e6, now_ns))
-            if len(arrivals) == messages + failures:
-                done.set()
-            if fails:
-                due_again_ns[number] = time.perf_counter_ns() + int(RETRY_S * 1e9)
-                raise mqstore.Retry(RETRY_S)
-
+        arrivals = Arrivals(self.kinds, messages)
         with mqstore.open(directory / "store") as store:
             store.create_topic(_TOPIC, queues=queues)
             for queue_id in range(queues):  # so that no file has to be made while the clock runs
                 store.put(_TOPIC, b"", queue_id=queue_id)
-            with self.receiver(store, arrive) as put:
+            with self.receiver(store, arrivals.arrive) as put:
                 time.sleep(0.2)  # the receiver waits by then
                 begin_ns, late_ms = self._produce(put, messages)
-                if not done.wait(_PATIENCE_S):
-                    left = messages + failures - len(arrivals)
-                    raise RuntimeError(f"{left} of {messages} messages did not arrive within {_PATIENCE_S} s")
-        taken_s = (max(at_ns for series, _, at_ns in arrivals if not series) - begin_ns) / 1e9
-        found: dict[str, list[float]] = {}
-        for series, latency_ms, _ in arrivals:
-            found.setdefault(series, []).append(latency_ms)
-        return Round(dict(sorted(found.items())), late_ms, messages / self.rate / taken_s)
-
-    def _kind(self, number: int) -> Kind:
-        return self.kinds[number % len(self.kinds)]
+                if not arrivals.done.wait(_PATIENCE_S):
+                    raise RuntimeError(f"{arrivals.left} of {messages} messages did not arrive within {_PATIENCE_S} s")
+        kept = messages * 1e9 / self.rate / (arrivals.last_ns - begin_ns)
+        return Round(arrivals.latencies_ms(), late_ms, kept)
 
     def _produce(self, put: Put, messages: int) -> tuple[int, list[float]]:
         """Put each message when it is due. Returns when the first was, in ns, and how late each was, in ms."""
@@ -255,7 +271,7 @@ class Case:
                     while (left_ns := due_ns - time.perf_counter_ns()) > 0:
                         time.sleep(left_ns / 1e9)
                     late_ms.append(-left_ns / 1e6)
-                    put(_HEAD.pack(due_ns, number) + padding, **self._kind(number).options)
+                    put(_HEAD.pack(due_ns, number) + padding, **kind_of(self.kinds, number).options)
             except BaseException as error:  # handed to the caller
                 errors.append(error)
 
