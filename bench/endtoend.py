@@ -1,11 +1,11 @@
 """Latency from put to handler, while messages come at a given rate.
 
-The loop is open: each message has a time at which it is due to be put, whatever happened to those before it, and its
-latency counts from that time. So a stall is seen in all messages that it held up, and not in one of them. How late the
-putting threads themselves were (the system wakes them some tens of microseconds late) is told beside.
+The loop is open: each message has a time at which it is due to be put, whatever happened to the messages before it.
+Its latency counts from that time. So a stall shows in all messages that it held up, and not in one of them. The
+system wakes the putting threads some tens of microseconds late; each row says how late they were.
 
-The percentiles are exact, of all messages of a round; each is the median over the rounds, the greatest latency is that
-of all rounds. Producers, store and consumer share one process, as in an application.
+The percentiles of a round are exact and count all of its messages. A row has the median of each over the rounds, and
+the greatest latency of all rounds. Producers, store and consumer share one process, as in an application.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Put = Callable[..., object]
 Receiver = Callable[[mqstore.Store, Arrive], AbstractContextManager[Put]]
 
 _HEAD = struct.Struct("<qq")
-"""Begin of each body: when it is due to be put, in ns of `perf_counter_ns`, and its number."""
+"""Begin of each body: the time at which it is due to be put, in ns of `perf_counter_ns`, and its number."""
 
 
 @contextmanager
@@ -140,10 +140,10 @@ class Kind(NamedTuple):
 
     options: mqstore.SendOptions
     series: str = ""
-    """Name of the row that their latency counts in; without one they are handled as soon as they are there."""
+    """Row that their latency counts in. Empty for messages that are handled at once."""
     delay_s: float = 0
     fails: bool = False
-    """The handler asks for a retry after `RETRY_S`. The second delivery counts in the row `retried`."""
+    """The handler asks for one retry after `RETRY_S`. The second delivery counts in the row `retried`."""
 
 
 PLAIN = Kind({})
@@ -165,7 +165,7 @@ def kind_of(kinds: Sequence[Kind], number: int) -> Kind:
 
 
 class Arrivals:
-    """Who was there when, as handlers see it."""
+    """Arrivals of messages, as handlers see them."""
 
     def __init__(self, kinds: Sequence[Kind], messages: int) -> None:
         self.kinds = kinds
@@ -204,7 +204,7 @@ class Arrivals:
 
 
 class Round(NamedTuple):
-    """What one round of a case found."""
+    """Findings of one round of a case."""
 
     latencies_ms: dict[str, list[float]]
     """By series."""
@@ -216,7 +216,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Messages at one rate, and who waits for them."""
+    """Messages at one rate, and the receiver that waits for them."""
 
     name: str
     title: str

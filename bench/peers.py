@@ -1,4 +1,4 @@
-"""What Python libraries do with the same bodies, each used as its own documentation would have it used for speed.
+"""Peers that are Python libraries, each used as its own documentation would have it used for speed.
 
 A library is imported where it is used, so that a side is left out where it is not installed.
 

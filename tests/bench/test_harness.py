@@ -14,7 +14,7 @@ from bench.results import Row
 
 
 class Machine:
-    """Sides that take as long as they are told, and what they did."""
+    """Sides that take a given time, and a log of their work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
