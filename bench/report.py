@@ -195,7 +195,7 @@ def _draw_history(axes: Axes, rows: Sequence[Row], runs: Sequence[Run]) -> int:
         found = [run.by_key()[row.key].value if row.key in run.by_key() else None for run in runs]
         first = next(value for value in found if value is not None)
         grid.append([row.gain(first, value) if value else float("nan") for value in found])
-    mesh = axes.imshow(grid, aspect="auto", cmap="RdYlGn", vmin=0.5, vmax=1.5)
+    mesh = axes.imshow(grid, aspect="auto", cmap="RdYlGn", vmin=0.5, vmax=1.5, alpha=0.7)
     for place, line in enumerate(grid):
         for at, gain in enumerate(line):
             if gain == gain:  # not NaN
