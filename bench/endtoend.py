@@ -335,7 +335,12 @@ CASES = (
         for threads in (4, 16)
     ),
     *(
-        Case(name=f"queues_{queues}", title=f"the same at 10,000, {queues:,} queues", rate=10_000, queues=queues)
+        Case(
+            name=f"queues_{queues}",
+            title=f"the same at 10,000, number of queues: {queues:,}",
+            rate=10_000,
+            queues=queues,
+        )
         for queues in (1, 100, 10_000)
     ),
     *(

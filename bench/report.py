@@ -21,7 +21,8 @@ __all__ = ["summary", "table", "write_run"]
 _HEADINGS = ("question", "body", "beside", "value", "spread", "goal", "verdict", "figures")
 _LEGEND = (
     "Values are medians over the rounds, with the lowest and the highest. `x rate`: our rate divided by the other's."
-    " `x time`: our time divided by the other's. Latencies: percentiles in ms. `before`: median of earlier runs here."
+    " `x time`: our time divided by the other's. Latencies: percentiles in ms. `before`: median of up to ten earlier"
+    " runs like this one. docs/benchmarks.md says what each question asks."
 )
 _RECENT_RUNS = 10
 """Earlier runs whose median a value is compared with."""
