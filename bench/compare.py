@@ -38,8 +38,8 @@ def compare(old: Run, new: Run, worse: float) -> tuple[Table, int, int]:
         is_worse = gain < 1 - worse
         count, lost = count + 1, lost + is_worse
         values = (f"{number_text(each.value)} {each.unit}" for each in (before[key], row))
-        told = "[red]worse[/]" if is_worse else ""
-        table.add_row(row.question, f"{row.body_bytes} B", row.beside, *values, f"{gain:.2f}", told)
+        verdict = "[red]worse[/]" if is_worse else ""
+        table.add_row(row.question, f"{row.body_bytes} B", row.beside, *values, f"{gain:.2f}", verdict)
     return table, count, lost
 
 

@@ -1,11 +1,11 @@
 """Latency from put to handler, while messages come at a given rate.
 
-The loop is open: each message has a time at which it is due to be put, whatever happened to those before it, and its
-latency counts from that time. So a stall is seen in all messages that it held up, and not in one of them. How late the
-putting threads themselves were (the system wakes them some tens of microseconds late) is told beside.
+The loop is open: each message has a time at which it is due to be put, whatever happened to the messages before it.
+Its latency counts from that time. So a stall shows in all messages that it held up, and not in one of them. The
+system wakes the putting threads some tens of microseconds late; each row says how late they were.
 
-The percentiles are exact, of all messages of a round; each is the median over the rounds, the greatest latency is that
-of all rounds. Producers, store and consumer share one process, as in an application.
+The percentiles of a round are exact and count all of its messages. A row has the median of each over the rounds, and
+the greatest latency of all rounds. Producers, store and consumer share one process, as in an application.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Put = Callable[..., object]
 Receiver = Callable[[mqstore.Store, Arrive], AbstractContextManager[Put]]
 
 _HEAD = struct.Struct("<qq")
-"""Begin of each body: when it is due to be put, in ns of `perf_counter_ns`, and its number."""
+"""Begin of each body: the time at which it is due to be put, in ns of `perf_counter_ns`, and its number."""
 
 
 @contextmanager
@@ -140,10 +140,10 @@ class Kind(NamedTuple):
 
     options: mqstore.SendOptions
     series: str = ""
-    """Name of the row that their latency counts in; without one they are handled as soon as they are there."""
+    """Row that their latency counts in. Empty for messages that are handled at once."""
     delay_s: float = 0
     fails: bool = False
-    """The handler asks for a retry after `RETRY_S`. The second delivery counts in the row `retried`."""
+    """The handler asks for one retry after `RETRY_S`. The second delivery counts in the row `retried`."""
 
 
 PLAIN = Kind({})
@@ -159,8 +159,52 @@ A_DAYS_MIX = (
 RETRY_S = 0.2
 
 
+def kind_of(kinds: Sequence[Kind], number: int) -> Kind:
+    """Messages take turns through the kinds."""
+    return kinds[number % len(kinds)]
+
+
+class Arrivals:
+    """Arrivals of messages, as handlers see them."""
+
+    def __init__(self, kinds: Sequence[Kind], messages: int) -> None:
+        self.kinds = kinds
+        self.last_ns = 0
+        """Time of the last arrival that was neither delayed nor retried."""
+        self.done = threading.Event()
+        self._expected = messages + sum(kind_of(kinds, number).fails for number in range(messages))
+        self._found: list[tuple[str, float]] = []
+        self._due_again_ns: dict[int, int] = {}
+
+    @property
+    def left(self) -> int:
+        return self._expected - len(self._found)
+
+    def arrive(self, body: bytes) -> None:
+        """Take one message. Raises Retry, as a handler does, for one that is to fail and has not."""
+        now_ns = time.perf_counter_ns()
+        due_ns, number = _HEAD.unpack_from(body)
+        kind = kind_of(self.kinds, number)
+        again_ns = self._due_again_ns.get(number)
+        series = kind.series if again_ns is None else "retried"
+        due_ns = due_ns + int(kind.delay_s * 1e9) if again_ns is None else again_ns
+        self._found.append((series, (now_ns - due_ns) / 1e6))
+        if not series:
+            self.last_ns = max(self.last_ns, now_ns)
+        if not self.left:
+            self.done.set()
+        if kind.fails and again_ns is None:
+            self._due_again_ns[number] = time.perf_counter_ns() + int(RETRY_S * 1e9)
+            raise mqstore.Retry(RETRY_S)
+
+    def latencies_ms(self) -> dict[str, list[float]]:
+        """Latencies by series."""
+        series = sorted({name for name, _ in self._found})
+        return {name: [latency for each, latency in self._found if each == name] for name in series}
+
+
 class Round(NamedTuple):
-    """What one round of a case found."""
+    """Findings of one round of a case."""
 
     latencies_ms: dict[str, list[float]]
     """By series."""
@@ -172,7 +216,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Messages at one rate, and who waits for them."""
+    """Messages at one rate, and the receiver that waits for them."""
 
     name: str
     title: str
@@ -183,7 +227,6 @@ class Case:
     body_bytes: int = 128
     receiver: Receiver = push
     kinds: Sequence[Kind] = (PLAIN,)
-    """Messages take turns through these."""
     judged: float = 99
     """The percentile that is the value of the answer."""
     goal_ms: float | None = None
@@ -200,45 +243,18 @@ class Case:
         return [self._row(series, rounds) for series in rounds[0].latencies_ms]
 
     def _round(self, directory: Path, messages: int, queues: int) -> Round:
-        arrivals: list[tuple[str, float, int]] = []
-        """Series, latency in ms, and time of each."""
-        due_again_ns: dict[int, int] = {}
-        failures = len([number for number in range(messages) if self._kind(number).fails])
-        done = threading.Event()
-
-        def arrive(body: bytes) -> None:
-            now_ns = time.perf_counter_ns()
-            due_ns, number = _HEAD.unpack_from(body)
-            kind, series, fails = self._kind(number), "", False
-            if number in due_again_ns:
-                due_ns, series = due_again_ns[number], "retried"
-            else:
-                due_ns, series, fails = due_ns + int(kind.delay_s * 1e9), kind.series, kind.fails
-            arrivals.append((series, (now_ns - due_ns) / 1e6, now_ns))
-            if len(arrivals) == messages + failures:
-                done.set()
-            if fails:
-                due_again_ns[number] = time.perf_counter_ns() + int(RETRY_S * 1e9)
-                raise mqstore.Retry(RETRY_S)
-
+        arrivals = Arrivals(self.kinds, messages)
         with mqstore.open(directory / "store") as store:
             store.create_topic(_TOPIC, queues=queues)
             for queue_id in range(queues):  # so that no file has to be made while the clock runs
                 store.put(_TOPIC, b"", queue_id=queue_id)
-            with self.receiver(store, arrive) as put:
+            with self.receiver(store, arrivals.arrive) as put:
                 time.sleep(0.2)  # the receiver waits by then
                 begin_ns, late_ms = self._produce(put, messages)
-                if not done.wait(_PATIENCE_S):
-                    left = messages + failures - len(arrivals)
-                    raise RuntimeError(f"{left} of {messages} messages did not arrive within {_PATIENCE_S} s")
-        taken_s = (max(at_ns for series, _, at_ns in arrivals if not series) - begin_ns) / 1e9
-        found: dict[str, list[float]] = {}
-        for series, latency_ms, _ in arrivals:
-            found.setdefault(series, []).append(latency_ms)
-        return Round(dict(sorted(found.items())), late_ms, messages / self.rate / taken_s)
-
-    def _kind(self, number: int) -> Kind:
-        return self.kinds[number % len(self.kinds)]
+                if not arrivals.done.wait(_PATIENCE_S):
+                    raise RuntimeError(f"{arrivals.left} of {messages} messages did not arrive within {_PATIENCE_S} s")
+        kept = messages * 1e9 / self.rate / (arrivals.last_ns - begin_ns)
+        return Round(arrivals.latencies_ms(), late_ms, kept)
 
     def _produce(self, put: Put, messages: int) -> tuple[int, list[float]]:
         """Put each message when it is due. Returns when the first was, in ns, and how late each was, in ms."""
@@ -255,7 +271,7 @@ class Case:
                     while (left_ns := due_ns - time.perf_counter_ns()) > 0:
                         time.sleep(left_ns / 1e9)
                     late_ms.append(-left_ns / 1e6)
-                    put(_HEAD.pack(due_ns, number) + padding, **self._kind(number).options)
+                    put(_HEAD.pack(due_ns, number) + padding, **kind_of(self.kinds, number).options)
             except BaseException as error:  # handed to the caller
                 errors.append(error)
 
@@ -319,7 +335,12 @@ CASES = (
         for threads in (4, 16)
     ),
     *(
-        Case(name=f"queues_{queues}", title=f"the same at 10,000, {queues:,} queues", rate=10_000, queues=queues)
+        Case(
+            name=f"queues_{queues}",
+            title=f"the same at 10,000, number of queues: {queues:,}",
+            rate=10_000,
+            queues=queues,
+        )
         for queues in (1, 100, 10_000)
     ),
     *(

@@ -1,4 +1,4 @@
-"""What people do beside the plain case: options of a put, fields of a message, asyncio, reading what was just put.
+"""Everyday work beside the plain case: options of a put, fields of a message, asyncio, reading right behind a put.
 
 Both sides of each question are mqstore's, through its public interface, with durability "append".
 """
@@ -16,7 +16,7 @@ import mqstore.aio
 from bench.harness import Load, Side, Work
 
 READ_BATCH = 32
-"""What `read` gives unless another number is asked for."""
+"""Number of messages that `read` returns by default."""
 
 
 @contextmanager

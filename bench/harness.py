@@ -1,4 +1,4 @@
-"""What a question is, and how its sides are timed.
+"""Questions, and the way their sides are timed.
 
 A *side* is somebody who can do the work: mqstore, or a peer. It is a context manager over (directory, load) that
 prepares everything unmeasured and yields the function to be timed; that function is called once and returns the amount
@@ -43,10 +43,10 @@ Work = Callable[[], int]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What whoever asks has chosen."""
+    """Choices for a run."""
 
     share: float = 1.0
-    """Of the messages of each question, and of the seconds of each latency."""
+    """Share of each question's messages, and of the seconds and queues of each latency."""
     rounds: int = 7
     body_sizes: Sequence[int] = BODY_SIZES
     directory: Path | None = None

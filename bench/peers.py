@@ -1,4 +1,4 @@
-"""What Python libraries do with the same bodies, each used as its own documentation would have it used for speed.
+"""Peers that are Python libraries, each used as its own documentation would have it used for speed.
 
 A library is imported where it is used, so that a side is left out where it is not installed.
 
@@ -376,15 +376,28 @@ def crc32c_records(mappings: list[mmap.mmap], places: list[tuple[int, int, int]]
     return covered
 
 
+def _sqlite_missing() -> str | None:
+    old = sqlite3.sqlite_version_info < (3, 35)
+    return f"SQLite {sqlite3.sqlite_version} knows no RETURNING, 3.35 does" if old else None
+
+
 _LMDB = needs_modules("lmdb")
 _PERSISTQUEUE = needs_modules("persistqueue")
 
 QUEUELIB = Side("queuelib FifoDiskQueue", queuelib_push, needs_modules("queuelib"))
 SQLITE = Side("SQLite WAL, synchronous=off", sqlite_insert)
-SQLITE_TABLE_PUT = Side("SQLite table, NORMAL", partial(sqlite_table, work="put", synchronous="NORMAL"))
-SQLITE_TABLE_PUT_FULL = Side("SQLite table, FULL", partial(sqlite_table, work="put", synchronous="FULL"))
-SQLITE_TABLE_GET = Side("SQLite table, NORMAL", partial(sqlite_table, work="get", synchronous="NORMAL"))
-SQLITE_TABLE_GET_FULL = Side("SQLite table, FULL", partial(sqlite_table, work="get", synchronous="FULL"))
+SQLITE_TABLE_PUT = Side(
+    "SQLite table, NORMAL", partial(sqlite_table, work="put", synchronous="NORMAL"), _sqlite_missing
+)
+SQLITE_TABLE_PUT_FULL = Side(
+    "SQLite table, FULL", partial(sqlite_table, work="put", synchronous="FULL"), _sqlite_missing
+)
+SQLITE_TABLE_GET = Side(
+    "SQLite table, NORMAL", partial(sqlite_table, work="get", synchronous="NORMAL"), _sqlite_missing
+)
+SQLITE_TABLE_GET_FULL = Side(
+    "SQLite table, FULL", partial(sqlite_table, work="get", synchronous="FULL"), _sqlite_missing
+)
 MEMORY_PUT = Side("queue.Queue in memory", partial(in_memory, work="put"))
 MEMORY_GET = Side("queue.Queue in memory", partial(in_memory, work="get"))
 PERSIST_QUEUE = Side("persist-queue Queue", persist_queue_put, _PERSISTQUEUE)

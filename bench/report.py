@@ -21,7 +21,8 @@ __all__ = ["summary", "table", "write_run"]
 _HEADINGS = ("question", "body", "beside", "value", "spread", "goal", "verdict", "figures")
 _LEGEND = (
     "Values are medians over the rounds, with the lowest and the highest. `x rate`: our rate divided by the other's."
-    " `x time`: our time divided by the other's. Latencies: percentiles in ms. `before`: median of earlier runs here."
+    " `x time`: our time divided by the other's. Latencies: percentiles in ms. `before`: median of up to ten earlier"
+    " runs like this one. docs/benchmarks.md says what each question asks."
 )
 _RECENT_RUNS = 10
 """Earlier runs whose median a value is compared with."""
@@ -195,7 +196,7 @@ def _draw_history(axes: Axes, rows: Sequence[Row], runs: Sequence[Run]) -> int:
         found = [run.by_key()[row.key].value if row.key in run.by_key() else None for run in runs]
         first = next(value for value in found if value is not None)
         grid.append([row.gain(first, value) if value else float("nan") for value in found])
-    mesh = axes.imshow(grid, aspect="auto", cmap="RdYlGn", vmin=0.5, vmax=1.5)
+    mesh = axes.imshow(grid, aspect="auto", cmap="RdYlGn", vmin=0.5, vmax=1.5, alpha=0.7)
     for place, line in enumerate(grid):
         for at, gain in enumerate(line):
             if gain == gain:  # not NaN

@@ -101,9 +101,9 @@ class Run:
                 raise ResultsError(f"{source} has another version of results than {_VERSION}; run the benchmarks again")
             rows = [{name: value for name, value in row.items() if name != "met"} for row in found.pop("results")]
             run = cls(found, [Row(**row) for row in rows])
-            assert {"share", "machine", "started"} <= found.keys()
-            assert all(row.unit in UNITS for row in run.rows)
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            if not {"share", "machine", "started"} <= found.keys() or {row.unit for row in run.rows} - {*UNITS}:
+                raise ValueError("members are missing, or a unit is unknown")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ResultsError(
                 f"{source} holds no results of `python -m bench`, which writes results.json and history.jsonl"
             ) from error

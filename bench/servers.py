@@ -1,4 +1,4 @@
-"""What other programs do with the same bodies: Redis, and Apache RocketMQ's own store in its JVM.
+"""Peers that are programs of their own: Redis, and Apache RocketMQ's store in its JVM.
 
 Redis       a stream in a server of our own, on a Unix socket, append-only file: XADD of one field; XREADGROUP of one
             message and XACK. appendfsync everysec, or always: each command is on disk when it returns
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     import redis
 
 _SHARE = {"everysec": 0.05, "always": 0.2}
-"""Of the messages of a round of puts: a round trip to a server takes a hundred times as long as a put."""
+"""Share of the messages of a round of puts, since a round trip to a server takes a hundred times as long as a put."""
 _WARM_UP = 2.5
-"""Messages that the JVM puts before anything is timed, by those that are timed. With half a million a put takes half of
-the CPU time that it takes behind a hundred thousand."""
+"""Messages that the JVM puts before anything is timed, as a multiple of those that are timed. Behind half a million a
+put takes half of the CPU time that it takes behind a hundred thousand."""
 _PATIENCE_S = 60
 
 Fsync = Literal["everysec", "always"]

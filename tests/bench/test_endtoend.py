@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+import mqstore
 from bench import endtoend
-from bench.endtoend import A_DAYS_MIX, CASES, Case, Round
+from bench.endtoend import A_DAYS_MIX, CASES, PLAIN, Arrivals, Case, Kind, Round
 
 
 @pytest.fixture
@@ -90,3 +91,34 @@ def test_a_days_mix_is_four_fifths_plain() -> None:
 
 def test_names_of_cases_differ() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def _body(due_ms: float, number: int = 0) -> bytes:
+    return struct.pack("<qq", int(due_ms * 1e6), number) + b"padding"
+
+
+def test_latency_counts_from_when_a_message_was_due(clock: SimpleNamespace) -> None:
+    arrivals = Arrivals([PLAIN, Kind({"delay": 0.5}, "delayed", delay_s=0.5)], 2)
+
+    clock.now_ns = 3_000_000
+    arrivals.arrive(_body(due_ms=1, number=0))
+    assert (arrivals.left, arrivals.done.is_set()) == (1, False)
+    clock.now_ns = 510_000_000
+    arrivals.arrive(_body(due_ms=2, number=1))
+
+    assert arrivals.latencies_ms() == {"": [2.0], "delayed": [8.0]}
+    assert (arrivals.done.is_set(), arrivals.last_ns) == (True, 3_000_000)
+
+
+def test_a_retry_counts_from_the_end_of_its_pause(clock: SimpleNamespace) -> None:
+    arrivals = Arrivals([Kind({}, fails=True)], 1)
+
+    clock.now_ns = 4_000_000
+    with pytest.raises(mqstore.Retry):
+        arrivals.arrive(_body(due_ms=1))
+    assert not arrivals.done.is_set()
+    clock.now_ns = 210_000_000
+    arrivals.arrive(_body(due_ms=1))
+
+    assert arrivals.latencies_ms() == {"": [3.0], "retried": [6.0]}
+    assert arrivals.done.is_set()

@@ -14,7 +14,7 @@ from bench.results import Row
 
 
 class Machine:
-    """Sides that take as long as they are told, and what they did."""
+    """Sides that take a given time, and a log of their work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -66,7 +66,7 @@ def test_a_ratio_is_of_rates_or_of_times(tmp_path: Path, machine: Machine, ratio
 
 
 def test_the_answer_is_the_median_of_ratios_within_rounds(tmp_path: Path, machine: Machine) -> None:
-    ours, peer = machine.side("ours", 1, 1, 2, 8), machine.side("peer", 1, 2, 6, 8)
+    ours, peer = machine.side("ours", 1, 1, 4, 2), machine.side("peer", 1, 2, 4, 6)
 
     [row] = _ask(tmp_path, rounds=3, ours=ours, peers={peer: None})
 

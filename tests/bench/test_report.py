@@ -39,7 +39,7 @@ def test_each_answer_is_a_row(tmp_path: Path) -> None:
 
 
 def test_before_is_the_median_of_earlier_runs_like_this_one(tmp_path: Path) -> None:
-    alike = [run(row(value), started=str(value)) for value in (1.0, 5.0, 3.0)]
+    alike = [run(row(value), started=str(value)) for value in (3.0, 1.0, 5.0)]
     others = [run(row(100.0), share=0.01), run(row(200.0), machine={"processors": 64})]
 
     lines = _lines(write_run(RUN, [*alike, *others], tmp_path))
