@@ -18,6 +18,8 @@ from functools import wraps
 from itertools import pairwise
 from typing import Concatenate, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
+import numpy as np
+
 from mqstore.errors import (
     FlushFailedError,
     FlushTimeoutError,
@@ -482,17 +484,16 @@ class StoreWriter(StoreReader):
 
     def _cuts(self, bodies: list[bytes], tails: list[bytes] | bytes, room: int) -> list[int]:
         """Indices that cut a batch into chunks of records of at most `room` bytes each."""
+        count = len(bodies)
+        sizes = np.fromiter(map(len, bodies), np.int64, count) + self._log.header_bytes
+        sizes += len(tails) if isinstance(tails, bytes) else np.fromiter(map(len, tails), np.int64, count)
+        if (largest := int(sizes.max())) > self._log.max_record_bytes:
+            self._refuse_record(largest)
+        ends = np.cumsum(sizes)
         cuts = [0]
-        total = 0
-        for i, body in enumerate(bodies):
-            size = self._log.header_bytes + len(body) + len(tails if isinstance(tails, bytes) else tails[i])
-            if size > self._log.max_record_bytes:
-                self._refuse_record(size)
-            if total + size > room and total:
-                cuts.append(i)
-                total = 0
-            total += size
-        cuts.append(len(bodies))
+        while (start := cuts[-1]) < count:
+            before = int(ends[start - 1]) if start else 0
+            cuts.append(max(start + 1, int(np.searchsorted(ends, before + room, "right"))))
         return cuts
 
     def _queue_to_put(self, topic: str, queue_id: int) -> ConsumeQueue:
