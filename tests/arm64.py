@@ -88,6 +88,7 @@ def main() -> int:
         # Debian's interpreter names the folder of its headers as if it were installed.
         headers = SYSTEM / "usr" / "include"
         environment = os.environ | {
+            "MQSTORE_NATIVE": "require",
             "PYTHONPATH": os.pathsep.join(str(copy / name) for name in ("store", "tools", ".")),
             "CFLAGS": f"-I{next(headers.glob('python3.*'))} -idirafter {headers}",
         }
