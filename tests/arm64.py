@@ -51,7 +51,11 @@ def unpack_system() -> None:
 def make_python() -> None:
     """Make `PYTHON`, a script that starts the emulated interpreter, and unpack what mqstore and its tests import."""
     python = next(SYSTEM.glob("usr/bin/python3.*"))
-    PYTHON.write_text(f'#!/bin/sh\nexec qemu-aarch64-static -L {SYSTEM} {python} "$@"\n')
+    # By the loader, not by qemu's -L, with which the root folder that a test opens would be `SYSTEM`.
+    libraries = f"{SYSTEM}/lib/aarch64-linux-gnu:{SYSTEM}/usr/lib/aarch64-linux-gnu"
+    loader = f"{SYSTEM}/lib/ld-linux-aarch64.so.1 --library-path {libraries}"
+    emulator = shutil.which("qemu-aarch64-static")
+    PYTHON.write_text(f'#!/bin/sh\nPYTHONHOME={SYSTEM}/usr exec {emulator} {loader} {python} "$@"\n')
     PYTHON.chmod(0o755)
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = settings["project"]
@@ -84,6 +88,7 @@ def main() -> int:
         # Debian's interpreter names the folder of its headers as if it were installed.
         headers = SYSTEM / "usr" / "include"
         environment = os.environ | {
+            "MQSTORE_NATIVE": "require",
             "PYTHONPATH": os.pathsep.join(str(copy / name) for name in ("store", "tools", ".")),
             "CFLAGS": f"-I{next(headers.glob('python3.*'))} -idirafter {headers}",
         }

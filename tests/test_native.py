@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import re
 import resource
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +68,20 @@ def test_the_module_was_built_from_the_sources_that_are_here() -> None:
 def test_the_environment_leaves_them_out() -> None:
     code = "from mqstore import native; print(native.kernel, native.why_not)"
     assert run_python(code, MQSTORE_NATIVE="0").strip() == "None MQSTORE_NATIVE=0"
+
+
+@pytest.mark.parametrize(("wanted", "status"), [("require", 1), ("", 0)])
+def test_the_environment_requires_them(wanted: str, status: int) -> None:
+    code = "import sys; sys.modules['mqstore._native'] = None; import mqstore.native"
+    environment = {"PYTHONPATH": ":".join(sys.path), "MQSTORE_NATIVE": wanted}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, check=False)
+    assert (done.returncode, "ModuleNotFoundError: import of mqstore._native" in done.stderr) == (status, bool(status))
+
+
+def test_wheels_are_built_for_every_python_that_is_named() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    named = re.findall(r"Python :: 3\.(\d+)'", str(settings["project"]["classifiers"]))
+    assert re.findall(r"cp3(\d+)-", settings["tool"]["cibuildwheel"]["build"]) == named
 
 
 def test_a_module_of_another_version_is_not_used() -> None:

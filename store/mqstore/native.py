@@ -5,7 +5,8 @@
     fence       keep loads and stores of mappings in order, for other processes that map the same file
 
 Everything works without. Whoever uses `kernel` has the same thing in Python beside it, which says what it does; tests
-hold both against each other. MQSTORE_NATIVE=0 in the environment leaves the compiled parts out.
+hold both against each other. MQSTORE_NATIVE=0 in the environment leaves the compiled parts out; with
+MQSTORE_NATIVE=require mqstore is not imported without them.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ _VERSION = 13
 
 
 def _load() -> tuple[ModuleType | None, str]:
-    if os.environ.get("MQSTORE_NATIVE") == "0":
+    wanted = os.environ.get("MQSTORE_NATIVE")
+    if wanted == "0":
         return None, "MQSTORE_NATIVE=0"
     try:
         found = import_module("mqstore._native")
     except ImportError as error:  # not built: no compiler, another processor; or imported from an archive
+        if wanted == "require":
+            raise
         return None, str(error)
     if found.VERSION != _VERSION:
         return None, f"mqstore._native has version {found.VERSION}, wanted is {_VERSION}: install mqstore again"
