@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -94,30 +95,25 @@ def delayed(store: mqstore.Store, begin: int, end: int) -> None:
         store.put(TOPIC, BODY, delay=3600 + number * 7919 % HALF_DAY_S)
 
 
-WHOLE = {"verify": 1, "verify wall": 1, "inspect": 1, "inspect wall": 1}
-TABLES = {
-    **WHOLE,
-    "open": 1,
-    "open wall": 1,
-    "close": 1,
-    "anonymous memory": 1,
-    "inspect memory": 1,
-    "verify memory": 1,
-}
-# Each create writes the whole file, and each save of progress all of it, as RocketMQ's tables are.
-CONFIG = {**TABLES, "create topic": 1, "create group": 1, "commit, flush": 1, "stats": 1}
+def linear(*rows: str) -> dict[str, float]:
+    return dict.fromkeys((*rows, "verify", "verify wall", "inspect", "inspect wall"), 1)
+
+
+TABLES = ("open", "open wall", "close", "close wall", "memory", "inspect memory", "verify memory")
+# As with RocketMQ, each create writes the whole file of topics or groups, and each save of progress all progress.
+CONFIG = linear(*TABLES, "create topic", "create group", "commit, flush", "stats")
 AXES = {
-    "messages": Axis((10**4, 10**5, 10**6, 10**7), messages, WHOLE),
+    "messages": Axis((10**4, 10**5, 10**6, 10**7), messages, linear()),
     "queues": Axis((1, 10, 100, 1000, 10**4), queues, CONFIG),
     "topics": Axis((1, 10, 100, 1000, 10**4), topics, CONFIG),
     "groups": Axis((1, 10, 100, 1000, 10**4), groups, CONFIG),
-    "in flight": Axis((0, 10**4, 10**5, 10**6), in_flight, TABLES),
-    "delayed": Axis((0, 10**4, 10**5, 10**6), delayed, WHOLE),
+    "in flight": Axis((0, 10**4, 10**5, 10**6), in_flight, linear(*TABLES)),
+    "delayed": Axis((0, 10**4, 10**5, 10**6), delayed, linear(*TABLES)),
 }
 
 
 def memory_mib(name: str) -> float:
-    """A line of /proc/self/status."""
+    """Return a line of /proc/self/status, in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) / 1024
@@ -154,7 +150,7 @@ def each_us(count: int, work: Callable[[int], object], rounds: int = 3) -> float
 
 
 def serve(path: Path, mark: str) -> Costs:
-    """Open the store, do each operation, and close it. `mark` makes names that no step before has used."""
+    """Open the store, do each operation, and close it. `mark` makes names that are new in each step."""
     costs: Costs = {}
     before = memory_mib("RssAnon")
     with timed(costs, "open"):
@@ -186,7 +182,7 @@ def serve(path: Path, mark: str) -> Costs:
     time.sleep(6)  # longer than commit_interval
     costs["at rest, a second"] = (time.process_time() - begin) / 6 * 1e6
     gc.collect()
-    costs["anonymous memory"] = memory_mib("RssAnon") - before
+    costs["memory"] = memory_mib("RssAnon") - before
     costs["VmHWM"] = memory_mib("VmHWM")
     with timed(costs, "close"):
         store.close()
@@ -194,7 +190,7 @@ def serve(path: Path, mark: str) -> Costs:
 
 
 def examine(path: Path, name: str) -> Costs:
-    """Inspect or verify the store. Memory is the most that was seen meanwhile."""
+    """Inspect or verify the store. The memory is the peak of samples."""
     costs: Costs = {}
     gc.collect()
     before = most = memory_mib("RssAnon")
@@ -226,7 +222,7 @@ def filled(path: Path, axis: str, begin: int, end: int) -> Costs:
 
 
 def alone(work: Callable[..., Costs], *arguments: Any) -> Costs:
-    """`work` in a new process: its memory is its own, and it inherits no caches."""
+    """Run `work` in a new process, which has memory and caches of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 
@@ -246,7 +242,7 @@ def measure(name: str, steps: tuple[int, ...]) -> dict[int, Costs]:
 
 
 def exponent(found: Mapping[int, Costs], row: str) -> float:
-    """By how much the row grew over the last two steps: 0 constant, 1 in proportion, 2 as the square."""
+    """Return how the row grew over the last two steps: 0 is constant, 1 in proportion, 2 as the square."""
     *_, low, high = sorted(found)
     if low < 1 or found[low][row] <= 0 or found[high][row] <= 0:
         return 0.0
@@ -260,7 +256,7 @@ def unit_of(row: str) -> str:
 
 
 def table(name: str, found: Mapping[int, Costs]) -> str:
-    """The costs as a table in Markdown."""
+    """Return the costs as a table in Markdown."""
     head = f"| {name} | unit | {' | '.join(f'{step:,}' for step in found)} | exponent | expected |\n"
     lines = [head, "|---|---|" + "--:|" * (len(found) + 2) + "\n"]
     for row in found[next(iter(found))]:
@@ -272,9 +268,8 @@ def table(name: str, found: Mapping[int, Costs]) -> str:
 
 
 def plot(results: Mapping[str, Mapping[int, Costs]], file: Path) -> None:
-    """Cost beside size, both logarithmic: a panel an axis."""
-    from matplotlib import pyplot  # type: ignore[import-not-found]
-
+    """Draw cost beside size, both logarithmic, a panel for each axis."""
+    pyplot = importlib.import_module("matplotlib.pyplot")
     figure, panels = pyplot.subplots(1, len(results), figsize=(7 * len(results), 7), squeeze=False)
     for panel, (name, found) in zip(panels[0], results.items(), strict=True):
         for row in found[next(iter(found))]:
@@ -296,6 +291,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.axes) - set(AXES):
         parser.error(f"no such axis: {', '.join(sorted(unknown))}; there are {', '.join(AXES)}")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     results: dict[str, dict[int, Costs]] = {}
     for name in options.axes or AXES:
         results[name] = measure(name, AXES[name].steps[: -1 if options.quick else None])
