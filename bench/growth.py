@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -49,14 +50,9 @@ class Axis:
     """Exponents of rows that may grow; 0 for the others."""
 
 
-def put_all(store: mqstore.Store, count: int) -> None:
-    for at in range(0, count, 1000):
-        store.put_many(TOPIC, [BODY] * min(1000, count - at))
-
-
 def messages(store: mqstore.Store, begin: int, end: int) -> None:
-    store.create_topic(TOPIC)
-    put_all(store, end - begin)
+    for at in range(begin, end, 1000):
+        store.put_many(TOPIC, [BODY] * min(1000, end - at))
 
 
 def queues(store: mqstore.Store, begin: int, end: int) -> None:
@@ -73,8 +69,6 @@ def topics(store: mqstore.Store, begin: int, end: int) -> None:
 
 
 def groups(store: mqstore.Store, begin: int, end: int) -> None:
-    store.create_topic(TOPIC)
-    store.put_many(TOPIC, [BODY] * 1000)
     [queue, *_] = store.queues(TOPIC)
     for number in range(begin, end):
         store.broker.groups.create(f"group-{number}")
@@ -82,7 +76,7 @@ def groups(store: mqstore.Store, begin: int, end: int) -> None:
 
 
 def in_flight(store: mqstore.Store, begin: int, end: int) -> None:
-    put_all(store, end - begin)
+    messages(store, begin, end)
     store.log.dispatch()
     popped = begin
     while popped < end:
@@ -94,30 +88,25 @@ def delayed(store: mqstore.Store, begin: int, end: int) -> None:
         store.put(TOPIC, BODY, delay=3600 + number * 7919 % HALF_DAY_S)
 
 
-WHOLE = {"verify": 1, "verify wall": 1, "inspect": 1, "inspect wall": 1}
-TABLES = {
-    **WHOLE,
-    "open": 1,
-    "open wall": 1,
-    "close": 1,
-    "anonymous memory": 1,
-    "inspect memory": 1,
-    "verify memory": 1,
-}
-# Each create writes the whole file, and each save of progress all of it, as RocketMQ's tables are.
-CONFIG = {**TABLES, "create topic": 1, "create group": 1, "commit, flush": 1, "stats": 1}
+def linear(*rows: str) -> dict[str, float]:
+    return dict.fromkeys((*rows, "verify", "inspect"), 1)
+
+
+TABLES = ("open", "close", "memory", "inspect memory", "verify memory")
+# As with RocketMQ, each create writes the whole file of topics or groups, and each save of progress all progress.
+CONFIG = linear(*TABLES, "create topic", "create group", "commit, flush", "stats")
 AXES = {
-    "messages": Axis((10**4, 10**5, 10**6, 10**7), messages, WHOLE),
+    "messages": Axis((10**4, 10**5, 10**6, 10**7), messages, linear()),
     "queues": Axis((1, 10, 100, 1000, 10**4), queues, CONFIG),
     "topics": Axis((1, 10, 100, 1000, 10**4), topics, CONFIG),
     "groups": Axis((1, 10, 100, 1000, 10**4), groups, CONFIG),
-    "in flight": Axis((0, 10**4, 10**5, 10**6), in_flight, TABLES),
-    "delayed": Axis((0, 10**4, 10**5, 10**6), delayed, WHOLE),
+    "in flight": Axis((0, 10**4, 10**5, 10**6), in_flight, linear(*TABLES)),
+    "delayed": Axis((0, 10**4, 10**5, 10**6), delayed, linear(*TABLES)),
 }
 
 
 def memory_mib(name: str) -> float:
-    """A line of /proc/self/status."""
+    """Return a line of /proc/self/status, in MiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) / 1024
@@ -154,7 +143,7 @@ def each_us(count: int, work: Callable[[int], object], rounds: int = 3) -> float
 
 
 def serve(path: Path, mark: str) -> Costs:
-    """Open the store, do each operation, and close it. `mark` makes names that no step before has used."""
+    """Open the store, do each operation, and close it. `mark` makes names that are new in each step."""
     costs: Costs = {}
     before = memory_mib("RssAnon")
     with timed(costs, "open"):
@@ -186,7 +175,7 @@ def serve(path: Path, mark: str) -> Costs:
     time.sleep(6)  # longer than commit_interval
     costs["at rest, a second"] = (time.process_time() - begin) / 6 * 1e6
     gc.collect()
-    costs["anonymous memory"] = memory_mib("RssAnon") - before
+    costs["memory"] = memory_mib("RssAnon") - before
     costs["VmHWM"] = memory_mib("VmHWM")
     with timed(costs, "close"):
         store.close()
@@ -194,7 +183,7 @@ def serve(path: Path, mark: str) -> Costs:
 
 
 def examine(path: Path, name: str) -> Costs:
-    """Inspect or verify the store. Memory is the most that was seen meanwhile."""
+    """Inspect or verify the store. The memory is the peak of samples."""
     costs: Costs = {}
     gc.collect()
     before = most = memory_mib("RssAnon")
@@ -226,7 +215,7 @@ def filled(path: Path, axis: str, begin: int, end: int) -> Costs:
 
 
 def alone(work: Callable[..., Costs], *arguments: Any) -> Costs:
-    """`work` in a new process: its memory is its own, and it inherits no caches."""
+    """Run `work` in a new process, which has memory and caches of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 
@@ -246,11 +235,16 @@ def measure(name: str, steps: tuple[int, ...]) -> dict[int, Costs]:
 
 
 def exponent(found: Mapping[int, Costs], row: str) -> float:
-    """By how much the row grew over the last two steps: 0 constant, 1 in proportion, 2 as the square."""
+    """Return how the row grew over the last two steps: 0 is constant, 1 in proportion, 2 as the square."""
     *_, low, high = sorted(found)
     if low < 1 or found[low][row] <= 0 or found[high][row] <= 0:
         return 0.0
     return math.log(found[high][row] / found[low][row]) / math.log(high / low)
+
+
+def is_judged(row: str) -> bool:
+    """Return False for wall time, and for memory that the kernel may take back."""
+    return not row.endswith("wall") and row != "VmHWM"
 
 
 def unit_of(row: str) -> str:
@@ -260,30 +254,26 @@ def unit_of(row: str) -> str:
 
 
 def table(name: str, found: Mapping[int, Costs]) -> str:
-    """The costs as a table in Markdown."""
+    """Return the costs as a table in Markdown."""
     head = f"| {name} | unit | {' | '.join(f'{step:,}' for step in found)} | exponent | expected |\n"
     lines = [head, "|---|---|" + "--:|" * (len(found) + 2) + "\n"]
     for row in found[next(iter(found))]:
         grows, expected = exponent(found, row), AXES[name].expected.get(row, 0)
-        mark = " !" if grows > expected + 0.2 else ""
+        judged = f"{grows:.2f}{' !' if grows > expected + 0.2 else ''} | {expected}" if is_judged(row) else " | "
         cells = " | ".join(f"{costs[row]:,.4g}" for costs in found.values())
-        lines.append(f"| {row} | {unit_of(row)} | {cells} | {grows:.2f}{mark} | {expected} |\n")
+        lines.append(f"| {row} | {unit_of(row)} | {cells} | {judged} |\n")
     return "".join(lines)
 
 
 def plot(results: Mapping[str, Mapping[int, Costs]], file: Path) -> None:
-    """Cost beside size, both logarithmic: a panel an axis."""
-    from matplotlib import pyplot  # type: ignore[import-not-found]
-
+    """Draw cost beside size, both logarithmic, a panel for each axis."""
+    pyplot = importlib.import_module("matplotlib.pyplot")
     figure, panels = pyplot.subplots(1, len(results), figsize=(7 * len(results), 7), squeeze=False)
     for panel, (name, found) in zip(panels[0], results.items(), strict=True):
-        for row in found[next(iter(found))]:
-            if not row.endswith("wall"):
-                panel.loglog(
-                    [max(1, step) for step in found], [costs[row] for costs in found.values()], "o-", label=row
-                )
+        for row in filter(is_judged, found[next(iter(found))]):
+            panel.loglog([max(1, step) for step in found], [costs[row] for costs in found.values()], "o-", label=row)
         panel.set(title=name, xlabel=name, ylabel="us, ms or MiB: see the table")
-        panel.legend(fontsize="x-small")
+        panel.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3)
     figure.savefig(file, bbox_inches="tight")
 
 
@@ -296,6 +286,8 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.axes) - set(AXES):
         parser.error(f"no such axis: {', '.join(sorted(unknown))}; there are {', '.join(AXES)}")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     results: dict[str, dict[int, Costs]] = {}
     for name in options.axes or AXES:
         results[name] = measure(name, AXES[name].steps[: -1 if options.quick else None])

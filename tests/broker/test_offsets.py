@@ -26,6 +26,7 @@ from mqstore.errors import (
     StoreIOError,
 )
 from mqstore.files.filesystem import FileSystem
+from mqstore.files.jsonfile import decode_json, encode_json
 from tests.broker.support import in_threads
 from tests.conftest import GoldenStore
 from tests.faults import Crash, FaultyFileSystem
@@ -202,6 +203,19 @@ def test_the_file_has_rocketmqs_shape_with_strict_keys(offsets: _Offsets) -> Non
         "dataVersion": {"counter": 0, "stateVersion": 0, "timestamp": 0},
         "offsetTable": {"t@g": {"0": 9, "10": 7}},
     }
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a{}, b:", "ü", "plain"])
+def test_any_name_and_queue_comes_back_from_the_file(offsets: _Offsets, name: str) -> None:
+    committed = {queue_id: queue_id * 2**40 for queue_id in (12, 0, 3)}
+    for queue_id, offset in committed.items():
+        offsets.table.commit(f"g {name}", f"t {name}", queue_id, offset)
+    offsets.table.save()
+    text = offsets.file.read_bytes()
+    assert decode_json(text)["offsetTable"] == {
+        f"t {name}@g {name}": {str(queue_id): offset for queue_id, offset in committed.items()}
+    }
+    assert text == encode_json({**json.loads(text), "offsetTable": {f"t {name}@g {name}": committed}})
 
 
 def test_every_five_hundredth_commit_counts_for_the_version(offsets: _Offsets) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from mqstore.errors import ReadOnlyStoreError, StoreClosedError
 from mqstore.files.jsonfile import EncodedEntry, FileState, encode_entry, load_json, save_json, sync_json
@@ -93,20 +93,14 @@ class DataVersion:
         return cls(*(member(value, name, int, 0) for name in ("counter", "stateVersion", "timestamp")))
 
 
-class _Entry(Protocol):
-    """Immutable entry of a table."""
-
-    def as_json(self) -> dict[str, Any]: ...
-
-
 class EncodedEntries:
     """Entries of a table as lines of its file: each is encoded when it changed, and not with every save."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, tuple[_Entry, EncodedEntry]] = {}
+        self._lines: dict[str, tuple[object, EncodedEntry]] = {}
 
-    def of(self, table: Mapping[str, _Entry]) -> dict[str, EncodedEntry]:
-        """Return the line of each entry of `table`."""
+    def of(self, table: Mapping[str, Any]) -> dict[str, EncodedEntry]:
+        """Return the line of each entry of `table`: immutable objects with a method `as_json`."""
         lines = {}
         for name, entry in table.items():
             line = self._lines.get(name)

@@ -20,6 +20,8 @@ Saving, with what a crash right after each step leaves (old = the value of befor
     4  sync the folder                       and durable      in whatever order the renames reached the disk before,
                                                               every file they lead to was synced
 
+Step 2 reads X.json, unless it is still in the state (`FileState`) in which the caller's last save left it.
+
 A *quick save* leaves the syncs out: the kernel has the value, so it survives `kill -9`, and a power cut may tear it. ::
 
     1  write X.json.tmp                        X old
@@ -86,6 +88,8 @@ JSON_BYTES_MAX = 32 << 20
 JSON_VALUES_MAX = 1_000_000
 
 Check = Callable[[dict[str, Any]], object]
+FileState = tuple[int, int, int]
+"""Inode, length in bytes and modification time in ns of a file: a change of its content shows, by whoever made it."""
 NO_CHECKS: Mapping[str, Check] = MappingProxyType({})
 """For who knows of no file what is to be in it."""
 
@@ -100,14 +104,6 @@ class LoadedJson(NamedTuple):
 
     value: dict[str, Any] | None
     problems: list[str]
-
-
-class FileState(NamedTuple):
-    """State of a file by which a change of its content shows, by whoever made it."""
-
-    inode: int
-    size_bytes: int
-    mtime_ns: int
 
 
 def decode_json(data: bytes) -> dict[str, Any]:
@@ -253,7 +249,7 @@ def save_json(
     synced: bool = True,
     back_up: bool = True,
     last: FileState | None = None,
-) -> FileState | None:
+) -> FileState:
     """Put `value` at `path`, durably, keeping the value before it at ``.bak``. The folder must exist.
 
     With `synced` false this is a quick save. `back_up` must be true if the file at `path` is on disk, and false if it
@@ -271,7 +267,7 @@ def save_json(
     content = _encode_checked(value, main)
     state = _write_new(main + ".tmp", content, fs, file_mode, synced=synced)
     try:
-        is_last = last is not None and _state_of(main, fs) == last
+        is_last = last is not None and fs.exists(main) and _state_of(main, fs) == last
         if back_up and (is_last or _read(main, fs, check).value is not None):
             _back_up(main, fs, file_mode)
             if not synced:
@@ -383,16 +379,12 @@ def _read(path: str, fs: FileSystem, check: Check | None) -> _Read:
     return _Read(value, None)
 
 
-def _state_of(file: int | str, fs: FileSystem) -> FileState | None:
-    """Return the state of a file, None if there is none."""
-    try:
-        found = fs.stat(file)
-    except FileNotFoundError:
-        return None
-    return FileState(found.st_ino, found.st_size, found.st_mtime_ns)
+def _state_of(file: int | str, fs: FileSystem) -> FileState:
+    found = fs.stat(file)
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _write_new(path: str, content: bytes, fs: FileSystem, mode: int, *, synced: bool = True) -> FileState | None:
+def _write_new(path: str, content: bytes, fs: FileSystem, mode: int, *, synced: bool = True) -> FileState:
     """Write a new file, and sync it if `synced`. A leftover is never rewritten: a backup may hold a hard link of it."""
     fs.unlink(path, missing_ok=True)
     try:
