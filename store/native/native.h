@@ -177,6 +177,12 @@ int message_init(void);
 int pop_init(void);
 int sender_init(void);
 
+/* Whether `tuple_of` may be called with it. */
+static inline bool makes_tuples(PyObject *type)
+{
+    return type && PyType_Check(type) && PyType_FastSubclass((PyTypeObject *)type, Py_TPFLAGS_TUPLE_SUBCLASS);
+}
+
 /* A tuple of a subclass of tuple. Takes the references; NULL, with an exception, also when one of them is. */
 PyObject *tuple_of(PyObject *type, PyObject **items, Py_ssize_t count);
 

@@ -23,7 +23,7 @@ _START_S = START_MS / 1000
 _YEAR_S = 366 * 86_400
 _DELAYS: list[Any] = [
     0, 0.0, -0.0, 0.0004, 0.2, 1, 1.5, 5, _YEAR_S, _YEAR_S + 0.001, 1e300, float("inf"), float("nan"), -1, -0.0001,
-    True, "soon", timedelta(seconds=2), 10**400,
+    True, "soon", timedelta.max, timedelta.min, 10**400,
 ]  # fmt: skip
 _MOMENTS: list[Any] = [
     *(_START_S + delay for delay in _DELAYS[:10]), 0, -0.0001, -1, 1e12, 1e11, float("nan"), int(_START_S) + 3, False,
@@ -34,7 +34,7 @@ _OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "tag": st.sampled_from([None, "paid", "a|b"]),
     "properties": st.sampled_from([{"shop": "3"}, {"v": "v" * 1970}, {"v": "v" * 2020}, {"REAL_TOPIC": "x"}]),
     "message_group": st.sampled_from([None, "order-1", "用户-7", "g" * 63, "g" * 64, " ", 7, True]),
-    "delay": st.none() | st.sampled_from(_DELAYS) | st.floats(0, 4e7),
+    "delay": st.none() | st.sampled_from(_DELAYS) | st.floats(0, 4e7) | st.timedeltas(timedelta(-1), timedelta(400)),
     "deliver_at": st.none() | st.sampled_from(_MOMENTS) | st.floats(_START_S - 100, _START_S + 4e7),
     "delay_level": st.sampled_from([None, 0, 1, 3, 18, 19, 2**31 - 1, 2**31, -1, True, 1.5]),
     "flag": st.sampled_from([None, 0, -5, 2**31]),
@@ -96,7 +96,8 @@ def test_a_compiled_put_of_the_broker_does_what_that_of_python_does(
         ({"delay": 0.2, "tag": "a"}, True),
         ({"deliver_at": _START_S + 5}, True),
         ({"delay_level": 3}, True),
-        ({"delay": timedelta(seconds=5)}, False),
+        ({"delay": timedelta(seconds=5)}, True),
+        ({"deliver_at": datetime.fromtimestamp(_START_S + 5, UTC)}, False),
         ({"message_group": 7}, False),
         ({"delay": -1}, False),
         ({"delay": 1, "delay_level": 1}, False),
