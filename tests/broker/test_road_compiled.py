@@ -61,6 +61,10 @@ def outcome_of(folder: Path, puts: list[Any], profile: Profile, put: Callable[..
         parts.topics.create("orders", queues=3)
         parts.topics.create("narrow", queues=4)
         parts.topics.alter("narrow", write_queues=2)
+        # What is put first is for Python, until its topics and queues are there.
+        for first in ({"delay": 5}, *({"delay_level": level} for level in (1, 3, 18)), {}):
+            for topic in ("orders", "narrow"):
+                Road.put(parts.road, topic, b"first", unique_key="first", **cast(Any, first))
         results: list[Any] = []
         for topic, options, key in puts:
             try:
