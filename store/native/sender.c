@@ -110,7 +110,7 @@ static bool read_delay(const Sender *self, Outgoing *message)
     if (delay && message->moment_ms == 0)
         message->moment_ms = -1;
     /* Of the moments below 1e12 s each millisecond is a number. */
-    return seconds >= 0 && seconds < 1e12 && (!delay || message->moment_ms <= (double)self->max_delay_ms);
+    return seconds >= 0 && seconds < 1e12;
 }
 
 /* Take the arguments apart, and encode the options; false for what Python has to look at. */
