@@ -242,7 +242,7 @@ bool add_options(Text *to, const Options *options, PyObject *reserved);
 bool add(Text *to, const char *from, size_t size);
 /* Whether that is an int of 32 bits, and of no derived class. */
 bool small_integer(PyObject *value, int32_t *found);
-bool add_number(Text *to, const char *name, long long value);
+bool add_number(Text *to, const char *name, long long value); /* not negative */
 
 /* A record in a buffer, found by a unit (message.c). */
 typedef struct {

@@ -91,9 +91,9 @@ static bool read_delay(const Sender *self, Outgoing *message)
     PyObject *moment = delay ? delay : message->given[DELIVER_AT];
     if (level) {
         int32_t asked;
-        if (!small_integer(level, &asked) || asked < 0)
+        if (!small_integer(level, &asked) || asked < 0 || asked > self->levels)
             return false;
-        message->level = asked < self->levels ? asked : self->levels;
+        message->level = asked;
         return true;
     }
     double seconds = -1;
