@@ -176,6 +176,12 @@ int message_init(void);
 int pop_init(void);
 int sender_init(void);
 
+/* Whether `tuple_of` may be called with it. */
+static inline bool makes_tuples(PyObject *type)
+{
+    return type && PyType_Check(type) && PyType_FastSubclass((PyTypeObject *)type, Py_TPFLAGS_TUPLE_SUBCLASS);
+}
+
 /* A tuple of a subclass of tuple. Takes the references; NULL, with an exception, also when one of them is. */
 PyObject *tuple_of(PyObject *type, PyObject **items, Py_ssize_t count);
 
@@ -235,7 +241,7 @@ bool add_options(Text *to, const Options *options, PyObject *reserved);
 bool add(Text *to, const char *from, size_t size);
 /* Whether that is an int of 32 bits, and of no derived class. */
 bool small_integer(PyObject *value, int32_t *found);
-bool add_number(Text *to, const char *name, long long value);
+bool add_number(Text *to, const char *name, long long value); /* not negative */
 
 /* A record in a buffer, found by a unit (message.c). */
 typedef struct {

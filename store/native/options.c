@@ -16,8 +16,13 @@ bool add(Text *to, const char *from, size_t size)
 
 bool add_number(Text *to, const char *name, long long value)
 {
-    char digits[32];
-    return add(to, name, strlen(name)) && add(to, digits, (size_t)snprintf(digits, sizeof digits, "\1%lld\2", value));
+    char digits[24], *end = digits + sizeof digits, *at = end;
+    *--at = 2;
+    do
+        *--at = (char)('0' + value % 10);
+    while (value /= 10);
+    *--at = 1;
+    return add(to, name, strlen(name)) && add(to, at, (size_t)(end - at));
 }
 
 bool small_integer(PyObject *value, int32_t *found)

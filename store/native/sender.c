@@ -4,6 +4,7 @@
    `otherwise`, one of these two, with the same arguments. Up to there nothing was written. */
 
 #include "native.h"
+#include <datetime.h>
 #include <math.h>
 #include <stddef.h>
 #include <structmember.h>
@@ -51,12 +52,13 @@ static void sender_dealloc(Sender *self)
 
 int sender_init(void)
 {
+    PyDateTime_IMPORT;
     static const char *const texts[NAMES] = {"tag", "keys", "properties", "unique_key", "message_group", "delay",
                                              "deliver_at", "delay_level", "flag", "compressed", "durability", "queue_id"};
     for (int i = 0; i < NAMES; i++)
         if (!(option_names[i] = PyUnicode_InternFromString(texts[i])))
             return -1;
-    return (plain_tail_name = PyUnicode_InternFromString("plain_tail")) &&
+    return PyDateTimeAPI && (plain_tail_name = PyUnicode_InternFromString("plain_tail")) &&
            (sendable_name = PyUnicode_InternFromString("_sendable")) &&
            (write_queues_name = PyUnicode_InternFromString("write_queues")) &&
            (prefix_name = PyUnicode_InternFromString("_prefix")) &&
@@ -89,22 +91,26 @@ static bool read_delay(const Sender *self, Outgoing *message)
     PyObject *moment = delay ? delay : message->given[DELIVER_AT];
     if (level) {
         int32_t asked;
-        if (!small_integer(level, &asked) || asked < 0)
+        if (!small_integer(level, &asked) || asked < 0 || asked > self->levels)
             return false;
-        message->level = asked < self->levels ? asked : self->levels;
+        message->level = asked;
         return true;
     }
-    if (!PyFloat_CheckExact(moment) && !PyLong_CheckExact(moment))
-        return false;
-    double seconds = PyFloat_CheckExact(moment) ? PyFloat_AS_DOUBLE(moment) : PyLong_AsDouble(moment);
-    if (seconds == -1 && PyErr_Occurred())
-        PyErr_Clear();
+    double seconds = -1;
+    if (PyFloat_CheckExact(moment))
+        seconds = PyFloat_AS_DOUBLE(moment);
+    else if (PyLong_CheckExact(moment))
+        seconds = PyLong_AsDouble(moment);
+    else if (delay && PyDelta_CheckExact(delay) && (unsigned)PyDateTime_DELTA_GET_DAYS(delay) < 100000) /* to microseconds is exact */
+        seconds = (double)((PyDateTime_DELTA_GET_DAYS(delay) * 86400LL + PyDateTime_DELTA_GET_SECONDS(delay)) * 1000000 +
+                           PyDateTime_DELTA_GET_MICROSECONDS(delay)) / 1e6;
+    PyErr_Clear(); /* of an int beyond every float */
     message->moment_ms = ceil(seconds * 1000);
     message->from_now = delay != NULL;
     if (delay && message->moment_ms == 0)
         message->moment_ms = -1;
     /* Of the moments below 1e12 s each millisecond is a number. */
-    return seconds >= 0 && seconds < 1e12 && (!delay || message->moment_ms <= (double)self->max_delay_ms);
+    return seconds >= 0 && seconds < 1e12;
 }
 
 /* Take the arguments apart, and encode the options; false for what Python has to look at. */
@@ -298,6 +304,12 @@ static long long monotonic_ns(void)
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
+static bool succeeded(PyObject *result)
+{
+    Py_XDECREF(result);
+    return result != NULL;
+}
+
 /* Store it, with as much of `StoreWriter.put` as is left; the receipt, NULL with an exception. */
 static PyObject *store(Sender *self, Outgoing *message, Numbered *queue)
 {
@@ -313,23 +325,18 @@ static PyObject *store(Sender *self, Outgoing *message, Numbered *queue)
     PyObject *receipt;
     if (done) {
         receipt = tip_receipt(self->tip, queue, &stored, message->unique_key);
+        bool waits = message->waits || self->flushes;
+        if (receipt &&
+            ((waits && !succeeded(PyObject_CallOneArg(self->after, message->waits ? receipt : Py_None))) ||
+             (sampled_ns && !succeeded(PyObject_CallFunction(self->note, "OL", queue, monotonic_ns() - sampled_ns)))))
+            Py_CLEAR(receipt);
     } else {
         PyObject *properties = PyBytes_FromStringAndSize(text->bytes, (Py_ssize_t)text->size);
-        receipt = properties ? PyObject_CallFunction(self->finish, "OOOOOii", topic_of(self, message), message->stored_id,
-                                                     message->body, properties, message->unique_key, message->flag, message->sys_flag)
+        receipt = properties ? PyObject_CallFunction(self->finish, "OOOOOiii", topic_of(self, message), message->stored_id,
+                                                     message->body, properties, message->unique_key, message->flag,
+                                                     message->sys_flag, message->waits)
                              : NULL;
         Py_XDECREF(properties);
-    }
-    PyObject *called = NULL;
-    if (receipt && (message->waits || self->flushes)) {
-        if (!(called = PyObject_CallOneArg(self->after, message->waits ? receipt : Py_None)))
-            Py_CLEAR(receipt);
-        Py_XDECREF(called);
-    }
-    if (receipt && sampled_ns) {
-        if (!(called = PyObject_CallFunction(self->note, "OL", queue, monotonic_ns() - sampled_ns)))
-            Py_CLEAR(receipt);
-        Py_XDECREF(called);
     }
     if (receipt && message->slot_ms >= 0 && PyTuple_Check(receipt) && PyTuple_GET_SIZE(receipt) == RECEIPT_ITEMS) {
         PyObject *items[RECEIPT_ITEMS + 2];
@@ -342,18 +349,13 @@ static PyObject *store(Sender *self, Outgoing *message, Numbered *queue)
     return receipt;
 }
 
-static bool is_type_of_tuples(PyObject *type)
-{
-    return type && PyType_Check(type) && PyType_FastSubclass((PyTypeObject *)type, Py_TPFLAGS_TUPLE_SUBCLASS);
-}
-
 /* Whether everything is there that the steps use. */
 static bool is_whole(const Sender *self)
 {
     return self->tip && PyObject_TypeCheck(self->tip, &TipType) && self->putters && PyDict_Check(self->putters) && self->finish &&
            self->after && self->note && self->reserved && PyFrozenSet_CheckExact(self->reserved) &&
            (!self->topics || (self->counters && PyDict_Check(self->counters) && self->group_queue && self->group_hash &&
-                              self->keys && is_type_of_tuples(self->delayed) && self->timer_topic && self->schedule_topic &&
+                              self->keys && makes_tuples(self->delayed) && self->timer_topic && self->schedule_topic &&
                               self->precision_ms > 0));
 }
 

@@ -258,8 +258,7 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
 
 bool tip_has_receipts(PyObject *tip, Numbered *queue)
 {
-    PyObject *type = ((Tip *)tip)->receipt;
-    return queue->ref && type && PyType_Check(type) && PyType_FastSubclass((PyTypeObject *)type, Py_TPFLAGS_TUPLE_SUBCLASS);
+    return queue->ref && makes_tuples(((Tip *)tip)->receipt);
 }
 
 PyObject *tip_receipt(PyObject *tip, Numbered *queue, const Stored *stored, PyObject *unique_key)

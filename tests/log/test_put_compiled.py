@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mqstore import native
@@ -21,6 +21,8 @@ from mqstore.options import Durability, StoreConfig
 from tests.without import compiled
 
 kernel: Any = native.kernel
+
+Puts = list[tuple[Any, dict[str, Any]]]
 
 _TEXT = st.text(st.sampled_from("ab_| \t\x7f\x85\xa0\u2003\ud800\U0001f600é订"), max_size=5)
 _PROPERTIES = st.dictionaries(_TEXT | st.sampled_from(["KEYS", "__CRC32#"]), _TEXT | st.just("v" * 3000), max_size=3)
@@ -42,7 +44,7 @@ _MORE: dict[str, st.SearchStrategy[Any]] = {
 
 def log_of(
     folder: Path,
-    puts: list[tuple[Any, dict[str, Any]]],
+    puts: Puts,
     host: str | None,
     durability: Durability,
     put: Callable[..., Any],
@@ -77,7 +79,7 @@ def log_of(
 )
 def test_a_compiled_put_does_what_a_put_of_python_does(
     tmp_path_factory: pytest.TempPathFactory,
-    puts: list[tuple[Any, dict[str, Any]]],
+    puts: Puts,
     host: str | None,
     durability: Durability,
 ) -> None:
@@ -90,31 +92,40 @@ def test_a_compiled_put_does_what_a_put_of_python_does(
         assert log_of(tmp_path_factory.mktemp("python"), puts, host, durability, MessageStore.put) == ours
 
 
+_MESSAGE_VALUES: dict[str, list[Any]] = {
+    "body": [b"", bytearray(b"array"), "text"],
+    "tag": [None, "a", "a|b"],
+    "keys": ["k", ["k", "l"], ("k",), [], 5, "a b"],
+    "properties": [{"n": "v"}, {}, {"KEYS": "x"}, {"_n": "v"}, {"n": "v" * 3000}],
+    "unique_key": ["u", ""],
+    "flag": [None, 0, 7, -(2**31), 2**31, True, 1.0],
+    "topic": ["topic", "other"],
+    "queue_id": [0, 1],
+    "durability": ["append"],
+    "message_group": ["g"],
+    "delay": [1, 0],
+    "deliver_at": [1.0],
+    "delay_level": [0],
+    "compressed": ["zlib"],
+}
+_ALONE: Puts = [
+    ([b"first", OutgoingMessage(**{"body": b"x", name: value})], {})
+    for name, values in _MESSAGE_VALUES.items()
+    for value in values
+]
+
+
 @compiled
-@given(
-    st.lists(
-        st.builds(
-            OutgoingMessage,
-            st.binary(max_size=30) | st.sampled_from([bytearray(b"a"), "text"]),
-            **_OPTIONS,
-            topic=st.sampled_from([None, "topic", "other"]),
-            queue_id=st.sampled_from([None, 1]),
-            delay=st.sampled_from([None, 1]),
-        )
-        | st.binary(max_size=30),
-        max_size=4,
-    )
-)
-def test_compiled_parts_of_messages_are_those_of_python(
-    tmp_path_factory: pytest.TempPathFactory, messages: list[Any]
-) -> None:
-    def put_many(store: MessageStore, topic: str, _: Any) -> Any:
+@example(_ALONE)
+@given(st.lists(st.tuples(st.lists(st.builds(OutgoingMessage, st.just(b"x"), **_OPTIONS)), st.just({})), max_size=4))
+def test_compiled_parts_of_messages_are_those_of_python(tmp_path_factory: pytest.TempPathFactory, puts: Puts) -> None:
+    def put_many(store: MessageStore, topic: str, messages: list[Any]) -> Any:
         return store.put_many(topic, messages)
 
-    found = log_of(tmp_path_factory.mktemp("compiled"), [(b"", {})], None, "append", put_many)
+    found = log_of(tmp_path_factory.mktemp("compiled"), puts, None, "append", put_many)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer_module, "kernel", None)
-        assert log_of(tmp_path_factory.mktemp("python"), [(b"", {})], None, "append", put_many) == found
+        assert log_of(tmp_path_factory.mktemp("python"), puts, None, "append", put_many) == found
 
 
 @compiled

@@ -17,7 +17,6 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from operator import itemgetter
 from struct import Struct
 from typing import NamedTuple, overload
@@ -38,9 +37,7 @@ from mqstore.layout.record import (
     BORN_HOST_V6,
     CHECKSUM_AT,
     QUEUE_ID_AT,
-    QUEUE_OFFSET_AT,
     STORE_HOST_V6,
-    SYS_FLAG_AT,
     TRANSACTION_COMMIT,
     TRANSACTION_MASK,
     Checksum,
@@ -54,11 +51,9 @@ from mqstore.signalsafe import Condition, is_held_here
 
 __all__ = [
     "ALLOWANCE",
-    "NO_FRAME",
+    "ORDINARY",
     "CommitLog",
     "Fields",
-    "Frame",
-    "Queue",
     "QueueRef",
     "SendReceipt",
     "SendReceipts",
@@ -212,43 +207,8 @@ class Fields(NamedTuple):
     prepared_transaction_offset: int = 0
 
 
-class Frame(NamedTuple):
-    """The header of a record of one shape, without its two offsets: good for every message of that shape that a queue
-    gets within one millisecond, of which there may be hundreds."""
-
-    size: int
-    body_bytes: int
-    from_ns: int
-    until_ns: int
-    numbered: bool
-    pack: Callable[..., bytes]
-    """(head, queue offset, physical offset, middle, body, tail) -> the record, checksum zero."""
-    head: bytes
-    """What stands before the offsets."""
-    middle: bytes
-    """What stands between the offsets and the body."""
-    now_ms: int
-
-
-NO_FRAME = Frame(-1, -1, 0, 0, True, lambda *_: b"", b"", b"", 0)
-
-
-@lru_cache(maxsize=1024)
-def _record_struct(middle_bytes: int, body_bytes: int, tail_bytes: int) -> Struct:
-    return Struct(f">{QUEUE_OFFSET_AT}sqq{middle_bytes}s{body_bytes}s{tail_bytes}s")
-
-
-class Queue(Numbered):
-    """The same with frames, for puts that Python does."""
-
-    __slots__ = ("frame", "other_frame")
-
-    frame: Frame
-    other_frame: Frame
-    """The one before: who writes records of two kinds by turns, like the pop log, finds both."""
-
-
-_ORDINARY = Fields()
+ORDINARY = Fields()
+"""Those of a put without a flag."""
 
 
 class CommitLog(Tip):
@@ -270,7 +230,6 @@ class CommitLog(Tip):
         self.max_record_bytes = run.segment_bytes - BLANK_BYTES
         self._checksum = checksum
         self._whole_record = checksum == "crc32c-record"
-        # Nanoseconds: the frame of the running millisecond is then found valid by a comparison, without a division.
         self._now_ns = None if clock is SYSTEM_CLOCK else (lambda: clock.now_ms() * _MS_NS)
         self._time_ns: Callable[[], int] = self._now_ns or time.time_ns
         self._receipt = SendReceipt
@@ -326,10 +285,10 @@ class CommitLog(Tip):
 
     def append(
         self,
-        queue: Queue,
+        queue: Numbered,
         body: bytes,
         tail: bytes,
-        fields: Fields | None = None,
+        fields: Fields = ORDINARY,
         unique_key: str | None = None,
     ) -> SendReceipt:
         """Append one record to `queue`. `tail` is what stands behind the body; lengths were checked by the caller.
@@ -337,14 +296,16 @@ class CommitLog(Tip):
         A prepared or rollback record (sys_flag bits 2-3) takes no number of the queue. Raises StoreFullError when the
         next segment finds no room: nothing was written.
         """
-        if kernel is not None and fields is None:
+        if kernel is not None and fields == ORDINARY:
             receipt: SendReceipt | None = self._put(queue, body, tail, unique_key)
             if receipt is not None:
                 return receipt
-        body_bytes = len(body)
-        size = self.header_bytes + body_bytes + len(tail)
-        if fields is not None and fields.born_host is not None:
-            size += len(fields.born_host) - len(self._born_host)
+        flag, sys_flag, born_ms, born_host, reconsume_times, prepared_offset = fields
+        born_host = born_host or self._born_host
+        sys_flag = sys_flag & ~(BORN_HOST_V6 | STORE_HOST_V6) | host_bits(born_host, self._store_host)
+        numbered = sys_flag & TRANSACTION_MASK in (0, TRANSACTION_COMMIT)
+        header = header_struct(len(born_host), len(self._store_host))
+        size = header.size + len(body) + len(tail)
         # Taking the lock is the first call inside the `try`, so no signal can come between it and its release; and an
         # RLock knows whether it is ours if the wait for it was interrupted. A `with` would cost a tenth of the put.
         try:
@@ -354,18 +315,26 @@ class CommitLog(Tip):
             if end > self._limit:
                 position = self._roll(size)
                 end = position + size
-            now_ns = self._time_ns()
-            frame = queue.frame
-            if fields is not None:
-                frame = self._frame(queue, size, body_bytes, now_ns, fields)
-            elif frame[0] != size or frame[1] != body_bytes or not frame[2] <= now_ns < frame[3]:
-                frame = queue.other_frame
-                if frame[0] != size or frame[1] != body_bytes or not frame[2] <= now_ns < frame[3]:
-                    frame = self._frame(queue, size, body_bytes, now_ns, _ORDINARY)
-                queue.other_frame, queue.frame = queue.frame, frame
-            _, _, _, _, numbered, pack, head, middle, now_ms = frame
+            now_ms = self._time_ns() // _MS_NS
             offset = queue.next_offset if numbered else 0
-            data = pack(head, offset, position, middle, body, tail)
+            head = header.pack(
+                size,
+                queue.magic,
+                0,
+                queue.queue_id,
+                flag,
+                offset,
+                position,
+                sys_flag,
+                now_ms if born_ms is None else born_ms,
+                born_host,
+                now_ms,
+                self._store_host,
+                reconsume_times,
+                prepared_offset,
+                len(body),
+            )
+            data = b"".join((head, body, tail))
             checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
             # A signal handler may put, too, but it comes only behind a call. So `end` is looked at again before bytes
             # are stored, for its record may lie there now, and before they count, for it may lie over them.
@@ -398,42 +367,8 @@ class CommitLog(Tip):
             self._on_alarm()
         return SendReceipt((queue.ref, offset, position, size, now_ms, self._store_host, unique_key))
 
-    def _frame(self, queue: Queue, size: int, body_bytes: int, now_ns: int, fields: Fields) -> Frame:
-        """The header of a record of `size` bytes stored at `now_ns`, in two pieces around the offsets."""
-        now_ms = now_ns // _MS_NS
-        born_host = self._born_host if fields.born_host is None else fields.born_host
-        sys_flag = fields.sys_flag & ~(BORN_HOST_V6 | STORE_HOST_V6) | host_bits(born_host, self._store_host)
-        header = header_struct(len(born_host), len(self._store_host)).pack(
-            size,
-            queue.magic,
-            0,
-            queue.queue_id,
-            fields.flag,
-            0,
-            0,
-            sys_flag,
-            now_ms if fields.born_timestamp_ms is None else fields.born_timestamp_ms,
-            born_host,
-            now_ms,
-            self._store_host,
-            fields.reconsume_times,
-            fields.prepared_transaction_offset,
-            body_bytes,
-        )
-        return Frame(
-            size,
-            body_bytes,
-            now_ms * _MS_NS,
-            (now_ms + 1) * _MS_NS,
-            sys_flag & TRANSACTION_MASK in (0, TRANSACTION_COMMIT),
-            _record_struct(len(header) - SYS_FLAG_AT, body_bytes, size - len(header) - body_bytes).pack,
-            header[:QUEUE_OFFSET_AT],
-            header[SYS_FLAG_AT:],
-            now_ms,
-        )
-
     def append_many(
-        self, queue: Queue, bodies: list[bytes], tails: list[bytes] | bytes, flags: list[int] | int
+        self, queue: Numbered, bodies: list[bytes], tails: list[bytes] | bytes, flags: list[int] | int
     ) -> tuple[int, int, npt.NDArray[np.int64], int]:
         """Append records that lie together and become visible together; all of them, or none (format#batch).
 
@@ -480,7 +415,7 @@ class CommitLog(Tip):
         return offset, position, sizes, now_ms
 
     def append_copies(
-        self, queues: Sequence[Queue], heads: Sequence[bytes], bodies: Sequence[bytes], tails: Sequence[bytes]
+        self, queues: Sequence[Numbered], heads: Sequence[bytes], bodies: Sequence[bytes], tails: Sequence[bytes]
     ) -> None:
         """Append copies of stored records (`encode_copies`), each to its own queue; they lie together and become
         visible together, all of them or none. The caller has checked that their sum fits a segment."""
@@ -597,7 +532,9 @@ class CommitLog(Tip):
         if self._holder == threading.get_ident():
             raise StoreBusyError("put by a signal handler that interrupted a splice; put it later")
 
-    def _store(self, position: int, data: bytes | memoryview, numbers: Mapping[Queue, int], *, by_call: bool) -> bool:
+    def _store(
+        self, position: int, data: bytes | memoryview, numbers: Mapping[Numbered, int], *, by_call: bool
+    ) -> bool:
         """Write `data` at `position`, give queues their next numbers and move `end`: all, or nothing. False: nothing,
         for a signal handler's put came before that. One that it makes meanwhile is refused: it would lie there, too.
 

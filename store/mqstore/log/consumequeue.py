@@ -31,9 +31,9 @@ from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_UNIT,
 from mqstore.layout.dispatch import Rows, as_kept, rows_of
 from mqstore.layout.record import MAGIC_V1
 from mqstore.layout.scan import Headers
-from mqstore.log.commitlog import NO_FRAME, Queue, QueueRef
 from mqstore.log.names import is_path_safe
 from mqstore.log.recovery.report import Finding
+from mqstore.log.tip import Numbered, QueueRef
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -45,7 +45,7 @@ _BLOCK_UNITS = 4096 // UNIT_BYTES
 _MAX_QUEUE_ID = 0x7FFF_FFFF
 
 
-class ConsumeQueue(Queue):
+class ConsumeQueue(Numbered):
     """One queue. Offsets count units; `min_offset <= max_offset <= next_offset`.
 
     `max_offset` is the end of what has been dispatched, `next_offset` the number that the next message gets. Only the
@@ -83,8 +83,6 @@ class ConsumeQueue(Queue):
         self.magic = MAGIC_V1
         self.plain_tail = b""
         """Topic and empty properties as they end a record; with `magic` it is filled in at the first put."""
-        self.frame = NO_FRAME
-        self.other_frame = NO_FRAME
         self._starts: list[int] = []
         """Numbers of the segments that exist: segment n begins with unit n * units_per_segment."""
         self._last_path = (-1, "")

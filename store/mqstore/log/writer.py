@@ -39,7 +39,7 @@ from mqstore.layout.properties import (
 )
 from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, MAGIC_V1, MAGIC_V2, MAX_TOPIC_BYTES_V1, unreadable_number
 from mqstore.log.background import BackgroundWork
-from mqstore.log.commitlog import ALLOWANCE, CommitLog, Fields, SendReceipt, SendReceipts
+from mqstore.log.commitlog import ALLOWANCE, ORDINARY, CommitLog, Fields, SendReceipt, SendReceipts
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import check_topic
 from mqstore.log.outgoing import (
@@ -65,7 +65,6 @@ from mqstore.options import Durability, StoreConfig, seconds, waits_for_disk
 __all__ = ["MAX_QUEUE_ID", "Outlet", "StoreWriter", "Way"]
 
 MAX_QUEUE_ID = 16_383
-_ORDINARY = Fields()
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _INNER = b"INNER_"
@@ -117,10 +116,7 @@ class Outlet:
             store._refuse_body(len(body))
         waits = durability != "append" and store._waits(durability)
         receipt = self._append(self._queue, body, self._tail)
-        if waits:
-            store._wait_flushed(receipt[2] + receipt[3], receipt)
-        elif store._flush_by_default:
-            store.background.flush_soon()
+        store._after_put(receipt if waits else None)
         return receipt
 
     def way(self) -> Way | None:
@@ -185,16 +181,15 @@ class StoreWriter(StoreReader):
         queue = self._queue_to_put(topic, queue_id)
         body = self._checked_body(body)
         if not options:
-            return self._put_record(queue, body, queue.plain_tail, None, None, self._flush_by_default)
+            return self._put_record(queue, body, queue.plain_tail, ORDINARY, None, self._flush_by_default)
         waits = self._waits(options.pop("durability", None))
         unknown = options.keys() - MessageOptions.__annotations__.keys()
         if unknown:
             raise no_such_option(unknown, PutOptions.__annotations__)
         flag = options.pop("flag", 0)
         check_integer(flag, 32, "flag")
-        stored = user_properties(**options)  # type: ignore[misc]  # of which `flag` is none
-        tail = tail_of(queue.plain_tail, stored) if stored else queue.plain_tail
-        return self._put_record(queue, body, tail, Fields(flag) if flag else None, options.get("unique_key"), waits)
+        tail = tail_of(queue.plain_tail, user_properties(**options))  # type: ignore[misc]  # `flag` is taken out
+        return self._put_record(queue, body, tail, Fields(flag), options.get("unique_key"), waits)
 
     def _checked_body(self, body: Body) -> bytes:
         flat = flat_body(body)
@@ -203,62 +198,46 @@ class StoreWriter(StoreReader):
         return flat
 
     def _put_record(
-        self,
-        queue: ConsumeQueue,
-        body: bytes,
-        tail: bytes,
-        fields: Fields | None,
-        unique_key: str | None,
-        waits: bool,
+        self, queue: ConsumeQueue, body: bytes, tail: bytes, fields: Fields, key: str | None, waits: bool
     ) -> SendReceipt:
         """Append a record whose parts were checked, and wait for the disk if it `waits`."""
-        sample = not queue.next_offset & 63
-        if sample:
-            begin = time.perf_counter_ns()
-        receipt = self._log.append(queue, body, tail, fields, unique_key)
+        begin = None if queue.next_offset & 63 else time.perf_counter_ns()
+        receipt = self._log.append(queue, body, tail, fields, key)
         self._after_put(receipt if waits else None)
-        if sample:
+        if begin is not None:
             self._note_put(queue, time.perf_counter_ns() - begin)
         return receipt
 
     @_counts_failures
-    def _append_encoded(
-        self,
-        topic: str,
-        queue_id: int,
-        body: bytes,
-        properties: bytes,
-        unique_key: str | None,
-        flag: int,
-        sys_flag: int,
+    def _put_encoded(
+        self, topic: str, queue_id: int, body: bytes, properties: bytes, key: str | None, *numbers: int
     ) -> SendReceipt:
-        """Append a message that a sender has checked and encoded, and could not store."""
+        """Put what a sender has checked and encoded, and could not store. `numbers`: flag, system flag, 1 to wait."""
         queue = self._queue_to_put(topic, queue_id)
-        fields = Fields(flag, sys_flag) if flag or sys_flag else None
-        return self._log.append(queue, body, tail_of_bytes(queue.plain_tail, properties), fields, unique_key)
+        flag, sys_flag, waits = numbers
+        tail = tail_of_bytes(queue.plain_tail, properties)
+        return self._put_record(queue, body, tail, Fields(flag, sys_flag), key, bool(waits))
 
     def sender(self, otherwise: Callable[_P, SendReceipt], **more: object) -> Callable[_P, SendReceipt]:
         """Return a function that puts one message as `otherwise` does: by compiled parts if these are there and the
         message is ordinary, else by `otherwise`. `more`: what they need to choose the queue, as `Road.put` does."""
         if kernel is None:
             return otherwise
-
-        sender = kernel.Sender()
         needs = {
             "otherwise": otherwise,
             "tip": self._log,
             "putters": self._putters,
-            "finish": self._append_encoded,
+            "finish": self._put_encoded,
             "after": _counts_failures(type(self)._after_put).__get__(self),
             "note": self._note_put,
             "reserved": RESERVED,
             "max_body": self._max_body,
             "flushes": self._flush_by_default,
         }
+        sender = kernel.Sender()
         for name, value in {**needs, **more}.items():
             setattr(sender, name, value)
-        put: Callable[_P, SendReceipt] = sender.put
-        return put
+        return cast(Callable[_P, SendReceipt], sender.put)
 
     def _note_put(self, queue: ConsumeQueue, took_ns: int) -> None:
         self._put_latency.add(took_ns)
@@ -309,12 +288,8 @@ class StoreWriter(StoreReader):
         queue = self._queue_to_put(topic, queue_id)
         flat = flat_body(body) if copied else self._checked_body(body)
         host = None if born_host is None else encode_host(born_host)
-        fields: Fields | None = Fields(
-            flag, sys_flag, born_timestamp_ms, host, reconsume_times, prepared_transaction_offset
-        )
-        if fields == _ORDINARY:
-            fields = None  # the quick road, with its header made once a millisecond
-        else:
+        fields = Fields(flag, sys_flag, born_timestamp_ms, host, reconsume_times, prepared_transaction_offset)
+        if fields != ORDINARY:
             for name, value, bits in (
                 ("flag", flag, 32),
                 ("sys_flag", sys_flag, 32),
@@ -559,7 +534,7 @@ class StoreWriter(StoreReader):
         return end
 
     def _after_put(self, awaited: SendReceipt | None) -> None:
-        """What `put` and `Outlet.put` do in place: wait until `awaited` is on disk, or have it flushed soon."""
+        """Wait until `awaited` is on disk, or have it flushed soon."""
         if awaited is not None:
             self._wait_flushed(awaited.physical_offset + awaited.size, awaited)
         elif self._flush_by_default:
