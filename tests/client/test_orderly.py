@@ -107,8 +107,12 @@ def test_a_failure_holds_up_its_queue_and_no_other(wide: Bench) -> None:
     assert wide.attempts == [("0", 1), ("a", 1), ("b", 1), ("0", 2), ("0", 3), ("1", 1)]
 
 
-def test_every_message_is_counted_once_its_queue_rests(wide: Bench) -> None:
+@pytest.mark.parametrize("together_s", [0, 1000])
+def test_every_message_is_counted_once_its_queue_rests(
+    wide: Bench, monkeypatch: pytest.MonkeyPatch, together_s: int
+) -> None:
     """Those that were handled well are counted together, up to a failure or the end."""
+    monkeypatch.setattr(orderly, "SETTLE_S", together_s)
     wide.put(*"01234")
     wide.put(*"ab", queue=1)
     consumer = wide.join(handler=fails("3", times=2), batch_size=2)
