@@ -97,8 +97,8 @@ static bool has_log(const Desk *self)
     return self->tip && PyObject_TypeCheck(self->tip, &TipType) && self->queue &&
            PyObject_TypeCheck(self->queue, &NumberedType) && self->pop_tail && PyBytes_Check(self->pop_tail) &&
            self->ack_tail && PyBytes_Check(self->ack_tail) && self->resets && PyDict_Check(self->resets) && self->orders &&
-           PyDict_CheckExact(self->orders) && self->commit && self->batch && PyType_Check(self->batch) && PyType_IsSubtype((PyTypeObject *)self->batch, &LentType) &&
-           self->delivery && PyType_Check(self->delivery) &&
+           PyDict_CheckExact(self->orders) && self->commit && self->batch && PyType_Check(self->batch) &&
+           PyType_IsSubtype((PyTypeObject *)self->batch, &LentType) && self->delivery && PyType_Check(self->delivery) &&
            PyType_FastSubclass((PyTypeObject *)self->delivery, Py_TPFLAGS_TUPLE_SUBCLASS);
 }
 
@@ -125,9 +125,8 @@ static Located *next_of(const Desk *desk, const Lending *state, int count, long 
                         long long *last_ms)
 {
     long long announced_ms, left;
-    if (state->gone || state->cursor < 0 || state->ahead_filter != Py_None ||
-        PyDict_GET_SIZE(desk->resets) || PyDict_GET_SIZE(state->released) || state->ahead_at < 0 ||
-        state->ahead_at > PyList_GET_SIZE(state->ahead) - count)
+    if (state->gone || state->cursor < 0 || state->ahead_filter != Py_None || PyDict_GET_SIZE(desk->resets) ||
+        PyDict_GET_SIZE(state->released) || state->ahead_at < 0 || state->ahead_at > PyList_GET_SIZE(state->ahead) - count)
         return NULL;
     if (in_order) {
         const Lent *last = last_in_order(desk, state);

@@ -362,6 +362,41 @@ def test_popped_in_order_before(pair: Pair) -> None:
 
 
 @compiled
+@ways
+def test_receipts_of_two_queues_and_the_same_one_twice(pair: Pair, way: str) -> None:
+    """In one call, where offsets and pop times are alike."""
+    pair.way = ORDERS[way]
+    create(pair, 2)
+    for queue_id in (0, 1):
+        pair.do(lambda bench, queue_id=queue_id: bench.put("t", 8, queue_id=queue_id))
+        for _ in range(2):
+            pair.pop(queue_id=queue_id)
+            pair.ack([pair.deliveries[-1][0].receipt])
+    for queue_id in (0, 1):
+        pair.pop(queue_id=queue_id, n=3)
+    receipts = [one.receipt for one, _ in pair.deliveries[-6:]]
+    for chosen in ([0, 4], [1, 1], [1, 2, 1], [3, 5, 3], [0, 1, 2, 3, 4, 5]):
+        pair.ack([receipts[i] for i in chosen])
+        pair.check()
+    assert [bench.committed(queue_id) for bench in pair.benches for queue_id in (0, 1)] == [5, 5, 5, 5]
+
+
+@compiled
+def test_a_last_batch_that_is_not_noted_yet_is_for_python(pair: Pair) -> None:
+    """As an exception of a signal handler may leave it, between the record in the log and the order info."""
+    pair.way = ORDERS["in order"]
+    create(pair, 1)
+    pair.do(lambda bench: bench.put("t", 9))
+    step(pair, *DONE, 0)
+    for bench in pair.benches:
+        state = bench.service._tables.states[QueueKey("t", "g", 0)]
+        state.fifo = Batch(99, [3], bench.now_ms, 1000, True)
+    tables = pair.benches[0].service._tables
+    state = tables.states[QueueKey("t", "g", 0)]
+    assert tables.hand_out(state, 1, pair.benches[0].now_ms, 60_000, "t", True, True) is None
+
+
+@compiled
 def test_deliveries_without_order_have_to_end_first(pair: Pair) -> None:
     pair.way = ORDERS["in order"]
     create(pair, 1)

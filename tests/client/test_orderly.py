@@ -107,6 +107,23 @@ def test_a_failure_holds_up_its_queue_and_no_other(wide: Bench) -> None:
     assert wide.attempts == [("0", 1), ("a", 1), ("b", 1), ("0", 2), ("0", 3), ("1", 1)]
 
 
+@pytest.mark.parametrize("together_s", [0, 1000])
+def test_every_message_is_counted_once_its_queue_rests(
+    wide: Bench, monkeypatch: pytest.MonkeyPatch, together_s: int
+) -> None:
+    """Those that were handled well are counted together, up to a failure or the end."""
+    monkeypatch.setattr(orderly, "SETTLE_S", together_s)
+    wide.put(*"01234")
+    wide.put(*"ab", queue=1)
+    consumer = wide.join(handler=fails("3", times=2), batch_size=2)
+    wide.settle()
+    counted = consumer.stats().topics["t"]
+    assert (counted.ok, counted.failed) == (4, 2)  # "2" and "3" are one batch
+    wide.advance(10)
+    counted = consumer.stats().topics["t"]
+    assert (counted.ok, counted.failed) == (7, 4)
+
+
 @pytest.mark.parametrize(
     ("slice_ms", "turns"),
     [(5_000, ("01ab23cd", "ab01cd23")), (9_000, ("0123abcd", "abcd0123"))],  # "longer than", so four
