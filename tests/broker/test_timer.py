@@ -482,6 +482,19 @@ def test_what_another_program_reads_of_a_unit_is_its_slot(timers: Timers) -> Non
     assert slots == [0, 0, 0, 0, S, 2 * DAY]
 
 
+def test_a_record_is_not_delivered_before_its_own_time_whatever_its_unit_says(timers: Timers) -> None:
+    timers.put("a", 3500)
+    timers.pass_ms(0)
+    timers.close()
+    log = timers.path / "timerlog" / f"{0:020d}"
+    unit = decode_unit(0, log.read_bytes()[:52])
+    with log.open("r+b") as file:
+        file.write(encode_unit(0, unit._replace(delay_ms=unit.delay_ms - 2 * S)))
+    timers.open()
+    timers.pass_ms(5 * S)
+    assert timers.delivered() == [("a", 3500)]
+
+
 def test_steps_are_bounded(timers: Timers) -> None:
     for n in range(1500):
         timers.put(str(n), 900)
@@ -1265,11 +1278,14 @@ def test_a_clock_set_back_while_a_slot_is_read_stops_what_is_left_of_it(timers: 
     assert timers.bodies() == [str(n) for n in range(1500)]
 
 
-def test_a_clock_set_back_within_the_second_that_is_read(timers: Timers) -> None:
+@pytest.mark.parametrize("reopened", [False, True])
+def test_a_clock_set_back_within_the_second_that_is_read(timers: Timers, reopened: bool) -> None:
     for wait_ms in (200, 600, 900, 1500):
         timers.put(str(wait_ms), wait_ms)
     timers.pass_ms(700)
     timers.clock.set_wall(START_MS + 300)
+    if reopened:
+        timers.reopen()
     timers.put("new", 50)  # due before one that is delivered: it waits for the clock to be there again
     timers.pass_ms(200)
     assert timers.bodies() == ["200", "600"]
