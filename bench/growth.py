@@ -170,9 +170,9 @@ def serve(path: Path, mark: str) -> Costs:
     costs["commit"] = each_us(1000, lambda _: store.commit_offset(GROUP, queue, 1))
     costs["commit, flush"] = each_us(3, lambda _: store.commit_offset(GROUP, queue, 1, durability="flush"))
     costs["stats"] = each_us(5, lambda _: broker.stats())
-    rest()
+    time.sleep(12)  # until the flusher has synced what was put: `flush_thorough` and more
     begin = time.process_time()
-    time.sleep(6)  # longer than commit_interval
+    time.sleep(6)  # longer than `commit_interval`
     costs["at rest, a second"] = (time.process_time() - begin) / 6 * 1e6
     gc.collect()
     costs["memory"] = memory_mib("RssAnon") - before
