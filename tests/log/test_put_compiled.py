@@ -115,8 +115,11 @@ _ALONE: Puts = [
 ]
 
 
+_MIXED = [bytearray(b"for Python"), OutgoingMessage(b"x", unique_key="u"), b"last"]
+
+
 @compiled
-@example(_ALONE)
+@example([*_ALONE, (_MIXED, {})])
 @given(st.lists(st.tuples(st.lists(st.builds(OutgoingMessage, st.just(b"x"), **_OPTIONS)), st.just({})), max_size=4))
 def test_compiled_parts_of_messages_are_those_of_python(tmp_path_factory: pytest.TempPathFactory, puts: Puts) -> None:
     def put_many(store: MessageStore, topic: str, messages: list[Any]) -> Any:
