@@ -137,7 +137,19 @@ def handler(store: Store, count: int, *, policy: bool = False, **options: Any) -
     return found
 
 
+def sleep(_: Store, count: int) -> list[float]:
+    """What the machine is late by at all."""
+
+    def once() -> float:
+        due_ms = _now_ms() + WAIT_S * 1000
+        time.sleep(WAIT_S)
+        return _late(due_ms)
+
+    return [once() for _ in range(count)]
+
+
 WAYS: dict[str, Way] = {
+    f"delay=0, but time.sleep({WAIT_S})": sleep,
     "delay level, 1 s": level,
     f"put(delay={WAIT_S})": timer,
     f"put(delay={LONG_S})": partial(timer, wait_s=LONG_S),
@@ -169,7 +181,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, mqstore.open(folder, profile=profile) as store:
             store.create_topic(TOPIC, queues=1)
             late = sorted(way(store, options.messages))
-        most = late[min(len(late) - 1, len(late) * 99 // 100)]
+        most = late[(len(late) * 99 - 1) // 100]
         report("", f"{name}: median {statistics.median(late):.1f}, most {late[-1]:.1f}, 99 of 100, ms", most, GOAL_MS,
                most=True)  # fmt: skip
 

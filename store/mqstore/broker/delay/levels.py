@@ -17,10 +17,10 @@ the order of its times: nothing is sorted, nothing is kept in memory, and a leve
     belongs to the half topic            passed over
     does not verify                      passed over, reported and counted
 
-What waits long, where only such messages still hold the log, is rolled: the same is done with it before it is due,
-but that it goes to the timer topic, for the rest of its time. The queue of a level is in the order of the log, so that
-is its front, and progress tells it from the rest. It comes as if the level had delivered it, at the same time. Where
-delivery is late, it may come behind messages of the level that were put after it and not rolled.
+What waits long, where only such messages still hold the log, is rolled: the same is done with it before it is
+due, but that it goes to the timer topic, for the rest of its time. The queue of a level is in the order of the log, so
+that is its front, and progress tells it from the rest. It comes as if the level had delivered it, at the same time.
+Where delivery is late, it may come behind messages of the level that were put after it and not rolled.
 
 Progress, the next unit of each level to look at, is written to `delayOffset.json` every ten seconds and at the end, and
 never before the log is on disk as far as it had been written: a progress on disk rests on copies on disk. In between

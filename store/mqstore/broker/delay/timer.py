@@ -61,7 +61,6 @@ import numpy.typing as npt
 
 from mqstore.broker.delay.route import (
     PRECISION_MS,
-    RECALLED_BORN_MS,
     Cancellations,
     copies_of,
     due_of,
@@ -70,7 +69,7 @@ from mqstore.broker.delay.route import (
     recallable,
     slot_of,
 )
-from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
+from mqstore.broker.delay.timercheck import JavaPlaces, JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import (
     CANCELS,
     NOWHERE,
@@ -86,7 +85,7 @@ from mqstore.broker.delay.timerslot import SlotReading
 from mqstore.broker.delay.timerunits import REACH_MS, TimerUnits, unit_times, within
 from mqstore.broker.names import TIMER_TOPIC
 from mqstore.broker.parts import Parts, Pin, Wake
-from mqstore.broker.pop.receipts import RecallHandle, parse_recall_handle
+from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.retention import physical_of
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.javahash import java_hash
@@ -94,9 +93,7 @@ from mqstore.layout.properties import (
     REAL_QID,
     REAL_TOPIC,
     TIMER_DEL_UNIQKEY,
-    TIMER_DELIVER_MS,
     TIMER_OUT_MS,
-    UNIQ_KEY,
 )
 from mqstore.log.message import Message
 
@@ -155,7 +152,7 @@ class TimerService:
         self._reading = None
         self._skip_ms = self._skip_until = 0
         """Whatever was read, messages before that offset whose slot lies before that time are done."""
-        self._java: _JavaPlaces | None = None
+        self._java: JavaPlaces | None = None
         """Which of them a Java broker had placed, and where, when it was the last to have the store."""
         self._late_offset = self._late_slot_ms = NOWHERE
 
@@ -240,23 +237,8 @@ class TimerService:
             waiting = [m for m in recallable(copies, now_ms) if self._waits(m)]
             recalled = Cancellations(copies)
             if not all(map(recalled.cover, waiting)):
-                self._cancel(wanted, max(message.born_timestamp_ms for message in waiting))
+                self._messages.cancel(wanted, max(message.born_timestamp_ms for message in waiting))
             return bool(waiting)
-
-    def _cancel(self, wanted: RecallHandle, born_ms: int) -> None:
-        properties = {
-            TIMER_DELIVER_MS: str(wanted.deliver_ms),
-            TIMER_OUT_MS: str(slot_of(wanted.deliver_ms)),
-            REAL_TOPIC: wanted.topic,
-            REAL_QID: "0",
-            UNIQ_KEY: wanted.unique_key,  # so that a second recall finds the first
-        }
-        names = {f"{wanted.topic}+{wanted.unique_key}": born_ms}
-        if self._store.manifest.profile == "rocketmq":
-            names[wanted.unique_key] = NOWHERE  # for a broker of 5.4, should it take over; nothing to us
-        for name, until_ms in names.items():
-            marks = {TIMER_DEL_UNIQKEY: name, RECALLED_BORN_MS: str(until_ms)}
-            self._parts.road.append(TIMER_TOPIC, 0, b"", {**properties, **marks})
 
     # -- rolled early -----------------------------------------------------------------------------------------------
 
@@ -313,12 +295,8 @@ class TimerService:
             self._messages.put_again(unit)
         except InvalidMessageError as error:  # by a limit that has changed since it was put
             if self._stuck != unit.physical_offset:
-                _log.error(
-                    "%s: timer: the message at %d cannot be put again, and holds the log until it is due: %s",
-                    self._store.path,
-                    unit.physical_offset,
-                    error,
-                )
+                _log.error("%s: timer: the message at %d cannot be put again, and holds the log until it is due: %s",
+                           self._store.path, unit.physical_offset, error)  # fmt: skip
             self._stuck = unit.physical_offset
             return False
         self._units.put_again(position, unit)
@@ -541,9 +519,7 @@ class TimerService:
             if self._late_offset >= 0:
                 self._late_slot_ms = self._units.newest_ms  # which of them is late is forgotten; this is late enough
             if found.slot_done or found.due_done:
-                self._reading = SlotReading(
-                    found.read_ms, self._units, done_before=found.slot_done, done=found.due_done, done_ms=done_ms
-                )
+                self._reading = SlotReading(found.read_ms, self._units, found.slot_done, found.due_done, done_ms)
         except TimerFilesDamaged as damage:
             self._rebuild(damage)
             return
@@ -555,7 +531,7 @@ class TimerService:
         """Place what a Java broker left, behind its log, which tells what it had done and goes only when all of that is
         on disk: whoever dies before does it again."""
         _log.warning("%s: timer files are built again from the timer topic: left by a Java broker", self._store.path)
-        java = _JavaPlaces(found.read_ms, *self._log.placed_by_java(found.log_end))
+        java = JavaPlaces(found.read_ms, *self._log.placed_by_java(found.log_end))
         now_ms = self._parts.clock.now_ms()
         try:
             self._log.restart(keep=True)
@@ -611,31 +587,12 @@ class TimerService:
         if self._log.pending_bytes:
             self._flush(now_ms)
         begin_ms = slot_of(now_ms)
-        count = self._units.place_again(
-            self._read_ms, begin_ms, None if self._reading is None else self._reading.left()
-        )
-        _log.warning(
-            "%s: the clock was set back by %d s; %d messages that wait are placed again",
-            self._store.path,
-            (self._read_ms - begin_ms) // 1000,
-            count,
-        )
+        left = None if self._reading is None else self._reading.left()
+        count = self._units.place_again(self._read_ms, begin_ms, left)
+        _log.warning("%s: the clock was set back by %d s; %d messages that wait are placed again",
+                     self._store.path, (self._read_ms - begin_ms) // 1000, count)  # fmt: skip
         self._skip_ms, self._skip_until = self._read_ms, self._queue_offset
         self._read_ms, self._reading = begin_ms, None
         if self._late_offset >= 0:
             self._late_slot_ms = self._units.newest_ms
         self._touch(now_ms)
-
-
-class _JavaPlaces:
-    """The slots that a Java broker gave to the records at `offsets`, and the first slot that it had not read."""
-
-    def __init__(self, read_ms: int, offsets: npt.NDArray[np.int64], slots_ms: npt.NDArray[np.int64]) -> None:
-        self._read_ms, self._offsets, self._slots_ms = read_ms, offsets, slots_ms
-
-    def was_done(self, physical_offset: int) -> bool | None:
-        """Whether it had delivered, or rolled, that record; None: it had not placed it."""
-        at = int(np.searchsorted(self._offsets, physical_offset))
-        if at == len(self._offsets) or self._offsets[at] != physical_offset:
-            return None
-        return bool(self._slots_ms[at] < self._read_ms)

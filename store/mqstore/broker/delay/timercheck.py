@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import crc32c
+import numpy as np
+import numpy.typing as npt
 
 from mqstore.broker.delay.timerfiles import NOWHERE
 from mqstore.errors import FlushFailedError
 from mqstore.files.filesystem import FileSystem
 
-__all__ = ["JavaProgress", "Progress", "TimerCheck"]
+__all__ = ["JavaPlaces", "JavaProgress", "Progress", "TimerCheck"]
 
 _JAVA: Final = struct.Struct(">7q")
 _EXTENSION: Final = struct.Struct(">iiq8q")
@@ -66,6 +68,20 @@ class JavaProgress(NamedTuple):
     read_ms: int
     log_end: int
     queue_offset: int
+
+
+class JavaPlaces:
+    """The slots that a Java broker gave to the records at `offsets`, and the first slot that it had not read."""
+
+    def __init__(self, read_ms: int, offsets: npt.NDArray[np.int64], slots_ms: npt.NDArray[np.int64]) -> None:
+        self._read_ms, self._offsets, self._slots_ms = read_ms, offsets, slots_ms
+
+    def was_done(self, physical_offset: int) -> bool | None:
+        """Whether it had delivered, or rolled, that record; None: it had not placed it."""
+        at = int(np.searchsorted(self._offsets, physical_offset))
+        if at == len(self._offsets) or self._offsets[at] != physical_offset:
+            return None
+        return bool(self._slots_ms[at] < self._read_ms)
 
 
 class TimerCheck:

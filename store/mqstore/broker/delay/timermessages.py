@@ -16,10 +16,19 @@ from collections.abc import Mapping
 from typing import Final
 
 from mqstore.broker.admin.statistics import DELAY_LATENCY
-from mqstore.broker.delay.route import LEVEL_MARKS, PRECISION_MS, Cancellations, due_of, number
-from mqstore.broker.delay.timerfiles import ROLLS, TimerFilesDamaged, TimerUnit
+from mqstore.broker.delay.route import (
+    LEVEL_MARKS,
+    PRECISION_MS,
+    RECALLED_BORN_MS,
+    Cancellations,
+    due_of,
+    number,
+    slot_of,
+)
+from mqstore.broker.delay.timerfiles import NOWHERE, ROLLS, TimerFilesDamaged, TimerUnit
 from mqstore.broker.names import SCHEDULE_GROUP, TIMER_TOPIC
 from mqstore.broker.parts import Parts
+from mqstore.broker.pop.receipts import RecallHandle
 from mqstore.broker.retry import Retries
 from mqstore.errors import InvalidMessageError
 from mqstore.layout.properties import (
@@ -27,13 +36,16 @@ from mqstore.layout.properties import (
     DELAY,
     REAL_QID,
     REAL_TOPIC,
+    TIMER_DEL_UNIQKEY,
     TIMER_DELAY_LEVEL,
     TIMER_DELAY_MS,
     TIMER_DELAY_SEC,
     TIMER_DELIVER_MS,
     TIMER_DEQUEUE_MS,
     TIMER_ENQUEUE_MS,
+    TIMER_OUT_MS,
     TIMER_ROLL_TIMES,
+    UNIQ_KEY,
 )
 from mqstore.log.message import Message
 
@@ -155,6 +167,22 @@ class TimerMessages:
     def count(self, name: str, number_of: int, text: str) -> None:
         _log.error("%s: timer: %d lost: %s", self._store.path, number_of, text)
         self._parts.statistics.add(name, TIMER_TOPIC, number_of)
+
+    def cancel(self, wanted: RecallHandle, born_ms: int) -> None:
+        """Put a cancellation of the messages of a handle that were born by `born_ms`."""
+        properties = {
+            TIMER_DELIVER_MS: str(wanted.deliver_ms),
+            TIMER_OUT_MS: str(slot_of(wanted.deliver_ms)),
+            REAL_TOPIC: wanted.topic,
+            REAL_QID: "0",
+            UNIQ_KEY: wanted.unique_key,  # so that a second recall finds the first
+        }
+        names = {f"{wanted.topic}+{wanted.unique_key}": born_ms}
+        if self._store.manifest.profile == "rocketmq":
+            names[wanted.unique_key] = NOWHERE  # for a broker of 5.4, should it take over; nothing to us
+        for name, until_ms in names.items():
+            marks = {TIMER_DEL_UNIQKEY: name, RECALLED_BORN_MS: str(until_ms)}
+            self._parts.road.append(TIMER_TOPIC, 0, b"", {**properties, **marks})
 
     def put_again(self, unit: TimerUnit) -> None:
         """Put the message of a unit to the timer topic again, as it is, for the rest of its time. One that cannot be

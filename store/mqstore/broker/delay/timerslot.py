@@ -35,9 +35,7 @@ class SlotReading:
     """A slot. Its `done_before` oldest units are done already, and the first `done` of the others by due time, the last
     of them at `done_ms`."""
 
-    def __init__(
-        self, slot_ms: int, units: TimerUnits, *, done_before: int = 0, done: int = 0, done_ms: int = 0
-    ) -> None:
+    def __init__(self, slot_ms: int, units: TimerUnits, done_before: int = 0, done: int = 0, done_ms: int = 0) -> None:
         self.slot_ms = slot_ms
         self.done_before = done_before
         self.done = done
