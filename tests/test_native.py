@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 import re
 import resource
 import subprocess
@@ -505,8 +506,8 @@ def test_a_call_that_fails_is_made_again_by_python_which_says_why(tmp_path: Path
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert (store.max_offset, store.offsets("t")) == (end, (0, 1))
         log = store._log
-        with open("/dev/full", "wb") as full:
-            real, log._fd = log._fd, full.fileno()
+        with open(os.devnull, "rb") as unwritable:
+            real, log._fd = log._fd, unwritable.fileno()
             assert store.put("t", b"c").offset == 1
             log._fd = real
         assert store.put("t", b"d").offset == 2
