@@ -139,7 +139,7 @@ def test_checksums_of_records_are_those_of_the_package(by_table: bool, sizes: li
     starts = gap + np.cumsum(lengths + gap) - (lengths + gap)
     log = bytearray(gap) + b"".join(record + bytes(gap) for record in records)
     damaged = [random.random() < 0.5 for _ in records]
-    for start, length, bad in zip(starts, lengths, damaged, strict=True):
+    for start, length, bad in zip(starts.tolist(), lengths.tolist(), damaged, strict=True):
         log[start + 12 + random.randrange(length - 12)] ^= bad << random.randrange(8)
     holds = np.empty(len(records), np.bool_)
 
