@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 import re
 import resource
 import subprocess
@@ -138,7 +139,7 @@ def test_checksums_of_records_are_those_of_the_package(by_table: bool, sizes: li
     starts = gap + np.cumsum(lengths + gap) - (lengths + gap)
     log = bytearray(gap) + b"".join(record + bytes(gap) for record in records)
     damaged = [random.random() < 0.5 for _ in records]
-    for start, length, bad in zip(starts, lengths, damaged, strict=True):
+    for start, length, bad in zip(starts.tolist(), lengths.tolist(), damaged, strict=True):
         log[start + 12 + random.randrange(length - 12)] ^= bad << random.randrange(8)
     holds = np.empty(len(records), np.bool_)
 
@@ -478,8 +479,8 @@ def test_a_call_that_fails_is_made_again_by_python_which_says_why(tmp_path: Path
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         assert (store.max_offset, store.offsets("t")) == (end, (0, 1))
         log = store._log
-        with open("/dev/full", "wb") as full:
-            real, log._fd = log._fd, full.fileno()
+        with open(os.devnull, "rb") as unwritable:
+            real, log._fd = log._fd, unwritable.fileno()
             assert store.put("t", b"c").offset == 1
             log._fd = real
         assert store.put("t", b"d").offset == 2
