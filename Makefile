@@ -148,7 +148,7 @@ sanitize: $(VENV)/stamp-dev
 	$(BIN)/python tests/sanitized.py
 
 arm64: $(VENV)/stamp-dev
-	$(BIN)/python tests/arm64.py $(ARM64)
+	$(BIN)/python -m tests.arm64 $(ARM64)
 
 # What auditwheel makes names every Linux that it runs on; elsewhere the wheel stays as it was built.
 wheel: $(VENV)/stamp-wheel

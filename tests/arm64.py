@@ -15,7 +15,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from sanitized import ROOT, copy_sources
+from tests.sanitized import ROOT, copy_sources
 
 TESTS = ("tests/test_native.py", "tests/layout", "tests/files/test_beneath.py")
 NEEDED = {"qemu-aarch64-static": "qemu-user-static", "aarch64-linux-gnu-gcc": "gcc-aarch64-linux-gnu", "apt-get": "apt"}

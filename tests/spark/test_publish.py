@@ -607,7 +607,7 @@ def test_a_member_holds_delayed_messages_and_topics_of_its_own(tmp_path: Path) -
 
     [where] = manifest(tmp_path / "set")["stores"].values()
     with ReadOnlyMessageStore(tmp_path / "set" / where) as store:
-        assert {config.name: config.write_queues for config in open_parts(store).topics.configs()} == {
+        assert {config.name: config.write_queues for config in open_tables(store).topics.configs()} == {
             "SCHEDULE_TOPIC_XXXX": 18,
             "t": 3,
         }

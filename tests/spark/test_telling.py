@@ -14,6 +14,7 @@ import pytest
 
 from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, StoreIOError, UnsupportedStoreError
+from mqstore.log.news import FileNews
 from mqstore.spark import telling
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, open_store, plan
@@ -81,7 +82,7 @@ def test_what_may_not_be_read_is_said_with_the_remedy(monkeypatch: pytest.Monkey
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "commitlog"))
 
-    monkeypatch.setattr(MessageStore, "_open_for_reading", refuse)
+    monkeypatch.setattr(FileNews, "stop_at_splice", refuse)
     path = str(write_store_once(tmp_path))
     with pytest.raises(StoreIOError) as caught:
         open_store(StoreName("s", path))

@@ -439,8 +439,8 @@ class Broker:
         comes again with all behind it of its batch, with `skip_acked` without those that were acknowledged. Waits up to
         `poll` seconds for a first message.
 
-        `at_once`: one message, if that takes no wait for a lock or the disk, for callers such as an event loop. Else
-        the result is empty, and says nothing about what is there."""
+        `at_once`: if that takes no wait for a lock or the disk, for callers such as an event loop. Else the result is
+        empty, and says nothing about what is there."""
         chosen = None if filter is None else as_filter(filter)
         invisible_ms = milliseconds(invisible, "invisible")
         poll_s = 0.0
@@ -474,14 +474,15 @@ class Broker:
         receipts: Sequence[str],
         *,
         durability: Durability | None = None,
-        at_once: bool = False,
-    ) -> bool:
+    ) -> None:
         """Settle deliveries. Again is harmless; ReceiptExpiredError once a message was put up for redelivery,
-        InvalidReceiptError for what is no receipt of this group and topic.
+        InvalidReceiptError for what is no receipt of this group and topic."""
+        self._pop.ack(group, topic, receipts, durability)
 
-        `at_once`: one delivery, if that takes no wait for a lock or the disk. Returns False if it would, and nothing
-        was done."""
-        return self._pop.ack(group, topic, receipts, durability, at_once=at_once)
+    def ack_at_once(self, group: str, topic: str, receipts: Sequence[str]) -> bool:
+        """As `ack`, if that takes no wait for a lock or the disk, for callers such as an event loop. Returns False if
+        it would, and nothing was done."""
+        return self._pop.ack_at_once(group, topic, receipts)
 
     def change_invisible(
         self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None

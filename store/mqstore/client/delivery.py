@@ -107,9 +107,9 @@ class Loan:
     def ack_at_once(self) -> bool:
         """Acknowledge, if that takes no wait for a lock or the disk. Return False if nothing was done: call `ack`."""
         lender, delivery = self._lender, self._delivery
-        if self._verb is not None or not lender.broker.ack(
-            lender.group, delivery.topic, [delivery.receipt], at_once=True
-        ):
+        if self._verb is not None:
+            return False
+        if not lender.broker.ack_at_once(lender.group, delivery.topic, [delivery.receipt]):
             return False
         self._note("ack", "ack")
         return True

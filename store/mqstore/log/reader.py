@@ -105,6 +105,13 @@ class StoreReader(ABC):
 
     `ReadOnlyMessageStore` and `MessageStore` are what a program opens. They differ in how they learn of new messages
     (`log.news`), and in what a record that does not verify means to them (`log.records`).
+
+    >>> import mqstore, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as writer:
+    ...     _ = writer.put_many("orders", [b"a", b"b"])
+    ...     with mqstore.engine.ReadOnlyMessageStore(folder) as reader:
+    ...         [isinstance(store, StoreReader) and len(store.read("orders")) for store in (writer, reader)]
+    [2, 2]
     """
 
     mode: ClassVar[Literal["r", "rw"]]

@@ -138,8 +138,8 @@ class PopService:
         local       the receiver dies with this process: the next open gives the message to others at once
         skip_acked  with `order`: what was acknowledged, or became a dead letter, behind a message that comes again does
                     not come with it; and the failures that were counted behind it are kept, however small `n` is
-        at_once     one message, if that takes no wait for a lock or the disk: it was read ahead. [] says nothing about
-                    what is there
+        at_once     if that takes no wait for a lock or the disk: they were read ahead. [] says nothing about what is
+                    there
 
         Each batch is in the pop log before this returns; durability "flush": and on disk. Raises ConfigError for
         numbers out of range, TopicNotFoundError, GroupNotFoundError, NotPermittedError, and what a put raises, and then
@@ -308,31 +308,34 @@ class PopService:
         topic: str,
         receipts: Sequence[str] | str,
         durability: Durability | None = None,
-        *,
-        at_once: bool = False,
-    ) -> bool:
-        """Settle deliveries; again is harmless. Logged when this returns; durability "flush": and on disk. `at_once`:
-        one delivery, if that takes no wait for a lock or the disk. Returns False if it would, and nothing was done.
+    ) -> None:
+        """Settle deliveries; again is harmless. Logged when this returns; durability "flush": and on disk.
 
         InvalidReceiptError for what is no receipt of this group and topic: nothing is settled then.
         ReceiptExpiredError for those of messages that were put up for redelivery already (its `receipts`): the others
         are settled.
         """
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
-        if not waits:
-            route = self._routes.known.get((group, topic))
-            state = self._tables.settle(route.queues, receipts) if route is not None and route.quick else None
-            if state is not None:
-                if state.fifo is not None and not state.fifo.left:
-                    self._fifo.wake_if_free(state)
-                return True
-        if at_once:
-            return False
+        if not waits and self._settle_at_once(group, topic, receipts):
+            return
         late = self._settle(group, topic, receipts, ACK)
         if waits:
             self._store.flush()
         if late:
             raise expired(late)
+
+    def ack_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> bool:
+        """As `ack`, if that takes no wait for a lock or the disk. Returns False if it would, and nothing was done."""
+        return not self._flush_by_default and self._settle_at_once(group, topic, receipts)
+
+    def _settle_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> bool:
+        """Have compiled parts acknowledge, which only try locks."""
+        route = self._routes.known.get((group, topic))
+        state = self._tables.settle(route.queues, receipts) if route is not None and route.quick else None
+        if state is None:
+            return False
+        if state.fifo is not None and not state.fifo.left:
+            self._fifo.wake_if_free(state)
         return True
 
     def release(
