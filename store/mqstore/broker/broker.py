@@ -169,6 +169,7 @@ class Broker:
         self.groups.on_change.append(self._waiters.wake_group)  # behind pop's, which forgets what it knew of the group
         self.put = parts.road.put
         if store.config.clock is None:
+            self._housekeeper.run("pop")  # what receivers of the process before held is there for who asks first
             self._housekeeper.start()
 
     def _topic_changed(self, topic: str) -> None:

@@ -71,6 +71,12 @@ class Housekeeper:
         """`run` is due at once, then when it says."""
         self._jobs.append(_Job(name, run))
 
+    def run(self, name: str) -> None:
+        """Run the mechanism of that name now, before `start`."""
+        for job in self._jobs:
+            if job.name == name:
+                self._run(job, self._clock.now_ms())
+
     def run_once(self, now_ms: int) -> int | None:
         """Run what is due; when the next is. One caller at a time."""
         if now_ms < self._last_ms:  # the clock was set back: times named by the old one mean nothing now
