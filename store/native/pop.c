@@ -189,9 +189,11 @@ static PyObject *hand_out(Desk *self, Lending *state, int count, long long now_m
 
     /* All that can fail for want of memory comes before the record. */
     PyObject *numbers[MOST_POPPED], *result = NULL, *visible = PyLong_FromLongLong(visible_ms), *found = PyList_New(count);
+    /* A pop time may lie behind it, where the clock was set back. */
+    PyObject *due = PyLong_FromLongLong(pop_time_ms + invisible_ms);
     Lent *batch = (Lent *)((PyTypeObject *)self->batch)->tp_alloc((PyTypeObject *)self->batch, 0);
     int made = 0;
-    if (!visible || !found || !batch)
+    if (!visible || !due || !found || !batch)
         goto done;
     for (; made < count; made++) {
         PyObject *message = PyList_GET_ITEM(state->ahead, state->ahead_at + made);
@@ -255,12 +257,13 @@ static PyObject *hand_out(Desk *self, Lending *state, int count, long long now_m
     state->popped_bytes += bytes;
     if (pop_time_ms > state->last_pop_ms)
         state->last_pop_ms = pop_time_ms;
-    if (in_order || timed_add((Timed *)state->timeline, visible, (PyObject *)batch) == 0)
+    if (in_order || timed_add((Timed *)state->timeline, due, (PyObject *)batch) == 0)
         result = Py_NewRef(found);
 done:
     Py_XDECREF(found);
     Py_XDECREF(batch);
     Py_XDECREF(visible);
+    Py_XDECREF(due);
     while (made)
         Py_DECREF(numbers[--made]);
     return result;

@@ -14,6 +14,11 @@
 enum { TAG, KEYS, PROPERTIES, UNIQUE_KEY, MESSAGE_GROUP, DELAY, DELIVER_AT, DELAY_LEVEL, FLAG, COMPRESSION, DURABILITY, QUEUE_ID,
        NAMES };
 static PyObject *option_names[NAMES], *plain_tail_name, *sendable_name, *write_queues_name, *prefix_name, *origin_name, *sequence_name;
+#ifdef __APPLE__
+#define PYTHON_MONOTONIC CLOCK_UPTIME_RAW
+#else
+#define PYTHON_MONOTONIC CLOCK_MONOTONIC
+#endif
 enum { SAMPLED = 63, UNIQUE_KEY_DIGITS = 34, MOST_DELAY_BYTES = 512 };
 
 typedef struct {
@@ -138,6 +143,8 @@ static bool read_arguments(const Sender *self, PyObject *const *args, Py_ssize_t
             return false;
         if (!value && (which == FLAG || (which == QUEUE_ID && !self->topics))) /* where None is no default */
             return false;
+        if (!self->topics && which >= DELAY && which < NAMES && which != FLAG && which != DURABILITY && which != QUEUE_ID)
+            return false; /* an option that only a broker has */
         given[which] = value;
     }
     if (given[QUEUE_ID] && !PyLong_CheckExact(given[QUEUE_ID]))
@@ -209,7 +216,7 @@ static PyObject *new_key(PyObject *keys)
         PyUnicode_GET_LENGTH(prefix) == UNIQUE_KEY_DIGITS - 16 && PyIter_Check(sequence)) {
         PyObject *next = PyIter_Next(sequence);
         struct timespec now;
-        clock_gettime(CLOCK_MONOTONIC, &now);
+        clock_gettime(PYTHON_MONOTONIC, &now);
         long long seconds = (PyLong_AsLongLong(origin) + now.tv_sec * 1000LL + now.tv_nsec / 1000000) / 1000;
         uint64_t number = (uint64_t)seconds << 32 | (next ? PyLong_AsUnsignedLongLongMask(next) & UINT32_MAX : 0);
         memcpy(text, PyUnicode_DATA(prefix), sizeof text - 16);

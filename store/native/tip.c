@@ -97,7 +97,7 @@ static void tip_dealloc(Tip *self)
 /* Nanoseconds since the epoch; -1 with an exception. */
 static long long now_of(Tip *self)
 {
-    if (self->time_ns == Py_None) {
+    if (!self->time_ns || self->time_ns == Py_None) {
         struct timespec now;
         clock_gettime(CLOCK_REALTIME, &now);
         return now.tv_sec * 1000000000LL + now.tv_nsec;

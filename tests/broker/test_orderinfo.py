@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -268,7 +269,7 @@ def past(_topic: str, _group: str, _queue_id: int) -> int:
 
 def clean(table: OrderInfoTable, now_ms: int, committed: Callable[[str, str, int], int | None] = past) -> list[Any]:
     """Clean where there is a topic "t" with 4 queues, and a group "g"; what is left."""
-    table.clean(now_ms, {"t": 4}.get, {"g"}.__contains__, committed)
+    table.clean(now_ms, {"t": 4}.get, {"g"}.__contains__, committed, lambda queue: nullcontext())
     return list(table.records())
 
 
@@ -325,7 +326,7 @@ def test_a_batch_popped_while_cleaning_asks_about_its_topic_stays() -> None:
         popped(table, 1, [0, 1])
         return None
 
-    table.clean(T0 + 1, read_queues, lambda group: True, past)
+    table.clean(T0 + 1, read_queues, lambda group: True, past, lambda queue: nullcontext())
     assert record_of(table).offsets == (0, 1)
 
 

@@ -245,6 +245,12 @@ DONE = ("pop and ack", 3, None)
         ),
         pytest.param([POP, ("pop tagged", "b", 1), POP, POP], id="popped with a filter"),
         pytest.param([POP, ("ack", -1, 1), ("ack", -1, 1), POP, ("clock", -2000, None), POP, POP], id="clock set back"),
+        pytest.param(
+            [POP, ("ack", -1, 1), ("clock", -500, None), ("reset", 0, 2)]
+            + [("pop", 1, 100)] * 2
+            + [("time", 1200, None)],
+            id="clock set back, and reset",
+        ),
         pytest.param([POP, ("time", 60_000, None), POP, POP, ("ack", -3, 1)], id="too late"),
         pytest.param([POP, ("reopen", True, None), POP, POP, ("ack", -3, 1), ("ack", -2, 1)], id="after a crash"),
         pytest.param([DONE, ("pop", 2, 60_000), ("ack", -2, 2), ("pop", 3, 60_000), ("ack", -3, 3)], id="to the last"),
@@ -324,6 +330,17 @@ def test_messages_that_cannot_be_read_are_passed_over(
         pair.ack([one.receipt])
     assert pair.pop() == 1
     assert pair.deliveries[-1][0].message.offset == next_
+
+
+@compiled
+@pytest.mark.parametrize("option", ["order", "local"])
+def test_an_option_counts_by_its_truth(pair: Pair, option: str) -> None:
+    create(pair, 1)
+    pair.do(lambda bench: bench.put("t", 4))
+    for options in ({}, {option: 1}, {option: 0}):
+        pair.pop(**options)
+        pair.check()
+        pair.ack([pair.deliveries[-1][0].receipt])
 
 
 @compiled

@@ -66,6 +66,7 @@ def log_of(
 
 
 @compiled
+@example([(b"x", {name: None}) for name in ("delay", "deliver_at", "delay_level", "compressed")], None, "append")
 @given(
     st.lists(
         st.tuples(

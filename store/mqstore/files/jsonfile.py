@@ -177,7 +177,7 @@ def encode_json(value: dict[str, Any]) -> bytes:
     text: list[str] = []
     for name in sorted(value):
         member = value[name]
-        text += [",\n  " if text else "{\n  ", _dumps(name), ": "]
+        text += [",\n  " if text else "{\n  ", _dumps(str(name)), ": "]
         if member and isinstance(member, dict):
             lines = [
                 entry if type(entry := member[key]) is EncodedEntry else encode_entry(key, entry)

@@ -324,14 +324,16 @@ class TimerService:
         try:
             # Hardly ever does a message get no unit, so its own is the one counted off from the end.
             found = self._log.find(message.physical_offset, self._units.low, behind)
+            if found is None:
+                return False
+            reading, (position, unit) = self._reading, found
+            if reading is None or unit.slot_ms != reading.slot_ms:
+                return unit.slot_ms >= self._read_ms
+            while not reading.complete:  # after an opening: which units are done shows when all are known
+                reading.look(_LOOKS, self._messages.record)
         except TimerFilesDamaged:
             return True  # what is built again from the topic finds the cancellation there
-        if found is None:
-            return False
-        reading, (position, unit) = self._reading, found
-        if reading is not None and unit.slot_ms == reading.slot_ms:
-            return reading.waits(position, unit)
-        return unit.slot_ms >= self._read_ms
+        return reading.waits(position, unit)
 
     def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
         if topic == TIMER_TOPIC:

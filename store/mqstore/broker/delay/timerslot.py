@@ -110,9 +110,7 @@ class SlotReading:
         return self.complete and self.done == len(self._turns) and self.slot_ms + PRECISION_MS <= now_ms
 
     def waits(self, position: int, unit: TimerUnit) -> bool:
-        """Return True if a unit of this slot is known not to be done."""
-        if not self.complete:
-            return not self.done and not self.done_before
+        """Return True if a unit of this slot is not done. It is complete."""
         turn = self._turn(position, unit)
         at = bisect_left(self._turns, turn, self.done)
         return at < len(self._turns) and self._turns[at] == turn

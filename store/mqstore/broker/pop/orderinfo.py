@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final, NoReturn
@@ -393,8 +394,10 @@ class OrderInfoTable:
         read_queues: Callable[[str], int | None],
         has_group: Callable[[str], bool],
         committed: Committed,
+        lock_of: Callable[[Queue], AbstractContextManager[object]],
     ) -> None:
-        """Drop what nobody will ask for again, before the file is written.
+        """Drop what nobody will ask for again, before the file is written. `lock_of(queue)` keeps pops out: compiled
+        ones write here without our lock.
 
         `read_queues(topic)` is None for a topic that is gone. Unlike RocketMQ a record stays, however old, while one of
         its messages is invisible: its receiver still works on it, and dropping the record would break the order. And
@@ -410,9 +413,10 @@ class OrderInfoTable:
             if not gone and now_ms - record.updated_ms > _IDLE_MS and not record.blocks(None, now_ms):
                 # Does the next delivery of no message count an attempt by this record?
                 gone = not record.redelivered(None, record.unacked(settled))
-            with self._lock:
-                if gone and self.get(queue) == record:  # another may have come meanwhile
-                    self._put(queue, None)
+            if gone:
+                with lock_of(queue), self._lock:
+                    if self.get(queue) == record:  # else another has come meanwhile
+                        self._put(queue, None)
 
     def as_json(self) -> dict[str, Any]:
         """The content of ``consumerOrderInfo.json``: whole records, as of one moment."""

@@ -153,6 +153,7 @@ class PopService:
             )
         if attempt_id is not None and type(attempt_id) is not str:
             raise ConfigError(f"an attempt id is a str, not {attempt_id!r:.80}")
+        local, order = bool(local), bool(order)  # compiled parts take nothing else
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
         if at_once and (waits or (group, topic) not in self._routes.known):
             return []
