@@ -9,7 +9,7 @@ Every line of the Python standard library's sources becomes a message:
     KEYS           the line                                                               asyncio/queues.py:17
     TAGS           top-level package or module                                            asyncio
 
-    writer process     put, ..., put, flush, acknowledge, ...   SIGKILL   open, count, go on, ...
+    writer process     append, ..., append, flush, acknowledge, ...   SIGKILL   open, count, go on, ...
     reader processes   consume the queues, put each file together, SHA-256
     this process       plans, kills, compares, breaks a copy and has it mended
 
@@ -55,7 +55,7 @@ from mqstore.broker.selection import group_queue
 from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore
 from mqstore.layout.consumequeue import UNIT_BYTES
 from mqstore.layout.indexfile import ENTRY_BYTES, HEADER_BYTES, SLOT_BYTES, IndexHeader
-from mqstore.layout.properties import KEYS, SHARDINGKEY
+from mqstore.layout.properties import KEYS, SHARDINGKEY, TAGS
 from mqstore.layout.record import BODY_AT_V4
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
@@ -140,10 +140,10 @@ def _write(parent: Connection[Any, Any], root: str, sources: Sequence[Source], a
         before, done, flushed = 0, found, found
         for source in sources:
             lines = _lines(source.path)
-            group = source.group
+            properties = {SHARDINGKEY: source.group, TAGS: source.tag}
             for number in range(max(0, found - before), len(lines)):
-                key = f"{group}:{number}"
-                store.put(TOPIC, lines[number], source.queue_id, tag=source.tag, keys=key, message_group=group)
+                properties[KEYS] = f"{source.group}:{number}"
+                store.append(TOPIC, source.queue_id, lines[number], properties=properties)
                 done += 1
                 if done - flushed >= ack_lines:
                     store.flush()
@@ -506,7 +506,8 @@ def demo(
         if not keep:
             shutil.rmtree(root, ignore_errors=True)
         elif directory is None:
-            screen.print(Text(render.safe(f"\n   {root} is kept")))
+            screen.print()
+            screen.print(Text(render.safe(f"   {root} is kept")))
     if json_output:
         render.print_json({"seed": seed, "directory": str(root) if keep else None, **work.summary()})
     if work.failed:
