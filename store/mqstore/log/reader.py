@@ -109,6 +109,7 @@ class StoreReader(ABC):
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as writer:
     ...     _ = writer.put_many("orders", [b"a", b"b"])
+    ...     _ = writer.dispatch()
     ...     with mqstore.engine.ReadOnlyMessageStore(folder) as reader:
     ...         [isinstance(store, StoreReader) and len(store.read("orders")) for store in (writer, reader)]
     [2, 2]

@@ -42,6 +42,7 @@ class ReadOnlyMessageStore(StoreReader):
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as store:
     ...     _ = store.put("orders", b"hello")
+    ...     _ = store.dispatch()  # who reads beside it sees what is dispatched, which a thread does soon
     ...     with mqstore.engine.ReadOnlyMessageStore(folder) as beside:
     ...         [message.body for message in beside.read("orders")]
     [b'hello']
