@@ -119,7 +119,7 @@ class FileNews:
                     if not each.max_offset:  # of one with messages nobody asks more here than that it has some
                         each.refresh()
                         changed.append(each)
-            first = self._run.starts[0] if self._run.starts else 0
+            first = self._run.min_offset
             if queue is None and first != self._first_listed:
                 changed = [*self._queues]
                 self._first_listed = first

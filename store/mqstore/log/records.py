@@ -209,8 +209,8 @@ class RecordReader:
             here = slice(low, high)
             checked = self.checker.check(queue, physical[here], sizes[here], slots[here])
             buffer, good = checked.buffer, checked.good
-            if buffer is None and physical[low] < self._first_kept():
-                queue.correct_min(self._first_kept())  # retention took it meanwhile
+            if buffer is None and physical[low] < self._run.min_offset:
+                queue.correct_min(self._run.min_offset)  # retention took it meanwhile
                 if stretches:  # to be told when it is asked for
                     after, stop = int(slots[low]), True
                     break
@@ -248,13 +248,8 @@ class RecordReader:
     def find_front(self, queue: ConsumeQueue) -> int:
         """Return the first offset of `queue` that retention has left by now. Lists the log again."""
         self._news.list_again()
-        queue.correct_min(self._first_kept())
+        queue.correct_min(self._run.min_offset)
         return queue.min_offset
-
-    def _first_kept(self) -> int:
-        """Where the log begins, as far as this process knows."""
-        starts = self._run.starts
-        return starts[0] if starts else 0
 
     def _verifies_behind(self, queue: ConsumeQueue, slot: int) -> bool:
         """Whether any unit at or behind `slot` leads to a record that verifies."""
@@ -297,7 +292,7 @@ class RecordReader:
         None also for an offset that retention has removed, or that lies far behind the end of the log.
         """
         size, run = self._run.segment_bytes, self._run
-        if run.find(physical) is not None or not self._first_kept() <= physical < run.end + LOST_SEGMENTS * size:
+        if run.find(physical) is not None or not self._run.min_offset <= physical < run.end + LOST_SEGMENTS * size:
             return None
         return place_in_file(physical, size)[0]
 

@@ -142,7 +142,7 @@ class _Recovery:
         self.whole = whole or options.full
         self.report = RecoveryReport(clean_shutdown=parts.clean)
         self.writing = not options.dry_run
-        self.first = parts.log_files.starts[0] if parts.log_files.starts else 0
+        self.first = parts.log_files.min_offset
         noted = parts.checkpoint.log_start
         self.log_start = self.first if noted is None else min(noted, self.first)
         """Where the log begins. Below `first` it has lost segments."""

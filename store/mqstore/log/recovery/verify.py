@@ -142,7 +142,7 @@ class Verifier:
         self.slots = SlotAssigner(run, parts.queue_table, parts.checksum, self._first_slot)
         self._max_errors = max_errors
         self._entries = IndexTally()
-        self._first = run.starts[0] if run.starts else 0
+        self._first = run.min_offset
         # Beside a writer the first segment may have come since the listing; an unfinished splice may hide it.
         self._is_empty = not run.starts and not live and not unfinished
         once = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
