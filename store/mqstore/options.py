@@ -44,6 +44,12 @@ _UNIT_MS = {"s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _LEVEL = re.compile(r"(\d{1,9})([smhd])")
 
 
+def check_durability(durability: object) -> None:
+    """Raise ConfigError for what is no durability."""
+    if durability not in ("append", "flush"):
+        raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
+
+
 def waits_for_disk(durability: Durability | None, by_default: bool) -> bool:
     """Whether a call of this durability waits until what it stored is on disk; None: as its store does `by_default`.
     Raises ConfigError for what is no durability.
@@ -53,8 +59,7 @@ def waits_for_disk(durability: Durability | None, by_default: bool) -> bool:
     """
     if durability is None:
         return by_default
-    if durability not in ("append", "flush"):
-        raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
+    check_durability(durability)
     return durability == "flush"
 
 

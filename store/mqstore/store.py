@@ -42,7 +42,7 @@ from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.snapshot.take import SnapshotReport, snapshot_store
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
-from mqstore.options import Durability, Duration, Profile, StoreConfig, seconds
+from mqstore.options import Durability, Duration, Profile, StoreConfig, check_durability, seconds
 from mqstore.queue import Queue, QueueOptions
 
 __all__ = ["Store"]
@@ -116,6 +116,7 @@ class Store(AbstractContextManager["Store"]):
         broker = Broker.__new__(Broker)
         if mode not in ("rw", "r"):
             raise ConfigError(f"mode must be 'rw' or 'r', not {mode!r}")
+        check_durability(durability)
         if mode == "r":
             self.log = ReadOnlyMessageStore(path, profile=profile, config=config)
             return

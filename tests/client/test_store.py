@@ -8,6 +8,7 @@ import sys
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,15 @@ def test_no_directory_is_made_unasked(tmp_path: Path) -> None:
     with pytest.raises(mqstore.errors.NotAStoreError):
         mqstore.open(tmp_path / "store", "r")
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("wrong", [{"mode": "w"}, {"durability": "disk"}, {"durability": "disk", "mode": "r"}])
+def test_a_mode_or_durability_that_there_is_not_is_refused(tmp_path: Path, wrong: Any) -> None:
+    mqstore.open(tmp_path / "there").close()
+    for name in ("there", "new"):
+        with pytest.raises(mqstore.errors.ConfigError, match=next(iter(wrong))):
+            mqstore.open(tmp_path / name, **wrong)
+    assert not (tmp_path / "new").exists()
 
 
 def test_who_holds_a_store_is_told(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ from typing import ClassVar, Literal
 
 from mqstore.clock import SYSTEM_CLOCK
 from mqstore.errors import (
-    ConfigError,
     MQStoreError,
     StoreBusyError,
     StoreClosedError,
@@ -57,7 +56,7 @@ from mqstore.log.stats import StoreStats
 from mqstore.log.taskerrors import TaskErrors
 from mqstore.log.wakeups import PagesAhead, Wakeups
 from mqstore.log.writer import StoreWriter
-from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, seconds
+from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, check_durability, seconds
 from mqstore.signalsafe import is_held_here
 
 __all__ = ["MessageStore"]
@@ -117,8 +116,7 @@ class MessageStore(StoreWriter):
         progress: Progress | None = None,
     ) -> None:
         super().__init__(path, config, fs)
-        if durability not in ("append", "flush"):
-            raise ConfigError(f"durability must be 'append' or 'flush', not {durability!r}")
+        check_durability(durability)
         self.durability: Durability = durability
         config = self.config
         self._background = config.clock is None
