@@ -138,7 +138,7 @@ def handler(store: Store, count: int, *, policy: bool = False, **options: Any) -
 
 
 def sleep(_: Store, count: int) -> list[float]:
-    """What the machine is late by at all."""
+    """Milliseconds by which `time.sleep` alone is late."""
 
     def once() -> float:
         due_ms = _now_ms() + WAIT_S * 1000

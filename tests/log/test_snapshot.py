@@ -1073,7 +1073,7 @@ def test_a_reader_goes_over_to_the_copy_that_a_recovery_has_made(tmp_path: Path)
         assert len(list(reader.iter("orders", 0))) == 9
         with open_store(tmp_path / "mq") as store:
             put(store, range(25, 31))
-        reader._news._next_listing = 0
+        reader.news._next_listing = 0
         assert len(list(reader.iter("orders", 0))) == 11
 
 

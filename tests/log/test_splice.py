@@ -436,7 +436,7 @@ def test_nobody_sees_a_record_before_the_splice_is_recorded(tmp_path: Path, prof
             assert seen == [{("orders", 0): [b"before"]}] * 3
             store.dispatch()
             assert sum(map(len, shown(store).values())) == 1 + len(ROWS)
-            late._news._next_listing = 0
+            late.news._next_listing = 0
             assert shown(late) == shown(store)
         assert inspect_store(root)["splice"]["pending"] is None
 
@@ -470,7 +470,7 @@ def test_a_reader_that_met_the_splice_misses_none_of_it_afterwards(
         readers.append(reader)
         reader.topics()
         assert reader.log_files.limit == store.max_offset
-        reader._news._next_listing = math.inf  # no listing but that of who needs one
+        reader.news._next_listing = math.inf  # no listing but that of who needs one
 
     with open_store(root, clock=clock) as store:
         store.put("orders", b"before")
@@ -484,7 +484,7 @@ def test_a_reader_that_met_the_splice_misses_none_of_it_afterwards(
         [reader] = readers
         with reader:
             if since == "half-listed":
-                reader._news.stop_at_splice()  # another thread has got so far, and no further
+                reader.news.stop_at_splice()  # another thread has got so far, and no further
             *_, last = store.iter("orders", 0)
             read = _WAYS[way]
             assert read(reader, last) == read(store, last)

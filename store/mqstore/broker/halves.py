@@ -25,7 +25,7 @@ class TransactionHandle(NamedTuple):
 
     transaction_id: str
     topic: str
-    """Where the message goes on commit."""
+    """Topic that a commit puts the message to."""
     producer_group: str
     offset: int
     """Queue offset of the half message."""
@@ -121,7 +121,7 @@ class Halves:
         return None if half is None else half.handle
 
     def handles(self) -> list[TransactionHandle]:
-        """What is open, oldest first."""
+        """Return the open transactions, oldest first."""
         with self._lock:
             return [self._open[offset].handle for offset in sorted(self._open)]
 
@@ -148,7 +148,7 @@ class Halves:
             return min((half.next_ms for half in self._open.values()), default=None)
 
     def ask_anew(self, producer_group: str | None) -> None:
-        """Have those be due that waited for somebody of this group to ask; None: of any group."""
+        """Make checks due that waited for a callback of this producer group. None: of any group."""
         with self._lock:
             for half in self._open.values():
                 waits = producer_group is None or half.handle.producer_group == producer_group

@@ -54,7 +54,7 @@ class UniqueKeys:
 
 
 PROCESS_KEYS = UniqueKeys()
-"""Those of this process."""
+"""Unique keys that this process makes."""
 os.register_at_fork(after_in_child=PROCESS_KEYS.reseed)
 
 new_unique_key = PROCESS_KEYS.new

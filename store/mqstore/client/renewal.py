@@ -62,7 +62,7 @@ class Renewer(Generic[Key]):
                 self._held[key] = topic, receipt, due_ms
 
     def remove(self, *keys: Key) -> int:
-        """Let go of these; return how many were held."""
+        """Stop renewing these. Return how many of them were renewed."""
         with self._lock:
             return sum([self._held.pop(key, None) is not None for key in keys])
 

@@ -89,13 +89,13 @@ JSON_VALUES_MAX = 1_000_000
 
 Check = Callable[[dict[str, Any]], object]
 FileState = tuple[int, int, int]
-"""Inode, length in bytes and modification time in ns of a file: a change of its content shows, by whoever made it."""
+"""Inode, length in bytes and modification time in ns of a file. Any change of its content changes it."""
 NO_CHECKS: Mapping[str, Check] = MappingProxyType({})
 """For who knows of no file what is to be in it."""
 
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True).encode
 # Either a string, left alone, or an unquoted integer key with the brace or comma before it. The string's closing quote
 # is optional and its body possessive, so that broken input is passed once and not once per quotation mark.
-_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True).encode
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*+"?|([{,]\s*+)(-?[0-9]++)(\s*+:)', re.DOTALL)
 
 

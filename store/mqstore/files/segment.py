@@ -37,7 +37,7 @@ def segment_start(name: str) -> int | None:
 
 
 class LoadProblem(NamedTuple):
-    """What `SegmentRun.load` found amiss. Nothing of it is fatal; kinds as format#damage.
+    """A problem that `SegmentRun.load` found. None is fatal; kinds as format#damage.
 
     ==================  ===============================================  ============================================
     kind                position, length                                 what load did about it
@@ -58,7 +58,7 @@ class LoadProblem(NamedTuple):
     detail: str
 
     def place(self, segment_bytes: int) -> int:
-        """Where in its file a ``segment_size`` begins; a surplus does at the segment's end."""
+        """Position in its file where a ``segment_size`` begins. A surplus begins at the end of the segment."""
         return self.position % segment_bytes or segment_bytes
 
 

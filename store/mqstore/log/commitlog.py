@@ -208,7 +208,7 @@ class Fields(NamedTuple):
 
 
 ORDINARY = Fields()
-"""Those of a put without a flag."""
+"""Fields of a put without a flag."""
 
 
 class CommitLog(Tip):

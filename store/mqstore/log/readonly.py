@@ -49,6 +49,7 @@ class ReadOnlyMessageStore(StoreReader):
     """
 
     mode: ClassVar[Literal["r", "rw"]] = "r"
+    news: FileNews
 
     def __init__(
         self,
@@ -66,10 +67,9 @@ class ReadOnlyMessageStore(StoreReader):
         )
         parts = StoreParts(self.path, self.manifest, self.config, fs, self.clock, writable=False)
         self._set_parts(parts)
-        self._news = FileNews(parts)
-        self._read_by(self._news)
+        self._read_by(FileNews(parts))
         self.recovery = RecoveryReport()
-        self._news.stop_at_splice()
+        self.news.stop_at_splice()
         parts.load_problems = self.log_files.load()
         parts.load_checkpoint()
         abort = AbortMark(self.path, fs, self.config.file_mode)
@@ -78,7 +78,7 @@ class ReadOnlyMessageStore(StoreReader):
         self.recovery.clean_shutdown = parts.clean
         self._load_queues()
         parts.index_findings = self.index.load()
-        self._news.begin()
+        self.news.begin()
         self._closed = self._released = False
 
     def _load_queues(self) -> None:
@@ -110,7 +110,7 @@ class ReadOnlyMessageStore(StoreReader):
     @property
     def pending_splice(self) -> Intent | None:
         """The splice that the writer, or one that died, has under way."""
-        return self._news.pending_splice
+        return self.news.pending_splice
 
     def stop_at(self, end: int) -> None:
         """Hide the log at and beyond physical offset `end` until the next refresh."""

@@ -528,7 +528,7 @@ class DelayService:
         and writing raise; the old file then stays."""
         offsets = self._moved()
         if offsets:
-            self._store.flush()
+            self._file.flush_log()
             self._write(offsets, now_ms)
             for level, offset in offsets.items():
                 level.saved = offset

@@ -63,7 +63,7 @@ class Progress(NamedTuple):
 
 
 class JavaProgress(NamedTuple):
-    """What a Java broker left behind."""
+    """Progress of the timer as a Java broker left it."""
 
     read_ms: int
     log_end: int

@@ -185,7 +185,7 @@ class PopKeeper:
                 self._lock_of,
             )
             version, looked_to, value = self._tables.order_version, self._looked_to, orders.as_json()
-            self._store.flush()
+            self._file.flush_log()
             self._file.save(value)
             self._saved_version, self._summed_up, self._save_due_ms = version, looked_to, 0
 

@@ -326,11 +326,11 @@ class PopService:
             raise expired(late)
 
     def ack_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> bool:
-        """As `ack`, if that takes no wait for a lock or the disk. Returns False if it would, and nothing was done."""
+        """Acknowledge without waiting for a lock or the disk. Return False, with nothing done, if it had to wait."""
         return not self._flush_by_default and self._settle_at_once(group, topic, receipts)
 
     def _settle_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> bool:
-        """Have compiled parts acknowledge, which only try locks."""
+        """Acknowledge by compiled parts, which take a lock only if it is free. Return False if nothing was done."""
         route = self._routes.known.get((group, topic))
         state = self._tables.settle(route.queues, receipts) if route is not None and route.quick else None
         if state is None:
