@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
+from mqstore.clock import SimulatedClock
 from mqstore.layout.checkpoint import decode
 from mqstore.log.stats import Histogram
+from mqstore.log.store import MessageStore
+from mqstore.options import StoreConfig
 from tests.faults import FaultyFileSystem
-from tests.log.support import HEADER, SEGMENT, flip, open_store
+from tests.log.support import HEADER, SEGMENT, flip, kill, open_store
 
 
 def test_counters_and_sizes(tmp_path: Path) -> None:
@@ -40,6 +43,17 @@ def test_counters_and_sizes(tmp_path: Path) -> None:
         store.read("t")
         stats = store.stats()
         assert (stats.puts, stats.gets, stats.dispatch_lag_bytes, stats.flush_lag_bytes) == (0, 7, 0, 0)
+
+
+def test_a_store_is_open_when_it_is_recovered(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "s")
+    store.put("t", b"x")
+    kill(store)
+    clock = SimulatedClock()
+    begin_ms = clock.now_ms()
+    config = StoreConfig(clock=clock)
+    with MessageStore(tmp_path / "s", config=config, progress=lambda *_: clock.advance(1000)) as store:
+        assert begin_ms < clock.now_ms() == store.stats().opened_ms
 
 
 def test_put_durations_are_sampled(tmp_path: Path) -> None:

@@ -133,7 +133,6 @@ class StoreReader(ABC):
         self.config = config = config or StoreConfig()
         self.fs = fs
         self.clock = config.clock or SYSTEM_CLOCK
-        self._opened_ms = self.clock.now_ms()
         self._gets = 0
 
     def _set_parts(self, parts: StoreParts) -> None:
@@ -148,6 +147,7 @@ class StoreReader(ABC):
         self.news = news
         checker = RecordChecker(self.parts, news, passes_over_bad=self.mode == "rw")
         self.records = RecordReader(self.parts, news, checker, self.check_open)
+        self._opened_ms = self.clock.now_ms()
 
     @property
     def closed(self) -> bool:

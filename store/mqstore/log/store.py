@@ -172,7 +172,6 @@ class MessageStore(StoreWriter):
         self.on_growth = self._dispatcher.listeners
         self.retention_bound: Callable[[Retention], int] | None = None
         """What a broker above still needs: `clean` deletes nothing at or behind this physical offset."""
-        self._first_put_position = 0
         self._init_writer()
         self._read_by(
             OwnNews(self._dispatcher, self.wakeups, visible_end=self._visible_end, check_open=self.check_open)
