@@ -38,26 +38,9 @@ PyTypeObject LentType = {
 
 /* --- when they become visible --- */
 
-static int timed_traverse(Timed *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->buckets);
-    Py_VISIT(self->times);
-    return 0;
-}
+#define TIMED(F) F(buckets) F(times)
 
-static int timed_clear(Timed *self)
-{
-    Py_CLEAR(self->buckets);
-    Py_CLEAR(self->times);
-    return 0;
-}
-
-static void timed_dealloc(Timed *self)
-{
-    PyObject_GC_UnTrack(self);
-    timed_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
+COLLECTED(timed, Timed, TIMED)
 
 static PyMemberDef timed_members[] = {
     {"_buckets", T_OBJECT_EX, offsetof(Timed, buckets), 0, NULL},
@@ -112,26 +95,7 @@ int timed_add(Timed *self, PyObject *at, PyObject *batch)
 #define STATE(F) F(key) F(head) F(lock) F(written) F(in_flight) F(released) F(fifo) F(timeline) F(ahead) F(ahead_filter) \
     F(announced_ms)
 
-static int lending_traverse(Lending *self, visitproc visit, void *arg)
-{
-#define VISIT(field) Py_VISIT(self->field);
-    STATE(VISIT)
-    return 0;
-}
-
-static int lending_clear(Lending *self)
-{
-#define CLEAR(field) Py_CLEAR(self->field);
-    STATE(CLEAR)
-    return 0;
-}
-
-static void lending_dealloc(Lending *self)
-{
-    PyObject_GC_UnTrack(self);
-    lending_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
+COLLECTED(lending, Lending, STATE)
 
 static PyMemberDef lending_members[] = {
 #define NUMBER(field) {#field, T_LONGLONG, offsetof(Lending, field), 0, NULL},

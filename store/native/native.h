@@ -16,6 +16,28 @@
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
 #endif
 
+/* Functions by which the garbage collector visits, clears and frees objects of a type. REFERENCES(F) is `F(member)` for each
+   member that is a reference. */
+#define VISIT_MEMBER(member) Py_VISIT(self->member);
+#define CLEAR_MEMBER(member) Py_CLEAR(self->member);
+#define COLLECTED(name, Type, REFERENCES)                                     \
+    static int name##_traverse(Type *self, visitproc visit, void *arg)        \
+    {                                                                         \
+        REFERENCES(VISIT_MEMBER)                                              \
+        return 0;                                                             \
+    }                                                                         \
+    static int name##_clear(Type *self)                                       \
+    {                                                                         \
+        REFERENCES(CLEAR_MEMBER)                                              \
+        return 0;                                                             \
+    }                                                                         \
+    static void name##_dealloc(Type *self)                                    \
+    {                                                                         \
+        PyObject_GC_UnTrack(self);                                            \
+        name##_clear(self);                                                   \
+        Py_TYPE(self)->tp_free((PyObject *)self);                             \
+    }
+
 /* --- the record (format#record); store/mqstore/layout/record.py has the table, and the tests hold both together --- */
 
 enum {

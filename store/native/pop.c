@@ -70,26 +70,7 @@ typedef struct {
 
 #define SHARED(F) F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(commit) F(batch) F(delivery)
 
-static int desk_traverse(Desk *self, visitproc visit, void *arg)
-{
-#define VISIT(name) Py_VISIT(self->name);
-    SHARED(VISIT)
-    return 0;
-}
-
-static int desk_clear(Desk *self)
-{
-#define CLEAR(name) Py_CLEAR(self->name);
-    SHARED(CLEAR)
-    return 0;
-}
-
-static void desk_dealloc(Desk *self)
-{
-    PyObject_GC_UnTrack(self);
-    desk_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
+COLLECTED(desk, Desk, SHARED)
 
 /* Whether there is a way to the log, and a put through it is all that a record takes. */
 static bool has_log(const Desk *self)

@@ -34,26 +34,7 @@ typedef struct {
 #define OBJECTS(F) F(otherwise) F(tip) F(putters) F(finish) F(after) F(note) F(reserved) F(topics) F(counters) \
     F(group_queue) F(group_hash) F(keys) F(delayed) F(timer_topic) F(schedule_topic)
 
-static int sender_traverse(Sender *self, visitproc visit, void *arg)
-{
-#define VISIT(name) Py_VISIT(self->name);
-    OBJECTS(VISIT)
-    return 0;
-}
-
-static int sender_clear(Sender *self)
-{
-#define CLEAR(name) Py_CLEAR(self->name);
-    OBJECTS(CLEAR)
-    return 0;
-}
-
-static void sender_dealloc(Sender *self)
-{
-    PyObject_GC_UnTrack(self);
-    sender_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
+COLLECTED(sender, Sender, OBJECTS)
 
 int sender_init(void)
 {

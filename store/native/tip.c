@@ -12,24 +12,9 @@
 
 /* --- a queue, as far as a put is concerned --- */
 
-static int numbered_traverse(Numbered *self, visitproc visit, void *arg)
-{
-    Py_VISIT(self->ref);
-    return 0;
-}
+#define NUMBERED(F) F(ref)
 
-static int numbered_clear(Numbered *self)
-{
-    Py_CLEAR(self->ref);
-    return 0;
-}
-
-static void numbered_dealloc(Numbered *self)
-{
-    PyObject_GC_UnTrack(self);
-    numbered_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
+COLLECTED(numbered, Numbered, NUMBERED)
 
 static PyMemberDef numbered_members[] = {
     {"next_offset", T_LONGLONG, offsetof(Numbered, next_offset), 0, "The number that the next message gets."},
@@ -73,26 +58,7 @@ typedef struct {
 
 #define OBJECTS(F) F(mapping) F(group) F(acquire) F(release) F(time_ns) F(on_alarm) F(born_host) F(store_host) F(receipt)
 
-static int tip_traverse(Tip *self, visitproc visit, void *arg)
-{
-#define VISIT(name) Py_VISIT(self->name);
-    OBJECTS(VISIT)
-    return 0;
-}
-
-static int tip_clear(Tip *self)
-{
-#define CLEAR(name) Py_CLEAR(self->name);
-    OBJECTS(CLEAR)
-    return 0;
-}
-
-static void tip_dealloc(Tip *self)
-{
-    PyObject_GC_UnTrack(self);
-    tip_clear(self);
-    Py_TYPE(self)->tp_free((PyObject *)self);
-}
+COLLECTED(tip, Tip, OBJECTS)
 
 /* Nanoseconds since the epoch; -1 with an exception. */
 static long long now_of(Tip *self)
