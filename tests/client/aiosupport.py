@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import mqstore
 from mqstore import aio
@@ -32,6 +36,26 @@ def with_store(test: Callable[[aio.Store], Awaitable[Any]], path: Path, **option
             return await test(store)
 
     return run(main())
+
+
+@asynccontextmanager
+async def slow_flush(store: aio.Store) -> AsyncIterator[Callable[[], Awaitable[Any]]]:
+    """Let each flush of the store's log wait until the block has ended. The block gets a function whose result can be
+    awaited: until a flush has begun."""
+    syncing, go_on = threading.Event(), threading.Event()
+    flush = type(store.sync.log).flush
+
+    def slow(log: Any) -> None:
+        syncing.set()
+        assert go_on.wait(20)
+        flush(log)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(store.sync.log), "flush", slow)
+        try:
+            yield lambda: asyncio.to_thread(syncing.wait)
+        finally:
+            go_on.set()
 
 
 def in_store(test: Callable[..., Any] | None = None, /, **options: Any) -> Any:

@@ -26,7 +26,7 @@ from mqstore import SimulatedClock, StoreConfig, aio
 from mqstore.aio.bridge import Bridge
 from mqstore.broker import deadletters
 from mqstore.client import transaction
-from tests.client.aiosupport import environment, in_store, run, with_store
+from tests.client.aiosupport import environment, in_store, run, slow_flush, with_store
 
 # -- the same objects -------------------------------------------------------------------------------------------------
 
@@ -230,28 +230,16 @@ async def test_puts_are_stored_in_the_order_of_the_calls(store: aio.Store, size:
 
 
 @in_store(durability="flush")
-async def test_a_put_that_waits_for_the_disk_does_not_hold_up_the_loop(
-    store: aio.Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_put_that_waits_for_the_disk_does_not_hold_up_the_loop(store: aio.Store) -> None:
     await store.put("t", b"first")
     bounded = await store.queue("bounded", maxsize=5)
-    syncing, go_on = threading.Event(), threading.Event()
-    flush = type(store.sync.log).flush
-
-    def slow(log: Any) -> None:
-        syncing.set()
-        assert go_on.wait(20)
-        flush(log)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(store.sync.log), "flush", slow)
+    async with slow_flush(store) as begun:
         puts = [asyncio.create_task(store.put("t", b"x", durability="flush")) for _ in range(10)]
         puts += [asyncio.create_task(bounded.put(b"x")) for _ in range(3)]
-        await asyncio.get_running_loop().run_in_executor(None, syncing.wait)
+        await begun()
         assert await store.read("t", 0, 0) is not None  # the loop goes on, and the store's thread
         assert not any(put.done() for put in puts)
-        go_on.set()
-        await asyncio.gather(*puts)
+    await asyncio.gather(*puts)
     assert await bounded.qsize() == 3
 
 

@@ -14,7 +14,7 @@ import pytest
 import mqstore
 from mqstore import aio
 from mqstore.client import delivery
-from tests.client.aiosupport import in_store
+from tests.client.aiosupport import in_store, slow_flush
 from tests.without import compiled
 
 VERBS: dict[str, Callable[[aio.Task], Awaitable[object]]] = {
@@ -162,27 +162,15 @@ async def test_a_lock_that_another_thread_holds_does_not_hold_up_the_loop(
 
 @pytest.mark.parametrize("what", ["get", "put", *VERBS])
 @in_store(durability="flush")
-async def test_a_sync_that_is_waited_for_does_not_hold_up_the_loop(
-    store: aio.Store, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sync_that_is_waited_for_does_not_hold_up_the_loop(store: aio.Store, what: str) -> None:
     queue, [task] = await lent(store, 1)
-    syncing, go_on = threading.Event(), threading.Event()
-    flush = type(store.sync.log).flush
-
-    def slow(log: Any) -> None:
-        syncing.set()
-        assert go_on.wait(20)
-        flush(log)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(store.sync.log), "flush", slow)
+    async with slow_flush(store) as begun:
         calls = {**VERBS, "get": lambda task: queue.get(), "put": lambda task: queue.put(b"x")}
         waiting = asyncio.ensure_future(calls[what](task))
-        await asyncio.get_running_loop().run_in_executor(None, syncing.wait)
+        await begun()
         await turns()
         assert not waiting.done()
-        go_on.set()
-        await waiting
+    await waiting
 
 
 @in_store
