@@ -203,8 +203,7 @@ class Verifier:
         entries. For where something seems to be wrong; beside a writer this lists the log again."""
         front = 0
         if self._has_writer():
-            if not self._run.writable:
-                self._run.refresh()
+            self._run.refresh()
             front = self._run.min_offset if self._run.starts else self._until
         kept: npt.NDArray[np.bool_] = physical >= front
         return kept
