@@ -35,6 +35,7 @@ from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import SLOTS
 from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.log.records import Request
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.faults import FaultyFileSystem
@@ -382,8 +383,7 @@ def test_a_read_takes_no_more_at_once_than_others_may_wait_for(tmp_path: Path) -
         bodies = [bytes([i]) * (1 << 20) for i in range(12)]
         store.put_many("t", bodies)
         store.put_many("t", [b"%d" % i for i in range(9000)])
-        first = store.records._compiled(kernel, store.queue_named("t", 0, 12), 0, 12, None, 12, None, True)
-        assert first is not None
+        first = store.records.views(Request(store.queue_named("t", 0, 12), 0, 12, None, 12, None, True, True))
         assert (len(first[0]), first[1:]) == (4, (4, False))
         assert [message.body for message in store.read("t", 0, 0, 12)] == bodies
         assert [message.offset for message in store.read("t", 0, 0, 9012)] == list(range(9012))
