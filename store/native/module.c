@@ -51,6 +51,7 @@ static PyMethodDef functions[] = {
     FUNCTION(copy_parts, "copy_parts(copies, first, putters, overhead, room, queues, heads, bodies, tails) -> (count, room)"),
     FUNCTION(message_parts,
              "message_parts(items, first, topic, plain_tail, slots, reserved, bodies, tails, flags, unique) -> count"),
+    FUNCTION(put_entries, "put_entries(file, slots, number, hashes, physical, stamps)"),
     FUNCTION(renumber, "renumber(data, positions, offsets, places, timestamp)"),
     {NULL},
 };
