@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -473,13 +473,10 @@ class QueueTable:
         self.batch_topics = frozenset(self._folders(os.path.join(beside, "batchconsumequeue")))
         self.has_addresses = bool(self._folders(os.path.join(beside, "consumequeue_ext")))
         self.in_rocksdb = self.fs.exists(os.path.join(self.root, "CURRENT"))
-        for topic in sorted(self._folders(self.root, own=self.own)):
-            if not is_path_safe(topic):
-                self.unsafe_names.append(topic)
-                continue
-            for name in self._folders(os.path.join(self.root, topic), own=self.own):
-                if _is_queue_id(name):
-                    self.create(topic, int(name)).load(exact=exact)
+        topics = sorted(self._folders(self.root, own=self.own))
+        self.unsafe_names += [topic for topic in topics if not is_path_safe(topic)]
+        for key in self._on_disk(topics):
+            self.create(*key).load(exact=exact)
 
     def find_short(self) -> None:
         """Find the short files of a table whose load was not exact, and did not ask for lengths."""
@@ -507,16 +504,20 @@ class QueueTable:
             return []
         return self.fs.scandir_own(path)[1] if own else self.fs.scandir_directories(path)
 
+    def _on_disk(self, topics: Iterable[str]) -> Iterator[tuple[str, int]]:
+        """Yield the queues of `topics` that have a folder, by topic and queue id."""
+        for topic in topics:
+            if is_path_safe(topic):
+                for name in self._folders(os.path.join(self.root, topic), own=self.own):
+                    if _is_queue_id(name):
+                        yield topic, int(name)
+
     def refresh(self, only: str | None) -> list[ConsumeQueue]:
         """Find queues of the topic `only` (None: of all) that another process has made since, and return them."""
-        found = []
-        for topic in self._folders(self.root) if only is None else [only]:
-            if is_path_safe(topic):
-                for name in self._folders(os.path.join(self.root, topic)):
-                    if _is_queue_id(name) and (topic, int(name)) not in self._queues:
-                        queue = self.create(topic, int(name))
-                        queue.load(exact=False)
-                        found.append(queue)
+        keys = self._on_disk(self._folders(self.root) if only is None else [only])
+        found = [self.create(*key) for key in keys if key not in self._queues]
+        for queue in found:
+            queue.load(exact=False)
         return found
 
     def get(self, topic: str, queue_id: int) -> ConsumeQueue | None:
