@@ -24,8 +24,8 @@ PyObject *native_put_entries(PyObject *module, PyObject *const *args, Py_ssize_t
     const Py_ssize_t count = hashes->len / 8;
     if (!(physical = hold(&held, args[4], 8, count, false, "physical")) || !(stamps = hold(&held, args[5], 8, count, false, "stamps")))
         goto done;
-    const int64_t entries = (file->len - INDEX_HEADER - INDEX_SLOT * slots) / INDEX_ENTRY;
-    if (slots < 1 || slots > file->len || number < 1 || number > entries || count > entries - number) {
+    const int64_t entries = 0 < slots && slots < file->len ? (file->len - INDEX_HEADER - INDEX_SLOT * slots) / INDEX_ENTRY : 0;
+    if (number < 1 || number > entries || count > entries - number) {
         PyErr_Format(PyExc_ValueError, "no room for %zd entries from %lld on", count, (long long)number);
         goto done;
     }

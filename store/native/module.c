@@ -32,7 +32,6 @@ static PyMethodDef functions[] = {
     FUNCTION(join, "join(buffer, starts, sizes, out)"),
     FUNCTION(measure, "measure(buffer, positions, topic, ok, table) -> bool"),
     FUNCTION(pairs, "pairs(data, blob_ends) -> (table, room, count, distinct)"),
-    FUNCTION(records_hold, "records_hold(buffer, starts, sizes, stored, out)"),
     FUNCTION(find_inner, "find_inner(buffer, starts, sizes, out)"),
     FUNCTION(record_holds, "record_holds(buffer, position, limit, physical_offset) -> size or 0"),
     FUNCTION(read_units, "read_units(type, stretch, buffer, start, units, first, chosen, queue_id, topic, budget) -> tuple"),

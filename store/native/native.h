@@ -178,7 +178,6 @@ PyObject *native_gather(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_join(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_measure(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_pairs(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_records_hold(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_find_inner(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_record_holds(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_assemble(PyObject *, PyObject *const *, Py_ssize_t);

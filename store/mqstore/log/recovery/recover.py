@@ -180,7 +180,7 @@ class _Recovery:
             end = self._empty_log()
         if self.writing:
             parts.queue_table.sync()
-            parts.queue_table.short_files = []
+            parts.queue_table.short_files.clear()
             parts.index.sync()
             if not parts.clean:
                 # Names that a killed process made may never have been synced; its bytes are dealt with where they are
