@@ -153,6 +153,13 @@ def test_vectors_of_one_record() -> None:
     assert java_hash("TagA") == 2598919
 
 
+def test_a_record_that_was_rolled_back_has_no_unit_and_no_index_entry() -> None:
+    rolled_back = record(properties=b"KEYS\x01k\x02UNIQ_KEY\x01u\x02", sys_flag=12)
+    found = few(rolled_back, 0, len(rolled_back), BASE, LEVELS_MS)
+    assert found is not None
+    assert plain(found) == plain(by_arrays(rolled_back)[0]) == ([], [], [], [], 1_700_000_000_123)
+
+
 # -- entries --------------------------------------------------------------------------------------------------------
 
 ENTRIES = st.tuples(
