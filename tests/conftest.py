@@ -36,7 +36,7 @@ from hypothesis import HealthCheck, settings
 
 import mqstore
 import mqstore_tools
-from mqstore.files import filesystem
+from mqstore.files import system
 
 GOLDEN_NAMES = ("clean", "crashed", "propcrc", "rolled", "trimmed")
 _GOLDEN = Path(__file__).parent / "golden"
@@ -120,7 +120,7 @@ def _no_waiting_for_disks(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filesystem, "_sync_data", lambda fd: None)
+        patch.setattr(system, "sync_data", lambda fd: None)
         patch.setattr(os, "fsync", lambda fd: None)
         yield
 

@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 
 from mqstore import native
-from mqstore.layout import dispatch, pairs, scan
+from mqstore.layout import dispatch, indexfile, pairs, scan
+from mqstore.log import checking
 
 compiled: Final = pytest.mark.skipif(native.kernel is None, reason=f"no compiled parts: {native.why_not}")
 """Of tests that would hold Python against itself without them."""
@@ -18,8 +19,8 @@ compiled: Final = pytest.mark.skipif(native.kernel is None, reason=f"no compiled
 
 @contextmanager
 def compiled_parts_left_out() -> Iterator[None]:
-    """In all that reads many records."""
+    """In all that reads many records, and in index files."""
     with ExitStack() as patches:
-        for module in (scan, dispatch, pairs):
+        for module in (scan, dispatch, pairs, indexfile, checking):
             patches.enter_context(mock.patch.object(module, "kernel", None))
         yield

@@ -32,7 +32,6 @@ static PyMethodDef functions[] = {
     FUNCTION(join, "join(buffer, starts, sizes, out)"),
     FUNCTION(measure, "measure(buffer, positions, topic, ok, table) -> bool"),
     FUNCTION(pairs, "pairs(data, blob_ends) -> (table, room, count, distinct)"),
-    FUNCTION(records_hold, "records_hold(buffer, starts, sizes, stored, out)"),
     FUNCTION(find_inner, "find_inner(buffer, starts, sizes, out)"),
     FUNCTION(record_holds, "record_holds(buffer, position, limit, physical_offset) -> size or 0"),
     FUNCTION(read_units, "read_units(type, stretch, buffer, start, units, first, chosen, queue_id, topic, budget) -> tuple"),
@@ -51,6 +50,7 @@ static PyMethodDef functions[] = {
     FUNCTION(copy_parts, "copy_parts(copies, first, putters, overhead, room, queues, heads, bodies, tails) -> (count, room)"),
     FUNCTION(message_parts,
              "message_parts(items, first, topic, plain_tail, slots, reserved, bodies, tails, flags, unique) -> count"),
+    FUNCTION(put_entries, "put_entries(file, slots, number, hashes, physical, stamps)"),
     FUNCTION(renumber, "renumber(data, positions, offsets, places, timestamp)"),
     {NULL},
 };

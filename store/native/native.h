@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 13
+#define NATIVE_VERSION 14
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -178,7 +178,6 @@ PyObject *native_gather(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_join(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_measure(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_pairs(PyObject *, PyObject *const *, Py_ssize_t);
-PyObject *native_records_hold(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_find_inner(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_record_holds(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_assemble(PyObject *, PyObject *const *, Py_ssize_t);
@@ -191,6 +190,7 @@ PyObject *native_identify(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_copy_parts(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_message_parts(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_renumber(PyObject *, PyObject *const *, Py_ssize_t);
+PyObject *native_put_entries(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
 extern PyTypeObject NumberedType, TipType, LocatedType, LentType, TimedType, LendingType, DeskType, SenderType;

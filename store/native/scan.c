@@ -241,53 +241,6 @@ done:
     return result;
 }
 
-/* records_hold(buffer, starts, sizes, stored, out): whether the CRC-32C of each record is the uint32 in `stored`; what does
-   not lie within the buffer does not hold. */
-PyObject *native_records_hold(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
-{
-    if (!has_arguments("records_hold", nargs, 5))
-        return NULL;
-    PyObject *result = NULL;
-    Buffers held = {0};
-    Py_buffer *view, *starts, *sizes, *stored, *out;
-    if (!(view = hold(&held, args[0], 1, -1, false, "buffer")) || !(starts = hold(&held, args[1], 8, -1, false, "starts")))
-        goto done;
-    Py_ssize_t count = starts->len / 8;
-    if (!(sizes = hold(&held, args[2], 8, count, false, "sizes")) ||
-        !(stored = hold(&held, args[3], 4, count, false, "stored")) || !(out = hold(&held, args[4], 1, count, true, "out")))
-        goto done;
-    const int64_t *at = starts->buf, *size = sizes->buf;
-    const uint32_t *claimed = stored->buf;
-    const uint8_t *data = view->buf;
-    uint8_t *holds = out->buf;
-    PyThreadState *others = PyEval_SaveThread();
-    for (Py_ssize_t i = 0; i < count;) {
-        const uint8_t *records[SIDE_BY_SIDE];
-        size_t bytes[SIDE_BY_SIDE];
-        Py_ssize_t rows[SIDE_BY_SIDE];
-        int together = 0;
-        for (; i < count && together < SIDE_BY_SIDE; i++) {
-            if (i + NEXT < count)
-                fetch_at(data, view->len, at[i + NEXT], size[i + NEXT]);
-            holds[i] = at[i] >= 0 && size[i] >= QUEUE_ID_AT && at[i] <= view->len && size[i] <= view->len - at[i];
-            if (holds[i]) {
-                records[together] = data + at[i];
-                bytes[together] = (size_t)size[i];
-                rows[together++] = i;
-            }
-        }
-        uint32_t sums[SIDE_BY_SIDE];
-        crc32c_records(records, bytes, together, sums);
-        for (int k = 0; k < together; k++)
-            holds[rows[k]] = sums[k] == claimed[rows[k]];
-    }
-    PyEval_RestoreThread(others);
-    result = Py_NewRef(Py_None);
-done:
-    let_go(&held);
-    return result;
-}
-
 /* Whether each property DELAY is a number of few digits. */
 static bool delays_are_short(const uint8_t *at, int64_t size)
 {

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import mqstore
-from mqstore.files import filesystem
+from mqstore.files import system
 from mqstore_tools.main import COMMANDS, cli
 from tests.commands import looking
 
@@ -209,7 +209,7 @@ def main() -> None:
     folder = Path(wanted["folder"])
     logging.disable()
     # Nothing here cuts the power, and a sync costs more than all else.
-    filesystem._sync_data = lambda fd: None  # type: ignore[assignment]
+    system.sync_data = lambda fd: None  # type: ignore[assignment]
     os.fsync = lambda fd: None  # type: ignore[assignment]
     if not (folder / "full").exists():
         make_stores(folder)

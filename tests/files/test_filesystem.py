@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mqstore.errors import ReadOnlyStoreError, StoreFullError, StoreIOError
-from mqstore.files import filesystem
+from mqstore.files import filesystem, system
 from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.files.quiet import QUIET
 from tests.faults import Call, Crash, FaultyFileSystem
@@ -134,7 +134,7 @@ def test_allocated_files_have_their_length_and_blocks_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_hand: bool
 ) -> None:
     if by_hand:
-        monkeypatch.setattr(filesystem, "_allocate", lambda *_: False)
+        monkeypatch.setattr(system, "allocate", lambda *_: False)
     length = 2 * len(filesystem._ZEROS) + 5
     fd = REAL.open(tmp_path / "a", NEW)
     REAL.pwrite(fd, b"kept", 0)

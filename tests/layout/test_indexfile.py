@@ -436,15 +436,15 @@ def test_arrays_are_taken_as_well_as_lists() -> None:
     assert buf.tobytes() == VECTOR_BYTES
 
 
-@pytest.mark.parametrize("count", [2, 20])
-def test_a_fence_stands_before_and_behind_the_header(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_a_fence_stands_before_and_behind_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processors may see stores in another order: a slot must not lead to an entry that is not there yet."""
     buf = bytearray(file_bytes(4, 64))
     assert put(buf, 4, 64, [(3, 1024, 1000)]) == 1
     before, shown = bytes(buf), []
+    monkeypatch.setattr(indexfile, "kernel", None)
     monkeypatch.setattr(indexfile, "fence", lambda: shown.append(bytes(buf)))
 
-    assert put(buf, 4, 64, [(3, 2048 + number, 1000) for number in range(count)]) == count
+    assert put(buf, 4, 64, [(3, 2048, 1000), (3, 2049, 1000)]) == 2
 
     header, table = slice(0, HEADER_BYTES), HEADER_BYTES + 4 * 4
     assert shown == [before[:table] + buf[table:], buf[header] + before[HEADER_BYTES:table] + buf[table:]]

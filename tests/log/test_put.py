@@ -32,7 +32,7 @@ from mqstore.errors import (
     StoreIOError,
 )
 from mqstore.files.segment import Segment
-from mqstore.files.segments import SegmentRun
+from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.layout.checkpoint import Checkpoint, encode
 from mqstore.layout.encode import lengths_of
 from mqstore.log import commitlog as commitlog_module
@@ -795,15 +795,15 @@ def test_a_put_of_a_signal_handler_while_a_segment_is_entered(
     end any more."""
     with open_store(tmp_path / "s", durability="flush") as store:
         receipts = [store.put("t", bytes(3000)) for _ in range(filled)]
-        real = getattr(SegmentRun, call)
+        real = getattr(SegmentWriter, call)
 
-        def interrupted(run: SegmentRun, segment: Segment) -> Any:
+        def interrupted(run: SegmentWriter, segment: Segment) -> Any:
             if run is store.log_files:
                 monkeypatch.undo()
                 receipts.extend(store.put("t", body) for body in bodies)
             return real(run, segment)
 
-        monkeypatch.setattr(SegmentRun, call, interrupted)
+        monkeypatch.setattr(SegmentWriter, call, interrupted)
         receipts.append(store.put("t", bytes(3000)))
         receipts.append(store.put("t", b"behind"))
         assert [r.offset for r in receipts] == [*range(len(receipts))]
@@ -824,9 +824,9 @@ def test_a_signal_handler_cannot_close_a_store_while_a_segment_is_made(
     with open_store(tmp_path / "s", durability=durability) as store:
         for _ in range(filled):
             store.put("t", bytes(3000))
-        real = getattr(SegmentRun, call)
+        real = getattr(SegmentWriter, call)
 
-        def interrupted(run: SegmentRun, where: Any) -> Any:
+        def interrupted(run: SegmentWriter, where: Any) -> Any:
             result = real(run, where)
             if run is store.log_files:
                 monkeypatch.undo()
@@ -834,7 +834,7 @@ def test_a_signal_handler_cannot_close_a_store_while_a_segment_is_made(
                     store.close()
             return result
 
-        monkeypatch.setattr(SegmentRun, call, interrupted)
+        monkeypatch.setattr(SegmentWriter, call, interrupted)
         assert store.put("t", bytes(3000)).offset == filled
     with open_store(tmp_path / "s") as store:
         assert store.recovery.scanned_from is None
@@ -889,7 +889,7 @@ def test_ctrl_c_while_a_segment_is_made_leaves_none_behind_the_end_of_a_closed_s
     store = open_store(tmp_path / "s", fs=FaultyFileSystem())
     for _ in range(filled):
         store.put("t", bytes(3000))
-    where = type(store.fs) if moment == "replace" else SegmentRun
+    where = type(store.fs) if moment == "replace" else SegmentWriter
     real = getattr(where, moment)
 
     def interrupted(self: object, *arguments: Any) -> Any:

@@ -119,14 +119,14 @@ def test_a_queue_whose_files_go_meanwhile_is_listed_again(tmp_path: Path, at: st
 
         listings = 0
 
-        def scandir(self, path: StrPath) -> list[str]:
-            names = super().scandir(path)
+        def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
+            files = super().scandir_files(path, own=own)
             self.listings += 1
             if self.listings == (1 if at == "load" else 2):
                 write(2, 5)
                 for number in (0, 1):
                     (folder / f"{number * size:020d}").unlink()
-            return names
+            return files
 
     folder.mkdir(parents=True)
     write(0, 0 if at == "refresh" else 8)
@@ -142,7 +142,7 @@ def test_a_queue_whose_files_go_meanwhile_is_listed_again(tmp_path: Path, at: st
     queue = table.get("t", 0)
     assert queue is not None
     if at == "refresh":
-        fs.scandir(folder)
+        fs.scandir_files(folder)
         queue.refresh()
 
     assert (queue.first_offset(), queue.max_offset) == (16, 21)

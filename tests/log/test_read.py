@@ -19,6 +19,7 @@ from mqstore import OutgoingMessage, SimulatedClock
 from mqstore.engine import MessageStore
 from mqstore.errors import FilterError, InvalidMessageError, OffsetOutOfRangeError, StoreClosedError, TopicNotFoundError
 from mqstore.files.filesystem import StrPath
+from mqstore.layout.consumequeue import VOID_UNIT
 from mqstore.log import iteration
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.reader import to_ms
@@ -295,6 +296,17 @@ def test_another_process_stops_before_records_of_which_none_behind_verifies(
         assert read == list(range(slots[0]))
         assert store.get("t", 0, slots[0], count).next_offset == slots[0]
         assert [m.offset for m in store.iter("t")] == read
+        assert store.stats().bad_records == 0
+
+
+def test_void_units_are_passed_over_and_are_no_bad_records(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        for i in range(4):
+            store.put("t", b"%d" % i)
+        queue = store.queue_named("t", 0)
+        for slot in (0, 2):
+            queue.write(slot, VOID_UNIT)
+        assert [m.offset for m in store.read("t", 0, 0, 4)] == [1, 3]
         assert store.stats().bad_records == 0
 
 

@@ -22,7 +22,7 @@ from mqstore import SimulatedClock
 from mqstore.engine import MessageStore
 from mqstore.errors import FormatError, StoreFullError
 from mqstore.files.descriptors import DescriptorCache
-from mqstore.files.segments import SegmentRun
+from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.layout.consumequeue import VOID_UNIT
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.properties import encode_properties
@@ -71,7 +71,7 @@ def run_dispatcher(
     clock = SimulatedClock(1_700_000_000_000)
     for name in ("commitlog", "consumequeue", "tmp"):
         (root / name).mkdir(parents=True)
-    run = SegmentRun(root / "commitlog", root / "tmp", SEGMENT * 4, fs=fs, writable=True)
+    run = SegmentWriter(root / "commitlog", root / "tmp", SEGMENT * 4, fs=fs)
     mapping = run.mapping(run.create(0))
     descriptors = DescriptorCache(fs)
     queues = QueueTable(

@@ -8,17 +8,7 @@ which order of calls makes them safe; that is the business of its callers. What 
 * an error carries the path, and comes as `StoreFullError`, `ReadOnlyStoreError` or `StoreIOError`
   (`errors.raise_os_error`). Two are answers rather than failures and pass unchanged: `FileNotFoundError` and
   `FileExistsError`;
-* the platforms differ in these places only:
-
-  ==================  ===========================  =====================================================
-  method              Linux                        elsewhere, or where the file system refuses
-  ==================  ===========================  =====================================================
-  ``fdatasync``       ``fdatasync``                macOS ``F_FULLFSYNC`` (its fsync leaves data in the
-                                                   drive's cache), else ``fsync``
-  ``allocate``        ``posix_fallocate``          zeros are written behind the present end
-  ``map``             takes no descriptor          takes one for as long as it lasts, before CPython 3.13
-  ==================  ===========================  =====================================================
-
+* the systems differ (`files/system.py`);
 * nothing is written through a link, and nothing but regular files and folders is opened (`files/beneath.py`);
 * no file is shortened that a reader may have mapped (format#readers): `truncate_sparse` refuses to, and `shorten` is
   only for a surplus behind a segment's length.
@@ -29,7 +19,6 @@ Descriptors are close-on-exec. Safe to use from several threads.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import mmap
 import os
@@ -37,20 +26,18 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, NoReturn, ParamSpec, TypeVar
 
-import numpy as np
-
-from mqstore.errors import StoreIOError, raise_os_error
-from mqstore.files import beneath
-from mqstore.files.limit import TOO_MANY_OPEN, with_room
+from mqstore.errors import MQStoreError, StoreIOError, raise_os_error
+from mqstore.files import beneath, system
+from mqstore.files.limit import TOO_MANY_OPEN, give_back
 from mqstore.native import kernel
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["DIRECTORY_MODE", "FILE_MODE", "REAL", "FileSystem", "SyncNotBegunError", "is_not_begun"]
+__all__ = ["DIRECTORY_MODE", "FILE_MODE", "REAL", "FileSystem", "SyncNotBegunError", "is_not_begun", "takes_descriptor"]
 
 #: What format#manifest gives files and folders unless options say otherwise.
 FILE_MODE = 0o600
@@ -61,9 +48,6 @@ StrPath = str | os.PathLike[str]
 #: Of one call that asks it to, the system may pass over what is more than a device reads ahead, often so much.
 _READ_AHEAD_STEP = 1 << 17
 
-#: "This file system, or this kernel, cannot do that"; everything else is a real failure.
-_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
-
 _ZEROS = bytes(1 << 20)
 
 #: Paths of open descriptors. These are the process's: what one file system opened another may read.
@@ -71,94 +55,6 @@ _paths: dict[int, str] = {}
 
 #: Bytes that the system may copy in one call: between two of them a signal is heard.
 _COPY_STEP = 64 << 20
-
-if sys.platform == "darwin":
-    import fcntl
-
-    def _sync_data(fd: int) -> None:
-        try:
-            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            os.fsync(fd)
-else:
-    _sync_data = os.fdatasync
-
-# A mapping keeps its file alive by itself. Before 3.13 Python also kept a duplicate descriptor in each, which counts
-# against the descriptor limit; since then it need not.
-_MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
-
-
-def _find_map_over() -> Callable[[int, int, int, int], int] | None:
-    """mmap of the system for Python before 3.13: (address, length, protection, descriptor) -> where it maps."""
-    if sys.platform == "linux" and sys.maxsize > 1 << 32 and not _MAP_OPTIONS:
-        with contextlib.suppress(OSError, AttributeError):  # as in `_find_write_back`
-            call = ctypes.CDLL(None, use_errno=True).mmap
-            number = ctypes.c_int
-            call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long)
-            call.restype = ctypes.c_void_p
-            flags = mmap.MAP_SHARED | 0x10  # MAP_FIXED
-            return lambda address, length, protection, fd: call(address, length, protection, flags, fd, 0)
-    return None
-
-
-_map_over = _find_map_over()
-
-
-def _map(fd: int, length: int, access: int) -> mmap.mmap:
-    """Map a file, without a descriptor that stays open where that can be: over a mapping of no file, which has none."""
-    if _map_over is None:
-        return mmap.mmap(fd, length, access=access, **_MAP_OPTIONS)
-    mapping = mmap.mmap(-1, length, access=access)
-    address = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
-    protection = mmap.PROT_READ if access == mmap.ACCESS_READ else mmap.PROT_READ | mmap.PROT_WRITE
-    if _map_over(address, length, protection, fd) != address:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return mapping
-
-
-@lru_cache(maxsize=1)
-def _boot_id() -> str | None:
-    """Return what the system calls this run of the machine, from its start to its end; None if it does not say."""
-    with contextlib.suppress(OSError, AttributeError):
-        if sys.platform == "darwin":
-            text, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
-            if ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", text, ctypes.byref(size), None, 0) == 0:
-                return text.value.decode()
-        else:
-            with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
-                return file.read().strip() or None
-    return None
-
-
-def _find_write_back() -> Callable[[int], object]:
-    """sync_file_range, which the os module lacks, told to begin and not to wait."""
-    begin = 2  # SYNC_FILE_RANGE_WRITE
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # a static interpreter, another C library
-            sync_file_range = ctypes.CDLL(None).sync_file_range
-            sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-            return lambda fd: sync_file_range(fd, 0, 0, begin)
-    return lambda fd: None
-
-
-_write_back = _find_write_back()
-
-
-def _allocate(fd: int, length: int) -> bool:
-    """Reserve blocks for [0, length); False when the system cannot, and nothing has changed."""
-    if sys.platform == "darwin":
-        return False
-    else:  # mypy takes the code behind a platform test for unreachable unless it stands in the other branch
-        try:
-            os.posix_fallocate(fd, 0, length)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-            return False
-        return True
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -179,6 +75,38 @@ class SyncNotBegunError(StoreIOError):
 def is_not_begun(error: OSError) -> bool:
     """Whether an error of syncing one file after the other is what `SyncNotBegunError` says."""
     return isinstance(error, StoreIOError) and error.errno in TOO_MANY_OPEN and error.operation != "fdatasync"
+
+
+Self_ = TypeVar("Self_", bound="FileSystem")
+File_ = TypeVar("File_", bound=int | StrPath)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+_Method = Callable[Concatenate[Self_, File_, Arguments], Result]
+
+
+def takes_descriptor(
+    operation: str,
+) -> Callable[[_Method[Self_, File_, Arguments, Result]], _Method[Self_, File_, Arguments, Result]]:
+    """Decorate a method that takes a descriptor: when none is free, it is called once more (`files/limit.py`). An error
+    names the `operation`, and the file that is the first argument."""
+
+    def decorate(method: _Method[Self_, File_, Arguments, Result]) -> _Method[Self_, File_, Arguments, Result]:
+        @wraps(method)
+        def call(self: Self_, file: File_, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            try:
+                try:
+                    return method(self, file, *args, **kwargs)
+                except OSError as error:
+                    if error.errno not in TOO_MANY_OPEN:
+                        raise
+                give_back()
+                return method(self, file, *args, **kwargs)
+            except OSError as error:
+                self._fail(error, file, operation)
+
+        return call
+
+    return decorate
 
 
 class FileSystem:
@@ -202,13 +130,10 @@ class FileSystem:
 
     # -- descriptors ------------------------------------------------------------------------------------------------
 
-    @with_room
+    @takes_descriptor("open")
     def open(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> int:
         """A descriptor of the regular file `path`; `flags` are those of `os.open`."""
-        try:
-            fd = beneath.open_file(path, flags, mode)
-        except OSError as error:
-            self._fail(error, path, "open")
+        fd = beneath.open_file(path, flags, mode)
         self._paths[fd] = os.fspath(path)
         return fd
 
@@ -294,7 +219,7 @@ class FileSystem:
     def write_back(self, fd: int) -> None:
         """Have the system begin to write what is dirty of a file, for who will sync it later: files whose turns come
         one after the other are then written side by side. A hint: it makes nothing durable, and never fails."""
-        _write_back(fd)
+        system.write_back(fd)
 
     def pwrite(self, fd: int, data: ReadableBuffer, position: int) -> None:
         """Write all of `data` (any contiguous buffer) at `position`. After an error a part of it may stand there."""
@@ -315,25 +240,22 @@ class FileSystem:
         An error is final: the kernel may have dropped the pages, and the next call would succeed without them
         (format#flush). Never retry."""
         try:
-            _sync_data(fd)
+            system.sync_data(fd)
         except OSError as error:
             self._fail(error, fd, "fdatasync")
 
-    @with_room
+    @takes_descriptor("sync_directory")
     def sync_directory(self, path: StrPath) -> None:
         """Make the names in the folder `path` durable: files created, renamed, linked and removed there."""
+        fd = beneath.open_folder(path)
         try:
-            fd = beneath.open_folder(path)
-            try:
-                os.fsync(fd)
-            except OSError as error:
-                # Some network and FUSE file systems have no such call, and order names on their own.
-                if error.errno not in _UNSUPPORTED:
-                    raise
-            finally:
-                os.close(fd)
+            os.fsync(fd)
         except OSError as error:
-            self._fail(error, path, "sync_directory")
+            # Some network and FUSE file systems have no such call, and order names on their own.
+            if error.errno not in system.UNSUPPORTED:
+                raise
+        finally:
+            os.close(fd)
 
     def allocate(self, fd: int, length: int) -> None:
         """Make the file at least `length` bytes with disk blocks behind them, new ones zero, so that a later write
@@ -342,7 +264,7 @@ class FileSystem:
         Meant for new files: where zeros must be written by hand, holes below the present end stay holes. After an
         error the file may have grown; whoever made it removes it."""
         try:
-            if _allocate(fd, length):
+            if system.allocate(fd, length):
                 return
             present = os.fstat(fd).st_size
         except OSError as error:
@@ -370,115 +292,90 @@ class FileSystem:
         except OSError as error:
             self._fail(error, fd, "shorten")
 
-    @with_room
+    @takes_descriptor("map")
     def map(self, fd: int, length: int, *, writable: bool) -> mmap.mmap:
         """Map the first `length` bytes, shared. The descriptor may be closed afterwards. A file shorter than that is
         StoreIOError: pages behind the end would be SIGBUS."""
-        try:
-            if not 0 < length <= os.fstat(fd).st_size:
-                raise OSError(errno.EINVAL, f"cannot map {length} bytes of a file of {os.fstat(fd).st_size}")
-            return _map(fd, length, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
-        except OSError as error:
-            self._fail(error, fd, "map")
+        if not 0 < length <= os.fstat(fd).st_size:
+            raise OSError(errno.EINVAL, f"cannot map {length} bytes of a file of {os.fstat(fd).st_size}")
+        return system.map_file(fd, length, mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
 
     # -- names ------------------------------------------------------------------------------------------------------
 
-    @with_room
+    @takes_descriptor("replace")
     def replace(self, source: StrPath, target: StrPath) -> None:
         """Rename `source` to `target` in one step, over what was there. Durable after `sync_directory`."""
-        try:
-            with beneath.folder_of(source) as (folder, name), beneath.folder_of(target) as (other, new_name):
-                os.replace(name, new_name, src_dir_fd=folder, dst_dir_fd=other)
-        except OSError as error:
-            self._fail(error, source, "replace")
+        with beneath.folder_of(source) as (folder, name), beneath.folder_of(target) as (other, new_name):
+            os.replace(name, new_name, src_dir_fd=folder, dst_dir_fd=other)
 
-    @with_room
+    @takes_descriptor("link")
     def link(self, source: StrPath, target: StrPath) -> None:
         """Give the file `source` a second name; a link gets one of its own. FileExistsError when `target` is taken."""
-        try:
-            with beneath.folder_of(target) as (folder, name):
-                os.link(source, name, dst_dir_fd=folder, follow_symlinks=False)
-        except OSError as error:
-            self._fail(error, source, "link")
+        with beneath.folder_of(target) as (folder, name):
+            os.link(source, name, dst_dir_fd=folder, follow_symlinks=False)
 
-    @with_room
+    @takes_descriptor("unlink")
     def unlink(self, path: StrPath, *, missing_ok: bool = False) -> None:
         """Remove a name; the bytes stay with whoever has the file open or mapped."""
         try:
             with beneath.folder_of(path) as (folder, name):
                 os.unlink(name, dir_fd=folder)
-        except OSError as error:
-            if missing_ok and isinstance(error, FileNotFoundError):
-                return
-            self._fail(error, path, "unlink")
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
 
-    @with_room
+    @takes_descriptor("mkdir")
     def mkdir(self, path: StrPath, mode: int = DIRECTORY_MODE, *, exist_ok: bool = False) -> None:
         """Make one folder; its parent must exist. With `exist_ok` a folder that is there is fine."""
-        try:
-            with beneath.folder_of(path) as (folder, name):
-                try:
-                    os.mkdir(name, mode, dir_fd=folder)
-                except FileExistsError:
-                    if not exist_ok:
-                        raise
-                    found = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-                    beneath.check(path, found, "folder")
-        except OSError as error:
-            self._fail(error, path, "mkdir")
+        with beneath.folder_of(path) as (folder, name):
+            try:
+                os.mkdir(name, mode, dir_fd=folder)
+            except FileExistsError:
+                if not exist_ok:
+                    raise
+                found = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+                beneath.check(path, found, "folder")
 
-    @with_room
+    @takes_descriptor("rmdir")
     def rmdir(self, path: StrPath) -> None:
         """Remove an empty folder."""
-        try:
-            with beneath.folder_of(path) as (folder, name):
-                os.rmdir(name, dir_fd=folder)
-        except OSError as error:
-            self._fail(error, path, "rmdir")
+        with beneath.folder_of(path) as (folder, name):
+            os.rmdir(name, dir_fd=folder)
 
-    @with_room
+    @takes_descriptor("scandir")
     def scandir(self, path: StrPath) -> list[str]:
         """All names in a folder, sorted. Bytes that are not UTF-8 come as lone surrogates (PEP 383)."""
-        try:
-            with self._entries(path) as entries:
-                return sorted(entry.name for entry in entries)
-        except OSError as error:
-            self._fail(error, path, "scandir")
+        with self._entries(path) as entries:
+            return sorted(entry.name for entry in entries)
 
-    @with_room
+    @takes_descriptor("scandir")
     def scandir_files(self, path: StrPath, *, own: bool = False) -> list[tuple[str, int]]:
         """(name, length) of the regular files in a folder, sorted; a symbolic link counts as what it leads to, but is
         refused in a folder of our `own` (`scandir_own`)."""
         found = []
         others: list[str] = []
-        try:
-            with self._entries(path) as entries:
-                for entry in entries:
-                    try:
-                        if entry.is_file(follow_symlinks=not own):
-                            found.append((entry.name, entry.stat().st_size))
-                        elif own:
-                            others.append(entry.path)
-                    except OSError as error:
-                        # Removed by its owner between the listing and the look at it, or a link that leads in a circle.
-                        if not isinstance(error, FileNotFoundError) and error.errno != errno.ELOOP:
-                            raise
-        except OSError as error:
-            self._fail(error, path, "scandir")
+        with self._entries(path) as entries:
+            for entry in entries:
+                try:
+                    if entry.is_file(follow_symlinks=not own):
+                        found.append((entry.name, entry.stat().st_size))
+                    elif own:
+                        others.append(entry.path)
+                except OSError as error:
+                    # Removed by its owner between the listing and the look at it, or a link that leads in a circle.
+                    if not isinstance(error, FileNotFoundError) and error.errno != errno.ELOOP:
+                        raise
         for other in sorted(others):
             self.check_own(other)
         return sorted(found)
 
-    @with_room
+    @takes_descriptor("scandir")
     def scandir_directories(self, path: StrPath) -> list[str]:
         """The names of the folders in a folder, sorted."""
-        try:
-            with self._entries(path) as entries:
-                return sorted(entry.name for entry in entries if _is_folder(entry))
-        except OSError as error:
-            self._fail(error, path, "scandir")
+        with self._entries(path) as entries:
+            return sorted(entry.name for entry in entries if _is_folder(entry))
 
-    @with_room
+    @takes_descriptor("scandir")
     def scandir_own(self, path: StrPath) -> tuple[list[str], list[str]]:
         """The names of the files and of the folders in a folder that is ours alone to write, each sorted. Any other
         thing in it, a link too, is a StoreIOError that names it. Costs no more than a listing where the system tells
@@ -486,15 +383,12 @@ class FileSystem:
         files: list[str] = []
         folders: list[str] = []
         others: list[str] = []
-        try:
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    if entry.is_file(follow_symlinks=False):
-                        files.append(entry.name)
-                    else:
-                        (folders if entry.is_dir(follow_symlinks=False) else others).append(entry.name)
-        except OSError as error:
-            self._fail(error, path, "scandir")
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_file(follow_symlinks=False):
+                    files.append(entry.name)
+                else:
+                    (folders if entry.is_dir(follow_symlinks=False) else others).append(entry.name)
         for name in sorted(others):
             self.check_own(os.path.join(path, name))
         return sorted(files), sorted(folders)
@@ -519,20 +413,17 @@ class FileSystem:
         """Length of a descriptor's or a path's file in bytes."""
         return self.stat(file).st_size
 
-    @with_room
+    @takes_descriptor("take_after")
     def take_after(self, file: int | StrPath, found: os.stat_result) -> None:
         """Give a file or folder the mode and the times of another, and its owner where that is allowed. The owner may
         read and write it in any case; who runs a file does so as himself."""
-        try:
-            with self._descriptor(file) as fd:
-                self.give_to(fd, found)
-                folder = stat.S_ISDIR(found.st_mode)
-                os.chmod(fd, stat.S_IMODE(found.st_mode) | 0o700 if folder else found.st_mode & 0o777 | 0o600)
-                os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))
-        except OSError as error:
-            self._fail(error, file, "take_after")
+        with self._descriptor(file) as fd:
+            self.give_to(fd, found)
+            folder = stat.S_ISDIR(found.st_mode)
+            os.chmod(fd, stat.S_IMODE(found.st_mode) | 0o700 if folder else found.st_mode & 0o777 | 0o600)
+            os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))
 
-    @with_room
+    @takes_descriptor("chown")
     def give_to(self, file: int | StrPath, found: os.stat_result) -> None:
         """Give a file or folder the owner of another, where that is allowed: not to every root it is, as of a container
         or over NFS, and not every file system has owners."""
@@ -541,8 +432,8 @@ class FileSystem:
                 with self._descriptor(file) as fd:
                     os.chown(fd, found.st_uid, found.st_gid)
             except OSError as error:
-                if error.errno not in (errno.EPERM, *_UNSUPPORTED):
-                    self._fail(error, file, "chown")
+                if error.errno not in (errno.EPERM, *system.UNSUPPORTED):
+                    raise
 
     def exists(self, path: StrPath) -> bool:
         """Whether the name leads to something. An error other than "no such file" raises: unknown is not absent."""
@@ -554,7 +445,7 @@ class FileSystem:
 
     def boot_id(self) -> str | None:
         """Return an id of the machine's present run, which a reboot changes; None if the system has none."""
-        return _boot_id()
+        return system.boot_id()
 
     # -- whole files, made of the calls above -------------------------------------------------------------------------
 
@@ -625,7 +516,7 @@ class FileSystem:
         return done
 
     def _fail(self, error: OSError, file: int | StrPath, operation: str) -> NoReturn:
-        if isinstance(error, FileNotFoundError | FileExistsError):
+        if isinstance(error, FileNotFoundError | FileExistsError | MQStoreError):
             raise error
         raise_os_error(error, self.path_of(file) if isinstance(file, int) else file, operation)
 

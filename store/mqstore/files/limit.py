@@ -3,24 +3,20 @@
 There is one rule. Everything that is only cached is given back, and the call that failed is made once more. The limit
 belongs to the process, so all caches of all its stores give back.
 
-`FileSystem` makes every call that takes a descriptor, and applies the rule there (`with_room`). A cache takes part by
-`register`. Its `give_back` runs in any thread and with any lock of a store held, so it must not wait for a lock under
-which a file is opened or mapped.
+`FileSystem` makes every call that takes a descriptor, and applies the rule there (`takes_descriptor`). A cache takes
+part by `register`. Its `give_back` runs in any thread and with any lock of a store held, so it must not wait for a lock
+under which a file is opened or mapped.
 """
 
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import resource
 import weakref
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
-from mqstore.errors import StoreIOError
-
-__all__ = ["TOO_MANY_OPEN", "free_descriptors", "register", "with_room"]
+__all__ = ["TOO_MANY_OPEN", "free_descriptors", "give_back", "register"]
 
 TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 """No descriptor is free, of the process or of the system."""
@@ -29,10 +25,6 @@ TOO_MANY_OPEN = (errno.EMFILE, errno.ENFILE)
 class _Cache(Protocol):
     def give_back(self) -> None: ...
 
-
-Self_ = TypeVar("Self_")
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 
 _caches: weakref.WeakValueDictionary[int, _Cache] = weakref.WeakValueDictionary()
 
@@ -45,25 +37,12 @@ def register(cache: _Cache) -> None:
     _caches[id(cache)] = cache
 
 
-def with_room(
-    method: Callable[Concatenate[Self_, Arguments], Result],
-) -> Callable[Concatenate[Self_, Arguments], Result]:
-    """Decorate a method that takes a descriptor: when none is free, all caches give back and it is called once more."""
-
-    @functools.wraps(method)
-    def call(self: Self_, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        try:
-            return method(self, *args, **kwargs)
-        except StoreIOError as error:
-            if error.errno not in TOO_MANY_OPEN:
-                raise
-        for reference in _caches.valuerefs():
-            cache = reference()
-            if cache is not None:
-                cache.give_back()
-        return method(self, *args, **kwargs)
-
-    return call
+def give_back() -> None:
+    """Let every cache give back its descriptors."""
+    for reference in _caches.valuerefs():
+        cache = reference()
+        if cache is not None:
+            cache.give_back()
 
 
 def free_descriptors() -> int:

@@ -37,10 +37,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from portalocker import LockFlags
-from portalocker.exceptions import AlreadyLocked, LockException
-from portalocker.portalocker import FlockLocker
-
 from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import MQStoreError, StoreFullError, StoreIOError, StoreLockedError, raise_os_error
 from mqstore.files.beneath import resolved
@@ -52,9 +48,6 @@ _PREFIX = b"lock\n"
 _CONTENT_BYTES_MAX = 4096
 _POLL_MS_MIN = 1
 _POLL_MS_MAX = 50
-
-# By class and not by `portalocker.lock`, whose kind of lock any part of the program can change globally.
-_FLOCK = FlockLocker()
 
 # struct flock of the two platforms; "0q" pads to the size that the system copies.
 if sys.platform == "darwin":
@@ -80,6 +73,15 @@ else:
 
 # macOS has the call too, but its headers call it private and POSIX lockers do not always see it.
 _SET_BYTE: int | None = getattr(fcntl, "F_OFD_SETLK", None) if sys.platform == "linux" else None
+
+
+def _lock_file(fd: int) -> bool:
+    """Take the lock of the open file without waiting; False when someone holds it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _lock_byte(fd: int) -> bool:
@@ -192,7 +194,7 @@ class WriterLock:
             try:
                 # Explicitly, not only by closing: a child forked by C code may still have the descriptor.
                 fcntl.fcntl(fd, fcntl.F_SETLK if _SET_BYTE is None else _SET_BYTE, _pack(fcntl.F_UNLCK))
-                _FLOCK.unlock(fd)
+                fcntl.flock(fd, fcntl.LOCK_UN)
             finally:
                 for identity in [identity for identity, lock in _registry.items() if lock is self]:
                     del _registry[identity]
@@ -235,15 +237,7 @@ class WriterLock:
 
     def _lock(self, fd: int) -> None:
         try:
-            try:
-                _FLOCK.lock(fd, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
-            except AlreadyLocked:
-                raise _TakenError(_holder(self._fs, fd)) from None
-            except LockException as error:
-                # Some network file systems answer with EOFError; portalocker wraps whatever came.
-                cause = error.__cause__
-                raise (cause if isinstance(cause, OSError) else OSError(errno.EIO, str(error))) from None
-            if not _lock_byte(fd):
+            if not (_lock_file(fd) and _lock_byte(fd)):
                 raise _TakenError(_holder(self._fs, fd))
         except MQStoreError:
             raise

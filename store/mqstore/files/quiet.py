@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from mqstore.files.beneath import open_file
-from mqstore.files.filesystem import FILE_MODE, FileSystem, StrPath
-from mqstore.files.limit import with_room
+from mqstore.files.filesystem import FILE_MODE, FileSystem, StrPath, takes_descriptor
 
 __all__ = ["QUIET", "QuietFileSystem"]
 
@@ -45,14 +44,11 @@ class QuietFileSystem(FileSystem):
     ReadOnlyStoreError []
     """
 
-    @with_room
+    @takes_descriptor("open")
     def open(self, path: StrPath, flags: int, mode: int = FILE_MODE) -> int:
         if flags & _CHANGES:
             self._refuse(path, "open for writing")
-        try:
-            fd = _open_quietly(path, flags)
-        except OSError as error:
-            self._fail(error, path, "open")
+        fd = _open_quietly(path, flags)
         self._paths[fd] = os.fspath(path)
         return fd
 

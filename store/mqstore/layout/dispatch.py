@@ -7,10 +7,10 @@
 No unit has a record whose queue is a batch queue, another kind of file that only RocketMQ writes (`batch_topics`, and
 whatever is a whole batch itself).
 
-The properties of all records are taken apart together (`pairs`), each distinct one once.
-
-Arrays have a fixed price, and it would be paid for each message that somebody waits for: `few` takes up to eight
-records with a struct each. Both ways end in the same `Output`; whatever is not an ordinary record is left to arrays.
+What the properties of a record ask for is found by compiled code for many records of the ordinary kind, else by
+`_code` and `_index_hashes`. Arrays have a fixed price, and it would be paid for each message that somebody waits for:
+`few` takes up to eight records with a struct each. Both ways end in the same `Output`; whatever is not an ordinary
+record is left to arrays.
 
 Pure: fed with damaged bytes it gives useless rows, never an error or a read outside the buffer.
 """
@@ -28,10 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.layout.consumequeue import LAST_ADDRESS, UNIT, UNIT_DTYPE, VOID_SIZE
-from mqstore.layout.javahash import index_hash_many, java_hash, java_hash_many, tag_hash
-from mqstore.layout.pairs import Pairs
+from mqstore.layout.javahash import java_hash, tag_hash
 from mqstore.layout.properties import (
-    DELAY,
     INNER_MULTI_DISPATCH,
     INNER_MULTI_QUEUE_OFFSET,
     NAME_END,
@@ -87,13 +85,9 @@ _START = Struct(">ii").unpack_from  # totalSize, magic
 _QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
 _I4 = Struct(">i").unpack_from
 _I8 = Struct(">q").unpack_from
-_MAX_I64 = (1 << 63) - 1
 _Int64s = npt.NDArray[np.int64]
 _Int32s = npt.NDArray[np.int32]
 _Bools = npt.NDArray[np.bool_]
-
-_SPACE = 0x20
-
 
 # Rows of the table that `kernel.list` fills.
 _LISTED_ROWS = 7
@@ -228,22 +222,12 @@ def rows_of(
     """
     view = memoryview(buf)
     topics, topic = topics_of(view, headers)
-    prefixes = np.array([_prefix(name) for name in topics], np.int32)
-    told = None
+    columns = None
+    light: list[int] = []
     if headers.run is not None and not batch_topics and SCHEDULE_TOPIC not in topics:
-        told = _listed(view, headers.run, len(headers), base, topics, prefixes)
-    named = np.zeros(0, np.int64)
-    if told is None:
-        transaction = headers.sys_flag & TRANSACTION_MASK
-        has_unit = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
-        has_unit &= headers.sys_flag & INNER_BATCH == 0
-        if batch_topics:
-            has_unit &= ~np.isin(topic, [i for i, name in enumerate(topics) if name in batch_topics])
-        tags, named, entry_row, entry_hash = _tags_and_entries(view, headers, prefixes, topic)
-        indexed = (transaction != TRANSACTION_ROLLBACK)[entry_row]
-        if SCHEDULE_TOPIC in topics:
-            _deliver_times(view, headers, np.flatnonzero(topic == topics.index(SCHEDULE_TOPIC)), tags, delay_table_ms)
-        told = _Told(tags, has_unit, entry_row[indexed], entry_hash[indexed], None)
+        columns = _compiled_columns(view, headers.run, len(headers), base, topics)
+    if columns is None:
+        columns, light = _columns_of(view, headers, topics, topic, delay_table_ms, batch_topics)
     rows = Rows(
         records=len(headers),
         topics=topics,
@@ -253,13 +237,13 @@ def rows_of(
         physical_offset=headers.positions + base,
         size=headers.size,
         store_timestamp_ms=headers.store_timestamp_ms,
-        **told._asdict(),
+        **columns._asdict(),
     )
-    return _with_light(rows, view, headers, named) if len(named) else rows
+    return _with_light(rows, view, headers, light) if light else rows
 
 
-class _Told(NamedTuple):
-    """What `Rows` has that is not in the records' headers."""
+class _Columns(NamedTuple):
+    """Columns of `Rows` that are not in the records' headers."""
 
     tags_code: _Int64s
     has_unit: _Bools
@@ -268,9 +252,43 @@ class _Told(NamedTuple):
     queues: list[Listed] | None
 
 
-def _listed(view: memoryview, run: Run, count: int, base: int, topics: list[str], prefixes: _Int32s) -> _Told | None:
-    """What is told of records by compiled parts; None for what takes more patience."""
+def _columns_of(
+    view: memoryview,
+    headers: Headers,
+    topics: list[str],
+    topic: _Int64s,
+    delay_table_ms: Sequence[int],
+    batch_topics: Collection[str],
+) -> tuple[_Columns, list[int]]:
+    """Return the columns, made record by record, and the rows of records that may name light queues."""
+    transaction = headers.sys_flag & TRANSACTION_MASK
+    has_unit = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
+    has_unit &= headers.sys_flag & INNER_BATCH == 0
+    if batch_topics:
+        has_unit &= ~np.isin(topic, [i for i, name in enumerate(topics) if name in batch_topics])
+    tags = np.zeros(len(headers), np.int64)
+    light: list[int] = []
+    entry_row: list[int] = []
+    entry_hash: list[int] = []
+    rows = np.flatnonzero(headers.properties_size)
+    blobs = _slices(view, headers.properties_position[rows], headers.properties_size[rows])
+    fields = (rows, topic[rows], transaction[rows], headers.store_timestamp_ms[rows])
+    for blob, row, which, ends, stamp in zip(blobs, *(field.tolist() for field in fields), strict=True):
+        found = _named(blob)
+        tags[row] = _code(topics[which], found, stamp, delay_table_ms)
+        if _LIGHT in found:
+            light.append(row)
+        if ends != TRANSACTION_ROLLBACK:
+            hashes = _index_hashes(topics[which], found)
+            entry_row += [row] * len(hashes)
+            entry_hash += hashes
+    return _Columns(tags, has_unit, np.array(entry_row, np.int64), np.array(entry_hash, np.int32), None), light
+
+
+def _compiled_columns(view: memoryview, run: Run, count: int, base: int, topics: list[str]) -> _Columns | None:
+    """Return the columns, made by compiled code; None if a record is not of the ordinary kind."""
     assert kernel is not None
+    prefixes = np.array([_prefix(name) for name in topics], np.int32)
     empty = run.spares.empty
     out, has_unit, units = (
         empty((_LISTED_ROWS, count + ROW_SPACE), np.int64),
@@ -291,7 +309,7 @@ def _listed(view: memoryview, run: Run, count: int, base: int, topics: list[str]
         queues.append(Listed(topics[which], queue_id, rows, slots, units[start:end], bool(follow)))
         start = end
     entries = np.frombuffer(entry_row, np.int64), np.frombuffer(entry_hash, np.int32)
-    return _Told(out[_TAGS_CODE, :count], has_unit, *entries, queues)
+    return _Columns(out[_TAGS_CODE, :count], has_unit, *entries, queues)
 
 
 def light_queues(topic: str, queue_id: int, properties: bytes) -> list[tuple[str, int, int]]:
@@ -319,12 +337,12 @@ def light_queues(topic: str, queue_id: int, properties: bytes) -> list[tuple[str
     return queues
 
 
-def _with_light(rows: Rows, view: memoryview, headers: Headers, named: _Int64s) -> Rows:
-    """`rows`, and those of the light queues that the records in rows `named` may name."""
+def _with_light(rows: Rows, view: memoryview, headers: Headers, light: list[int]) -> Rows:
+    """`rows`, and those of the light queues that the records in rows `light` may name."""
     numbers = {name: i for i, name in enumerate(rows.topics)}
     of_row: list[int] = []
     queues: list[tuple[int, int, int]] = []
-    named = named[rows.has_unit[named]]
+    named = np.array(light)[rows.has_unit[light]]
     blobs = _slices(view, headers.properties_position[named], headers.properties_size[named])
     for row, blob in zip(named.tolist(), blobs, strict=True):
         for name, its_id, number in light_queues(rows.topics[rows.topic[row]], int(rows.queue_id[row]), blob):
@@ -365,85 +383,6 @@ def topics_of(view: memoryview, headers: Headers) -> tuple[list[str], _Int64s]:
     return [name.decode("utf-8", "surrogateescape") for name in numbers], np.array(index, np.int64)
 
 
-def _tags_and_entries(
-    view: memoryview, headers: Headers, prefixes: _Int32s, topic: _Int64s
-) -> tuple[_Int64s, _Int64s, _Int64s, _Int32s]:
-    """(tags code per record, rows that may name light queues, row per index entry, hash per index entry)."""
-    tags = np.zeros(len(headers), np.int64)
-    sizes = headers.properties_size
-    rows = np.flatnonzero(sizes)
-    if not len(rows):
-        return tags, rows, rows, np.zeros(0, np.int32)
-    numbers: dict[bytes, int] = {}
-    blobs = _slices(view, headers.properties_position[rows], sizes[rows])
-    which = np.array([numbers.setdefault(blob, len(numbers)) for blob in blobs], np.int64)
-    pairs = Pairs.of(list(numbers))
-    tags[rows] = _tags_code(pairs, len(numbers))[which]
-    light = np.unique(pairs.blob[pairs.name_size == len(INNER_MULTI_DISPATCH)])  # by a name of its length
-    named = rows[np.isin(which, light)]
-    # Entries of each distinct blob, repeated for every record that bears it.
-    key_blob, key_start, key_size = _keys(pairs)
-    per_blob = np.bincount(key_blob, minlength=len(numbers))
-    first = np.cumsum(per_blob) - per_blob
-    repeats = per_blob[which]
-    entry_row = np.repeat(rows, repeats)
-    within = np.arange(len(entry_row)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-    key = np.repeat(first[which], repeats) + within
-    hashes = index_hash_many(pairs.data, key_start[key], key_size[key], initial=prefixes[topic[entry_row]])
-    return tags, named, entry_row, hashes
-
-
-def _tags_code(pairs: Pairs, count: int) -> _Int64s:
-    """Java hash of TAGS for each of `count` blobs, 0 without (format#tags-code)."""
-    codes = np.zeros(count, np.int64)
-    tags = pairs.named(b"TAGS")
-    if len(tags):
-        codes[pairs.blob[tags]] = java_hash_many(pairs.data, pairs.value[tags], pairs.value_size[tags])
-    return codes
-
-
-def _keys(pairs: Pairs) -> tuple[_Int64s, _Int64s, _Int64s]:
-    """(blob, start, size) of each key to index: UNIQ_KEY first, then the words of KEYS, by blob."""
-    unique = pairs.named(b"UNIQ_KEY")
-    keys = pairs.named(b"KEYS")
-    starts, sizes = pairs.value[keys], pairs.value_size[keys]
-    blob = pairs.blob[keys]
-    if len(keys):
-        spaces = np.flatnonzero(pairs.data == _SPACE)
-        owner = np.searchsorted(starts, spaces, side="right") - 1
-        spaces = spaces[(owner >= 0) & (spaces < (starts + sizes)[owner])]
-        if len(spaces):
-            # Every word begins at a value's start or behind a space, and ends at a space or a value's end.
-            ends = np.sort(np.concatenate((starts + sizes, spaces)))
-            value_starts = starts
-            starts = np.sort(np.concatenate((starts, spaces + 1)))
-            sizes = ends - starts
-            blob = blob[np.searchsorted(value_starts, starts, side="right") - 1]
-            words = sizes > 0
-            starts, sizes, blob = starts[words], sizes[words], blob[words]
-    if not len(unique):
-        return blob, starts, sizes
-    blob = np.concatenate((pairs.blob[unique], blob))
-    order = np.argsort(blob, kind="stable")
-    return (
-        blob[order],
-        np.concatenate((pairs.value[unique], starts))[order],
-        np.concatenate((pairs.value_size[unique], sizes))[order],
-    )
-
-
-def _deliver_times(
-    view: memoryview, headers: Headers, rows: npt.NDArray[np.intp], tags: _Int64s, delay_table_ms: Sequence[int]
-) -> None:
-    """Units of delayed messages bear the time of delivery in place of the tags code (format#tags-code)."""
-    blobs = _slices(view, headers.properties_position[rows], headers.properties_size[rows])
-    for row, blob in zip(rows.tolist(), blobs, strict=True):
-        delay_ms = _delay_ms(blob, delay_table_ms)
-        if delay_ms is not None:
-            # Of arrays, which wrap in silence where a damaged time is near the end of all.
-            tags[row : row + 1] = headers.store_timestamp_ms[row : row + 1] + delay_ms
-
-
 _LONGEST_DELAY_MS = 10 * 366 * 86_400_000
 
 
@@ -470,14 +409,6 @@ def as_kept(
     kept = wanted.copy()
     kept["tags_code"][other] = found["tags_code"][other]
     return kept
-
-
-def _delay_ms(properties: bytes, delay_table_ms: Sequence[int]) -> int | None:
-    """How long the level in DELAY means to wait; None when there is no level."""
-    level = decode_properties(properties).get(DELAY, "")
-    if level.isascii() and level.isdigit() and len(level) < 10 and int(level) > 0:
-        return delay_table_ms[min(int(level), len(delay_table_ms)) - 1] if delay_table_ms else 1000
-    return None
 
 
 # --- few ------------------------------------------------------------------------------------------------------------
@@ -510,21 +441,19 @@ def few(
             return None
         size, queue_id, queue_offset, sys_flag, stamp, topic_bytes, properties = record
         topic = topic_bytes.decode("utf-8", "surrogateescape")
-        if sys_flag & INNER_BATCH or topic in batch_topics or properties.find(_LIGHT) >= 0:
+        found = _named(properties)
+        if sys_flag & INNER_BATCH or topic in batch_topics or _LIGHT in found:
             return None
-        tags, unique, keys = _named(properties) if properties else (b"", b"", b"")
         transaction = sys_flag & TRANSACTION_MASK
         number = numbers.setdefault(topic_bytes, len(numbers))
         if transaction in (0, TRANSACTION_COMMIT):
-            code = _code(topic, tags, properties, stamp, delay_table_ms)
-            if code > _MAX_I64:
-                return None
+            code = _code(topic, found, stamp, delay_table_ms)
             key = number, queue_id & 0xFFFF_FFFF
             _, _, offsets, units = queues.setdefault(key, (topic, queue_id, [], []))
             offsets.append(queue_offset)
             units.append(UNIT.pack(base + at, size, code))
-        if (unique or keys) and transaction != TRANSACTION_ROLLBACK:
-            own = _index_hashes(topic, unique, keys)
+        if transaction != TRANSACTION_ROLLBACK:
+            own = _index_hashes(topic, found)
             hashes += own
             physical_offsets += [base + at] * len(own)
             stamps += [stamp] * len(own)
@@ -544,8 +473,7 @@ def tags_code_at(buf: ReadableBuffer, position: int, delay_table_ms: Sequence[in
     record = _ordinary(view, position)
     if record is None:
         return 0
-    topic, properties = record[5].decode("utf-8", "surrogateescape"), record[6]
-    return _code(topic, _named(properties)[0], properties, record[4], delay_table_ms)
+    return _code(record[5].decode("utf-8", "surrogateescape"), _named(record[6]), record[4], delay_table_ms)
 
 
 def is_listed(buf: ReadableBuffer, position: int, topic: str, queue_id: int, slot: int) -> bool:
@@ -603,31 +531,35 @@ def _ordinary(view: memoryview, at: int) -> tuple[int, int, int, int, int, bytes
     )
 
 
-def _named(properties: bytes) -> tuple[bytes, bytes, bytes]:
-    """Values of TAGS, UNIQ_KEY and KEYS, b"" without: the last of each that has one, as readers parse them."""
+# --- one record -----------------------------------------------------------------------------------------------------
+
+
+def _named(properties: bytes) -> dict[bytes, bytes]:
+    """Values by name, the last of each name that has one, as readers parse them (format#properties)."""
     found: dict[bytes, bytes] = {}
     for piece in properties.split(PAIR_END):
         name, _, value = piece.partition(NAME_END)
         if value:
             found[name] = value
-    get = found.get
-    return get(b"TAGS", b""), get(b"UNIQ_KEY", b""), get(b"KEYS", b"")
+    return found
 
 
-def _code(topic: str, tags: bytes, properties: bytes, stamp: int, delay_table_ms: Sequence[int]) -> int:
+def _code(topic: str, found: dict[bytes, bytes], stamp: int, delay_table_ms: Sequence[int]) -> int:
+    """The tags code of a unit: the hash of TAGS, or the time of delivery in the topic of delay levels
+    (format#tags-code). Beyond 64 bits it goes round, for a damaged time may be near the end of all."""
     if topic == SCHEDULE_TOPIC:
-        delay_ms = _delay_ms(properties, delay_table_ms)
-        if delay_ms is not None:
-            return stamp + delay_ms
+        level = found.get(b"DELAY", b"")
+        if level.isdigit() and len(level) < 10 and int(level) > 0:
+            delay_ms = delay_table_ms[min(int(level), len(delay_table_ms)) - 1] if delay_table_ms else 1000
+            return (stamp + delay_ms + (1 << 63)) % (1 << 64) - (1 << 63)
+    tags = found.get(b"TAGS")
     return tag_hash(tags.decode("utf-8", "replace")) if tags else 0
 
 
-def _index_hashes(topic: str, unique: bytes, keys: bytes) -> list[int]:
+def _index_hashes(topic: str, found: dict[bytes, bytes]) -> list[int]:
     """Hashes of the index entries of one record (format#key-hash): UNIQ_KEY first, then the words of KEYS."""
-    wanted = [unique] if unique else []
-    wanted += [word for word in keys.split(b" ") if word]
-    prefix = _prefix(topic)
-    hashes = [abs(java_hash(key.decode("utf-8", "replace"), prefix)) for key in wanted]
+    wanted = [word for word in (found.get(b"UNIQ_KEY", b""), *found.get(b"KEYS", b"").split(b" ")) if word]
+    hashes = [abs(java_hash(key.decode("utf-8", "replace"), _prefix(topic))) for key in wanted]
     return [0 if value > 0x7FFF_FFFF else value for value in hashes]
 
 

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.errors import FormatError
-from mqstore.native import fence
+from mqstore.native import fence, kernel
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -65,7 +65,6 @@ ENTRY_DTYPE: Final = np.dtype(
 
 _MAX_I32: Final = 0x7FFF_FFFF
 _SECOND_MS: Final = 1000
-_FEW: Final = 8  # up to so many entries are put one by one, for setting numpy to work costs more
 _DEFAULT_ENTRIES_PER_SLOT: Final = 4  # of the Java broker's defaults and of ours (format#sizes)
 
 
@@ -132,15 +131,6 @@ def _check_length(view: memoryview, slots: int, entries: int) -> None:
         )
 
 
-def _tables(buf: ReadableBuffer, slots: int, entries: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.void]]:
-    """Slots and entries of a whole file as arrays over its memory."""
-    view = memoryview(buf)
-    _check_length(view, slots, entries)
-    slot_table = np.frombuffer(view, SLOT_DTYPE, slots, HEADER_BYTES)
-    entry_table = np.frombuffer(view, ENTRY_DTYPE, entries, HEADER_BYTES + SLOT_BYTES * slots)
-    return slot_table, entry_table
-
-
 def put_entries(
     buf: WriteableBuffer,
     slots: int,
@@ -155,11 +145,11 @@ def put_entries(
     after the other, except that entry 1 gets timeDiff 0 instead of one relative to another file. Who calls leaves
     out what is in the file already (physical offsets below endPhyOffset).
 
-    Entries are stored first, then the header, then the slots, with a fence between them: a reader that takes slot,
-    header and entry in this order never meets a number that is not there yet. If a signal handler raises in between,
-    header and slots are put back, so that the caller can put the same entries again. Header and slots are assigned
-    whole: `pack_into` clears what it will write to, and a reader in another process that looked in between would find
-    no entry at all.
+    Entries are stored before the header that counts them, and that before the slots, with a fence between: a reader
+    that takes slot, header and entry in this order never meets a number that is not there yet. If a signal handler
+    raises in between, header and slots are put back, so that the caller can put the same entries again; compiled code
+    cannot be interrupted. Header and slots are assigned whole: `pack_into` clears what it will write to, and a reader
+    in another process that looked in between would find no entry at all.
 
     Raises ValueError for a negative hash or unequal lengths, FormatError for a short buffer or a header whose
     indexCount no file of this shape has; nothing was written then.
@@ -172,76 +162,15 @@ def put_entries(
     if not len(hashes) == len(physical_offsets) == len(store_timestamps_ms):
         raise ValueError(f"{len(hashes)} hashes, {len(physical_offsets)} offsets, {len(store_timestamps_ms)} times")
     count = min(len(hashes), entries - header.next_entry)
-    if count == 0:
-        return 0
-    if count <= _FEW:
-        _put_few(buf, slots, header, hashes[:count], physical_offsets[:count], store_timestamps_ms[:count])
-        return count
-    slot_table, entry_table = _tables(buf, slots, entries)
-    key_hash = np.asarray(hashes[:count], np.int64)
-    physical_offset = np.asarray(physical_offsets[:count], np.int64)
-    time = np.asarray(store_timestamps_ms[:count], np.int64)
-    if key_hash.min() < 0 or key_hash.max() > _MAX_I32:
-        raise ValueError("a key hash must be within 0..2147483647")
-
-    number = np.arange(header.next_entry, header.next_entry + count)
-    # Puts into the same slot one behind the other, each chained to the one before, the first to what the slot holds.
-    slot = key_hash % slots
-    order = _stable_order(slot)
-    slot, number_by_slot = slot[order], number[order]
-    opens = np.ones(count, np.bool_)
-    opens[1:] = slot[1:] != slot[:-1]
-    previous_by_slot = np.empty(count, np.int64)
-    previous_by_slot[1:] = number_by_slot[:-1]
-    stored = slot_table[slot[opens]]
-    held = stored.astype(np.int64)
-    held[(held < 0) | (held > number_by_slot[opens])] = 0  # what no chain can have led to
-    previous_by_slot[opens] = held
-    closes = np.ones(count, np.bool_)
-    closes[:-1] = opens[1:]
-
-    begin = (
-        header
-        if header.next_entry > 1
-        else header._replace(begin_timestamp_ms=int(time[0]), begin_physical_offset=int(physical_offset[0]))
-    )
-    seconds = np.zeros(count, np.int64)
-    if begin.begin_timestamp_ms > 0:
-        # A time before 1970 is garbage: as 0 it cannot make the difference wrap round.
-        seconds = np.clip((np.maximum(time, 0) - begin.begin_timestamp_ms) // _SECOND_MS, 0, _MAX_I32)
-
-    added = entry_table[header.next_entry : header.next_entry + count]
-    added["key_hash"] = key_hash
-    added["physical_offset"] = physical_offset
-    added["seconds"] = seconds
-    added["previous"][order] = previous_by_slot
-    after = begin._replace(
-        end_timestamp_ms=int(time[-1]),
-        end_physical_offset=int(physical_offset[-1]),
-        used_slots=_wrapped(begin.used_slots + int(np.count_nonzero(held == 0))),
-        next_entry=header.next_entry + count,
-    )
-    with memoryview(buf) as view:
-        try:
-            fence()
-            view[:HEADER_BYTES] = after.encode()
-            fence()
-            slot_table[slot[closes]] = number_by_slot[closes]
-        except BaseException:
-            slot_table[slot[opens]] = stored
-            view[:HEADER_BYTES] = header.encode()
-            raise
+    columns = hashes[:count], physical_offsets[:count], store_timestamps_ms[:count]
+    if kernel is not None:
+        kernel.put_entries(buf, slots, header.next_entry, *(np.ascontiguousarray(each, np.int64) for each in columns))
+    elif count:
+        _put_each(buf, slots, header, *columns)
     return count
 
 
-def _stable_order(slot: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """As a stable argsort of numbers in 0..2147483647. By halves: 16 bits numpy sorts by digits, six times as fast for
-    both as it merges what is wider."""
-    by_low = np.argsort(slot.astype(np.uint16), kind="stable")
-    return by_low[np.argsort((slot >> 16).astype(np.uint16)[by_low], kind="stable")]
-
-
-def _put_few(
+def _put_each(
     buf: WriteableBuffer,
     slots: int,
     header: IndexHeader,
@@ -249,7 +178,7 @@ def _put_few(
     physical_offsets: npt.NDArray[np.integer[Any]] | Sequence[int],
     store_timestamps_ms: npt.NDArray[np.integer[Any]] | Sequence[int],
 ) -> None:
-    """`put_entries` of at least one entry, and no more than fit, one by one."""
+    """As `put_entries`, of at least one entry, and no more than fit."""
     rows = [*zip(map(int, hashes), map(int, physical_offsets), map(int, store_timestamps_ms), strict=True)]
     if any(not 0 <= key_hash <= _MAX_I32 for key_hash, _, _ in rows):
         raise ValueError("a key hash must be within 0..2147483647")
@@ -365,7 +294,10 @@ def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProb
         problems = [problem]
     else:
         problems = []
-    slot_table, entry_table = _tables(buf, slots, entries)
+    view = memoryview(buf)
+    _check_length(view, slots, entries)
+    slot_table = np.frombuffer(view, SLOT_DTYPE, slots, HEADER_BYTES)
+    entry_table = np.frombuffer(view, ENTRY_DTYPE, entries, HEADER_BYTES + SLOT_BYTES * slots)
     header = IndexHeader.decode(buf)
     if not 1 <= header.next_entry <= entries:
         # Nothing can be said of entries when it is not known which there are.

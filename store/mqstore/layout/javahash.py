@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["index_hash", "index_hash_many", "java_hash", "java_hash_many", "tag_hash"]
+__all__ = ["index_hash", "java_hash", "java_hash_many", "tag_hash"]
 
 _MASK = 0xFFFF_FFFF
 _SIGN = 0x8000_0000
@@ -108,19 +108,6 @@ def java_hash_many(
         text = data[start : start + size].tobytes().decode("utf-8", "replace")
         hashes[i] = java_hash(text, int(prefixes[i])) & _MASK
     return hashes.view(np.int32)
-
-
-def index_hash_many(
-    data: npt.NDArray[np.uint8],
-    starts: npt.NDArray[np.integer[Any]],
-    sizes: npt.NDArray[np.integer[Any]],
-    *,
-    initial: int | npt.NDArray[np.int32] = 0,
-) -> npt.NDArray[np.int32]:
-    """`index_hash` of many keys, int32 and >= 0; arguments as of `java_hash_many`, `initial` the hash of `topic#`."""
-    hashes = java_hash_many(data, starts, sizes, initial=initial)
-    # abs(-2147483648) wraps to itself in int32 as it does in Java.
-    return np.maximum(np.abs(hashes), 0)
 
 
 def _hash_block(

@@ -2,7 +2,7 @@
 
 The properties of all records are laid end to end, each closed by an 02, so that every pair of every record ends at an
 02. What is a pair and what is junk follows the parse rule of `decode_properties`; nothing here makes a Python object
-per record. Dispatch draws tags and keys from it, columnar readers their columns.
+per record. Columnar readers draw their columns from it.
 
 Pure: fed with damaged bytes it finds useless pairs, never reads outside the data.
 """

@@ -50,7 +50,6 @@ __all__ = [
     "content_end",
     "find_next",
     "gather",
-    "ordinary_bodies",
     "read_run",
     "topic_is",
     "verify",
@@ -512,56 +511,12 @@ def _slices(view: memoryview, starts: _Int64s, ends: _Int64s) -> map[memoryview]
 def _records_hold(view: memoryview, starts: _Int64s, sizes: _Int64s, stored: npt.NDArray[np.uint32]) -> _Bools:
     """Compare the CRC-32C of whole records. The state behind the checksum field, which counts as zero, depends on size
     and magic alone, so it is computed once for each such pair."""
-    holds: _Bools = np.empty(len(starts), np.bool_)
-    if kernel is not None:
-        kernel.records_hold(view, starts, sizes, np.ascontiguousarray(stored), holds)
-        return holds
     pairs, which = np.unique(_column(view, starts, ">i8"), return_inverse=True)
     states = [crc32c.crc32c(pair.to_bytes(8, "big", signed=True) + bytes(4)) for pair in pairs.tolist()]
     begun = map(states.__getitem__, which.tolist())
     computed = map(crc32c.crc32c, _slices(view, starts + _record.QUEUE_ID_AT, starts + sizes), begun)
-    return np.equal(np.fromiter(computed, np.uint32, len(starts)), stored, out=holds)
-
-
-def ordinary_bodies(
-    buf: ReadableBuffer,
-    starts: _Int64s,
-    physical: _Int64s,
-    sizes: _Int64s,
-    slots: _Int64s,
-    queue_id: int,
-    topic: bytes,
-    *,
-    copied: bool,
-    checksums: bool,
-    headers: bool = False,
-) -> tuple[_Int64s, npt.NDArray[np.uint8] | None, Headers | None] | None:
-    """Whether the records at `starts`, to which units of a queue lead, are all sound, as the units say, and nothing
-    rare; by compiled parts, in one pass. None: not so, or there are none of these, and Python has to look.
-
-    Else (where each body ends in `buf`, -1 for one that is compressed or has a host that is not IPv4; with `copied` all
-    bodies one after the other, unless one is such; with `headers` those of all, for less than looking again). Without
-    `checksums`, which are over the whole record, these are not compared (format#verifies).
-    """
-    if kernel is None:
-        return None
-    view = _bytes_of(buf)
-    fine, ends = np.empty(len(starts), np.bool_), np.empty(len(starts), np.int64)
-    # The sizes may be anything; those of good records add up to no more than there is, unless they overlap.
-    bodies = np.empty(min(int(sizes.sum()), len(view)), np.uint8) if copied else None
-    table = np.empty((6, len(starts)), np.int64) if headers else None
-    length = kernel.check_units(
-        *(view, starts, physical, sizes, slots, queue_id, topic, fine, ends, bodies, table, checksums)
-    )
-    if not fine.all():
-        return None
-    found = None
-    if table is not None:
-        found = gather(buf, starts)
-        found.take_parts(table)
-        if (found.physical_offset != physical).any():  # changed meanwhile, as another process's recovery changes them
-            return None
-    return ends, None if bodies is None or length < 0 else bodies[:length], found
+    holds: _Bools = np.fromiter(computed, np.uint32, len(starts)) == stored
+    return holds
 
 
 def content_end(buf: ReadableBuffer, start: int = 0, end: int | None = None) -> int:
@@ -575,13 +530,11 @@ def content_end(buf: ReadableBuffer, start: int = 0, end: int | None = None) -> 
     if kernel is not None and start <= high:
         last: int = kernel.content_end(view, start, high)
         return last
-    data = np.frombuffer(view, np.uint8)
     while high > start:
         low = max(start, high - _BLOCK_BYTES)
-        if data[low:high].any():
-            found = np.flatnonzero(data[low:high] != 0)  # a copy: numpy counts, then looks, and a writer may be at it
-            if len(found):
-                return low + int(found[-1]) + 1
+        used = len(view[low:high].tobytes().rstrip(b"\0"))
+        if used:
+            return low + used
         high = low
     return start
 

@@ -23,14 +23,14 @@ from mqstore.layout.record import (
     body_length_at,
     check_record,
 )
-from mqstore.layout.scan import Headers, gather, ordinary_bodies, topic_is, verify
+from mqstore.layout.scan import Headers, gather, topic_is, verify
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.news import News
 from mqstore.log.parts import StoreParts
 from mqstore.log.stretch import FEW
 from mqstore.native import kernel
 
-__all__ = ["Checked", "RecordChecker", "sound_records"]
+__all__ = ["Checked", "RecordChecker", "ordinary_bodies", "sound_records"]
 
 _QUEUE = Struct(">iiqqi").unpack_from  # queueId, flag, queueOffset, physicalOffset, sysFlag
 _I4 = Struct(">i").unpack_from
@@ -91,35 +91,24 @@ class RecordChecker:
             return Checked(None, np.zeros(len(physical), np.bool_))
         segment, buffer = there
         starts = physical - segment.start
-        good = stops <= segment.start + len(buffer)
-        headers: Headers | None = None
         if self.kernel is not None:
             unit = queue.queue_id, queue.topic_bytes
             found = ordinary_bodies(buffer, starts, physical, sizes, slots, *unit, copied=False, checksums=True)
             if found is not None:
                 return Checked(buffer, np.ones(len(starts), np.bool_), None, found[0])
-        if not self._verify_reads:
-            # Without checksums lengths are still followed, so that garbage cannot lead out of the record.
-            rows = np.flatnonzero(good & (starts + MIN_RECORD_BYTES <= len(buffer)))
-            headers = gather(buffer, starts[rows])
-            good[:] = False
-            good[rows] = headers.ok
-            return Checked(buffer, good, headers if good.all() else None)
-        if len(starts) <= FEW:
-            for i in range(len(starts)):
-                if good[i]:
-                    good[i] = self._check_one(
-                        queue, buffer, int(starts[i]), int(physical[i]), int(sizes[i]), int(slots[i])
-                    )
-        else:
-            rows, headers = sound_records(queue, buffer, starts, physical, sizes, slots, self._checksum)
-            good[:] = False
-            good[rows] = True
+        if self._verify_reads and len(starts) <= FEW:
+            units = zip(*(column.tolist() for column in (starts, physical, sizes, slots)), strict=True)
+            return Checked(buffer, np.array([self._is_sound(queue, buffer, *unit) for unit in units], np.bool_))
+        checksum = self._checksum if self._verify_reads else None
+        rows, headers = sound_records(queue, buffer, starts, physical, sizes, slots, checksum)
+        good = np.zeros(len(starts), np.bool_)
+        good[rows] = True
         return Checked(buffer, good, headers if good.all() else None)
 
-    def _check_one(
+    def _is_sound(
         self, queue: ConsumeQueue, buffer: mmap.mmap, start: int, physical: int, size: int, slot: int
     ) -> bool:
+        """As `sound_records`, of one record, without the fixed price of arrays."""
         check = check_record(buffer, start, len(buffer), physical, self._checksum)
         if check.status != "ok" or check.size != size:
             return False
@@ -132,6 +121,47 @@ class RecordChecker:
             if buffer[at : at + len(length) + len(topic)] == length + topic:
                 return True
         return is_listed(buffer, start, queue.topic, queue.queue_id, slot)
+
+
+def ordinary_bodies(
+    buf: mmap.mmap | bytes,
+    starts: npt.NDArray[np.int64],
+    physical: npt.NDArray[np.int64],
+    sizes: npt.NDArray[np.int64],
+    slots: npt.NDArray[np.int64],
+    queue_id: int,
+    topic: bytes,
+    *,
+    copied: bool,
+    checksums: bool,
+    headers: bool = False,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8] | None, Headers | None] | None:
+    """Whether the records at `starts`, to which units of a queue lead, are all sound, as the units say, and nothing
+    rare; by compiled parts, in one pass. None: not so, or there are none of these, and Python has to look.
+
+    Else (where each body ends in `buf`, -1 for one that is compressed or has a host that is not IPv4; with `copied` all
+    bodies one after the other, unless one is such; with `headers` those of all, for less than looking again). Without
+    `checksums`, which are over the whole record, these are not compared (format#verifies).
+    """
+    if kernel is None:
+        return None
+    view = memoryview(buf)
+    fine, ends = np.empty(len(starts), np.bool_), np.empty(len(starts), np.int64)
+    # The sizes may be anything; those of good records add up to no more than there is, unless they overlap.
+    bodies = np.empty(min(int(sizes.sum()), len(view)), np.uint8) if copied else None
+    table = np.empty((6, len(starts)), np.int64) if headers else None
+    length = kernel.check_units(
+        *(view, starts, physical, sizes, slots, queue_id, topic, fine, ends, bodies, table, checksums)
+    )
+    if not fine.all():
+        return None
+    found = None
+    if table is not None:
+        found = gather(buf, starts)
+        found.take_parts(table)
+        if (found.physical_offset != physical).any():  # changed meanwhile, as another process's recovery changes them
+            return None
+    return ends, None if bodies is None or length < 0 else bodies[:length], found
 
 
 def sound_records(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from mqstore.layout.dispatch import Rows, as_kept, rows_of
 from mqstore.layout.record import MAGIC_V1
 from mqstore.layout.scan import Headers
 from mqstore.log.names import is_path_safe
-from mqstore.log.recovery.report import Finding
+from mqstore.log.recovery.report import Finding, Kind
 from mqstore.log.tip import Numbered, QueueRef
 
 if TYPE_CHECKING:
@@ -110,13 +110,15 @@ class ConsumeQueue(Numbered):
 
     def missing_units(self, first: int, last: int) -> Finding:
         """Return the finding for offsets `first` to `last`, which lie in one file and have no unit."""
-        size = self._table.segment_bytes
-        start = first * UNIT_BYTES // size * size
-        file = f"consumequeue/{self.topic}/{self.queue_id}/{start:020d}"
         which = f"offset {first}" if first == last else f"offsets {first}..{last}"
         detail = f"{self.topic}, queue {self.queue_id}, {which}: no unit, though later ones are there"
-        position, length = first * UNIT_BYTES - start, (last + 1 - first) * UNIT_BYTES
-        return Finding("missing_units", file, position, length, detail)
+        return self.finding("missing_units", first, last, detail)
+
+    def finding(self, kind: Kind, first: int, last: int, detail: str) -> Finding:
+        """Return a finding for the units of offsets `first` to `last`, which lie in one file."""
+        segment, index = divmod(first, self._table.units_per_segment)
+        file = f"consumequeue/{self.topic}/{self.queue_id}/{segment * self._table.segment_bytes:020d}"
+        return Finding(kind, file, index * UNIT_BYTES, (last + 1 - first) * UNIT_BYTES, detail)
 
     def list_files(self) -> list[str]:
         """Names of the queue's files, oldest first."""
@@ -127,21 +129,13 @@ class ConsumeQueue(Numbered):
         rather than bisecting, for a queue that a crash may have left with holes."""
         table = self._table
         starts = []
-        names: list[str] = []
-        lengths: dict[str, int] = {}
         with suppress(FileNotFoundError):
-            if exact:
-                lengths = dict(table.fs.scandir_files(self.directory, own=table.own))
-            elif table.own:
-                names, _ = table.fs.scandir_own(self.directory)
-            else:
-                names = table.fs.scandir(self.directory)
-        for name in lengths or names:
-            start = segment_start(name)
-            if start is not None and start % table.segment_bytes == 0:
-                starts.append(start // table.segment_bytes)
-                if lengths and lengths[name] < table.segment_bytes:
-                    table.short_files.append((os.path.join(self.directory, name), lengths[name]))
+            for name, length in table.fs.scandir_files(self.directory, own=table.own):
+                start = segment_start(name)
+                if start is not None and start % table.segment_bytes == 0:
+                    starts.append(start // table.segment_bytes)
+                    if length < table.segment_bytes:
+                        table.short_files[os.path.join(self.directory, name)] = length
         self._starts = sorted(starts)
         per = table.units_per_segment
         end = self._starts[0] * per if self._starts else 0
@@ -440,8 +434,8 @@ class QueueTable:
         """Milliseconds of each delay level, level 1 first (format#tags-code)."""
         self.fs = fs
         self.descriptors = descriptors
-        self.short_files: list[tuple[str, int]] = []
-        """(path, length) of files that are not as long as their name promises; by an exact load, or `find_short`."""
+        self.short_files: dict[str, int] = {}
+        """Lengths of files that are not as long as their name promises, by path."""
         self.unsafe_names: list[str] = []
         """Folders that no queue can be made of (format#names)."""
         self.batch_topics: frozenset[str] = frozenset()
@@ -473,23 +467,10 @@ class QueueTable:
         self.batch_topics = frozenset(self._folders(os.path.join(beside, "batchconsumequeue")))
         self.has_addresses = bool(self._folders(os.path.join(beside, "consumequeue_ext")))
         self.in_rocksdb = self.fs.exists(os.path.join(self.root, "CURRENT"))
-        for topic in sorted(self._folders(self.root, own=self.own)):
-            if not is_path_safe(topic):
-                self.unsafe_names.append(topic)
-                continue
-            for name in self._folders(os.path.join(self.root, topic), own=self.own):
-                if _is_queue_id(name):
-                    self.create(topic, int(name)).load(exact=exact)
-
-    def find_short(self) -> None:
-        """Find the short files of a table whose load was not exact, and did not ask for lengths."""
-        self.short_files = [
-            (os.path.join(queue.directory, name), length)
-            for queue in self
-            if (names := queue.list_files())
-            for name, length in self.fs.scandir_files(queue.directory)
-            if name in names and length < self.segment_bytes
-        ]
+        topics = sorted(self._folders(self.root, own=self.own))
+        self.unsafe_names += [topic for topic in topics if not is_path_safe(topic)]
+        for key in self._on_disk(topics):
+            self.create(*key).load(exact=exact)
 
     def rows_of(self, buffer: ReadableBuffer, headers: Headers, base: int) -> Rows:
         """What queues and index should know of the records of `headers`, all of them `ok`; `base` is the physical
@@ -507,16 +488,20 @@ class QueueTable:
             return []
         return self.fs.scandir_own(path)[1] if own else self.fs.scandir_directories(path)
 
+    def _on_disk(self, topics: Iterable[str]) -> Iterator[tuple[str, int]]:
+        """Yield the queues of `topics` that have a folder, by topic and queue id."""
+        for topic in topics:
+            if is_path_safe(topic):
+                for name in self._folders(os.path.join(self.root, topic), own=self.own):
+                    if _is_queue_id(name):
+                        yield topic, int(name)
+
     def refresh(self, only: str | None) -> list[ConsumeQueue]:
         """Find queues of the topic `only` (None: of all) that another process has made since, and return them."""
-        found = []
-        for topic in self._folders(self.root) if only is None else [only]:
-            if is_path_safe(topic):
-                for name in self._folders(os.path.join(self.root, topic)):
-                    if _is_queue_id(name) and (topic, int(name)) not in self._queues:
-                        queue = self.create(topic, int(name))
-                        queue.load(exact=False)
-                        found.append(queue)
+        keys = self._on_disk(self._folders(self.root) if only is None else [only])
+        found = [self.create(*key) for key in keys if key not in self._queues]
+        for queue in found:
+            queue.load(exact=False)
         return found
 
     def get(self, topic: str, queue_id: int) -> ConsumeQueue | None:
@@ -564,7 +549,7 @@ class QueueTable:
 
     def lengthen(self) -> None:
         """Give short files their length, as holes."""
-        for path, _ in self.short_files:
+        for path in self.short_files:
             with self.fs.opened(path, os.O_RDWR) as fd:
                 self.fs.truncate_sparse(fd, self.segment_bytes)
             self.note_dirty(path)

@@ -149,16 +149,16 @@ class IndexFile:
         self.writable = False
         self.close()
 
-    def places(self, count: int) -> npt.NDArray[np.int64]:
-        """The physical offset of each entry, in the order they were put; `count` is the file's capacity."""
-        return self._table(count)["physical_offset"].astype(np.int64)
+    def places(self) -> npt.NDArray[np.int64]:
+        """The physical offset of each entry, in the order they were put."""
+        return self._table()["physical_offset"].astype(np.int64)
 
     def between(
-        self, used: int, count: int, low: int, high: int
+        self, used: int, low: int, high: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(number, key hash, physical offset, timeDiff) of the entries of records in `[low, high]`, among the first
-        `used`, in the order they were put. Numbers begin with 0; `count` is the file's capacity."""
-        table = self._table(count)[:used]
+        `used`, in the order they were put. Numbers begin with 0."""
+        table = self._table()[:used]
         places = table["physical_offset"]
         if self._ascends(places):
             numbers = np.arange(bisect_left(places, low), bisect_right(places, high))
@@ -175,26 +175,26 @@ class IndexFile:
             self._order = len(places), not len(places) or bool((places[1:] >= places[:-1]).all())
         return self._order[1]
 
-    def lies_outside(self, count: int, low: int, high: int) -> bool:
+    def lies_outside(self, low: int, high: int) -> bool:
         """Whether no entry is of a record in `[low, high]`, judged by the ends; False where header and entries do not
         agree on these, and some entry in between might."""
         if self.header.next_entry <= 1:
             return True
-        span = self.span(count)
+        span = self.span()
         return span is not None and (span[0] > high or span[1] < low)
 
-    def span(self, count: int) -> tuple[int, int] | None:
+    def span(self) -> tuple[int, int] | None:
         """Physical offsets of the first and the last entry. None: there is none, or header and entries do not agree."""
-        header, table = self.header, self._table(count)
+        header, table = self.header, self._table()
         if not len(table):
             return None
         begin, end = table["physical_offset"][[0, -1]].tolist()
         agree = (begin, end) == (header.begin_physical_offset, header.end_physical_offset)
         return (begin, end) if agree else None
 
-    def _table(self, count: int) -> npt.NDArray[np.void]:
-        used = min(max(self.header.next_entry, 1), count)
-        first = len(self.mapping) - ENTRY_BYTES * (count - 1)
+    def _table(self) -> npt.NDArray[np.void]:
+        used = min(max(self.header.next_entry, 1), self._entries)
+        first = len(self.mapping) - ENTRY_BYTES * (self._entries - 1)
         return np.frombuffer(self.mapping, ENTRY_DTYPE, used - 1, first)
 
     def sync(self) -> None:

@@ -105,7 +105,7 @@ class FileNews:
             cuts = queue.cuts
             queue.refresh()
             if queue.cuts != cuts:
-                self._run.map_anew()
+                self._run.map_again()
         now = time.monotonic()
         if queue is None or now >= self._next_listing:
             self._next_listing = now + 1.0

@@ -86,7 +86,7 @@ class Opening:
         else:
             clean = clean and parts.checkpoint.clean_end != -1  # somebody took `abort` away
         txn.load()
-        undone = undo(txn, parts.log_files, parts.checksum, parts.checkpoint.flushed)
+        undone = undo(txn, parts.log_writer, parts.checksum, parts.checkpoint.flushed)
         if undone.start is not None:
             clean = False
             # Puts before the splice were perhaps not synced: then the log ends before it, and what was behind is gone.
@@ -116,7 +116,7 @@ class Opening:
         self._note_queue_ends(outcome)
         if report.scanned_from is not None:
             # What a killed process left in the page cache counts from now on, so it has to be on disk from now on.
-            parts.log_files.sync(report.scanned_from, outcome.end)
+            parts.log_writer.sync(report.scanned_from, outcome.end)
         return Opened(outcome, went_down)
 
     @contextmanager

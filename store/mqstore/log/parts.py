@@ -15,6 +15,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.limit import free_descriptors
 from mqstore.files.segment import LoadProblem, segment_name
 from mqstore.files.segments import SegmentRun
+from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.layout.checkpoint import Checkpoint
 from mqstore.layout.consumequeue import VOID_SIZE
 from mqstore.log.checkpoint import CheckpointFile
@@ -49,14 +50,11 @@ class StoreParts:
         self.clock = clock
         self.checksum = manifest.checksum
         self.delay_table_ms = delay_table_ms(manifest.delay_levels)
-        self.log_files = SegmentRun(
-            root / "commitlog",
-            tmp,
-            manifest.commitlog_segment_bytes,
-            fs=fs,
-            writable=writable,
-            max_mappings=budget,
-            file_mode=config.file_mode,
+        folder, size = root / "commitlog", manifest.commitlog_segment_bytes
+        self.log_files = (
+            SegmentWriter(folder, tmp, size, fs=fs, max_mappings=budget, file_mode=config.file_mode)
+            if writable
+            else SegmentRun(folder, size, fs=fs, max_mappings=budget)
         )
         self.descriptors = DescriptorCache(fs, budget, writable=writable)
         self.queue_table = QueueTable(
@@ -91,6 +89,12 @@ class StoreParts:
         """Problems with the names and sizes of segment files."""
         self.index_findings: Sequence[Finding] = ()
         """Index files of the wrong length: not among `index.files`, and in the way."""
+
+    @property
+    def log_writer(self) -> SegmentWriter:
+        """`log_files` of a store that is open for writing."""
+        assert isinstance(self.log_files, SegmentWriter), "the store is open for reading"
+        return self.log_files
 
     def load_checkpoint(self) -> None:
         """Read the checkpoint."""

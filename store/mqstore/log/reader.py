@@ -42,7 +42,7 @@ from mqstore.log.message import Message, stored_bytes
 from mqstore.log.names import is_path_safe
 from mqstore.log.news import News
 from mqstore.log.parts import StoreParts
-from mqstore.log.records import RecordReader
+from mqstore.log.records import RecordReader, Request
 from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.retention import disk_ratio
@@ -308,8 +308,9 @@ class StoreReader(ABC):
             if unit_filter is not None:
                 count = min(limit - position, max(count, 256))
             before = position
+            left = max_messages - len(messages)
             found, position, stop = self.records.views(
-                queue, position, count, unit_filter, max_messages - len(messages), budget, not messages, tell
+                Request(queue, position, count, unit_filter, left, budget, not messages, tell)
             )
             if before < queue.min_offset and not (found and found[0].offset == before):
                 position = before  # retention took what comes here, and perhaps many behind: who asks for it is told

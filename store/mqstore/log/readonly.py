@@ -177,8 +177,6 @@ class ReadOnlyMessageStore(StoreReader):
         if until is not None:
             self.stop_at(until)
         self.place_segments()
-        if self.clean_shutdown:
-            self.queue_table.find_short()
         pending = self.pending_splice
         return Verifier(
             self.parts,

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from itertools import repeat
+from itertools import pairwise, repeat
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mqstore.files.lock import writer_alive
 from mqstore.files.segment import place_in_file
-from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_void
+from mqstore.layout.consumequeue import UNIT, UNIT_BYTES, UNIT_DTYPE, VOID_SIZE, is_message
 from mqstore.layout.dispatch import tags_code_at
 from mqstore.layout.record import MIN_RECORD_BYTES, check_record, decode_record
 from mqstore.log.checking import RecordChecker
@@ -33,7 +34,7 @@ from mqstore.log.stretch import Few, Stretch
 from mqstore.log.tagfilter import UnitFilter
 from mqstore.log.tip import QueueRef
 
-__all__ = ["LOST_SEGMENTS", "RecordReader"]
+__all__ = ["LOST_SEGMENTS", "RecordReader", "Request"]
 
 _log = logging.getLogger("mqstore")
 
@@ -42,6 +43,21 @@ _COMPILED_UNITS = 4096
 _LOOK_AHEAD_UNITS = 256
 LOST_SEGMENTS = 1024
 """A unit that points further behind the end of the log is a damaged one, and no sign of a lost segment."""
+
+
+class Request(NamedTuple):
+    """What a read asks of the units [offset, offset + units) of a queue."""
+
+    queue: ConsumeQueue
+    offset: int
+    units: int
+    unit_filter: UnitFilter | None
+    max_messages: int
+    max_bytes: int | None
+    is_first: bool
+    """Nothing was found before. The first message is returned however big it is."""
+    tell: bool
+    """Log what messages are passed over."""
 
 
 class RecordReader:
@@ -62,56 +78,34 @@ class RecordReader:
         self._told: set[str] = set()
         """Files whose loss or damage the log has a line about."""
 
-    def views(
-        self,
-        queue: ConsumeQueue,
-        offset: int,
-        count: int,
-        unit_filter: UnitFilter | None,
-        max_messages: int,
-        max_bytes: int | None,
-        first_is_free: bool,
-        tell: bool,
-    ) -> tuple[list[Message], int, bool]:
-        """(messages among units [offset, offset + count), offset behind the last unit consumed, whether to stop).
-
-        Without `tell` nothing is logged about messages that are passed over."""
-        asked = queue, offset, count, unit_filter, max_messages, max_bytes, first_is_free
+    def views(self, asked: Request) -> tuple[list[Message], int, bool]:
+        """Return the messages, the offset behind the last unit consumed, and whether a limit ended the read."""
         kernel = self.checker.kernel
-        found = None if kernel is None else self._compiled(kernel, *asked)
+        found = None if kernel is None else self._compiled(kernel, asked)
         if found is not None:
             messages, after, stop = found
         else:
-            stretches, after, stop = self._locate(*asked, tell=tell)
+            stretches, after, stop = self._locate(asked)
             messages = []
             for stretch in stretches:
                 starts, slots = stretch.starts.tolist(), stretch.slots.tolist()
                 messages += map(Message, repeat(stretch), starts, slots, stretch.body_ends())
                 self.bytes_read += int(stretch.sizes.sum())
-        if unit_filter is not None:
+        if (unit_filter := asked.unit_filter) is not None:
             messages = [message for message in messages if unit_filter.accepts(message)]
         return messages, after, stop
 
-    def _compiled(
-        self,
-        kernel: ModuleType,
-        queue: ConsumeQueue,
-        offset: int,
-        count: int,
-        unit_filter: UnitFilter | None,
-        max_messages: int,
-        max_bytes: int | None,
-        first_is_free: bool,
-    ) -> tuple[list[Message], int, bool] | None:
-        """What `_locate` leads to, up to the first unit that is no ordinary message of the segment that the first one
-        lies in. None, and nothing has happened, when that is the very first: `_locate` deals with it."""
+    def _compiled(self, kernel: ModuleType, asked: Request) -> tuple[list[Message], int, bool] | None:
+        """As `_locate`, up to the first unit that is no ordinary message of the segment that the first one lies in.
+        None, and nothing has happened, when that is the very first: `_locate` deals with it."""
+        queue, offset, count, unit_filter, max_messages, max_bytes, is_first, _ = asked
         count = min(count, _COMPILED_UNITS)
         units = queue.read(offset, count)
         chosen: npt.NDArray[np.int64] | None = None
         first, after, stop = 0, offset + count, False
         if unit_filter is not None:
             rows = np.frombuffer(units, UNIT_DTYPE)
-            if ((rows["size"] <= 0) | (rows["size"] == VOID_SIZE) | (rows["physical_offset"] < 0)).any():
+            if not is_message(rows).all():
                 return None
             chosen = np.flatnonzero(unit_filter.units(rows["tags_code"].astype(np.int64))).astype(np.int64)
             if len(chosen) > max_messages:
@@ -142,7 +136,7 @@ class RecordReader:
             chosen,
             queue.queue_id,
             queue.topic_bytes,
-            -budget - 2 if first_is_free and budget >= 0 else budget,
+            -budget - 2 if is_first and budget >= 0 else budget,
         )
         if not messages and not spent:
             return None
@@ -151,61 +145,16 @@ class RecordReader:
         self.bytes_read += total
         return messages, after, stop
 
-    def _locate(
-        self,
-        queue: ConsumeQueue,
-        offset: int,
-        count: int,
-        unit_filter: UnitFilter | None,
-        max_messages: int,
-        max_bytes: int | None,
-        first_is_free: bool,
-        tell: bool = True,
-    ) -> tuple[list[Stretch], int, bool]:
-        """Where the records of units [offset, offset + count) lie, checked; the offset behind the last unit consumed;
-        and whether a limit ended it."""
-        units = queue.units(offset, count)
+    def _locate(self, asked: Request) -> tuple[list[Stretch], int, bool]:
+        """Return where the records of the units lie, checked; the offset behind the last unit consumed; and whether a
+        limit ended it."""
+        queue, size = asked.queue, self._run.segment_bytes
+        units, slots, after, stop = self._choose(asked)
         physical = units["physical_offset"].astype(np.int64)
-        sizes = units["size"].astype(np.int64)
-        tags = units["tags_code"].astype(np.int64)
-        after, stop = offset + count, False
-        live = (sizes > 0) & (physical >= 0)
-        if (sizes == VOID_SIZE).any():
-            live &= ~is_void(units)
-        if unit_filter is not None:
-            live &= unit_filter.units(tags)
-        chosen: npt.NDArray[np.intp] | None = None
-        if not live.all():
-            chosen = np.flatnonzero(live)
-            if (sizes <= 0).any():  # retention may have taken the file they were in
-                front = self.find_front(queue)
-                holes = offset + np.flatnonzero(sizes <= 0)
-                for slot in holes[holes >= front].tolist() if tell else ():
-                    self.tell_lost(queue.missing_units(slot, slot))
-        if chosen is None and count > max_messages:
-            chosen = np.arange(max_messages)
-            after, stop = offset + max_messages, True
-        elif chosen is not None and len(chosen) > max_messages:
-            after, stop = offset + int(chosen[max_messages]), True
-            chosen = chosen[:max_messages]
-        if max_bytes is not None:
-            taken = np.cumsum(sizes if chosen is None else sizes[chosen])
-            fits = int(np.searchsorted(taken, max_bytes, side="right"))
-            fits = max(fits, 1 if first_is_free else 0)
-            if fits < len(taken):
-                chosen = np.arange(count) if chosen is None else chosen
-                after, stop = offset + int(chosen[fits]), True
-                chosen = chosen[:fits]
-        if chosen is not None:
-            physical, sizes, tags = physical[chosen], sizes[chosen], tags[chosen]
-            slots = chosen + offset
-        else:
-            slots = np.arange(offset, offset + count)
+        sizes, tags = units["size"].astype(np.int64), units["tags_code"].astype(np.int64)
         stretches: list[Stretch] = []
-        bounds = np.flatnonzero(np.diff(physical // self._run.segment_bytes)) + 1
-        for low, high in zip([0, *bounds.tolist()], [*bounds.tolist(), len(physical)], strict=True):
-            if low == high:
-                continue
+        bounds = (np.flatnonzero(np.diff(physical // size)) + 1).tolist()
+        for low, high in pairwise([0, *bounds, len(units)] if len(units) else []):
             here = slice(low, high)
             checked = self.checker.check(queue, physical[here], sizes[here], slots[here])
             buffer, good = checked.buffer, checked.good
@@ -225,25 +174,39 @@ class RecordReader:
                     if not self._verifies_behind(queue, int(slots[-1]) + 1):
                         after, stop = int(slots[low + whole]), True
                         bad[whole:] = False
-                        if tell and not writer_alive(self._root, self._fs):
+                        if asked.tell and not writer_alive(self._root, self._fs):
                             loss = self.loss_at(int(physical[low + whole]), 0, queue.ref, after)
                             self.tell_lost(loss, "Reading the queue ends there")
-                self._note_bad(queue, slots[here][bad], physical[here][bad], tell)
+                self._note_bad(queue, slots[here][bad], physical[here][bad], asked.tell)
             if buffer is None:
                 continue
-            starts = physical[here] - physical[low] // self._run.segment_bytes * self._run.segment_bytes
-            stretch = Stretch(
-                queue.ref,
-                buffer,
-                starts,
-                sizes[here],
-                tags[here],
-                slots[here],
-                checked.headers,
-                checked.body_ends,
-            )
+            starts = physical[here] - physical[low] // size * size
+            known = checked.headers, checked.body_ends
+            stretch = Stretch(queue.ref, buffer, starts, sizes[here], tags[here], slots[here], *known)
             stretches.append(stretch if good.all() else stretch.only(good))
         return stretches, after, stop
+
+    def _choose(self, asked: Request) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64], int, bool]:
+        """Return the units of messages that the read asks for, up to its limits, and their slots; the offset behind the
+        last unit consumed; and whether a limit ended it. A hole is logged as lost."""
+        queue, offset, count, unit_filter, max_messages, max_bytes, is_first, tell = asked
+        units = queue.units(offset, count)
+        live = is_message(units)
+        if unit_filter is not None:
+            live &= unit_filter.units(units["tags_code"].astype(np.int64))
+        if (units["size"] <= 0).any():  # retention may have taken the file they were in
+            front = self.find_front(queue)
+            holes = offset + np.flatnonzero(units["size"] <= 0)
+            for slot in holes[holes >= front].tolist() if tell else ():
+                self.tell_lost(queue.missing_units(slot, slot))
+        chosen = np.flatnonzero(live)
+        fits = max_messages
+        if max_bytes is not None:
+            taken = np.cumsum(units["size"][chosen], dtype=np.int64)
+            fits = min(fits, max(int(np.searchsorted(taken, max_bytes, side="right")), int(is_first)))
+        after, stop = (offset + int(chosen[fits]), True) if fits < len(chosen) else (offset + count, False)
+        chosen = chosen[:fits]
+        return units[chosen], chosen + offset, after, stop
 
     def find_front(self, queue: ConsumeQueue) -> int:
         """Return the first offset of `queue` that retention has left by now. Lists the log again."""
@@ -256,7 +219,7 @@ class RecordReader:
         while slot < queue.max_offset:
             count = min(queue.max_offset - slot, _LOOK_AHEAD_UNITS)
             units = queue.units(slot, count)
-            live = np.flatnonzero((units["size"] > 0) & (units["physical_offset"] >= 0) & ~is_void(units))
+            live = np.flatnonzero(is_message(units))
             physical = units["physical_offset"][live].astype(np.int64)
             sizes = units["size"][live].astype(np.int64)
             segments = physical // self._run.segment_bytes

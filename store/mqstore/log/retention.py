@@ -59,7 +59,7 @@ class Retainer:
             return self._drop_before(physical_offset)
 
     def _drop_before(self, physical_offset: int) -> list[str]:
-        parts, run = self._parts, self._parts.log_files
+        parts, run = self._parts, self._parts.log_writer
         bound = min(physical_offset, self._log.end, self._settled())
         starts = run.starts
         # Once the records are gone, only the units show the numbers of a queue: a queue that a power cut took them from

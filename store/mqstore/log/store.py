@@ -155,11 +155,11 @@ class MessageStore(StoreWriter):
         """Make what works on the parts."""
         parts, config = self.parts, self.config
         self._store_host = encode_host(config.store_host)
-        pages = PagesAhead(parts.log_files, self.clock)
+        pages = PagesAhead(parts.log_writer, self.clock)
         after_sync = self.durability == "flush"
         self.wakeups = Wakeups(pages, background=self._background, after_sync=after_sync)
         self._log = self.wakeups.log = CommitLog(
-            parts.log_files,
+            parts.log_writer,
             checksum=parts.checksum,
             clock=self.clock,
             store_host=self._store_host,
@@ -193,7 +193,6 @@ class MessageStore(StoreWriter):
         )
         splicer = Splicer(
             txn,
-            parts.log_files,
             self._log,
             limits=Limits(self.manifest.profile, self.manifest.commitlog_segment_bytes, config.max_message_size),
             checksum=parts.checksum,
@@ -460,12 +459,12 @@ class MessageStore(StoreWriter):
     def _finish(self) -> None:
         """Everything a clean end promises (format#opening); until the last line a crash is a crash."""
         if (soiled := self._log.settle()) is not None:
-            self.log_files.sync(*soiled)
+            self._log.run.sync(*soiled)
         if self._log.end > self._commit.flushed:
             self._commit.sync_now()
         try:
             # Ctrl-C in a put may have left a segment behind the end, which opening would take for another log's.
-            self.log_files.drop_from(max(self._log.end, self.log_files.min_offset + 1))
+            self._log.run.drop_from(max(self._log.end, self.log_files.min_offset + 1))
             self._dispatcher.run_once()
             self._dispatcher.put_pending()
         except OSError as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from mqstore.clock import Clock
-from mqstore.files.segments import SegmentRun
+from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.log.commitlog import CommitLog
 from mqstore.signalsafe import Bell, is_held_here
 
@@ -26,7 +26,7 @@ gets the interpreter. A page that the writer touches first costs more than the r
 class PagesAhead:
     """Faults pages in and makes the next segment before the writer needs them."""
 
-    def __init__(self, run: SegmentRun, clock: Clock) -> None:
+    def __init__(self, run: SegmentWriter, clock: Clock) -> None:
         self._run = run
         self._clock = clock
         self._bytes = _POPULATE_MIN

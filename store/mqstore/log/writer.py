@@ -522,7 +522,7 @@ class StoreWriter(StoreReader):
         begin = time.perf_counter_ns()
         end = self._log.end
         try:
-            self.log_files.sync(flushed, max(end, self._sync_to))
+            self._log.run.sync(flushed, max(end, self._sync_to))
         except SyncNotBegunError:
             raise
         except Exception as error:

@@ -50,7 +50,7 @@ class KeyIndex:
             files = [*index.files]
             while files and files[-1].header.next_entry <= 1:
                 files.pop()  # just made; or lost, as if it were not there
-            spans = [file.span(index.entries_per_file) for file in files]
+            spans = [file.span() for file in files]
             full = all(file.header.next_entry >= index.entries_per_file for file in files[:-1])
         except FileNotFoundError:  # another process's retention took one
             return ()

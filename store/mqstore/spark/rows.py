@@ -34,8 +34,8 @@ from mqstore.layout.compression import MissingPackageError, inflate
 from mqstore.layout.consumequeue import is_void
 from mqstore.layout.pairs import Pairs
 from mqstore.layout.record import BODY_AT_V4, COMPRESSED, TRANSACTION_COMMIT, TRANSACTION_MASK, check_record
-from mqstore.layout.scan import Headers, gather, ordinary_bodies, walk
-from mqstore.log.checking import sound_records
+from mqstore.layout.scan import Headers, gather, walk
+from mqstore.log.checking import ordinary_bodies, sound_records
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.names import is_path_safe
 from mqstore.log.reader import StoreReader

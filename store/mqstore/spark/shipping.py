@@ -1,7 +1,7 @@
 """Bringing the package to executors that lack it. Knows no pyspark: it is given a SparkContext.
 
 In local mode, and where `mqstore` is installed on every machine, workers have it. Elsewhere it goes there as a zip. Its
-requirements (numpy, pyarrow, crc32c, portalocker) do not: they are built for a machine.
+requirements (numpy, pyarrow, crc32c) do not: they are built for a machine.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ from mqstore.broker.delay.route import PRECISION_MS
 from mqstore.errors import FlushFailedError
 from mqstore.files.filesystem import FileSystem, SyncNotBegunError
 from mqstore.files.segments import SegmentRun
+from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.files.tmp import temporary_path
 
 __all__ = [
@@ -164,8 +165,10 @@ class TimerLog:
     ) -> None:
         """Not `writable`: for who looks; `load` and `scan` change nothing then."""
         # Sparse and by pwrite: eight megabytes for three waiting messages would be seven too many.
-        self._run = SegmentRun(
-            folder, tmp, segment_bytes, fs=fs, writable=writable, max_mappings=8, file_mode=file_mode, sparse=True
+        self._run = (
+            SegmentWriter(folder, tmp, segment_bytes, fs=fs, max_mappings=8, file_mode=file_mode, sparse=True)
+            if writable
+            else SegmentRun(folder, segment_bytes, fs=fs, max_mappings=8)
         )
         self._per_segment = (segment_bytes - _BLANK.size) // UNIT_BYTES
         if self._per_segment < 1:
@@ -174,6 +177,11 @@ class TimerLog:
         self._buffer = bytearray()
         self._failed: OSError | None = None
         self.end = 0
+
+    @property
+    def _writer(self) -> SegmentWriter:
+        assert isinstance(self._run, SegmentWriter), "opened to be looked at"
+        return self._run
 
     def load(self, low: int, end: int) -> None:
         """Take [low, end) of the files for the log; what lies before or behind is no longer, or was never, part of it.
@@ -188,7 +196,7 @@ class TimerLog:
             segment = run.find(start)
             if segment is None or segment.length < size:
                 raise TimerFilesDamaged(f"timer log: the segment at {start} is missing, or shorter than {size}")
-        if run.writable:
+        if isinstance(run, SegmentWriter):
             run.drop_from(-(-end // size) * size)
             run.drop_before(low)
 
@@ -214,7 +222,7 @@ class TimerLog:
         self.end = self._written = -(-max(self.end, self._run.end) // size) * size
         self._buffer.clear()
         if not keep:
-            self._run.drop_from(0)
+            self._writer.drop_from(0)
 
     @property
     def pending_bytes(self) -> int:
@@ -311,7 +319,7 @@ class TimerLog:
             raise FlushFailedError(f"{self._run.directory}: {self._failed}; close the store and open it again")
         if not self._buffer:
             return
-        run, size = self._run, self._run.segment_bytes
+        run, size = self._writer, self._run.segment_bytes
         data, at = bytes(self._buffer), self._written
         while at < self.end:
             if run.find(at) is None:
@@ -331,7 +339,7 @@ class TimerLog:
 
     def drop_before(self, low: int) -> None:
         """Remove segments whose units all lie below `low`."""
-        self._run.drop_before(low)
+        self._writer.drop_before(low)
 
     def close(self) -> None:
         """Give mappings and descriptors back."""

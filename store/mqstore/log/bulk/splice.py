@@ -43,8 +43,9 @@ from crc32c import crc32c
 from mqstore.clock import Clock
 from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, StoreBusyError, StoreClosedError
 from mqstore.files.filesystem import FileSystem
-from mqstore.files.segment import segment_name
+from mqstore.files.segment import place_in_file
 from mqstore.files.segments import SegmentRun
+from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.layout.hosts import IPV4_BYTES
 from mqstore.layout.record import (
     BLANK_BYTES,
@@ -54,12 +55,12 @@ from mqstore.layout.record import (
     Checksum,
     encode_blank,
 )
-from mqstore.layout.scan import content_end
 from mqstore.log.bulk.shard import Groups, Limits, QueueKey, Shard, Window, by_queue
 from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnFile, TxnState, doubt, is_app
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.recovery.report import Cut, Finding
+from mqstore.log.recovery.scanner import used_end
 from mqstore.native import kernel
 
 __all__ = ["SpliceResult", "Splicer", "Undone", "undo", "would_undo"]
@@ -101,7 +102,6 @@ class Splicer:
     def __init__(
         self,
         txn: TxnFile,
-        run: SegmentRun,
         log: CommitLog,
         *,
         limits: Limits,
@@ -116,7 +116,7 @@ class Splicer:
         self.txn = txn
         self.lock = threading.RLock()
         """Held during a splice: closing the store waits for it."""
-        self._run = run
+        self._run = log.run
         self._log = log
         self._limits = limits
         self._checksum = checksum
@@ -415,7 +415,7 @@ class _Sink:
     BLANK takes the rest and the record begins the next one. `end` is how far is laid, `_written` how far is written.
     """
 
-    def __init__(self, run: SegmentRun, start: int) -> None:
+    def __init__(self, run: SegmentWriter, start: int) -> None:
         self.end = start
         self._written = start
         self._run = run
@@ -517,7 +517,7 @@ class Undone:
     truncated: list[Cut]
 
 
-def _cut_back(run: SegmentRun, start: int) -> None:
+def _cut_back(run: SegmentWriter, start: int) -> None:
     """Zeros from `start` to the end of its segment, no segments behind, durably (format#zeros). A segment that
     begins at `start` stays when it is the first, so that the log remembers where it is. May be repeated."""
     run.zero(start)
@@ -532,28 +532,22 @@ def _remains(run: SegmentRun, intent: Intent) -> tuple[int, list[Cut]]:
         at = max(0, intent.start - segment.start)
         if segment.end <= intent.start:
             continue
-        stop = content_end(run.mapping(segment), at)
+        stop = used_end(run, segment, at)
         if stop > at:
-            cuts.append(Cut(f"commitlog/{segment_name(segment.start)}", at, stop, "unfinished_splice"))
+            cuts.append(Cut(place_in_file(segment.start, run.segment_bytes)[0], at, stop, "unfinished_splice"))
             total += stop - at
     return total, cuts
 
 
 def _describe(intent: Intent, run: SegmentRun, total: int) -> Finding:
     """The finding for a splice that is not finished."""
-    start = intent.start - intent.start % run.segment_bytes
-    return Finding(
-        "unfinished_splice",
-        f"commitlog/{segment_name(start)}",
-        intent.start - start,
-        total,
-        f"version {intent.version} of {intent.app!r} was being spliced when its writer died: none of it counts",
-    )
+    detail = f"version {intent.version} of {intent.app!r} was being spliced when its writer died: none of it counts"
+    return Finding("unfinished_splice", *place_in_file(intent.start, run.segment_bytes), total, detail)
 
 
 def would_undo(intent: Intent, run: SegmentRun, fs: FileSystem) -> Undone:
     """What `undo` will do to the log that a reader's `run` shows up to the start of `intent`; changes nothing."""
-    whole = SegmentRun(run.directory, run.directory, run.segment_bytes, fs=fs, writable=False)
+    whole = SegmentRun(run.directory, run.segment_bytes, fs=fs)
     whole.load()
     try:
         total, cuts = _remains(whole, intent)
@@ -562,7 +556,7 @@ def would_undo(intent: Intent, run: SegmentRun, fs: FileSystem) -> Undone:
         whole.close()
 
 
-def undo(txn: TxnFile, run: SegmentRun, checksum: Checksum, flushed: int | None) -> Undone:
+def undo(txn: TxnFile, run: SegmentWriter, checksum: Checksum, flushed: int | None) -> Undone:
     """For a writer that opens a store, before anything else looks at the log: cut an unfinished splice back and clear
     its intent. Idempotent, and may be killed at any moment: the intent goes last.
 

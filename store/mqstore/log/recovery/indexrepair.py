@@ -112,7 +112,7 @@ class IndexRepair:
         newest = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=-1)
         known = 0
         for file in reversed(kept):
-            physical = file.places(self._parts.index.entries_per_file)
+            physical = file.places()
             known += int(np.count_nonzero(physical == newest))
             if len(physical) and int(physical[0]) < newest:
                 break

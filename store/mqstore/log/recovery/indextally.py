@@ -75,9 +75,9 @@ def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
     for file, header in index.headers():
         last = header.next_entry - 2  # beside a writer there are more by now, and its end is of the last
         try:
-            if file.lies_outside(index.entries_per_file, low, high):
+            if file.lies_outside(low, high):
                 continue
-            here, keys, places, diffs = file.between(last + 1, index.entries_per_file, low, high)
+            here, keys, places, diffs = file.between(last + 1, low, high)
         except FileNotFoundError:  # another process's retention took it
             continue
         if not len(here):

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mqstore.files.segment import LoadProblem, place_in_file
-from mqstore.files.segments import EXTENDED
+from mqstore.files.segmentwriter import EXTENDED
 from mqstore.layout.consumequeue import UNIT_DTYPE, VOID_SIZE, differing, is_void
 from mqstore.layout.dispatch import Rows
 from mqstore.layout.record import QUEUE_OFFSET_AT
@@ -180,7 +180,7 @@ class _Recovery:
             end = self._empty_log()
         if self.writing:
             parts.queue_table.sync()
-            parts.queue_table.short_files = []
+            parts.queue_table.short_files.clear()
             parts.index.sync()
             if not parts.clean:
                 # Names that a killed process made may never have been synced; its bytes are dealt with where they are
@@ -216,7 +216,7 @@ class _Recovery:
         # A short last segment is extended; a surplus stays.
         if problem.kind == "segment_size" and run.starts and run.starts[-1] < problem.position < run.end:
             report.changed = True
-            if not run.writable:
+            if not self.writing:
                 finding = replace(finding, detail=finding.detail + EXTENDED)
         report.findings.append(finding)
 
@@ -351,7 +351,7 @@ class _Recovery:
     def _write_again(self, start: int, end: int) -> None:
         """Make the pages of [start, end) dirty, so that the sync that follows really writes them: after a failed fsync
         the kernel takes what it could not write for written (format#flush)."""
-        run = self.parts.log_files
+        run = self.parts.log_writer
         position = start
         while position < end:
             segment = run.find(position)
@@ -411,8 +411,8 @@ class _Recovery:
         self.report.renumbered += 1
         self.report.changed = True
         if self.writing:
-            self.parts.log_files.own(position)
-            self.parts.log_files.write(position + QUEUE_OFFSET_AT, slot.to_bytes(8, "big"))
+            self.parts.log_writer.own(position)
+            self.parts.log_writer.write(position + QUEUE_OFFSET_AT, slot.to_bytes(8, "big"))
 
     def _mend_front(self, queue: ConsumeQueue, stop: int) -> None:
         """Slots before `stop` are of records that retention took."""

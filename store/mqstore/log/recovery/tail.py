@@ -93,9 +93,9 @@ class Tail:
         segment = run.find(end)
         if segment is not None:
             if self._writing:
-                run.own(end)  # the log goes on in it, even where there is nothing to cut
+                self._parts.log_writer.own(end)  # the log goes on in it, even where there is nothing to cut
                 if any(begin < segment.end for begin, _ in cuts):
-                    run.zero(end)
+                    self._parts.log_writer.zero(end)
             report.changed |= segment.length < segment.size
         for problem in self._parts.load_problems:
             if problem.kind == "empty_segment" and end <= problem.position < run.end:
@@ -112,8 +112,8 @@ class Tail:
         ]
         if self._writing:
             if doomed:
-                run.drop_from(doomed[0].start)
-            run.finish(end)
+                self._parts.log_writer.drop_from(doomed[0].start)
+            self._parts.log_writer.finish(end)
 
 
 def save_bytes(path: Path, parts: Iterable[tuple[int, bytes]], fs: FileSystem) -> None:

@@ -26,7 +26,7 @@ from mqstore.files.filesystem import FileSystem
 from mqstore.files.jsonfile import Check, check_backup, load_json
 from mqstore.files.lock import writer_alive
 from mqstore.files.segment import LoadProblem, place_in_file
-from mqstore.layout.consumequeue import UNIT_BYTES, differing, is_void
+from mqstore.layout.consumequeue import differing, is_void
 from mqstore.layout.dispatch import Rows
 from mqstore.log.bulk.txn import TXN_FILE, TxnState
 from mqstore.log.consumequeue import ConsumeQueue
@@ -203,8 +203,7 @@ class Verifier:
         entries. For where something seems to be wrong; beside a writer this lists the log again."""
         front = 0
         if self._has_writer():
-            if not self._run.writable:
-                self._run.refresh()
+            self._run.refresh()
             front = self._run.min_offset if self._run.starts else self._until
         kept: npt.NDArray[np.bool_] = physical >= front
         return kept
@@ -218,7 +217,9 @@ class Verifier:
         yield from self.segments()
         for name in self._queues.unsafe_names:
             yield Finding("unsafe_name", f"consumequeue/{name}", 0, 0, "no queue can be made of this folder")
-        for path, length in self._queues.short_files if self._clean else ():  # else a power cut leaves such files
+        for path, length in (
+            self._queues.short_files.items() if self._clean else ()
+        ):  # else a power cut leaves such files
             name = os.path.relpath(path, self._root)
             missing = self._queues.segment_bytes - length
             yield Finding("segment_size", name, length, missing, f"{length} bytes instead of {length + missing}")
@@ -471,10 +472,8 @@ class Verifier:
         slots = at + first
         breaks = np.flatnonzero((np.diff(slots) > 1) | (np.diff(slots // per) > 0)) + 1
         for group in np.split(slots, breaks):
-            segment, index = divmod(int(group[0]), per)
-            file = f"consumequeue/{queue.topic}/{queue.queue_id}/{segment * self._queues.segment_bytes:020d}"
             units = f"unit {group[0]}" if len(group) == 1 else f"units {group[0]}..{group[-1]}"
-            yield Finding(kind, file, index * UNIT_BYTES, len(group) * UNIT_BYTES, f"{units}: {detail}")
+            yield queue.finding(kind, int(group[0]), int(group[-1]), f"{units}: {detail}")
 
     # -- index and JSON ---------------------------------------------------------------------------------------------
 

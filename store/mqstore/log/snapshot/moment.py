@@ -114,9 +114,7 @@ class Original:
             config = replace(config, index_slots=slots, index_entries=entries)
         self.config = config
         """For who opens the copy."""
-        self._run = SegmentRun(
-            root / "commitlog", root / "tmp", self.manifest.commitlog_segment_bytes, fs=QUIET, writable=False
-        )
+        self._run = SegmentRun(root / "commitlog", self.manifest.commitlog_segment_bytes, fs=QUIET)
         self._intents = IntentWatch(root, QUIET)
         self._odd_before: frozenset[tuple[str, bytes]] = frozenset()
 

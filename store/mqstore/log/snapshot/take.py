@@ -2,9 +2,8 @@
 
 What comes out is a store that was closed cleanly. It holds what the original would after its writer had been killed at
 a moment during the call (`moment.py`). Segments are copied from the oldest to the newest. Should retention take one
-before its turn all the same, it begins again with another moment, and keeps the segments that it has: whatever was put
-to make up for what retention took is then in it. Where somebody else has opened the store, and perhaps cut it, it
-begins all over.
+before its turn all the same, it begins again with another moment: whatever was put to make up for what retention took
+is then in it. It also begins again if somebody else has opened the store, and perhaps cut it.
 
 Then `repair.recover_store` reads the whole copy, as after a crash. It builds the index, which is changed in place and
 hard to copy, and mends queues where the writer was just then writing. So a snapshot has been read back, every byte of
@@ -15,7 +14,7 @@ its log, before it gets its name:
 
 With `link` the segments that the writer has done with are not copied but get a second name (hard links): it costs no
 space and hardly any time. A recovery that has to cut such a segment, or to go on in it, takes a copy of it first
-(`SegmentRun.own`), and nobody else writes to one; a Java broker that finds damage may.
+(`SegmentWriter.own`), and nobody else writes to one; a Java broker that finds damage may.
 """
 
 from __future__ import annotations
@@ -319,10 +318,8 @@ class _Making:
         self._link = link
         self._fs = fs
         self._meter = _Meter(progress)
-        self._kept: set[str] = set()
-        """Segments that are there in full."""
         self._bundles: dict[str, object] = {}
-        """Likewise bundles, and which ones of their names."""
+        """Bundles that are there in full, and which ones of their names."""
 
     def run(self, json_checks: Mapping[str, Check]) -> SnapshotReport:
         """The copy, in order and on disk."""
@@ -353,34 +350,19 @@ class _Making:
                 plan = _plan(original, moment, self._place, self._link)
                 self._meter.begin(plan.bytes + plan.log_end - plan.log_start)
                 self._meter.add(sum(each.length for each in moment.aside))
-                try:
-                    with self._started(moment) as copy:
-                        self._bring_rest(copy, moment)
-                        copy.sync()
-                    whole = True
-                except _GoneError:
-                    whole = False
-            if original.has_changed(moment):
-                self._kept.clear()
-            elif whole:
-                return plan
+                self._fs.remove_tree(self._store)  # of an earlier try
+                with suppress(_GoneError), self._copy_to(self._store) as copy:
+                    self._bring_rest(copy, moment)
+                    copy.sync()
+                    if not original.has_changed(moment):
+                        return plan
         raise StoreBusyError(
             f"{original.root}: opened by others, or cut by retention, each of {_STARTS} times before it was copied; "
             "try again when it is calmer"
         )
 
-    def _started(self, moment: Moment) -> TreeCopy:
-        """A copy to go on with: of an earlier try it keeps the segments that still count."""
-        fs, names = self._fs, {_name_of(segment) for segment in moment.segments}
-        self._kept &= names
-        if self._store.exists():
-            for name in fs.scandir(self._store):
-                if name != "commitlog":
-                    fs.remove_tree(self._store / name)
-            for name in fs.scandir(self._store / "commitlog"):
-                if f"commitlog/{name}" not in self._kept:
-                    fs.remove_tree(self._store / "commitlog" / name)
-        return TreeCopy(self._original.root, self._store, fs=fs, source_fs=QUIET, on_bytes=self._meter.add)
+    def _copy_to(self, target: Path) -> TreeCopy:
+        return TreeCopy(self._original.root, target, fs=self._fs, source_fs=QUIET, on_bytes=self._meter.add)
 
     def _bring_aside(self, files: list[Found]) -> None:
         """With every look; but a bundle never changes, so with many that wait each is brought once."""
@@ -404,8 +386,7 @@ class _Making:
         for folder, names in {"": [], **bundles}.items():
             if folder in self._bundles:
                 continue
-            root = self._original.root
-            with TreeCopy(root, self._aside, fs=self._fs, source_fs=QUIET, on_bytes=self._meter.add) as copy:
+            with self._copy_to(self._aside) as copy:
                 for name in names:
                     self._file(copy, name)
                 copy.sync()
@@ -421,17 +402,12 @@ class _Making:
         copy.folder("commitlog")
         for segment in moment.segments:
             name, length = _name_of(segment), moment.length_of(segment)
-            if name in self._kept:
-                self._meter.add(segment.length)
-                continue
             if not (self._link and _is_linked(segment, moment) and self._still(copy.link, name, segment=segment)):
                 fd = moment.held.get(segment.start)
                 if fd is not None:
                     copy.file(name, fd, length, allocate=True)
                 elif not self._still(self._file, copy, name, length, allocate=True, segment=segment):
                     raise _GoneError
-            if moment.is_done(segment):
-                self._kept.add(name)
 
     def _still(self, bring: Callable[..., None], *arguments: Any, segment: Segment, **named: Any) -> bool:
         """Whether a segment was there to be brought."""

@@ -1,0 +1,474 @@
+"""The segments of the process that writes a run: making, filling, syncing, cutting and removing them.
+
+    <directory>/<20 digits>     a segment
+    <tmp directory>/<20 digits>.<n>    one being prepared: it gets its full length and its disk blocks here and is then
+                                renamed into place, so that no name in <directory> is ever short (format#manifest)
+
+Knows nothing of what the bytes mean, how far they are written, or when to sync; it knows how to keep them safe:
+
+* A file is never shortened: cutting is writing zeros, dropping is unlinking. Descriptors are closed with their last
+  reference, as mappings are unmapped: `sync` may be using one while the segment is retired.
+* What is written through a mapping has its disk blocks beforehand, so that a full disk is an error of `create` or
+  `prepare` and never a SIGBUS.
+* The last segment is mapped for writing, and the one before it until the next is prepared, for its end may still be
+  written; all others read-only, so that a stray store can't damage what was long durable.
+
+Why the mappings for writing are told MADV_RANDOM: on file systems with large folios (xfs, ext4 of recent kernels) a
+fault that reads ahead, or a long write, fills the cache with folios of up to megabytes, and one byte stored through a
+mapping makes the whole folio dirty, so that a sync of one record writes all of it. Random means folios of one page.
+For the same reason zeros are written page by page (`zero`), and `write` exists: the kernel tracks by block what
+`pwrite` changes, whatever the folio, and the page needn't be made writable again after each sync, so that it is the
+faster way in for writers that sync every record. It is coherent with the mappings. A long write leaves large
+folios, which nobody stores to again: the kernel rounds down, so the page it ends in is a folio of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+import threading
+from pathlib import Path
+
+from mqstore.errors import MQStoreError, StoreIOError
+from mqstore.files.descriptors import File
+from mqstore.files.filesystem import FILE_MODE, REAL, FileSystem, SyncNotBegunError, is_not_begun
+from mqstore.files.segment import LoadProblem, Segment, segment_name
+from mqstore.files.segments import OFFSET_END, SegmentRun
+from mqstore.files.system import DONT_NEED, POPULATE_WRITE, advise
+from mqstore.files.tmp import new_file, temporary_path
+
+__all__ = ["EXTENDED", "SegmentWriter"]
+
+EXTENDED = "; extended with zeros"
+"""What `load` adds to the detail of a short last file."""
+_PAGE_BYTES = 4096
+
+_LINUX = sys.platform == "linux"
+_OPEN_AHEAD = 4
+_SCAN_BYTES = 1 << 20
+_ZEROS = bytes(_SCAN_BYTES)
+_POPULATE_STEP_BYTES = 32 << 20  # one system call's worth: a few ms, so that a thread that must stop can
+
+
+class SegmentWriter(SegmentRun):
+    """The segments in one folder, for the one process that changes them.
+
+    `sparse`: files get their length without disk blocks and are never mapped for writing, only `write` changes them.
+
+    `create`, `write`, `zero` and `drop_from` belong to the thread that appends; `prepare`, `populate`, `sync` and
+    `drop_before` may run beside it in others. Errors are those of `FileSystem`: `StoreFullError` when there is no room
+    (and nothing has changed), `ReadOnlyStoreError`, `StoreIOError`.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = SegmentWriter(Path(folder) / "log", Path(folder) / "tmp", 4096)
+    ...     segment = run.create(0)
+    ...     run.mapping(segment)[10:15] = b"hello"
+    ...     run.sync(10, 15)
+    ...     run.write(15, b" world")
+    ...     run.mapping(segment)[10:21], run.min_offset, run.end
+    (b'hello world', 0, 4096)
+    """
+
+    __slots__ = (
+        "_file_mode",
+        "_folder_lock",
+        "_names_changed",
+        "_names_synced",
+        "_prepare_lock",
+        "_prepared",
+        "_sparse",
+        "_tmp_directory",
+    )
+
+    _refuses_links = True
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        tmp_directory: str | os.PathLike[str],
+        segment_bytes: int,
+        *,
+        fs: FileSystem = REAL,
+        max_mappings: int = 64,
+        file_mode: int = FILE_MODE,
+        sparse: bool = False,
+    ) -> None:
+        super().__init__(directory, segment_bytes, fs=fs, max_mappings=max_mappings)
+        self._tmp_directory = Path(tmp_directory)
+        self._file_mode = file_mode
+        self._sparse = sparse
+        self._prepare_lock = threading.Lock()
+        self._prepared: Segment | None = None
+        self._names_changed = 0  # files created and removed in the folder, and how many of these changes are durable
+        self._names_synced = 0
+        self._folder_lock = threading.Lock()
+
+    # -- opening ----------------------------------------------------------------------------------------------------
+
+    def load(self) -> list[LoadProblem]:
+        """List the folder and mend its end (format#sizes): empty last files are removed, a short last one is extended
+        with zeros. Return what was amiss."""
+        problems = super().load()
+        last = self.last
+        for at, problem in reversed([*enumerate(problems)]):
+            if problem.kind == "empty_segment" and problem.position >= self.end:
+                self._remove(problem.file)
+                problems[at] = problem._replace(detail="empty last file removed")
+            elif problem.kind == "segment_size" and last is not None and last.start < problem.position < last.end:
+                self._extend(last)
+                problems[at] = problem._replace(detail=problem.detail + EXTENDED)
+        self.sync_folder()
+        return problems
+
+    def refresh(self) -> bool:
+        """Return False: a writer knows its segments."""
+        return False
+
+    def _extend(self, segment: Segment) -> None:
+        file = File(self._fs, segment.path, os.O_RDWR)
+        self._give_length(file.fd)
+        self._fs.fdatasync(file.fd)
+        segment.length = segment.size
+
+    # -- growing ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, start: int, *, populate_bytes: int = 0) -> None:
+        """Make the segment that starts at `start` ready in the tmp folder, for a background thread: `create(start)`
+        then only renames it. One is kept; preparing another gives up the first. With `populate_bytes` the pages of
+        its beginning are faulted in (`populate`). All but the last segment are taken for fully written, and what
+        keeps them ready for writing is given back here, where nobody waits for it."""
+        with self._prepare_lock:
+            if start in self._by_start or (self._prepared is not None and self._prepared.start == start):
+                return
+            self._discard_prepared()
+            segment = self._make(start)
+            if not self._sparse and populate_bytes:
+                try:
+                    self._map_to_write(segment)
+                    self.populate(segment, 0, min(populate_bytes, segment.size))
+                except BaseException:
+                    self._fs.unlink(segment.path, missing_ok=True)
+                    raise
+            self._prepared = segment
+        for older in self.segments()[:-1]:
+            if older.writable:
+                self._retire(older)
+
+    def create(self, start: int) -> Segment:
+        """Append the segment that starts at `start` (a multiple of the size, behind the last) and return it: the
+        prepared one if there is one, else made now. Its name is durable after the next `sync` or `sync_folder`."""
+        if start % self.segment_bytes or not self.end <= start < OFFSET_END - self.segment_bytes:
+            size = self.segment_bytes
+            raise ValueError(f"no segment of {size} bytes can start at {start}; the run ends at {self.end}")
+        with self._prepare_lock:  # when it is being prepared right now, waiting is the shortest way to have it
+            if self._prepared is None or self._prepared.start != start:
+                self._discard_prepared()
+                self._prepared = self._make(start)
+            segment = self._prepared
+            path = str(self.directory / segment_name(start))
+            try:
+                if not self._starts:
+                    self._make_folder()
+                self._fs.replace(segment.path, path)
+            except BaseException:
+                self._discard_prepared()
+                with contextlib.suppress(OSError, MQStoreError):  # Ctrl-C comes when it has its name already
+                    self._fs.unlink(path, missing_ok=True)
+                raise
+            self._prepared = None
+            segment.path = path
+        with self._lock:
+            self._names_changed += 1
+            self._by_start[start] = segment
+            self._starts = (*self._starts, start)
+            self.last = segment
+        for older in self.segments()[-3:-2]:  # unless `prepare` did it
+            self._retire(older)
+        return segment
+
+    def _make(self, start: int) -> Segment:
+        """A file of full length in the tmp folder, synced: a name that is renamed before its length is durable
+        could come back short after a power cut. Nothing stays behind when it fails."""
+        fs = self._fs
+        path = temporary_path(self._tmp_directory, segment_name(start))
+        fs.mkdir(self._tmp_directory, self._folder_mode(), exist_ok=True)
+        try:
+            file = File(fs, path, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._file_mode)
+            self._give_length(file.fd)
+            fs.fdatasync(file.fd)
+        except BaseException:
+            fs.unlink(path, missing_ok=True)
+            raise
+        return Segment(start, self.segment_bytes, self.segment_bytes, path)
+
+    def _give_length(self, fd: int) -> None:
+        if self._sparse:
+            self._fs.truncate_sparse(fd, self.segment_bytes)
+        else:
+            self._fs.allocate(fd, self.segment_bytes)
+
+    def _make_folder(self) -> None:
+        # Synced even when it is there: whoever made it may have been killed before it was durable. Once it holds a
+        # segment it is.
+        self._fs.mkdir(self.directory, self._folder_mode(), exist_ok=True)
+        self._fs.sync_directory(self.directory.parent)
+
+    def _folder_mode(self) -> int:
+        """Whoever may read the files may enter their folder."""
+        return self._file_mode | (self._file_mode & 0o444) >> 2
+
+    def _discard_prepared(self) -> None:
+        stale, self._prepared = self._prepared, None
+        if stale is not None:
+            self._fs.unlink(stale.path, missing_ok=True)
+
+    # -- bytes ------------------------------------------------------------------------------------------------------
+
+    def mapping(self, segment: Segment) -> mmap.mmap:
+        """As of a `SegmentRun`, but that of the last segment is writable, unless the run is sparse."""
+        mapping = segment.mapping
+        if mapping is not None and segment.writable:
+            return mapping
+        with self._lock:
+            if segment is self.last and not self._sparse:
+                self._mapped.pop(segment.start, None)
+                self._map_to_write(segment)
+            return super().mapping(segment)
+
+    def _map_to_write(self, segment: Segment) -> None:
+        file = File(self._fs, segment.path, os.O_RDWR)
+        mapping = self._fs.map(file.fd, segment.length, writable=True)
+        if hasattr(mmap, "MADV_RANDOM"):
+            mapping.madvise(mmap.MADV_RANDOM)
+        segment.mapping = mapping
+        segment.writable = True
+
+    def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Put `data` at `offset`, within one segment, by a system call: the page cache has it on return, mappings show
+        it. The way to write to sparse runs, and the faster one before a sync (see the module). KeyError where there is
+        no segment, ValueError when `data` (of bytes) crosses its end."""
+        segment = self.last
+        if segment is None or not segment.start <= offset:
+            segment = self._by_start[offset - offset % self.segment_bytes]
+        if offset + len(data) > segment.end:
+            raise ValueError(f"{len(data)} bytes at {offset} cross the end of {segment!r}")
+        file = self.file(segment)
+        self._fs.pwrite(file.fd, data, offset - segment.start)
+
+    def write_back(self, offset: int) -> None:
+        """Have the system begin to write the segment of `offset`, which is synced later (`FileSystem.write_back`)."""
+        segment = self.find(offset)
+        if segment is not None:
+            file = self.file(segment)
+            self._fs.write_back(file.fd)
+
+    def file(self, segment: Segment) -> File:
+        """A descriptor of the segment, which stays open for as long as it is referred to. The run keeps those of the
+        two segments that are written to."""
+        file = segment.file
+        if file is not None:
+            return file
+        with self._lock:
+            file = segment.file or File(self._fs, segment.path, os.O_RDWR)
+            if segment.start in self._starts[-2:]:
+                segment.file = file
+            return file
+
+    def populate(self, segment: Segment, position: int, length: int) -> bool:
+        """Fault in the pages of [position, position + length) of a segment for writing, ahead of the writer, while
+        other threads run. Changes no byte. False when this did nothing: not mapped for writing, or not supported by
+        the system; the writer then meets the faults itself."""
+        with self._lock:
+            mapping = segment.mapping if segment.writable else None
+        if mapping is None:
+            return False
+        begin = position - position % mmap.PAGESIZE
+        end = min(position + length, segment.size)
+        for step in range(begin, end, _POPULATE_STEP_BYTES):
+            if not advise(mapping, step, min(_POPULATE_STEP_BYTES, end - step), POPULATE_WRITE):
+                return False
+        return begin < end
+
+    def sync(self, start: int, end: int) -> None:
+        """Make the bytes [start, end) durable, and the names of the segments that hold them.
+
+        One fdatasync a segment: with the kernel's own list of dirty pages it beats naming the range (RWF_DSYNC,
+        msync), which must walk or copy it. An error is final (format#flush): never call again; but for
+        `SyncNotBegunError`."""
+        last = self.last
+        if (
+            _LINUX
+            and last is not None
+            and last.start <= start < end <= last.end
+            and (file := last.file) is not None
+            and self._names_synced == self._names_changed
+        ):
+            # The way of every put that waits: after the pause of a sync the caches are cold and each call counts.
+            self._fs.fdatasync(file.fd)
+        elif start < end:
+            self._sync_many(start, end)
+
+    def _sync_many(self, start: int, end: int) -> None:
+        wanted = [segment for segment in self.segments() if segment.end > start and segment.start < end]
+        try:
+            # Those that a put leaves behind, and no more: a recovery syncs all there are, one by one.
+            opened = {segment.start: self._file_to_sync(segment) for segment in wanted[:_OPEN_AHEAD]}
+            for segment in wanted:
+                if not _LINUX:
+                    # Elsewhere a sync of the file need not include what was stored through a mapping.
+                    mapping = segment.mapping
+                    if mapping is not None and segment.writable:
+                        mapping.flush()
+                file = opened.pop(segment.start, None) or self._file_to_sync(segment)
+                if file is not None:
+                    self._fs.fdatasync(file.fd)
+            self.sync_folder()
+        except StoreIOError as error:
+            if not is_not_begun(error):
+                raise
+            raise SyncNotBegunError(error.errno or 0, error.strerror or "", error.filename, error.operation) from error
+
+    def _file_to_sync(self, segment: Segment) -> File | None:
+        """Its descriptor; None when it was dropped a moment ago."""
+        try:
+            return self.file(segment)
+        except FileNotFoundError:
+            if self._by_start.get(segment.start) is segment:
+                raise
+            return None
+
+    def sync_folder(self) -> None:
+        """Make names durable: which segments there are. Nothing to do: no call."""
+        with self._folder_lock:  # who finds another at it must not return before that one is done
+            changed = self._names_changed
+            if self._names_synced != changed:
+                self._fs.sync_directory(self.directory)
+                self._names_synced = changed  # not what it is by now: a name may have come while we synced
+
+    # -- cutting ----------------------------------------------------------------------------------------------------
+
+    def zero(self, from_offset: int) -> int:
+        """Write zeros from `from_offset` to the end of its segment, where they are not yet, and sync. Returns how many
+        bytes were written. Behind the last segment: nothing to do.
+
+        Only pages that hold something else are written, and of the first only what lies behind `from_offset`. Always
+        synced, since the zeros found may be those of a process that was killed before its sync (format#zeros)."""
+        segment = self.find(from_offset)
+        if segment is None:
+            return 0
+        fs = self._fs
+        file = File(fs, segment.path, os.O_RDWR)
+        if sys.platform == "linux":
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_RANDOM)  # no read-ahead, no large folios: see the module
+        written = 0
+        position = from_offset - segment.start
+        while position < segment.length:
+            # Up to a whole multiple, so that all but the first chunk are aligned to pages.
+            wanted = min(_SCAN_BYTES - position % _SCAN_BYTES, segment.length - position)
+            chunk = fs.pread(file.fd, wanted, position)
+            if not chunk:
+                break  # shorter than it was: nothing there to be zeroed
+            if chunk != (_ZEROS if len(chunk) == len(_ZEROS) else bytes(len(chunk))):
+                at = 0
+                while at < len(chunk):
+                    page = chunk[at : at + _PAGE_BYTES - (position + at) % _PAGE_BYTES]
+                    zeros = bytes(len(page))
+                    if page != zeros:
+                        fs.pwrite(file.fd, zeros, position + at)
+                        written += len(page)
+                    at += len(page)
+            position += len(chunk)
+        fs.fdatasync(file.fd)
+        return written
+
+    def own(self, offset: int) -> None:
+        """Before a cut at `offset`: if the file there has a second name, as one of a snapshot has (`log/snapshot`),
+        give this run a copy of it. For who opens a store: nobody has a mapping yet that will be written through."""
+        segment, fs = self.find(offset), self._fs
+        if segment is None or fs.stat(segment.path).st_nlink < 2:
+            return
+        tmp, name = self._tmp_directory, segment_name(segment.start)
+        source = File(fs, segment.path, os.O_RDONLY)
+        found = fs.stat(source.fd)
+        fs.mkdir(tmp, self._folder_mode(), exist_ok=True)
+        with new_file(fs, tmp, name, segment.path, self._file_mode) as target:
+            fs.allocate(target, found.st_size)
+            fs.copy(source.fd, target, found.st_size)
+            fs.take_after(target, found)
+            fs.fdatasync(target)
+        fs.sync_directory(self.directory)
+        with self._lock:
+            self._let_go(segment)
+
+    def finish(self, offset: int) -> None:
+        """The run goes on at `offset`: the segment that holds it gets its full length, and files without a byte from
+        there on go."""
+        for segment in reversed(self._list([])):
+            if segment.start >= offset and segment.length == 0:
+                self._remove(segment.path)
+        self.sync_folder()
+        last = self.find(offset)
+        if last is not None and last.length < last.size:
+            with self._lock:
+                self._let_go(last)  # a mapping is as long as the file was
+            self._extend(last)
+
+    def drop_from(self, offset: int) -> list[str]:
+        """Remove all segments that start at or behind `offset`, the last one first, so that a crash in between leaves
+        no gap. Returns the removed names. Durable on return."""
+        doomed = [segment for segment in self.segments() if segment.start >= offset]
+        return self._drop(doomed[::-1])
+
+    def drop_before(self, offset: int) -> list[str]:
+        """Remove all segments that end at or before `offset`, the first one first, never the last one. Returns the
+        removed names. Durable on return. Views of them stay valid; their space returns with the last view."""
+        return self._drop([segment for segment in self.segments()[:-1] if segment.end <= offset])
+
+    def _drop(self, doomed: list[Segment]) -> list[str]:
+        removed = []
+        for segment in doomed:
+            try:
+                with self._lock:  # whoever finds a segment in the list and then no file would take that for damage
+                    before = self.segments()
+                    self._set([other for other in before if other is not segment])
+                    try:
+                        self._remove(segment.path)
+                    except BaseException:
+                        if self._fs.exists(segment.path):
+                            self._set(before)
+                        raise
+                    removed.append(segment_name(segment.start))
+                    self._let_go(segment)
+            finally:
+                # One by one: of names that go together a power cut may leave any, and a gap looks like the end.
+                self.sync_folder()
+        return removed
+
+    def _remove(self, path: str) -> None:
+        """Remove a name of the folder, durable with the next `sync_folder`."""
+        self._fs.unlink(path, missing_ok=True)
+        self._names_changed += 1
+
+    def close(self) -> None:
+        """Let go of all mappings and descriptors and remove what was prepared. Syncs nothing."""
+        with self._prepare_lock:
+            self._discard_prepared()
+        super().close()
+
+    def _retire(self, segment: Segment) -> None:
+        """No more writing to this one: it goes on with a read-only mapping, made when asked for."""
+        with self._lock:
+            segment.file = None
+            mapping = segment.mapping
+            if mapping is None or not segment.writable:
+                return
+            if not _LINUX:
+                mapping.flush()  # its later sync could not: see `_sync_many`
+            segment.mapping = None
+            segment.writable = False
+        # Unmapping thousands of pages takes milliseconds, in which Python lets no other thread run; so empty it before
+        # the last reference goes. What is dirty stays so, and a view that is still held finds its pages again.
+        advise(mapping, 0, segment.length, DONT_NEED)

@@ -1,0 +1,145 @@
+"""Calls that systems have under different names, or that `os` and `mmap` lack: one function each, for `filesystem.py`.
+
+=================  =======================================  =====================================================
+function           Linux                                    elsewhere, or where the file system refuses
+=================  =======================================  =====================================================
+``sync_data``      ``fdatasync``                            macOS ``F_FULLFSYNC`` (its fsync leaves data in the
+                                                            drive's cache), else ``fsync``
+``allocate``       ``posix_fallocate``                      False: the caller writes zeros
+``map_file``       takes no descriptor                      takes one for as long as it lasts, before CPython 3.13
+``write_back``     ``sync_file_range``                      nothing
+``advise``         ``madvise``                              False
+``boot_id``        ``/proc/sys/kernel/random/boot_id``      macOS ``kern.bootsessionuuid``
+=================  =======================================  =====================================================
+
+Calls by ctypes let other threads run meanwhile. Where the C library cannot be asked (a static interpreter), they do
+what the last column says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import sys
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "DONT_NEED",
+    "POPULATE_WRITE",
+    "UNSUPPORTED",
+    "advise",
+    "allocate",
+    "boot_id",
+    "map_file",
+    "sync_data",
+    "write_back",
+]
+
+UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+"""Errors that say "this file system, or this kernel, cannot do that". Everything else is a real failure."""
+POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux 5.14: fault pages in for writing."""
+DONT_NEED = 4
+"""MADV_DONTNEED: empty a mapping. Of a file, what is dirty stays so."""
+_BEGIN = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
+_MAP_FIXED = 0x10
+
+if sys.platform == "darwin":
+    import fcntl
+
+    def sync_data(fd: int) -> None:
+        """Make what was written to a file durable."""
+        try:
+            fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            os.fsync(fd)
+else:
+    sync_data = os.fdatasync
+
+
+def allocate(fd: int, length: int) -> bool:
+    """Reserve blocks for [0, length) of a file. Return False when the system cannot, and nothing has changed."""
+    if sys.platform == "darwin":
+        return False
+    else:  # mypy takes the code behind a platform test for unreachable unless it stands in the other branch
+        try:
+            os.posix_fallocate(fd, 0, length)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+            return False
+        return True
+
+
+@lru_cache(maxsize=1)
+def boot_id() -> str | None:
+    """Return what the system calls this run of the machine, from its start to its end; None if it does not say."""
+    with contextlib.suppress(OSError, AttributeError):
+        if sys.platform == "darwin":
+            text, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
+            if ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", text, ctypes.byref(size), None, 0) == 0:
+                return text.value.decode()
+        else:
+            with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+                return file.read().strip() or None
+    return None
+
+
+# -- calls of the C library -------------------------------------------------------------------------------------------
+
+
+def _call_of_c(name: str, result: Any, *arguments: Any) -> Any:
+    """Return a function of the C library of Linux; None elsewhere, and where there is none."""
+    if sys.platform == "linux" and sys.maxsize > 1 << 32:
+        with contextlib.suppress(OSError, AttributeError):
+            call = getattr(ctypes.CDLL(None, use_errno=True), name)
+            call.restype, call.argtypes = result, arguments
+            return call
+    return None
+
+
+_int, _size, _pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+_sync_file_range = _call_of_c("sync_file_range", _int, _int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_madvise = _call_of_c("madvise", _int, _pointer, _size, _int)
+# A mapping keeps its file alive by itself. Before 3.13 Python also kept a duplicate descriptor in each, which counts
+# against the descriptor limit; since then it need not.
+_MAP_OPTIONS: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
+_mmap = None if _MAP_OPTIONS else _call_of_c("mmap", _pointer, _pointer, _size, _int, _int, _int, ctypes.c_long)
+
+
+def map_file(fd: int, length: int, access: int) -> mmap.mmap:
+    """Map a file, without a descriptor that stays open where that can be: over a mapping of no file, which has none."""
+    if _mmap is None:
+        return mmap.mmap(fd, length, access=access, **_MAP_OPTIONS)
+    mapping = mmap.mmap(-1, length, access=access)
+    address = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
+    protection = mmap.PROT_READ if access == mmap.ACCESS_READ else mmap.PROT_READ | mmap.PROT_WRITE
+    if _mmap(address, length, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return mapping
+
+
+def write_back(fd: int) -> None:
+    """Have the system begin to write what is dirty of a file. Never fails."""
+    if _sync_file_range is not None:
+        _sync_file_range(fd, 0, 0, _BEGIN)
+
+
+def advise(mapping: mmap.mmap, position: int, length: int, advice: int) -> bool:
+    """Call madvise for bytes of a mapping that is writable. Return False if the system does not know such advice."""
+    if _madvise is None:
+        return False
+    anchor = ctypes.c_char.from_buffer(mapping)  # exports the buffer: the mapping stays while this lives
+    while _madvise(ctypes.addressof(anchor) + position, length, advice) != 0:
+        if ctypes.get_errno() not in (errno.EINTR, errno.EAGAIN):
+            return False
+    return True
