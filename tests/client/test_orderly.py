@@ -13,7 +13,7 @@ import pytest
 
 import mqstore
 from mqstore import BatchFailure, Interceptor, Message, QueueRef, Reject, Retry, RetryPolicy
-from mqstore.client import assignment, orderly
+from mqstore.client import assignment, chunks, orderly
 from mqstore.client.workers import cancelled
 from mqstore.errors import ConfigError, StoreBusyError
 from tests.client.orderlysupport import Bench, fire
@@ -64,7 +64,7 @@ def test_a_position_is_committed_every_ten_milliseconds_and_at_the_end(bench: Be
     bench.join(handler=handle)
     bench.settle()
 
-    assert committed == [0, 1, 1, 1, 4, 4, 4, 7]
+    assert committed == [0, 0, 0, 3, 3, 3, 6, 6]
     assert bench.committed() == 8
 
 
@@ -72,6 +72,7 @@ def test_messages_come_in_order_and_each_is_settled_before_the_next_begins(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assignment, "COMMIT_MS", 0)
+    monkeypatch.setattr(chunks, "SETTLE_MS", 0)
     committed = []
     bench.put("0", "1", "2")
     bench.join(handler=lambda message: committed.append(bench.committed()))
@@ -107,12 +108,12 @@ def test_a_failure_holds_up_its_queue_and_no_other(wide: Bench) -> None:
     assert wide.attempts == [("0", 1), ("a", 1), ("b", 1), ("0", 2), ("0", 3), ("1", 1)]
 
 
-@pytest.mark.parametrize("together_s", [0, 1000])
+@pytest.mark.parametrize("together_ms", [0, 1_000])
 def test_every_message_is_counted_once_its_queue_rests(
-    wide: Bench, monkeypatch: pytest.MonkeyPatch, together_s: int
+    wide: Bench, monkeypatch: pytest.MonkeyPatch, together_ms: int
 ) -> None:
     """Those that were handled well are counted together, up to a failure or the end."""
-    monkeypatch.setattr(orderly, "SETTLE_S", together_s)
+    monkeypatch.setattr(chunks, "SETTLE_MS", together_ms)
     wide.put(*"01234")
     wide.put(*"ab", queue=1)
     consumer = wide.join(handler=fails("3", times=2), batch_size=2)
