@@ -625,14 +625,14 @@ def test_a_failure_blocks_its_queue_and_no_other(bench: Bench) -> None:
 def test_what_fails_with_what_was_found_silences_nobody(
     bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, errors = poppush.as_delivered, [MemoryError()]
+    real, errors = poppush.all_as_delivered, [MemoryError()]
 
-    def once(delivery: Any) -> Message:
+    def once(found: Any) -> Any:
         if errors:
             raise errors.pop()
-        return real(delivery)
+        return real(found)
 
-    monkeypatch.setattr(poppush, "as_delivered", once)
+    monkeypatch.setattr(poppush, "all_as_delivered", once)
     push = Push(bench, ordered=ordered)
     bench.put(b"0", queue_id=0)
     push.advance(2)
@@ -684,7 +684,7 @@ def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, later_s: int, mon
     push = Push(bench, act, ordered=ordered, workers=1, start=False)
     push.engine._runner.pace_ms = 0.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "SETTLE_MS", 0)  # settled one by one
+        patch.setattr(chunks, "SETTLE_S", 0)  # settled one by one
         push.consumer.start()
         push.consumer._workers.run_once()
     bench.clock.advance(later_s * 1000)

@@ -167,12 +167,14 @@ class Handling:
                 check_has_run(result)
         except Exception as error:
             worker.end()
-            took_ms = (time.perf_counter() - begin) * 1000  # without that of reporting
+            worker.ended_at = time.perf_counter()  # without the time of reporting
+            took_ms = (worker.ended_at - begin) * 1000
             if self._after:
                 self._consumed(worker, messages, took_ms, error)
             return self._failure(error, subscription, messages), took_ms
         worker.end()
-        took_ms = (time.perf_counter() - begin) * 1000
+        worker.ended_at = ended_at = time.perf_counter()
+        took_ms = (ended_at - begin) * 1000
         if self._after:
             self._consumed(worker, messages, took_ms, None)
         return None, took_ms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from mqstore.broker.pop.service import Delivery
 from mqstore.client.chunks import Chunk, Home
@@ -14,6 +15,7 @@ from mqstore.log.message import Message
 __all__ = ["SETTLE_AGAIN_MAX_MS", "Settling", "Unit"]
 
 SETTLE_AGAIN_MS, SETTLE_AGAIN_MAX_MS = 100, 1_000
+_receipt = attrgetter("receipt")
 
 
 class Unit(Chunk):
@@ -22,14 +24,20 @@ class Unit(Chunk):
 
     __slots__ = ("held",)
 
-    def __init__(self, home: Home, topic: str, messages: Sequence[Message], held: Held, *, ordered: bool) -> None:
-        """`held` has the deliveries of all messages."""
-        super().__init__(home, topic, messages, apart=ordered)
+    def __init__(
+        self, home: Home, topic: str, held: Held, messages: Sequence[Message] | None = None, *, ordered: bool
+    ) -> None:
+        """`messages` are some of `held`; None for all."""
+        super().__init__(home, topic, held.messages() if messages is None else messages, apart=ordered)
         self.held = held
 
     def delivery(self, message: Message) -> Delivery:
         """Return the delivery of a message that is not settled."""
         return self.held.deliveries[id(message)]
+
+    def receipts(self, messages: Sequence[Message]) -> list[str]:
+        """Return the receipts of messages that are not settled."""
+        return list(map(_receipt, map(self.held.deliveries.__getitem__, map(id, messages))))
 
 
 class Settling:

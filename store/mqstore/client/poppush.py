@@ -25,12 +25,14 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.pop import service as pop
 from mqstore.client.chunks import WORTH_MS, ChunkRunner, next_of
-from mqstore.client.delivery import as_delivered, fail
+from mqstore.client.delivery import all_as_delivered, fail
 from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
 from mqstore.client.outcome import shortened
@@ -50,6 +52,7 @@ LOAN_MS = 60_000
 HOLD_MS = 20_000
 """No more is fetched than is likely to be begun within this time, so that next to nothing is ever renewed unbegun."""
 FETCH_AGAIN_MS = 1_000
+_QUEUE, _TOPIC = attrgetter("topic", "queue_id"), attrgetter("topic", "message.topic")
 SUSPEND_MIN_S, SUSPEND_MAX_S, DELAY_MAX_S = 0.01, 60.0, 12 * 3600.0
 
 
@@ -284,16 +287,9 @@ class PopEngine:
 
     def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[Unit]:
         groups: dict[tuple[str, str | int], list[pop.Delivery]] = {}
-        for delivery in found:
-            message = as_delivered(delivery)
-            if message is not delivery.message:
-                delivery = delivery._replace(message=message)
-            part = delivery.queue_id if self._ordered else message.topic
-            groups.setdefault((delivery.topic, part), []).append(delivery)
-        units = [
-            Unit(self, topic, [each.message for each in group], Held(group), ordered=self._ordered)
-            for (topic, _), group in groups.items()
-        ]
+        for part, together in groupby(all_as_delivered(found), _QUEUE if self._ordered else _TOPIC):
+            groups.setdefault(part, []).extend(together)
+        units = [Unit(self, topic, Held(group), ordered=self._ordered) for (topic, _), group in groups.items()]
         expires_ms = self._clock.monotonic_ms() + LOAN_MS - int(took_ms)
         with self._lock:
             if not (is_closed := self.dropped):
@@ -341,7 +337,7 @@ class PopEngine:
 
     def part(self, unit: Unit, messages: Sequence[Message]) -> Unit:
         """Return a unit with `messages`, which were taken from the given one."""
-        part = Unit(self, unit.topic, messages, unit.held, ordered=self._ordered)
+        part = Unit(self, unit.topic, unit.held, messages, ordered=self._ordered)
         with self._lock:
             self._units[part] = None
         return part
@@ -378,7 +374,7 @@ class PopEngine:
         return settling
 
     def _ack(self, unit: Unit, messages: Sequence[Message]) -> Settled:
-        self._broker.ack(self._group, unit.topic, [unit.delivery(message).receipt for message in messages])
+        self._broker.ack(self._group, unit.topic, unit.receipts(messages))
         return "ack"
 
     def _fail(self, unit: Unit, message: Message, failure: Failure) -> Settled:
@@ -404,8 +400,9 @@ class PopEngine:
             try:
                 outcome = act()
             except (ReceiptExpiredError, InvalidReceiptError) as error:
-                late = set(error.receipts) if len(messages) > 1 else {unit.delivery(messages[0]).receipt}
-                told = [message for message in messages if unit.delivery(message).receipt not in late]
+                receipts = unit.receipts(messages)
+                late = set(error.receipts) if len(messages) > 1 else {*receipts}
+                told = [message for message, each in zip(messages, receipts, strict=True) if each not in late]
                 outcome = "ack"  # those of the call that were in time
                 log.say(logging.WARNING, "handled too late, it comes again", at=messages[0], error=error)
                 if self._ordered:  # to another, and what stands behind it after it
@@ -444,8 +441,7 @@ class PopEngine:
         """Give back unseen."""
         if messages:
             try:
-                receipts = [unit.delivery(message).receipt for message in messages]
-                self._broker.release(self._group, unit.topic, receipts)
+                self._broker.release(self._group, unit.topic, unit.receipts(messages))
             except MQStoreError as error:
                 self._handling.log.say(logging.WARNING, "could not be given back", at=messages, error=error)
             self._forget(unit, messages)

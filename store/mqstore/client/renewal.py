@@ -14,16 +14,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.pop.service import Delivery
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.errors import InvalidReceiptError, MQStoreError, ReceiptExpiredError
+from mqstore.log.message import Message
 
 __all__ = ["Held", "Renewer"]
 
 AGAIN_MS = 1_000
+_message = attrgetter("message")
 
 
 class Held:
@@ -31,13 +35,17 @@ class Held:
 
     __slots__ = ("deliveries", "due_ms", "lost")
 
-    def __init__(self, deliveries: Iterable[Delivery]) -> None:
-        self.deliveries = {id(delivery.message): delivery for delivery in deliveries}
+    def __init__(self, deliveries: Sequence[Delivery]) -> None:
+        self.deliveries = dict(zip(map(id, map(_message, deliveries)), deliveries, strict=True))
         """By the `id` of their messages, which is cheaper than their hash."""
         self.due_ms = 0
         """When they are renewed (monotonic ms)."""
         self.lost: set[int] = set()
         """Keys of deliveries that another consumer may have. They are renewed no more."""
+
+    def messages(self) -> list[Message]:
+        """Return the messages of the deliveries, in their order."""
+        return list(map(_message, self.deliveries.values()))
 
 
 class Renewer:
@@ -77,7 +85,7 @@ class Renewer:
     def remove(self, held: Held, keys: Iterable[int]) -> list[Delivery]:
         """Take these deliveries out, and return those that were held until now."""
         with self._lock:
-            gone = [delivery for key in keys if (delivery := held.deliveries.pop(key, None)) is not None]
+            gone = [each for each in map(held.deliveries.pop, keys, repeat(None)) if each is not None]
             if held in self._held:
                 self._count -= len(gone)
                 if not held.deliveries:
