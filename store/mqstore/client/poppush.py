@@ -51,6 +51,7 @@ __all__ = ["PopEngine"]
 LOAN_MS = 60_000
 HOLD_MS = 20_000
 """No more is fetched than is likely to be begun within this time, so that next to nothing is ever renewed unbegun."""
+FETCH_MAX = 256
 FETCH_AGAIN_MS = 1_000
 _QUEUE, _TOPIC = attrgetter("topic", "queue_id"), attrgetter("topic", "message.topic")
 SUSPEND_MIN_S, SUSPEND_MAX_S, DELAY_MAX_S = 0.01, 60.0, 12 * 3600.0
@@ -116,6 +117,8 @@ class PopEngine:
         self._fetcher: object | None = None
         """A token of who fetches: at most one does."""
         self._fetch_worker: Worker | None = None
+        self._fetch_max = pop.MAX_BATCH
+        """How many messages to fetch at once: as many of the size that the last had as a quarter of the limit holds."""
         self._is_full = False
         self._is_paused = False
         self._settlings: dict[Settling, None] = {}
@@ -270,7 +273,7 @@ class PopEngine:
                 self._is_full = room <= 0
                 return 0
             self._fetch_worker = worker
-            return min(room, pop.MAX_BATCH)
+            return min(room, self._fetch_max)
 
     def _end_fetch(self, token: object) -> None:
         with self._lock:
@@ -291,10 +294,14 @@ class PopEngine:
             groups.setdefault(part, []).extend(together)
         units = [Unit(self, topic, Held(group), ordered=self._ordered) for (topic, _), group in groups.items()]
         expires_ms = self._clock.monotonic_ms() + LOAN_MS - int(took_ms)
+        size = sum([stored_bytes(unit.items) for unit in units])
         with self._lock:
             if not (is_closed := self.dropped):
                 self._units.update(dict.fromkeys(units))
-                self._size += sum([stored_bytes(unit.items) for unit in units])
+                self._size += size
+                if not self._ordered:  # of an ordered queue there is nothing behind the first pop
+                    fitting = self._limits.size * len(found) // (4 * size)
+                    self._fetch_max = max(pop.MAX_BATCH, min(fitting, FETCH_MAX))
         if is_closed:
             self._source.give_back(found)
             return []
