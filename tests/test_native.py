@@ -530,7 +530,11 @@ _NAMES = ["A", "AB", "订"]
 @given(
     st.lists(
         st.sampled_from(
-            [b"A\1v\2", b"A\1w\2", b"A\1\2", b"A\2", b"AB\1\xff\2", b"\xe4", b"A", b"\1", "订\1单\2".encode()]
+            [
+                *[b"A\1v\2", b"A\1w\2", b"A\1\2", b"A\2", b"AB\1\xff\2", b"\xe4", b"A", b"\1", "订\1单\2".encode()],
+                *[b"TAGS\1t\2", b"__SHARDINGKEY\1g\2", b"KEYS\1one\2", b"KEYS\1 \2"],
+                b"KEYS\1  k\xe2\x82 \xf0\x9f  \xe5\x8d\x95\xe2\2",
+            ]
         ),
         max_size=8,
     ),
@@ -546,6 +550,8 @@ def test_a_property_alone_is_what_it_is_among_all(pieces: list[bytes], topic: by
     message = Message(stretch, len(before), 0)
     expected = decode_properties(b"".join(pieces))
     assert [message.stored_property(name) for name in _NAMES] == [expected.get(name) for name in _NAMES]
+    assert (message.tag, message.message_group) == (expected.get("TAGS"), expected.get("__SHARDINGKEY"))
+    assert message.keys == tuple(filter(None, expected.get("KEYS", "").split(" ")))
 
 
 @compiled

@@ -12,7 +12,9 @@ enum {
     MOST_BYTES = 4 << 20, /* read at once: others wait meanwhile */
 };
 
-static PyObject *buffer_name, *stored_body_name;
+static PyObject *buffer_name, *queue_name, *stored_body_name;
+static int topic_index = 0, queue_id_index = 1;
+static char tag_name[] = "TAGS", group_name[] = "__SHARDINGKEY";
 
 static void located_dealloc(Located *self)
 {
@@ -34,16 +36,19 @@ static int located_init(Located *self, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
+static PyObject *never_made(void)
+{
+    PyErr_SetString(PyExc_AttributeError, "a message that was never made");
+    return NULL;
+}
+
 /* The buffer that holds the record, and, unless `parts` is NULL, the places in it: without them no more than room for the
    smallest record is certain. 0, or -1 with an exception; then nothing is held. */
 static int open_record(Located *self, Py_buffer *view, Parts *parts)
 {
-    PyObject *buffer = self->stretch ? PyObject_GetAttr(self->stretch, buffer_name) : NULL;
-    if (!buffer) {
-        if (!self->stretch)
-            PyErr_SetString(PyExc_AttributeError, "a message that was never made");
+    PyObject *buffer = self->stretch ? PyObject_GetAttr(self->stretch, buffer_name) : never_made();
+    if (!buffer)
         return -1;
-    }
     int got = PyObject_GetBuffer(buffer, view, PyBUF_SIMPLE);
     Py_DECREF(buffer);
     if (got < 0)
@@ -86,34 +91,95 @@ static PyObject *located_encoded_properties(Located *self, void *closure)
     return properties;
 }
 
-/* One property, as `decode_properties` would have it: the last of its name that has a value. */
+/* Whether the record has a property of this name, and its value: as `decode_properties` would have it, the last of its name
+   that has one. -1 with an exception; else `view` is to be released. */
+static int find_property(Located *self, Py_buffer *view, const char *name, Py_ssize_t name_size, const char **value,
+                         Py_ssize_t *value_size)
+{
+    Parts parts;
+    if (open_record(self, view, &parts) < 0)
+        return -1;
+    const char *at = (const char *)view->buf + parts.properties, *end = at + parts.properties_size;
+    *value = NULL;
+    while (at < end) {
+        const char *closing = memchr(at, 2, (size_t)(end - at));
+        Py_ssize_t size = (closing ? closing : end) - at;
+        if (size > name_size + 1 && at[name_size] == 1 && !memcmp(at, name, (size_t)name_size)) {
+            *value = at + name_size + 1;
+            *value_size = size - name_size - 1;
+        }
+        at += size + 1;
+    }
+    return *value != NULL;
+}
+
+static PyObject *property_of(Located *self, const char *name, Py_ssize_t name_size)
+{
+    Py_buffer view;
+    const char *value;
+    Py_ssize_t size = 0;
+    int found = find_property(self, &view, name, name_size, &value, &size);
+    if (found < 0)
+        return NULL;
+    PyObject *text = found ? PyUnicode_DecodeUTF8(value, size, "replace") : Py_NewRef(Py_None);
+    PyBuffer_Release(&view);
+    return text;
+}
+
+static PyObject *located_property(Located *self, void *name)
+{
+    return property_of(self, name, (Py_ssize_t)strlen(name));
+}
+
 static PyObject *located_stored_property(Located *self, PyObject *name)
 {
-    Py_ssize_t name_size;
-    const char *wanted = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &name_size) : NULL;
+    Py_ssize_t size;
+    const char *wanted = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &size) : NULL;
     if (!wanted) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "a property has a name");
         return NULL;
     }
+    return property_of(self, wanted, size);
+}
+
+/* The words of KEYS. */
+static PyObject *located_keys(Located *self, void *closure)
+{
     Py_buffer view;
-    Parts parts;
-    if (open_record(self, &view, &parts) < 0)
+    const char *value;
+    Py_ssize_t size = 0, count = 0;
+    int found = find_property(self, &view, "KEYS", 4, &value, &size);
+    if (found < 0)
         return NULL;
-    const char *at = (const char *)view.buf + parts.properties, *end = at + parts.properties_size, *found = NULL;
-    Py_ssize_t found_size = 0;
-    while (at < end) {
-        const char *closing = memchr(at, 2, (size_t)(end - at));
-        Py_ssize_t size = (closing ? closing : end) - at;
-        if (size > name_size + 1 && at[name_size] == 1 && !memcmp(at, wanted, (size_t)name_size)) {
-            found = at + name_size + 1;
-            found_size = size - name_size - 1;
-        }
-        at += size + 1;
+    const char *end = found ? value + size : NULL;
+    for (const char *at = value; at < end; at++)
+        count += *at != ' ' && (at == value || at[-1] == ' ');
+    PyObject *keys = PyTuple_New(count);
+    for (Py_ssize_t i = 0; keys && i < count; i++) {
+        while (*value == ' ')
+            value++;
+        const char *space = memchr(value, ' ', (size_t)(end - value));
+        PyObject *key = PyUnicode_DecodeUTF8(value, (space ? space : end) - value, "replace");
+        if (key)
+            PyTuple_SET_ITEM(keys, i, key);
+        else
+            Py_CLEAR(keys);
+        value = space;
     }
-    PyObject *value = found ? PyUnicode_DecodeUTF8(found, found_size, "replace") : Py_NewRef(Py_None);
     PyBuffer_Release(&view);
-    return value;
+    return keys;
+}
+
+/* The queue, or its part at index *closure. */
+static PyObject *located_queue(Located *self, void *closure)
+{
+    if (!self->stretch)
+        return never_made();
+    PyObject *queue = PyObject_GetAttr(self->stretch, queue_name);
+    if (queue && closure)
+        Py_SETREF(queue, PySequence_GetItem(queue, *(const int *)closure));
+    return queue;
 }
 
 /* The integers of the header: where they lie when both hosts are IPv4, how wide they are, and which hosts move them. */
@@ -250,6 +316,13 @@ static PyGetSetDef located_attributes[] = {
      "The bytes of the properties, as stored (format#properties).", NULL},
     {"message_id", (getter)located_message_id, NULL,
      "Offset message id, the address of this stored copy (format#ids).", NULL},
+    {"queue", (getter)located_queue, NULL, "The queue that this copy lies in.", NULL},
+    {"topic", (getter)located_queue, NULL, "Topic of that queue.", &topic_index},
+    {"queue_id", (getter)located_queue, NULL, "Number of that queue in its topic, from 0.", &queue_id_index},
+    {"tag", (getter)located_property, NULL, "Tag that consumers filter by, or None.", tag_name},
+    {"keys", (getter)located_keys, NULL, "Keys that `find` looks the message up by, besides its unique key.", NULL},
+    {"message_group", (getter)located_property, NULL,
+     "Name of the group whose messages keep their order, or None.", group_name},
     NUMBER("size", size_field, "Bytes of the whole record."),
     NUMBER("flag", flag_field, "The sender's own number, 32 bits; 0 unless it was set."),
     NUMBER("physical_offset", physical_field, "Position of the record in the commitlog."),
@@ -288,8 +361,9 @@ PyTypeObject LocatedType = {
 int message_init(void)
 {
     buffer_name = PyUnicode_InternFromString("buffer");
+    queue_name = PyUnicode_InternFromString("queue");
     stored_body_name = PyUnicode_InternFromString("_stored_body");
-    return buffer_name && stored_body_name ? PyType_Ready(&LocatedType) : -1;
+    return buffer_name && queue_name && stored_body_name ? PyType_Ready(&LocatedType) : -1;
 }
 
 /* Whether its body needs nothing but a slice. */

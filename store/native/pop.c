@@ -12,6 +12,7 @@
 enum {
     MOST_BITS = 62, /* of a batch, to be looked at here */
     MOST_SETTLED = MOST_BITS + 1,
+    MOST_CLAIMS = 256,     /* of one call */
     MOST_POPPED = 32,      /* MAX_BATCH of state.py */
     COMPACT_FROM = 1024,   /* _COMPACT_FROM of state.py */
     SAME_MOMENT_MS = 1000, /* of time.py */
@@ -64,11 +65,11 @@ static char *tell(char *at, long long number)
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *commit, *batch, *delivery;
+    PyObject *tip, *queue, *pop_tail, *ack_tail, *resets, *orders, *commit, *freed, *batch, *delivery;
     long long max_body, order_changes;
 } Desk;
 
-#define SHARED(F) F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(commit) F(batch) F(delivery)
+#define SHARED(F) F(tip) F(queue) F(pop_tail) F(ack_tail) F(resets) F(orders) F(commit) F(freed) F(batch) F(delivery)
 
 COLLECTED(desk, Desk, SHARED)
 
@@ -78,7 +79,7 @@ static bool has_log(const Desk *self)
     return self->tip && PyObject_TypeCheck(self->tip, &TipType) && self->queue &&
            PyObject_TypeCheck(self->queue, &NumberedType) && self->pop_tail && PyBytes_Check(self->pop_tail) &&
            self->ack_tail && PyBytes_Check(self->ack_tail) && self->resets && PyDict_Check(self->resets) && self->orders &&
-           PyDict_CheckExact(self->orders) && self->commit && self->batch && PyType_Check(self->batch) &&
+           PyDict_CheckExact(self->orders) && self->commit && self->freed && self->batch && PyType_Check(self->batch) &&
            PyType_IsSubtype((PyTypeObject *)self->batch, &LentType) && self->delivery && PyType_Check(self->delivery) &&
            PyType_FastSubclass((PyTypeObject *)self->delivery, Py_TPFLAGS_TUPLE_SUBCLASS);
 }
@@ -275,7 +276,7 @@ static PyObject *desk_hand_out(Desk *self, PyObject *const *args, Py_ssize_t nar
 
 /* What a receipt of ours says, of an ordinary topic (`ask.claim_of`). */
 typedef struct {
-    long long pop_time_ms, queue_id, offset;
+    long long start, pop_time_ms, queue_id, offset;
     bool in_order;
 } Claim;
 
@@ -308,12 +309,12 @@ static bool claim_of(PyObject *text, Claim *claim)
         return false;
     }
     const char *at = (const char *)PyUnicode_1BYTE_DATA(text), *stop = at + PyUnicode_GET_LENGTH(text);
-    long long start, invisible_ms;
-    return digits(&at, stop, 18, &start) && text_is(&at, stop, " ") && digits(&at, stop, 15, &claim->pop_time_ms) &&
+    long long invisible_ms;
+    return digits(&at, stop, 18, &claim->start) && text_is(&at, stop, " ") && digits(&at, stop, 15, &claim->pop_time_ms) &&
            text_is(&at, stop, " ") && digits(&at, stop, 15, &invisible_ms) &&
            (text_is(&at, stop, NO_ORDER) || (claim->in_order = text_is(&at, stop, IN_ORDER))) &&
            digits(&at, stop, 9, &claim->queue_id) && text_is(&at, stop, " ") && digits(&at, stop, 18, &claim->offset) &&
-           at == stop && start <= claim->offset;
+           at == stop && claim->start <= claim->offset;
 }
 
 /* As `QueueState.advance`. -1 with an exception. */
@@ -428,41 +429,98 @@ done:
     return result;
 }
 
-/* settle(states, receipts) -> the state of their queue; None: `settle` of `StandardQueues` or `FifoQueues` must do it.
+static bool of_one_batch(const Claim *one, const Claim *other)
+{
+    return one->queue_id == other->queue_id && one->start == other->start && one->pop_time_ms == other->pop_time_ms &&
+           one->in_order == other->in_order;
+}
 
-   Acknowledges deliveries of one batch that is in flight in one of `states`, a list by queue id. The state's lock is taken
-   here. */
+/* How many claims at the front are of one batch. */
+static int run_of(const Claim *claims, int count)
+{
+    int run = 1;
+    while (run < count && run < MOST_SETTLED && of_one_batch(claims, claims + run))
+        run++;
+    return run;
+}
+
+/* Whether several batches may be settled one after the other: each was popped, so that no receipt is found to be wrong in
+   the end, and Python would append the same records. */
+static bool are_runs(PyObject *states, const Claim *claims, int count)
+{
+    for (int at = 0, run; at < count; at += run) {
+        run = run_of(claims + at, count - at);
+        const Lending *state = (const Lending *)PyList_GET_ITEM(states, claims[at].queue_id);
+        if (claims[at].in_order || !is_whole((PyObject *)state))
+            return false;
+        for (int i = 0; i < at; i++)
+            if (of_one_batch(claims + i, claims + at))
+                return false;
+        for (int i = at; i < at + run; i++)
+            if (claims[i].offset >= state->cursor)
+                return false;
+    }
+    return true;
+}
+
+/* Deliveries of one batch, with the lock of their queue: 1, 0 when they are for Python, -1 with an exception. */
+static int settle_run(Desk *self, PyObject *states, const Claim *claims, int count)
+{
+    if (claims->queue_id >= PyList_GET_SIZE(states) || !is_whole(PyList_GET_ITEM(states, claims->queue_id)))
+        return 0;
+    Lending *state = (Lending *)Py_NewRef(PyList_GET_ITEM(states, claims->queue_id));
+    int done = try_lock(state);
+    if (done > 0) {
+        PyObject *lock = Py_NewRef(state->lock);
+        done = settle(self, state, claims, count);
+        PyObject *result = unlocked(lock, done < 0 ? NULL : Py_NewRef(Py_None));
+        if (!result)
+            done = -1;
+        Py_XDECREF(result);
+    }
+    long long left;
+    if (done > 0 && claims->in_order && PyObject_TypeCheck(state->fifo, &LentType) &&
+        number_of(((Lent *)state->fifo)->left, &left) && !left) {
+        PyObject *woken = PyObject_CallOneArg(self->freed, (PyObject *)state);
+        if (!woken)
+            done = -1;
+        Py_XDECREF(woken);
+    }
+    Py_DECREF(state);
+    return done;
+}
+
+/* settle(states, receipts) -> how many of the receipts are settled, from the front; `settle` of `StandardQueues` or
+   `FifoQueues` must do the others.
+
+   Acknowledges deliveries that are in flight in `states`, a list by queue id. The states' locks are taken here. */
 static PyObject *desk_settle(Desk *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (!has_arguments("settle", nargs, 2))
         return NULL;
-    Claim claims[MOST_SETTLED];
-    if (!has_log(self) || !PyList_CheckExact(args[0]) || !PyList_CheckExact(args[1]) || !PyList_GET_SIZE(args[1]) ||
-        PyList_GET_SIZE(args[1]) > MOST_SETTLED)
-        Py_RETURN_NONE;
-    int count = (int)PyList_GET_SIZE(args[1]);
+    Claim claims[MOST_CLAIMS];
+    int count = 0, done = 0;
+    if (has_log(self) && PyList_CheckExact(args[0]) && PyList_CheckExact(args[1]) && PyList_GET_SIZE(args[1]) <= MOST_CLAIMS)
+        count = (int)PyList_GET_SIZE(args[1]);
     for (int i = 0; i < count; i++)
-        if (!claim_of(PyList_GET_ITEM(args[1], i), &claims[i]) || claims[i].queue_id != claims[0].queue_id)
-            Py_RETURN_NONE;
-    if (claims[0].queue_id >= PyList_GET_SIZE(args[0]) || !is_whole(PyList_GET_ITEM(args[0], claims[0].queue_id)))
-        Py_RETURN_NONE;
-    Lending *state = (Lending *)Py_NewRef(PyList_GET_ITEM(args[0], claims[0].queue_id));
-    int taken = try_lock(state);
-    PyObject *result = NULL;
-    if (taken > 0) {
-        PyObject *lock = Py_NewRef(state->lock);
-        int done = settle(self, state, claims, count);
-        result = unlocked(lock, done < 0 ? NULL : Py_NewRef(done ? (PyObject *)state : Py_None));
-    } else if (taken == 0) {
-        result = Py_NewRef(Py_None);
+        if (!claim_of(PyList_GET_ITEM(args[1], i), &claims[i]) || claims[i].queue_id >= PyList_GET_SIZE(args[0]))
+            count = 0;
+    if (count && run_of(claims, count) < count && !are_runs(args[0], claims, count))
+        count = 0;
+    while (done < count) {
+        int run = run_of(claims + done, count - done), settled = settle_run(self, args[0], claims + done, run);
+        if (settled < 0)
+            return NULL;
+        if (!settled)
+            break;
+        done += run;
     }
-    Py_DECREF(state);
-    return result;
+    return PyLong_FromLong(done);
 }
 
 static PyMethodDef desk_methods[] = {
-    {"hand_out", (PyCFunction)(void (*)(void))desk_hand_out, METH_FASTCALL, "One delivery, or None: see pop/quick.py."},
-    {"settle", (PyCFunction)(void (*)(void))desk_settle, METH_FASTCALL, "Where it is done: see pop/quick.py."},
+    {"hand_out", (PyCFunction)(void (*)(void))desk_hand_out, METH_FASTCALL, "Deliveries, or None: see pop/quick.py."},
+    {"settle", (PyCFunction)(void (*)(void))desk_settle, METH_FASTCALL, "How many are settled: see pop/quick.py."},
     {NULL},
 };
 

@@ -146,7 +146,7 @@ STEPS = st.one_of(
     st.tuples(st.just("pop from"), st.integers(-1, 2), st.booleans()),
     st.tuples(st.just("pop tagged"), st.sampled_from([None, "a", "b"]), st.sampled_from([1, 3])),
     st.tuples(st.just("pop otherwise"), st.booleans(), st.sampled_from([None, None, "a", "b"])),
-    st.tuples(st.just("ack"), st.integers(0, 40), st.integers(1, 3)),
+    st.tuples(st.just("ack"), st.integers(0, 40), st.sampled_from([1, 2, 3, 9])),
     st.tuples(st.just("ack"), st.integers(-3, 40), st.just(1)),
     st.tuples(st.just("pop and ack"), st.integers(1, 4), st.just(1)),
     st.tuples(st.just("give back"), st.integers(0, 40), st.integers(1, 2)),
@@ -399,6 +399,35 @@ def test_receipts_of_two_queues_and_the_same_one_twice(pair: Pair, way: str) -> 
 
 
 @compiled
+def test_batches_of_several_queues_are_settled_in_one_call(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by one record, in the order of the receipts. One batch in two places is for Python, which puts it together,
+    and so are receipts of which one is wrong: nothing is settled then."""
+    create(pair, 3)
+    for queue_id in range(3):
+        pair.do(lambda bench, queue_id=queue_id: bench.put("t", 40, queue_id=queue_id))
+        pair.pop(queue_id=queue_id)
+        pair.ack([pair.deliveries.pop()[0].receipt])
+    for queue_id in (0, 1, 0, 2, 1):
+        pair.pop(queue_id=queue_id, n=3)
+    receipts = [one.receipt for one, _ in pair.deliveries]
+    by_python: list[Any] = []
+    real = StandardQueues.settle
+    monkeypatch.setattr(StandardQueues, "settle", lambda *rest: by_python.append(rest[0]) or real(*rest))
+    wrong = receipts[0].rpartition(" ")[0] + " 1000"
+    for chosen, *calls in (
+        ([receipts[0], wrong], 0, 0),
+        ([receipts[0], receipts[3], receipts[1]], 3, 3),
+        ([*receipts[2:3], *receipts[4:]], 0, 5),
+        (receipts, 5, 5),
+    ):
+        by_python.clear()
+        pair.ack(chosen)
+        pair.check()
+        assert [by_python.count(bench.service._standard) for bench in pair.benches] == calls
+    assert all(bench.service.in_flight() == 0 for bench in pair.benches)
+
+
+@compiled
 def test_a_last_batch_that_is_not_noted_yet_is_for_python(pair: Pair) -> None:
     """As an exception of a signal handler may leave it, between the record in the log and the order info."""
     pair.way = ORDERS["in order"]
@@ -441,7 +470,7 @@ def test_a_queue_that_was_dropped_hands_out_nothing(pair: Pair) -> None:
     # As if somebody had looked it up before, and the drop had left everything else.
     state.cursor, state.committed, state.ahead, state.ahead_next, state.in_flight = 3, 0, ahead, next_, in_flight
     assert tables.hand_out(state, 1, pair.benches[0].now_ms, 60_000, "t", True, False) is None
-    assert tables.settle([state], [receipt]) is None
+    assert tables.settle([state], [receipt]) == 0
 
 
 @compiled
@@ -584,7 +613,7 @@ def test_a_queue_in_use_is_waited_for(pair: Pair) -> None:
     before = memory(state)
     with state.lock:
         assert tables.hand_out(state, 1, bench.now_ms, 1000, "t", True, False) is None
-        assert tables.settle([state], [first.receipt]) is None
+        assert tables.settle([state], [first.receipt]) == 0
         done: list[Any] = []
         threads = [
             threading.Thread(target=lambda: done.extend(bench.pop())),
@@ -689,10 +718,12 @@ def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
     half.key = QueueKey("t", "g", 0)
     for thing in (None, 1, "state", object(), bare, half):
         assert tables.hand_out(thing, 1, 1, 1, "t", True, False) is None
-        assert tables.settle([thing], ["0 1 1 0 0 mqstore 0 0"]) is None
-    assert tables.settle((), ["0 1 1 0 0 mqstore 0 0"]) is None
-    assert tables.settle([], ["0 1 1 0 0 mqstore 0 0"]) is None
-    assert tables.settle([bare], [b"0 1 1 0 0 mqstore 0 0"]) is None
+        assert tables.settle([thing], ["0 1 1 0 0 mqstore 0 0"]) == 0
+        assert tables.settle([thing], ["0 1 1 0 0 mqstore 0 0", "1 1 1 0 0 mqstore 0 1"]) == 0
+    assert tables.settle((), ["0 1 1 0 0 mqstore 0 0"]) == 0
+    assert tables.settle([], ["0 1 1 0 0 mqstore 0 0"]) == 0
+    assert tables.settle([bare], [b"0 1 1 0 0 mqstore 0 0"]) == 0
+    assert tables.settle([bare], []) == 0
     state = tables.state(QueueKey("t", "g", 0))
     for n in (0, 33, -1, None, 1.0):
         assert tables.hand_out(state, n, 1, 1, "t", True, False) is None
@@ -704,7 +735,7 @@ def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
         tables.settle()
     desk = kernel.Desk()
     assert desk.hand_out(state, 1, 1, 1, "t", True, False) is None
-    assert desk.settle([state], ["0 1 1 0 0 mqstore 0 0"]) is None
+    assert desk.settle([state], ["0 1 1 0 0 mqstore 0 0"]) == 0
 
 
 def test_a_store_that_flushes_each_put_pops_by_python(tmp_path: Path) -> None:

@@ -779,14 +779,14 @@ def test_what_a_worker_lost_hold_of_is_pulled_again(bench: PushBench, monkeypatc
     """An error that is no handler's leaves neither messages that nobody handles nor a position that stands still."""
     seen, errors = Seen(), [MemoryError()]
     consumer = bench.consumer(seen)
-    real = engine_of(consumer).subscription_of
+    real = consumer._handling.call
 
     def once(*arguments: Any) -> Any:
         if errors:
             raise errors.pop()
         return real(*arguments)
 
-    monkeypatch.setattr(engine_of(consumer), "subscription_of", once)
+    monkeypatch.setattr(consumer._handling, "call", once)
     bench.put(b"0", b"1")
     bench.advance(2)
     assert set(seen) == {b"0", b"1"}

@@ -289,12 +289,12 @@ def test_unsubscribing_gives_back_what_was_not_begun(bench: PushBench) -> None:
 def test_what_nobody_handles_for_a_moment_is_neither_lost_nor_sent_back(bench: PushBench) -> None:
     handler = Handler(bench)
     consumer = bench.consumer(handler)
-    engine = engine_of(consumer)
-    known, engine._subscriptions = engine._subscriptions, {}
+    handling = consumer._handling
+    known, handling.subscriptions = handling.subscriptions, {}
     bench.put(b"0", b"1")
     bench.settle()
     assert (handler.seen, bench.committed()) == ([], 0)
-    engine._subscriptions = known
+    handling.subscriptions = known
     bench.advance(1)
     assert ([body for body, _ in handler.seen], bench.committed()) == ([b"0", b"1"], 2)
     assert bench.broker.topics.get(RETRIES) is None
@@ -374,11 +374,8 @@ def test_a_first_retry_comes_after_10_s_with_any_level_table(tmp_path: Path) -> 
     bench.close()
 
 
-def test_a_handler_that_takes_another_s_place_does_so_within_a_chunk(
-    bench: PushBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A chunk may hold a thousand messages, of minutes each: looked at whenever something is settled."""
-    monkeypatch.setattr("mqstore.client.concurrent.SETTLE_S", -1.0)
+def test_a_handler_that_takes_another_s_place_does_so_within_a_chunk(bench: PushBench) -> None:
+    """A chunk may hold a thousand messages, of minutes each."""
     after = Handler(bench)
     consumer = bench.consumer(lambda message: consumer.subscribe("t", after), workers=1, run=False)
     bench.put(b"0", b"1", b"2")
@@ -475,7 +472,7 @@ def test_ticks_go_on_whatever_a_hook_meets_and_end_when_there_is_nothing_to_do(b
     bench.settle()
     assert lapses == [0, 1]
     bench.advance(60)
-    assert not service._overdue._ticking  # type: ignore[attr-defined]
+    assert not service._runner._overdue._ticking  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mode", ["queue", "pop"])

@@ -17,7 +17,7 @@ import mqstore
 from mqstore import BatchFailure, Interceptor, Message, Reject, Retry, RetryPolicy, Store
 from mqstore.broker.begun import UNREAD
 from mqstore.broker.members import Mode
-from mqstore.client import popitems
+from mqstore.client import chunks, poppush
 from mqstore.client.workers import cancelled
 from tests.client.popsupport import BOTH, Bench, Push, ended, in_thread, until
 
@@ -81,9 +81,8 @@ def test_everything_is_handled_and_done(bench: Bench, ordered: bool) -> None:
     push.go()
     assert Counter(push.seen) == Counter([(b"%02d" % i, 1) for i in range(70)] + [(b"u%d" % i, 1) for i in range(5)])
     assert lag(bench) == 0
-    assert not push.engine._items
+    assert not push.engine._renewer
     assert push.engine._size == 0
-    assert len(push.engine._renewer) == 0
     stats = push.consumer.stats().topics
     assert (stats["t"].ok, stats["t"].pulled, stats["u"].ok, stats["t"].failed) == (70, 70, 5, 0)
 
@@ -341,7 +340,7 @@ def test_who_is_too_late_is_told_of_and_done_with(
     assert push.seen == [(b"0", 1), (b"1", 1)]
     assert recorder.settled == [(b"0", "ack")] * ordered + [(b"1", "ack")]  # in order, what is done is done
     assert lag(bench) == 0
-    assert not push.engine._items
+    assert not push.engine._renewer
 
 
 @BOTH
@@ -354,7 +353,7 @@ def test_what_an_interceptor_leaves_out_is_done_unhandled(bench: Bench, ordered:
     push.advance(200)
     assert push.bodies() == [b"1", b"3"]
     assert lag(bench) == 0
-    assert not push.engine._items
+    assert not push.engine._renewer
     assert recorder.settled == [(b"1", "ack"), (b"3", "ack")]
 
 
@@ -438,7 +437,7 @@ def test_what_is_here_of_a_topic_unsubscribed_from_is_released(bench: Bench, ord
     push.go()
     assert push.seen == [(b"0", 1)]
     assert bench.broker.pending("g") == []
-    assert not push.engine._items
+    assert not push.engine._renewer
     push.consumer.stop()
     other = Push(bench, ordered=ordered)
     other.go()
@@ -453,7 +452,7 @@ def test_no_more_is_held_than_prefetch_allows(
     """Beyond `prefetch_bytes` lies what one pop brings."""
     held: list[int] = []
     bench.put(*[b"%03d" % i + b"." * 997 for i in range(100)])
-    push = Push(bench, lambda _: held.append(len(push.engine._items)), ordered=ordered, **bound)
+    push = Push(bench, lambda _: held.append(len(push.engine._renewer)), ordered=ordered, **bound)
     push.go()
     assert len(push.seen) == 100
     assert 2 <= max(held) <= most_held
@@ -478,7 +477,7 @@ def test_handlers_that_are_worth_it_have_other_workers_called(bench: Bench, orde
     whatever the pace: lines do not wait for each other."""
     waiting: list[int] = []
     push = Push(bench, lambda _: waiting.append(push.consumer._workers._turns.qsize()), ordered=ordered, start=False)
-    push.engine._helpers.pace_ms = pace_ms
+    push.engine._runner.pace_ms = pace_ms
     for queue_id in (0, 1):
         bench.put(b"0", b"1", queue_id=queue_id)
     push.consumer.start()
@@ -515,7 +514,7 @@ def test_what_is_found_after_the_end_is_given_back(
     push.go()
     assert push.seen == []
     assert bench.broker.pending("g") == []
-    assert not push.engine._items
+    assert not push.engine._renewer
     [delivery] = bench.broker.pop("g", "t", order=ordered)
     assert delivery.attempt == 1
 
@@ -523,11 +522,11 @@ def test_what_is_found_after_the_end_is_given_back(
 @BOTH
 def test_slow_handlers_have_little_fetched_for_them(bench: Bench, ordered: bool) -> None:
     push = Push(bench, ordered=ordered, workers=2, start=False)
-    push.engine._helpers.pace_ms = 60_000
+    push.engine._runner.pace_ms = 60_000
     assert push.engine._room() == 4
-    push.engine._helpers.pace_ms = 1_000
+    push.engine._runner.pace_ms = 1_000
     assert push.engine._room() == 40
-    push.engine._helpers.pace_ms = 0.0
+    push.engine._runner.pace_ms = 0.0
     assert push.engine._room() == 1000
 
 
@@ -617,7 +616,7 @@ def test_a_failure_blocks_its_queue_and_no_other(bench: Bench) -> None:
     bench.put(b"a", b"b", queue_id=1)
     push.advance(9)
     assert sorted(push.seen) == [(b"0", 1), (b"a", 1), (b"b", 1)]
-    assert not push.engine._items  # nothing is held meanwhile
+    assert not push.engine._renewer  # nothing is held meanwhile
     push.advance(30)
     assert [each for each in push.seen if each[0] in b"01"] == [(b"0", 1), (b"0", 2), (b"0", 3), (b"1", 1)]
 
@@ -626,14 +625,14 @@ def test_a_failure_blocks_its_queue_and_no_other(bench: Bench) -> None:
 def test_what_fails_with_what_was_found_silences_nobody(
     bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, errors = popitems.as_delivered, [MemoryError()]
+    real, errors = poppush.all_as_delivered, [MemoryError()]
 
-    def once(delivery: Any) -> Message:
+    def once(found: Any) -> Any:
         if errors:
             raise errors.pop()
-        return real(delivery)
+        return real(found)
 
-    monkeypatch.setattr(popitems, "as_delivered", once)
+    monkeypatch.setattr(poppush, "all_as_delivered", once)
     push = Push(bench, ordered=ordered)
     bench.put(b"0", queue_id=0)
     push.advance(2)
@@ -683,10 +682,9 @@ def test_after_a_crash_it_goes_on(bench: Bench, ordered: bool, later_s: int, mon
 
     bench.put(*[b"%d" % i for i in range(5)], queue_id=0)
     push = Push(bench, act, ordered=ordered, workers=1, start=False)
-    push.engine._helpers.pace_ms = 0.0
-    monotonic = iter(range(10_000))
+    push.engine._runner.pace_ms = 0.0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "perf_counter", lambda: next(monotonic) * 1.0)  # settled one by one
+        patch.setattr(chunks, "SETTLE_S", 0)  # settled one by one
         push.consumer.start()
         push.consumer._workers.run_once()
     bench.clock.advance(later_s * 1000)
@@ -731,7 +729,7 @@ def test_a_handler_that_blocks_keeps_none_from_the_others(store: Store) -> None:
         seen.append(message.body)
 
     consumer = store.push_consumer("g", mode="pop", workers=2)
-    consumer._engine._helpers.pace_ms = 0.0  # type: ignore[attr-defined]
+    consumer._engine._runner.pace_ms = 0.0  # type: ignore[attr-defined]
     consumer.subscribe("t", handle)
     store.put_many("t", [b"%d" % i for i in range(100)], queue_id=0)
     with consumer:

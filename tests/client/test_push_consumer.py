@@ -253,9 +253,13 @@ def test_averages_outlast_the_minute(bench: PushBench, mode: Any, monkeypatch: p
 
 
 def test_averages_are_of_the_last_minute_while_there_is_something_in_it(bench: PushBench) -> None:
-    consumer = bench.consumer(workers=1)
+    consumer = bench.consumer(workers=1, run=False)
+    bench.put(b"x")
+    handled = bench.broker.read("t", 0, 0).messages
+    consumer.pause()
+    consumer.start()
     for took_ms in (100.0, 2.0):
-        consumer._handling.counted("t", 1, took_ms)
+        consumer._handling.settled(handled, "ack", took_ms)
         bench.advance(20)
         assert consumer.stats().topics["t"].handler_ms == took_ms
         bench.advance(70)

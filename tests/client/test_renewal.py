@@ -11,19 +11,19 @@ import pytest
 
 import mqstore
 from mqstore.broker.pop.service import Delivery
-from mqstore.client.renewal import Renewer
+from mqstore.client.renewal import Held, Renewer
 from tests.client.popsupport import Bench
 
 LOAN_MS = 60_000
 
 
-class Held:
-    """A renewer of one group, with what it said."""
+class Consumer:
+    """A renewer of one group that holds what was popped."""
 
     def __init__(self, bench: Bench, ordered: bool) -> None:
         self.bench = bench
         self.ordered = ordered
-        self.renewer: Renewer[Any] = Renewer(bench.broker, "g", LOAN_MS)
+        self.renewer = Renewer(bench.broker, "g", LOAN_MS)
 
     @property
     def now_ms(self) -> int:
@@ -32,11 +32,18 @@ class Held:
     def pop(self, n: int = 1) -> list[Delivery]:
         return self.bench.broker.pop("g", "t", n, invisible=LOAN_MS / 1000, order=self.ordered)
 
-    def take(self, key: Any) -> Delivery:
-        self.bench.put(b"a", queue_id=0)
-        [delivery] = self.pop()
-        self.renewer.add([(key, "t", delivery.receipt)], self.now_ms + LOAN_MS)
-        return delivery
+    def take(self, n: int = 1) -> Held:
+        """Put and pop `n` messages, which are held from then on."""
+        self.bench.put(*[b"a"] * n, queue_id=0)
+        held = Held(self.pop(n))
+        self.renewer.add(held, self.now_ms + LOAN_MS)
+        return held
+
+    def settle(self, held: Held, n: int = 1) -> None:
+        """Acknowledge the first `n` of what is held, and hold it no more."""
+        first = list(held.deliveries.items())[:n]
+        self.bench.broker.ack("g", "t", [delivery.receipt for _, delivery in first])
+        assert len(self.renewer.remove(held, [key for key, _ in first])) == n
 
     def pass_time(self, duration_s: float) -> None:
         """As who drives it does: it is called when it said it is to be called."""
@@ -56,92 +63,95 @@ class Held:
 
 
 @pytest.fixture(params=[False, True], ids=["standard", "ordered"])
-def held(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Held]:
+def consumer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Consumer]:
     bench = Bench(tmp_path / "store")
     bench.store.create_topic("t", queues=1)
-    yield Held(bench, request.param)
+    yield Consumer(bench, request.param)
     bench.store.close()
 
 
-def test_what_is_held_stays_invisible_and_its_receipt_good(held: Held) -> None:
-    delivery = held.take("a")
-    held.pass_time(1_000)
-    assert held.pop() == []
-    held.bench.broker.ack("g", "t", [delivery.receipt])
-    assert sum(held.bench.store.lag("g").values()) == 0
+def test_what_is_held_stays_invisible_and_its_receipt_good(consumer: Consumer) -> None:
+    held = consumer.take(3)
+    consumer.pass_time(1_000)
+    assert consumer.pop() == []
+    consumer.settle(held, 3)
+    assert sum(consumer.bench.store.lag("g").values()) == 0
 
 
-def test_a_renewal_comes_when_a_third_of_the_loan_is_left(held: Held) -> None:
-    held.take("a")
-    assert held.renewer.run_once(held.now_ms) == held.now_ms + 40_000
-    held.pass_time(39.999)
-    assert held.renewals() == 0
-    held.pass_time(0.001)
-    assert held.renewals() == 1
-    assert held.renewer.run_once(held.now_ms) == held.now_ms + 40_000
-    held.pass_time(400)
-    assert held.renewals() == 11
+def test_a_renewal_comes_when_a_third_of_the_loan_is_left(consumer: Consumer) -> None:
+    consumer.take()
+    assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 40_000
+    consumer.pass_time(39.999)
+    assert consumer.renewals() == 0
+    consumer.pass_time(0.001)
+    assert consumer.renewals() == 1
+    assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 40_000
+    consumer.pass_time(400)
+    assert consumer.renewals() == 11
 
 
-def test_what_is_removed_is_renewed_no_more(held: Held) -> None:
-    held.take("a")
-    assert held.renewer.remove("a")
-    assert not held.renewer.remove("a")
-    assert held.renewer.run_once(held.now_ms) is None
-    held.bench.advance(60)
-    assert [each.attempt for each in held.pop()] == [2]
+def test_what_is_removed_is_renewed_no_more(consumer: Consumer) -> None:
+    held = consumer.take(2)
+    first, second = held.deliveries
+    assert [each.message.offset for each in consumer.renewer.remove(held, [first])] == [0]
+    assert consumer.renewer.remove(held, [first]) == []
+    consumer.pass_time(40)
+    assert (consumer.renewals(), len(consumer.renewer)) == (1, 1)
+    consumer.renewer.remove(held, [second])
+    assert consumer.renewer.run_once(consumer.now_ms) is None
+    consumer.bench.advance(60)
+    assert [each.attempt for each in consumer.pop(2)] == [2, 2]
 
 
-def test_each_has_times_of_its_own(held: Held) -> None:
-    first = held.take("first")
-    held.bench.broker.ack("g", "t", [first.receipt])
-    held.renewer.remove("first")
-    held.take("second")
-    held.bench.advance(30)
-    held.renewer.add([("third", "t", first.receipt)], held.now_ms + LOAN_MS)
-    assert held.renewer.run_once(held.now_ms) == held.now_ms + 10_000
-    held.renewer.remove("second")
-    assert held.renewer.run_once(held.now_ms) == held.now_ms + 40_000
+def test_what_comes_later_has_times_of_its_own(consumer: Consumer) -> None:
+    consumer.settle(consumer.take())
+    second = consumer.take()
+    consumer.bench.advance(30)
+    if consumer.ordered:  # which pops nothing behind what is not settled
+        consumer.renewer.add(Held([]), consumer.now_ms + LOAN_MS)
+    else:
+        consumer.take()
+    assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 10_000
+    consumer.settle(second)
+    assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 40_000
 
 
-def test_what_came_too_late_is_told_once(held: Held, caplog: pytest.LogCaptureFixture) -> None:
-    held.take("a")
-    held.bench.advance(61)  # who drives it slept
-    [again] = held.pop()
-    held.pass_time(1)
-    held.pass_time(30)
-    assert caplog.text.count(" a was lost") == 1
-    assert len(held.renewer) == 0
-    held.bench.broker.ack("g", "t", [again.receipt])
+def test_what_came_too_late_is_told_once(consumer: Consumer, caplog: pytest.LogCaptureFixture) -> None:
+    consumer.take()
+    consumer.bench.advance(61)  # who drives it slept
+    [again] = consumer.pop()
+    consumer.pass_time(1)
+    consumer.pass_time(45)
+    assert caplog.text.count("t/0, offset 0 was lost") == 1
+    consumer.bench.broker.ack("g", "t", [again.receipt])
 
 
-def test_a_full_disk_is_tried_again(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    held.take("a")
+def test_a_full_disk_is_tried_again(consumer: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer.take()
 
     def full(*_: Any, **__: Any) -> str:
         raise mqstore.errors.StoreFullError(errno.ENOSPC, "no space", "log", "put")
 
     with monkeypatch.context() as disk:
-        disk.setattr(held.bench.broker, "renew", full)
-        held.pass_time(40)
-        assert held.renewer.run_once(held.now_ms) == held.now_ms + 1_000
-        held.pass_time(15)
-    held.pass_time(100)
-    assert held.pop() == []
+        disk.setattr(consumer.bench.broker, "renew", full)
+        consumer.pass_time(40)
+        assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 1_000
+        consumer.pass_time(15)
+    consumer.pass_time(100)
+    assert consumer.pop() == []
 
 
 def test_what_is_settled_while_others_are_renewed_is_not_lost(
-    held: Held, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    consumer: Consumer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A worker settles and removes just before the renewal reaches the broker."""
-    delivery = held.take("a")
-    renew = held.bench.broker.renew
+    held = consumer.take()
+    renew = consumer.bench.broker.renew
 
     def late(*arguments: Any, **options: Any) -> str:
-        held.bench.broker.ack("g", "t", [delivery.receipt])
-        held.renewer.remove("a")
+        consumer.settle(held)
         return renew(*arguments, **options)
 
-    monkeypatch.setattr(held.bench.broker, "renew", late)
-    held.pass_time(41)
+    monkeypatch.setattr(consumer.bench.broker, "renew", late)
+    consumer.pass_time(41)
     assert "lost" not in caplog.text

@@ -481,8 +481,8 @@ class Broker:
         self._pop.ack(group, topic, receipts, durability)
 
     def ack_at_once(self, group: str, topic: str, receipts: Sequence[str]) -> bool:
-        """Acknowledge without waiting for a lock or the disk, for callers such as an event loop. Return False, with
-        nothing done, if it would have to wait."""
+        """Acknowledge without waiting for a lock or the disk, for callers such as an event loop. Return False if it had
+        to wait: then call `ack`."""
         return self._pop.ack_at_once(group, topic, receipts)
 
     def change_invisible(

@@ -72,6 +72,9 @@ class Service(Protocol):
         """Messages were pulled and cached. Called by the worker that pulled, after the next pull is on its way. `idle`:
         no worker is at the queue, and the service is to see to it."""
 
+    def close(self) -> None:
+        """Settle what is done: what still runs counts for nothing."""
+
 
 class Assignment:
     """The queues that one member has, from `start` to `close`."""
@@ -104,7 +107,6 @@ class Assignment:
         self._retries = retries
         self._topics: frozenset[str] = frozenset()
         """What is consumed."""
-        self._subscriptions: Mapping[str, Subscription] = {}
         self._lock = threading.Lock()
         self._queues: dict[QueueRef, ProcessQueue] = {}
         self._leaving: dict[QueueRef, ProcessQueue] = {}
@@ -160,10 +162,10 @@ class Assignment:
         if self._retries is not None:
             wanted[self._retries] = ("TAG", "*")
         self.membership.join(wanted)
-        self._subscriptions, self._topics = dict(subscriptions), frozenset(wanted)
+        self._handling.subscriptions, self._topics = subscriptions, frozenset(wanted)
 
     def _filter(self, topic: str) -> Filter | None:
-        subscription = self._subscriptions.get(topic)
+        subscription = self._handling.subscriptions.get(topic)
         return None if subscription is None else subscription.wanted.filter
 
     def _pop_retries(self) -> Iterable[str]:
@@ -171,7 +173,7 @@ class Assignment:
         another group's may change, so they are no part of what members agree on."""
         if self._retries is None:
             return
-        for topic in self._subscriptions:
+        for topic in self._handling.subscriptions:
             yield from self._broker.pop_retry_topics(self.group, topic)
 
     def stir(self) -> None:
@@ -193,6 +195,7 @@ class Assignment:
     def close(self) -> None:
         """After `halt`: what still runs counts for nothing; progress is on disk, the seat and the locks are given up.
         Not the lock of a queue whose handler runs: that is given when it ends."""
+        self._service.close()
         with self._lock:
             queues = [*self._queues.values(), *self._leaving.values()]
             self._queues.clear()
@@ -562,24 +565,15 @@ class Assignment:
         elif last:
             self._workers.later(0, partial(self._ended, queue))
 
-    def settle(self, queue: ProcessQueue, messages: Sequence[Message]) -> None:
-        """These are done with, in whatever order; commits what that makes the position."""
+    def settle(self, queue: ProcessQueue, messages: Sequence[Message]) -> bool:
+        """Settle messages, and commit what that makes the position. Return False if they count for nothing any more."""
         with queue.settling:
             if queue.dropped:
-                return
+                return False
             now_ms = self._clock.monotonic_ms()
             offset = queue.remove(messages, now_ms)
             if offset >= 0:
                 self._settled_to(queue, offset, now_ms)
-        self.refill(queue)
-
-    def settle_taken(self, queue: ProcessQueue, messages: Sequence[Message]) -> bool:
-        """Orderly: these of the taken ones are done with. False if they count for nothing any more."""
-        now_ms = self._clock.monotonic_ms()
-        with queue.settling:
-            if queue.dropped:
-                return False
-            self._settled_to(queue, queue.finish(messages, now_ms), now_ms)
         self.refill(queue)
         return True
 
@@ -609,10 +603,6 @@ class Assignment:
         except MQStoreError as error:  # closing, or the topic has gone: the messages come again, as they may
             what = f"offset {offset} is not committed"
             self._handling.log.say(logging.WARNING, what, at=queue.queue, error=error, like="commit")
-
-    def subscription_of(self, queue: ProcessQueue, message: Message) -> Subscription | None:
-        """Who handles a message; None: nobody any more."""
-        return self._subscriptions.get(message.topic if queue.retries else queue.queue.topic)
 
     # -- by hand ----------------------------------------------------------------------------------------------------
 

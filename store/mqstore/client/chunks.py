@@ -1,79 +1,263 @@
-"""Messages that came together, and the workers that are asked to them (clients#concurrent).
+"""Messages that came together, and the workers that hand them to handlers (clients#concurrent, clients#orderly).
 
-A worker takes the next batch from the front of a chunk. Others are asked to it if handlers took long of late: waking a
-thread for what is done in less is a loss. A guess that was wrong is mended at the next tick (overdue.py).
+    chunk: items ---- the next batch ---> handler ---> done      settled together: at the end, or after 10 ms
+                                            |
+                                            +--------> failed    at once: the owner of the chunk decides
+
+Without order several workers may be at one chunk. Others are asked to it if handlers took long of late: waking a thread
+for what is done in less is a loss. A guess that was wrong is mended at the next tick (overdue.py). In order one worker
+is at a chunk, and the owner says after a failure whether it goes on.
+
+Knows neither queues nor receipts. These are the owner's, of which a push consumer has one: for mode "queue"
+`ConcurrentService` or `OrderlyService`, for mode "pop" `PopEngine`.
 """
 
 from __future__ import annotations
 
+import logging
+import operator
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from itertools import takewhile
+from typing import Generic, Protocol, TypeVar
 
+from mqstore.client.handling import Failure, Handling, Subscription
+from mqstore.client.overdue import Overdue
 from mqstore.client.workers import Flow, Worker, Workers
+from mqstore.clock import Clock
+from mqstore.log.message import Message
 
-__all__ = ["SETTLE_S", "WORTH_MS", "Chunk", "Helpers", "next_of"]
+__all__ = ["Chunk", "ChunkOwner", "ChunkRunner", "Home", "next_of"]
 
 SETTLE_S = 0.01
-"""How long what is done may wait to be settled together with more."""
+"""The longest time that a message which is done waits to be settled together with more."""
 WORTH_MS = 1.0
 """Handling that takes so long is worth another thread."""
 
 T = TypeVar("T")
-C = TypeVar("C", bound="Chunk[Any, Any]")
-D = TypeVar("D")
+C = TypeVar("C", bound="Chunk")
 
 
-class Chunk(Generic[T, D]):
-    """Items in the order in which they are to be begun. What is handled well waits in `done` to be settled."""
+class Home(Protocol):
+    """The place that the messages of a chunk come from: a queue, or a consumer by pop."""
 
-    __slots__ = ("done", "invited", "items")
+    closing: bool
+    """No message is begun any more."""
+    dropped: bool
+    """The result of a handler that still runs does not count."""
 
-    def __init__(self, items: Iterable[T]) -> None:
-        self.items = deque(items)
-        self.done: deque[D] = deque()
+
+class Chunk:
+    """Messages in the order in which they are to be begun."""
+
+    __slots__ = ("apart", "done", "home", "invited", "items", "topic")
+
+    def __init__(self, home: Home, topic: str, messages: Iterable[Message], *, apart: bool = False) -> None:
+        self.home = home
+        self.topic = topic
+        """Topic that the messages lie in. They may have been sent to others."""
+        self.items = deque(messages)
+        self.done: deque[tuple[Sequence[Message], float]] = deque()
+        """Messages that were handled well in one call and are not settled, and the milliseconds that the call took."""
+        self.apart = apart
+        """Each call is settled by itself. The messages may be of several topics."""
         self.invited = 0
-        """Workers that were asked to it and have not come yet."""
+        """Number of workers that were asked to the chunk and have not come yet."""
+
+    def may_end(self) -> bool:
+        """Return True if messages are still begun, though the home is closing."""
+        return False
+
+    def take_done(self) -> tuple[list[Message], float]:
+        """Take the messages that are to be settled, and the milliseconds that their handlers took."""
+        done = next_of(self.done, len(self.done))
+        return [message for batch, _ in done for message in batch], sum([took_ms for _, took_ms in done])
 
 
-class Helpers:
-    """Workers that are asked to chunks at which another one is."""
+class ChunkOwner(Protocol[C]):
+    """Decides what becomes of messages."""
 
-    def __init__(self, workers: Workers, batch_size: int) -> None:
+    def run(self, chunk: C, worker: Worker) -> Flow[None]:
+        """Have the worker do what is left of a chunk, by `ChunkRunner.work`."""
+
+    def part(self, chunk: C, messages: Sequence[Message]) -> C:
+        """Return a chunk with `messages`, which were taken from the given one."""
+
+    def settle(self, chunk: C) -> bool:
+        """Settle what is done of a chunk. Return False if its worker is to stop."""
+
+    def failed(self, chunk: C, messages: Sequence[Message], failure: Failure, each_ms: float) -> bool:
+        """Deal with messages that a handler failed at, `each_ms` milliseconds each. Return False if the worker is to
+        stop."""
+
+    def unwanted(self, chunk: C, messages: Sequence[Message]) -> bool:
+        """Deal with messages to whose topic nobody subscribes. Return False if the worker is to stop."""
+
+    def broke(self, chunk: C, error: Exception) -> None:
+        """Deal with the rest of a chunk after an error that was not a handler's."""
+
+
+class ChunkRunner(Generic[C]):
+    """Hands the messages of chunks to the handlers of one consumer."""
+
+    def __init__(
+        self,
+        owner: ChunkOwner[C],
+        workers: Workers,
+        handling: Handling,
+        clock: Clock,
+        *,
+        batch_size: int,
+        ordered: bool,
+        timeout_ms: int,
+        then: str,
+        held_up: Callable[[Worker], object] = lambda worker: None,
+        overdue: Callable[[C, Sequence[Message]], object] = lambda chunk, messages: None,
+    ) -> None:
+        """`timeout_ms`, `then`, `overdue`: as of `Overdue`. `held_up` is told of a worker whose handler takes long."""
+        self._owner = owner
         self._workers = workers
+        self._handling = handling
         self._batch_size = batch_size
+        self._ordered = ordered
+        self._tell_held_up = held_up
+        self._overdue: Overdue[C] = Overdue(
+            workers, handling, clock, timeout_ms, then, held_up=self._held_up, overdue=overdue
+        )
         self._lock = threading.Lock()
-        """Of invitations."""
-        self.others = len(workers.all) - 1
+        """Guards the numbers of invited workers."""
+        self._others = len(workers.all) - 1
         self.pace_ms = WORTH_MS
         """How long a handler takes of late. The first call may take long."""
 
-    def begin(self, chunk: C, work: Callable[[C, Worker], Flow[None]]) -> None:
-        """A worker is about to begin a chunk: ask as many others as are worth it."""
-        batches = -(-len(chunk.items) // self._batch_size)
-        self.ask(chunk, min(batches - 1, int(batches * self.pace_ms / WORTH_MS)), work)
+    # -- workers at a chunk -----------------------------------------------------------------------------------------
 
-    def ask(self, chunk: C, number: int, work: Callable[[C, Worker], Flow[None]]) -> None:
+    def submit(self, chunk: C) -> None:
+        """Have some worker do what is left of a chunk."""
+        self._workers.submit(partial(self._owner.run, chunk))
+
+    def begin(self, chunk: C, worker: Worker) -> Flow[None]:
+        """Have a worker begin a chunk, and ask as many others to it as are worth it."""
+        if not self._ordered:
+            batches = -(-len(chunk.items) // self._batch_size)
+            self._ask(chunk, min(batches - 1, int(batches * self.pace_ms / WORTH_MS)))
+        return self._owner.run(chunk, worker)
+
+    def _ask(self, chunk: C, number: int) -> None:
         """Have up to `number` workers on their way to a chunk; those that are asked already count."""
         with self._lock:
-            number = min(number, self.others) - chunk.invited
+            number = min(number, self._others) - chunk.invited
             chunk.invited += max(0, number)
         for _ in range(number):
-            self._workers.submit(partial(self._come, chunk, work))
+            self._workers.submit(partial(self._come, chunk))
 
-    def _come(self, chunk: C, work: Callable[[C, Worker], Flow[None]], worker: Worker) -> Flow[None]:
+    def _come(self, chunk: C, worker: Worker) -> Flow[None]:
         with self._lock:
             chunk.invited -= 1
-        return work(chunk, worker)
+        return self._owner.run(chunk, worker)
+
+    def close(self) -> None:
+        """Settle what is done of the chunks that workers are at, whose handlers may hang."""
+        for chunk in self._overdue.at_work():
+            self._owner.settle(chunk)
+
+    def _held_up(self, worker: Worker, chunk: C) -> None:
+        """Timer thread: a handler takes long. Settle what is done, and let others have the rest of the chunk."""
+        if chunk.items or chunk.done:
+            self._owner.settle(chunk)
+            if not self._ordered:
+                self._ask(chunk, len(chunk.items))
+        self._tell_held_up(worker)
+
+    # -- a worker at a chunk ----------------------------------------------------------------------------------------
+
+    def work(self, chunk: C, worker: Worker) -> Flow[None]:
+        """Hand the messages of a chunk to handlers, batch after batch, until there is a reason to stop."""
+        self._overdue.begin(worker, chunk, lambda: chunk.home.closing)
+        try:
+            try:
+                yield from self._hand_out(chunk, worker)
+            finally:
+                self._owner.settle(chunk)
+        except Exception as error:
+            self._owner.broke(chunk, error)
+        finally:
+            self._overdue.end(worker)
+            self._handling.leave(chunk)
+
+    def _hand_out(self, chunk: C, worker: Worker) -> Flow[None]:
+        owner, handling, size = self._owner, self._handling, self._batch_size
+        home, items, ordered = chunk.home, chunk.items, self._ordered
+        watches, alone = handling.watches(), False
+        each = chunk.apart or bool(handling.hooks.on_settle)
+        subscriptions: Mapping[str, Subscription] | None = None
+        subscription: Subscription | None = None
+        settled_at = time.perf_counter()
+        while (not home.closing or chunk.may_end()) and (batch := next_of(items, size)):
+            if len(batch) > 1:
+                batch = self._of_one_call(chunk, batch, watches)
+            if subscriptions is not handling.subscriptions or chunk.apart:
+                subscriptions = handling.subscriptions
+                subscription = subscriptions.get(batch[0].topic) or subscriptions.get(chunk.topic)
+            if subscription is None:
+                if owner.unwanted(chunk, batch):
+                    continue
+                return
+            if watches and (alone := handling.is_suspect(batch[0])) and not handling.is_in_turn(chunk):
+                rest = next_of(items, len(items)) if ordered else []
+                part = owner.part(chunk, [*batch, *rest])
+                handling.in_turn(part, partial(self.submit, part))
+                continue
+            try:
+                ended = handling.call(worker, subscription, batch)
+                failure, took_ms = ended if isinstance(ended, tuple) else (yield from ended)
+            except BaseException:  # Ctrl-C, say: nothing is settled, and the owner gives back what was not begun
+                items.extendleft(reversed(batch))
+                raise
+            if alone:
+                handling.has_handled(chunk, batch)
+            self.pace_ms += (took_ms - self.pace_ms) / 16
+            if home.dropped or (worker.lapsed == worker.calls and not ordered):
+                what = "a handler ended after consume_timeout or stop; its result does not count"
+                handling.log.say(logging.WARNING, what, at=batch)
+            elif failure is None:
+                chunk.done.append((batch, took_ms))
+            elif not self._failed(chunk, batch, failure, took_ms):
+                return
+            if each or worker.ended_at - settled_at >= SETTLE_S:
+                settled_at = worker.ended_at
+                if not owner.settle(chunk):
+                    return
+
+    def _of_one_call(self, chunk: C, batch: list[Message], watches: bool) -> list[Message]:
+        """Return the first messages of a batch that one call may have. The others go back to the front of the chunk."""
+        number = len(batch)
+        if chunk.apart:
+            number = len(list(takewhile(batch[0].topic.__eq__, [message.topic for message in batch])))
+        if watches:
+            number = self._handling.together(batch[:number])
+        chunk.items.extendleft(reversed(batch[number:]))
+        return batch[:number]
+
+    def _failed(self, chunk: C, batch: list[Message], failure: Failure, took_ms: float) -> bool:
+        failed: Sequence[Message] = batch if failure.failed is None else failure.failed
+        if self._ordered and any(map(operator.is_not, reversed(failed), reversed(batch))):
+            failure, failed = self._handling.not_the_end(batch[0]), batch
+        each_ms, names = took_ms / len(batch), set(map(id, failed))
+        good = [message for message in batch if id(message) not in names]
+        if good:
+            chunk.done.append((good, each_ms * len(good)))
+        return not failed or self._owner.failed(chunk, failed, failure, each_ms)
 
 
 def next_of(items: deque[T], number: int) -> list[T]:
-    """Up to `number` from the front; others may be taking from it, too."""
+    """Take up to `number` from the front. Others may take from it at the same time."""
     taken: list[T] = []
     try:
-        for _ in range(number):
+        while len(taken) < number:  # cheaper than a range, as long as one is taken at a time
             taken.append(items.popleft())
     except IndexError:
         pass

@@ -1,18 +1,17 @@
 """Messages handled by many workers at once, in no order (clients#concurrent, clients#overdue).
 
     pulled ---> chunk ---> worker, and others as many as are worth waking ---> handler
-                                 done      settled together, when the chunk ends or 10 ms have passed
+                                 done      settled together (chunks.py)
                                  failed    sent back, and settled; if that fails, again here after 5 s
                                  hung      after `consume_timeout` sent back and settled; its end counts for nothing
 
-A chunk is what one pull brought (chunks.py).
+A chunk is what one pull brought.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,10 +20,9 @@ from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_dlq_topic
 from mqstore.client.assignment import Assignment
-from mqstore.client.chunks import SETTLE_S, Chunk, Helpers, next_of
-from mqstore.client.handling import Failure, Handling, Subscription
+from mqstore.client.chunks import Chunk, ChunkRunner
+from mqstore.client.handling import Failure, Handling
 from mqstore.client.interceptors import Settled
-from mqstore.client.overdue import Overdue
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.shown import as_sent, shown
 from mqstore.client.workers import Flow, Worker, Workers
@@ -39,19 +37,28 @@ NOBODY_AGAIN_MS = 1_000
 _HAND_OVER_S = 0.4
 
 
-class _Chunk(Chunk[Message, Message]):
+class _Chunk(Chunk):
     """Messages of one queue that were pulled together."""
 
-    __slots__ = ("alone", "first", "queue", "until")
+    __slots__ = ("first", "queue", "until")
 
     def __init__(self, queue: ProcessQueue, messages: Sequence[Message]) -> None:
-        super().__init__(messages)
+        super().__init__(queue, queue.queue.topic, messages, apart=queue.retries)
         self.queue = queue
-        self.first = messages[0]
+        self.first = messages[0].offset
         self.until: float | None = None
         """When to leave it undone, once its queue is to go."""
-        self.alone = False
-        """It is a suspected message, and begins when it may (`Handling.in_turn`)."""
+
+    def may_end(self) -> bool:
+        """Of a queue that is to go, what stands before a later chunk that was begun is done, too: else the position
+        would stay here, and the next owner would do all of that again. For a moment: a handler that is slow must not
+        keep `stop` waiting for as many messages as there are."""
+        if self.queue.dropped or self.first >= self.queue.begun:
+            return False
+        now = time.perf_counter()
+        if self.until is None:
+            self.until = now + _HAND_OVER_S
+        return now < self.until
 
 
 class ConcurrentService:
@@ -75,17 +82,17 @@ class ConcurrentService:
         self._group = group
         self._workers = workers
         self._handling = handling
-        self._batch_size = batch_size
         self._timeout_ms = consume_timeout_ms
         self._broadcasting = broadcasting
-        self._helpers = Helpers(workers, batch_size)
-        self._overdue: Overdue[_Chunk] = Overdue(
+        self._runner: ChunkRunner[_Chunk] = ChunkRunner(
+            self,
             workers,
             handling,
             broker.store.clock,
-            consume_timeout_ms,
-            "; it is sent back",
-            held_up=self._held_up,
+            batch_size=batch_size,
+            ordered=False,
+            timeout_ms=consume_timeout_ms,
+            then="; it is sent back",
             overdue=self._time_is_up,
         )
 
@@ -93,10 +100,10 @@ class ConcurrentService:
         if queue.attempts:
             messages = self._with_attempts(queue, messages)
             if not messages:
-                return _no_work()
-        chunk = _Chunk(queue, messages)
-        self._helpers.begin(chunk, self._run)
-        return self._run(chunk, worker)
+                return
+        if queue.retries:
+            messages = [as_sent(message, self._group) for message in messages]
+        yield from self._runner.begin(_Chunk(queue, messages), worker)
 
     def _with_attempts(self, queue: ProcessQueue, messages: Sequence[Message]) -> Sequence[Message]:
         """As handlers are to see them: with the attempts that ended with a process. Without those that have had their
@@ -114,118 +121,63 @@ class ConcurrentService:
                 live.append(shown(message, message.topic, times))
         return live
 
-    def _later(self, chunk: _Chunk, delay_ms: int) -> None:
-        self._workers.later(delay_ms, partial(self._workers.submit, partial(self._run, chunk)))
-
-    def _begin_alone(self, chunk: _Chunk) -> None:
-        """Have a suspected message handled when that may begin. Until then it holds no worker and no queue."""
-        chunk.alone = True
-        self._handling.in_turn(chunk, partial(self._workers.submit, partial(self._run, chunk)))
+    def close(self) -> None:
+        """Settle what is done."""
+        self._runner.close()
 
     # -- a worker at a chunk ----------------------------------------------------------------------------------------
 
-    def _run(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
-        queue = chunk.queue
-        if chunk.alone and not self._handling.is_in_turn(chunk):
-            self._begin_alone(chunk)
-            return
-        if not chunk.items or not self.assignment.enter(queue, chunk.first.offset):
+    def run(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
+        """Have the worker do what is left of a chunk."""
+        if not chunk.items or not self.assignment.enter(chunk.queue, chunk.first):
             self._handling.leave(chunk)
             return
-        self._overdue.begin(worker, chunk, lambda: queue.closing)
         try:
-            yield from self._handle(chunk, worker)
-        except Exception as error:  # no handler's: memory has run out, say. What was in hand would lie here for ever
-            self._handling.report(
-                error, "what is to be done around handlers failed; the queue is begun again", queue.queue
-            )
-            self._workers.later(NOBODY_AGAIN_MS, partial(self.assignment.begin_again, queue))
+            yield from self._runner.work(chunk, worker)
         finally:
-            self._overdue.end(worker)
-            try:
-                self._settle(chunk)
-            finally:
-                self.assignment.leave(queue)
-                if chunk.alone:
-                    self._handling.leave(chunk)
+            self.assignment.leave(chunk.queue)
 
-    def _handle(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
-        queue, handling, helpers, size = chunk.queue, self._handling, self._helpers, self._batch_size
-        retried = queue.retries
-        watched = handling.watches()
-        each = bool(handling.hooks.on_settle) or retried
-        subscription: Subscription | None = None
-        handled, took_ms = 0, 0.0
-        settled_at = time.perf_counter()
-        while (not queue.closing or _may_end(chunk)) and (batch := next_of(chunk.items, size)):
-            if retried:
-                batch = _of_one_topic(self._group, chunk.items, batch)
-            if watched:
-                number = handling.together(batch)
-                chunk.items.extendleft(reversed(batch[number:]))
-                batch = batch[:number]
-                if not chunk.alone and handling.is_suspect(batch[0]):
-                    self._begin_alone(_Chunk(queue, batch))
-                    continue
-            if retried or subscription is None:
-                subscription = self.assignment.subscription_of(queue, batch[0])
-            if subscription is None and retried:
-                self._failed(queue, batch, Failure("retry", "nobody subscribes to its topic any more"), 0.0)
-                continue
-            if subscription is None:  # the queue is about to go, and its messages stay what they are
-                chunk.items.extendleft(reversed(batch))
-                self._later(chunk, NOBODY_AGAIN_MS)
-                break
-            ended = handling.call(worker, subscription, batch)
-            failure, call_ms = ended if isinstance(ended, tuple) else (yield from ended)
-            if chunk.alone:
-                handling.has_handled(chunk, batch)
-            if worker.lapsed == worker.calls:
-                handling.log.say(
-                    logging.WARNING, "a handler ended after consume_timeout; its result does not count", at=batch
-                )
-            elif queue.dropped:  # it comes again, to whoever has the queue now
-                pass
-            elif failure is not None:
-                self._failed(queue, batch, failure, call_ms)
-            else:
-                chunk.done.extend(batch)
-                if each:
-                    handling.settled(batch, "ack", call_ms)
-                else:
-                    handled += len(batch)
-                    took_ms += call_ms
-            now = time.perf_counter()
-            if call_ms > SETTLE_S * 1000 or now - settled_at > SETTLE_S:
-                self._settle(chunk)
-                settled_at, subscription = now, None  # there may be another handler
-            helpers.pace_ms += (call_ms - helpers.pace_ms) / 16
-        if handled:
-            handling.counted(queue.queue.topic, handled, took_ms)
+    def part(self, chunk: _Chunk, messages: Sequence[Message]) -> _Chunk:
+        """Return a chunk with `messages`, which were taken from the given one."""
+        return _Chunk(chunk.queue, messages)
 
-    def _settle(self, chunk: _Chunk) -> None:
-        done = next_of(chunk.done, len(chunk.done))
-        if done:
-            self.assignment.settle(chunk.queue, done)
+    def settle(self, chunk: _Chunk) -> bool:
+        """Settle what is done of a chunk. The worker goes on, whatever has become of the queue."""
+        done, took_ms = chunk.take_done()
+        if done and self.assignment.settle(chunk.queue, done):
+            self._handling.settled(done, "ack", took_ms)
+        return True
+
+    def unwanted(self, chunk: _Chunk, messages: Sequence[Message]) -> bool:
+        """Nobody subscribes to the topic of these messages. A retry has failed once more. Other messages stay what they
+        are: their queue is about to go."""
+        if chunk.queue.retries:
+            return self.failed(chunk, messages, Failure("retry", "nobody subscribes to its topic any more"), 0.0)
+        chunk.items.extendleft(reversed(messages))
+        self._later(chunk, NOBODY_AGAIN_MS)
+        return False
+
+    def broke(self, chunk: _Chunk, error: Exception) -> None:
+        """Begin the queue again: memory has run out, say, and what was in hand would lie here for ever."""
+        what = "what is to be done around handlers failed; the queue is begun again"
+        self._handling.report(error, what, chunk.queue.queue)
+        self._workers.later(NOBODY_AGAIN_MS, partial(self.assignment.begin_again, chunk.queue))
+
+    def _later(self, chunk: _Chunk, delay_ms: int) -> None:
+        self._workers.later(delay_ms, partial(self._runner.submit, chunk))
 
     # -- what failed ------------------------------------------------------------------------------------------------
 
-    def _failed(self, queue: ProcessQueue, batch: Sequence[Message], failure: Failure, took_ms: float) -> None:
-        failed = batch if failure.failed is None else failure.failed
-        offsets = {message.offset for message in failed}
-        good = [message for message in batch if message.offset not in offsets]
-        if good:
-            self._handling.settled(good, "ack", took_ms)
-            self.assignment.settle(queue, good)
-        if queue.dropped:  # it comes again, to whoever has the queue now
-            return
-        for message in failed:
+    def failed(self, chunk: _Chunk, messages: Sequence[Message], failure: Failure, each_ms: float) -> bool:
+        """Send the messages back, or pass over them."""
+        for message in messages:
             if self._broadcasting:
                 what = "it failed, and is passed over: broadcasting has no retries"
                 self._handling.log.say(logging.WARNING, what, at=message)
-                self._end(queue, message, "dlq", took_ms)
+                self._end(chunk.queue, message, "dlq", each_ms)
             else:
-                self._send_back(queue, message, failure, took_ms)
+                self._send_back(chunk.queue, message, failure, each_ms)
+        return True
 
     def _send_back(self, queue: ProcessQueue, message: Message, failure: Failure, took_ms: float) -> None:
         if not queue.contains(message):  # its time was up, and it was sent back then
@@ -264,12 +216,6 @@ class ConcurrentService:
 
     # -- what takes long --------------------------------------------------------------------------------------------
 
-    def _held_up(self, worker: Worker, chunk: _Chunk) -> None:
-        """Let others have the rest of a chunk."""
-        if chunk.items or chunk.done:
-            self._settle(chunk)
-            self._helpers.ask(chunk, len(chunk.items), self._run)
-
     def _time_is_up(self, chunk: _Chunk, messages: Sequence[Message]) -> None:
         """A handler has had these for too long: they go back, whatever comes of it."""
         for message in messages:
@@ -295,28 +241,3 @@ class ConcurrentService:
             self._workers.later(SEND_BACK_AGAIN_MS, again)
             return
         self._end(queue, message, outcome, took_ms)
-
-
-def _no_work() -> Flow[None]:
-    yield from ()
-
-
-def _may_end(chunk: _Chunk) -> bool:
-    """Of a queue that is to go, what stands before a later chunk that was begun is done, too: else the position would
-    stay here, and the next owner would do all of that again. For a moment: a handler that is slow must not keep `stop`
-    waiting for as many messages as there are."""
-    queue = chunk.queue
-    if queue.dropped or chunk.first.offset >= queue.begun:
-        return False
-    now = time.perf_counter()
-    if chunk.until is None:
-        chunk.until = now + _HAND_OVER_S
-    return now < chunk.until
-
-
-def _of_one_topic(group: str, rest: deque[Message], batch: list[Message]) -> list[Message]:
-    """Of a batch of retries those of the first one's topic, as sent; the others go back to the front of `rest`."""
-    shown = [as_sent(message, group) for message in batch]
-    end = next((i for i, message in enumerate(shown) if message.topic != shown[0].topic), len(shown))
-    rest.extendleft(reversed(batch[end:]))
-    return shown[:end]

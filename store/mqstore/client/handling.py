@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -101,6 +101,8 @@ class Handling:
         """For all that is said of messages."""
         self.statistics = Statistics(clock)
         """By topic: the counters below."""
+        self.subscriptions: Mapping[str, Subscription] = {}
+        """Subscriptions by topic. The table is replaced, never changed."""
         self._batch = batch
         self._ordered = ordered
         self._note = note_run if one_queue else note
@@ -165,12 +167,14 @@ class Handling:
                 check_has_run(result)
         except Exception as error:
             worker.end()
-            took_ms = (time.perf_counter() - begin) * 1000  # without that of reporting
+            worker.ended_at = time.perf_counter()  # without the time of reporting
+            took_ms = (worker.ended_at - begin) * 1000
             if self._after:
                 self._consumed(worker, messages, took_ms, error)
             return self._failure(error, subscription, messages), took_ms
         worker.end()
-        took_ms = (time.perf_counter() - begin) * 1000
+        worker.ended_at = ended_at = time.perf_counter()
+        took_ms = (ended_at - begin) * 1000
         if self._after:
             self._consumed(worker, messages, took_ms, None)
         return None, took_ms
@@ -264,23 +268,16 @@ class Handling:
 
     def settled(self, messages: Sequence[Message], outcome: Settled, took_ms: float) -> None:
         """Count these messages of one topic, and tell the interceptors."""
-        name = CONSUME_OK if outcome == "ack" else CONSUME_FAILED
-        self._count(name, messages[0].topic, len(messages), took_ms)
+        name, topic, number = CONSUME_OK if outcome == "ack" else CONSUME_FAILED, messages[0].topic, len(messages)
+        self.statistics.add_many(((name, topic, number, 1), (CONSUME_US, topic, int(took_ms * 1000), number)))
         if not self.hooks.on_settle:
             return
         for message in messages:
             self.hooks.tell(self.hooks.on_settle, message, outcome, took_ms / 1000)
 
-    def counted(self, topic: str, ok: int, took_ms: float) -> None:
-        """Count so many messages that were handled well, when nobody wants to be told of each."""
-        self._count(CONSUME_OK, topic, ok, took_ms)
-
     def pulled(self, topic: str, messages: int, took_ms: float) -> None:
         """Count a pull that found messages."""
         self.statistics.add_many(((PULL, topic, messages, 1), (PULL_US, topic, int(took_ms * 1000), 1)))
-
-    def _count(self, name: str, topic: str, messages: int, took_ms: float) -> None:
-        self.statistics.add_many(((name, topic, messages, 1), (CONSUME_US, topic, int(took_ms * 1000), messages)))
 
 
 def _of(error: Exception, name: str) -> Any:

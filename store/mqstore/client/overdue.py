@@ -71,6 +71,10 @@ class Overdue(Generic[T]):
         worker.is_cancelled = None
         self._at[worker] = None
 
+    def at_work(self) -> list[T]:
+        """What workers are at now."""
+        return [at for at in self._at.values() if at is not None]
+
     def _begin_ticks(self) -> None:
         with self._lock:
             if self._ticking:
@@ -85,8 +89,7 @@ class Overdue(Generic[T]):
         finally:  # whatever a hook has met, the next one comes
             with self._lock:
                 self._ticking = False  # before we look who is at work: who begins from here on does not rely on us
-                is_busy = any(at is not None for at in self._at.values())
-                self._ticking = goes_on = self._idle_ticks < IDLE_TICKS or is_busy
+                self._ticking = goes_on = self._idle_ticks < IDLE_TICKS or bool(self.at_work())
             if goes_on:
                 self._workers.later(TICK_MS, self._tick)
 

@@ -23,39 +23,38 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import takewhile
+from itertools import groupby
 from operator import attrgetter
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.pop import service as pop
-from mqstore.client.chunks import SETTLE_S, WORTH_MS, Helpers, next_of
-from mqstore.client.delivery import fail
-from mqstore.client.handling import Ended, Failure, Handling, Subscription
+from mqstore.client.chunks import WORTH_MS, ChunkRunner, next_of
+from mqstore.client.delivery import all_as_delivered, fail
+from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
 from mqstore.client.outcome import shortened
-from mqstore.client.overdue import Overdue
-from mqstore.client.popitems import SETTLE_AGAIN_MAX_MS, Item, Settling, Unit, failed_of
+from mqstore.client.popitems import SETTLE_AGAIN_MAX_MS, Settling, Unit
 from mqstore.client.popsource import PopSource
 from mqstore.client.processqueue import Limits, QueueInfo
-from mqstore.client.renewal import Renewer
+from mqstore.client.renewal import Held, Renewer
 from mqstore.client.wanted import Wanted
 from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.errors import ConfigError, InvalidReceiptError, MQStoreError, ReceiptExpiredError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
-from mqstore.log.message import Message
+from mqstore.log.message import Message, stored_bytes
 
 __all__ = ["PopEngine"]
 
 LOAN_MS = 60_000
 HOLD_MS = 20_000
 """No more is fetched than is likely to be begun within this time, so that next to nothing is ever renewed unbegun."""
+FETCH_MAX = 256
 FETCH_AGAIN_MS = 1_000
+_QUEUE, _TOPIC = attrgetter("topic", "queue_id"), attrgetter("topic", "message.topic")
 SUSPEND_MIN_S, SUSPEND_MAX_S, DELAY_MAX_S = 0.01, 60.0, 12 * 3600.0
-
-_topic = attrgetter("topic")
 
 
 class PopEngine:
@@ -84,13 +83,16 @@ class PopEngine:
         self._batch_size = batch_size
         self._limits = limits
         self._timeout_ms = consume_timeout_ms
-        self._overdue: Overdue[Unit] = Overdue(
+        self._runner: ChunkRunner[Unit] = ChunkRunner(
+            self,
             workers,
             handling,
             broker.store.clock,
-            consume_timeout_ms,
-            ", and its queue waits" if ordered else ", and comes again",
-            held_up=self._held_up,
+            batch_size=batch_size,
+            ordered=ordered,
+            timeout_ms=consume_timeout_ms,
+            then=", and its queue waits" if ordered else ", and comes again",
+            held_up=self._hand_over,
             overdue=self._time_is_up,
         )
         self._clock = broker.store.clock
@@ -103,24 +105,25 @@ class PopEngine:
             retry=retry,
             on_loss=handling.hooks.loss_teller(),
         )
-        self._subscriptions: Mapping[str, Subscription] = {}
-        self._helpers = Helpers(workers, batch_size)
+        self.closing = False
+        self.dropped = False
+        """As of a queue (processqueue.py)."""
         self._lock = threading.Lock()
-        """Of all below."""
-        self._items: dict[Item, None] = {}
-        """What is here and not settled."""
+        """Of all below, but for what the renewer holds."""
+        self._units: dict[Unit, None] = {}
+        """Units with messages that were not begun."""
         self._size = 0
-        """Its bytes."""
+        """Bytes of what is here and not settled."""
         self._fetcher: object | None = None
         """A token of who fetches: at most one does."""
         self._fetch_worker: Worker | None = None
+        self._fetch_max = pop.MAX_BATCH
+        """How many messages to fetch at once: as many of the size that the last had as a quarter of the limit holds."""
         self._is_full = False
         self._is_paused = False
-        self._is_halted = False
-        self._is_closed = False
         self._settlings: dict[Settling, None] = {}
         """Those that wait to be tried again."""
-        self._renewer: Renewer[Item] = Renewer(broker, group, LOAN_MS, handling.log)
+        self._renewer = Renewer(broker, group, LOAN_MS, handling.log)
         self._renew_ms: int | None = None
         """When the renewer's timer is due."""
 
@@ -129,14 +132,14 @@ class PopEngine:
     def start(self, subscriptions: Mapping[str, Subscription]) -> None:
         """Join the group. GroupInUseError, SubscriptionConflictError, NotPermittedError."""
         self._source.change(self._wanted(subscriptions), join=True)
-        self._subscriptions = subscriptions
+        self._handling.subscriptions = subscriptions
         self._rouse()
 
     def subscribe(self, subscriptions: Mapping[str, Subscription]) -> None:
         """Other topics or filters; the same errors, and then nothing has changed. What is here of a topic that nobody
         handles any more is released."""
         self._source.change(self._wanted(subscriptions))
-        self._subscriptions = subscriptions
+        self._handling.subscriptions = subscriptions
         self._rouse()
 
     def _wanted(self, subscriptions: Mapping[str, Subscription]) -> dict[str, Wanted]:
@@ -145,18 +148,21 @@ class PopEngine:
     def halt(self) -> None:
         """Begin nothing any more."""
         with self._lock:
-            self._is_halted = True
+            self.closing = True
         self._source.waits.ring()
 
     def close(self) -> None:
         """Release what was not begun, try once more to settle what was, and leave the group."""
+        self._runner.close()
         with self._lock:
-            self._is_halted = self._is_closed = True
+            self.closing = self.dropped = True
             settlings, self._settlings = list(self._settlings), {}
+            units = list(self._units)
         for settling in settlings:
             self._go_through(settling, last=True)
-        self._release([item for item in list(self._items) if not item.is_begun])
-        self._renewer.remove(*self._items)  # handlers that hang: nobody renews them, so they come again
+        for unit in units:
+            self._release(unit, next_of(unit.items, len(unit.items)))
+        self._renewer.clear()  # handlers that hang: nobody renews their messages, so they come again
         self._source.leave()
 
     def pause(self, queues: Sequence[QueueRef]) -> None:
@@ -201,7 +207,7 @@ class PopEngine:
     def _rouse(self) -> None:
         """Have somebody fetch, unless somebody does. From any thread."""
         with self._lock:
-            idle = self._is_halted or self._is_paused
+            idle = self.closing or self._is_paused
             if self._fetcher is not None and not idle:
                 return  # that one looks again before it ends
             self._fetcher = token = None if idle else object()
@@ -244,12 +250,12 @@ class PopEngine:
                 self._workers.later(FETCH_AGAIN_MS, self._rouse)
                 return
             for unit in units[1:]:
-                self._workers.submit(partial(self._run, unit))
-            if units and self._helpers.others and self._helpers.pace_ms > WORTH_MS:
+                self._workers.submit(partial(self._runner.begin, unit))
+            if units and len(self._workers.all) > 1 and self._runner.pace_ms > WORTH_MS:
                 self._hand_over(worker)
             try:
                 if units:
-                    yield from self._run(units[0], worker)
+                    yield from self._runner.begin(units[0], worker)
             except BaseException:
                 self._end_fetch(token)
                 self._workers.later(FETCH_AGAIN_MS, self._rouse)
@@ -262,12 +268,12 @@ class PopEngine:
             if self._fetcher is not token:
                 return 0
             room = self._room()
-            if room <= 0 or self._is_halted or self._is_paused or not self._source.wanted:
+            if room <= 0 or self.closing or self._is_paused or not self._source.wanted:
                 self._fetcher = self._fetch_worker = None
                 self._is_full = room <= 0
                 return 0
             self._fetch_worker = worker
-            return min(room, pop.MAX_BATCH)
+            return min(room, self._fetch_max)
 
     def _end_fetch(self, token: object) -> None:
         with self._lock:
@@ -275,240 +281,153 @@ class PopEngine:
                 self._fetcher = self._fetch_worker = None
 
     def _room(self) -> int:
-        return 0 if self._size >= self._limits.size else self._capacity() - len(self._items)
+        return 0 if self._size >= self._limits.size else self._capacity() - len(self._renewer)
 
     def _capacity(self) -> int:
         """How many messages to hold: as many as the workers are likely to begin before long."""
-        each = max(2, int(HOLD_MS / max(self._helpers.pace_ms, 0.01)))
+        each = max(2, int(HOLD_MS / max(self._runner.pace_ms, 0.01)))
         return min(self._limits.messages, each * len(self._workers.all) * self._batch_size)
 
     def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[Unit]:
-        items = [Item(delivery) for delivery in found]
+        groups: dict[tuple[str, str | int], list[pop.Delivery]] = {}
+        for part, together in groupby(all_as_delivered(found), _QUEUE if self._ordered else _TOPIC):
+            groups.setdefault(part, []).extend(together)
+        units = [Unit(self, topic, Held(group), ordered=self._ordered) for (topic, _), group in groups.items()]
         expires_ms = self._clock.monotonic_ms() + LOAN_MS - int(took_ms)
+        size = sum([stored_bytes(unit.items) for unit in units])
         with self._lock:
-            if not (is_closed := self._is_closed):
-                self._items.update(dict.fromkeys(items))
-                self._size += sum([item.size for item in items])
+            if not (is_closed := self.dropped):
+                self._units.update(dict.fromkeys(units))
+                self._size += size
+                if not self._ordered:  # of an ordered queue there is nothing behind the first pop
+                    fitting = self._limits.size * len(found) // (4 * size)
+                    self._fetch_max = max(pop.MAX_BATCH, min(fitting, FETCH_MAX))
         if is_closed:
             self._source.give_back(found)
             return []
-        self._renewer.add([(item, item.delivery.topic, item.delivery.receipt) for item in items], expires_ms)
+        for unit in units:
+            self._renewer.add(unit.held, expires_ms)
+            self._handling.pulled(unit.topic, len(unit.items), took_ms)
         self._renew_at(expires_ms - LOAN_MS // 3)
-        units: dict[tuple[str, str | int], list[Item]] = {}
-        for item in items:
-            part = item.delivery.queue_id if self._ordered else item.topic
-            units.setdefault((item.delivery.topic, part), []).append(item)
-        for (topic, _), each in units.items():
-            self._handling.pulled(topic, len(each), took_ms)
         if self._handling.hooks.on_receive:
-            self._leave_out(units.values(), items)
-        return [Unit(each) for each in units.values() if each]
+            self._leave_out(units)
+        return [unit for unit in units if unit.items]
 
-    def _leave_out(self, units: Iterable[list[Item]], items: list[Item]) -> None:
+    def _leave_out(self, units: Sequence[Unit]) -> None:
         """What the interceptors do not want is done."""
-        left = {id(message) for message in self._handling.hooks.receiving([item.message for item in items])}
-        for each in units:
-            out = [item for item in each if id(item.message) not in left]
+        messages = [message for unit in units for message in unit.items]
+        left = set(map(id, self._handling.hooks.receiving(messages)))
+        for unit in units:
+            all_of_it = next_of(unit.items, len(unit.items))
+            unit.items.extend(message for message in all_of_it if id(message) in left)
+            out = [message for message in all_of_it if id(message) not in left]
             if out:
-                each[:] = [item for item in each if id(item.message) in left]
                 try:
-                    self._ack(out)
+                    self._ack(unit, out)
                 except MQStoreError as error:  # it comes again, and is left out again
                     what = "left out by an interceptor, and could not be acknowledged"
-                    self._handling.log.say(logging.WARNING, what, at=[item.message for item in out], error=error)
-                self._forget(out)
+                    self._handling.log.say(logging.WARNING, what, at=out, error=error)
+                self._forget(unit, out)
 
-    # -- a worker at a unit -----------------------------------------------------------------------------------------
+    # -- as the owner of units (chunks.py) ----------------------------------------------------------------------------
 
-    def _run(self, unit: Unit, worker: Worker) -> Flow[None]:
-        if not self._ordered:
-            self._helpers.begin(unit, self._join_in)
-        return self._join_in(unit, worker)
-
-    def _join_in(self, unit: Unit, worker: Worker) -> Flow[None]:
-        if not unit.items:
-            return
-        self._overdue.begin(worker, unit, lambda: self._is_halted)
+    def run(self, unit: Unit, worker: Worker) -> Flow[None]:
+        """Have the worker do what is left of a unit."""
         try:
-            yield from (self._run_line if self._ordered else self._run_chunk)(unit, worker)
+            yield from self._runner.work(unit, worker)
         finally:
-            self._overdue.end(worker)
-            self._handling.leave(unit)
+            if self.closing:
+                self._release(unit, next_of(unit.items, len(unit.items)))
+            if not unit.items:
+                with self._lock:
+                    self._units.pop(unit, None)
 
-    def _run_chunk(self, chunk: Unit, worker: Worker) -> Flow[None]:
-        handling, settled_at = self._handling, time.perf_counter()
-        watches, alone = handling.watches(), False
-        subscriptions: Mapping[str, Subscription] | None = None
-        subscription: Subscription | None = None
-        try:
-            while not self._is_halted and (batch := next_of(chunk.items, self._batch_size)):
-                if len(batch) > 1:
-                    batch = self._of_one_call(chunk, batch)
-                if subscriptions is not self._subscriptions:
-                    subscriptions, subscription = self._subscriptions, self._subscription(chunk, batch)
-                if subscription is None:
-                    return
-                if watches and (alone := handling.is_suspect(batch[0].message)) and not handling.is_in_turn(chunk):
-                    self._begin_alone(Unit(batch))
-                    continue
-                failure, took_ms = yield from self._handle(subscription, batch, worker)
-                if alone:
-                    handling.has_handled(chunk, [batch[0].message])
-                if self._counts(batch, worker):
-                    failed, each_ms = failed_of(batch, failure), took_ms / len(batch)
-                    if good := [item for item in batch if item not in failed] if failed else batch:
-                        chunk.done.append((good, each_ms * len(good)))
-                    if failed and failure is not None:
-                        self._give_back(failed, failure, each_ms)
-                now = time.perf_counter()
-                if took_ms > SETTLE_S * 1000 or now - settled_at > SETTLE_S:
-                    self._settle_done(chunk)
-                    settled_at = now
-        finally:
-            self._settle_done(chunk)
+    def part(self, unit: Unit, messages: Sequence[Message]) -> Unit:
+        """Return a unit with `messages`, which were taken from the given one."""
+        part = Unit(self, unit.topic, unit.held, messages, ordered=self._ordered)
+        with self._lock:
+            self._units[part] = None
+        return part
 
-    def _run_line(self, line: Unit, worker: Worker) -> Flow[None]:
-        handling = self._handling
-        watches, alone = handling.watches(), False
-        while line.items and not self._is_halted:
-            batch = next_of(line.items, self._batch_size)
-            if len(batch) > 1:
-                batch = self._of_one_call(line, batch)
-            if (subscription := self._subscription(line, batch)) is None:
-                return
-            if watches and (alone := handling.is_suspect(batch[0].message)) and not handling.is_in_turn(line):
-                self._begin_alone(Unit([*batch, *line.items]))
-                return
-            failure, took_ms = yield from self._handle(subscription, batch, worker)
-            if alone:
-                handling.has_handled(line, [batch[0].message])
-            if not self._counts(batch, worker):
-                return
-            failed = failed_of(batch, failure)
-            if failed != batch[len(batch) - len(failed) :]:
-                failure, failed = handling.not_the_end(batch[0].message), batch
-            good = batch[: len(batch) - len(failed)]
-            each_ms = took_ms / len(batch)
-            settling = Settling(line)
-            if good:
-                settling.steps.append((partial(self._ack, good), good, each_ms * len(good)))
-            if failed and failure is not None:
-                self._add_failures(settling, failed, failure, each_ms)
-            if not self._go_through(settling):
-                return  # `_again` goes on when that is settled
+    def settle(self, unit: Unit) -> bool:
+        """Settle what is done of a unit. Return False if that has to be tried again: a line goes on then."""
+        return not unit.done or self._go_through(self._settling_of(unit)) or not self._ordered
 
-    def _begin_alone(self, unit: Unit) -> None:
-        """Submit a unit that begins with a suspected message once that message may be handled."""
-        self._handling.in_turn(unit, partial(self._workers.submit, partial(self._run, unit)))
+    def failed(self, unit: Unit, messages: Sequence[Message], failure: Failure, each_ms: float) -> bool:
+        """Give messages back; of a line then all behind them, unless they are given up."""
+        settling = self._settling_of(unit)
+        for message in messages:
+            settling.steps.append((partial(self._fail, unit, message, failure), [message], each_ms))
+        return self._go_through(settling) or not self._ordered
 
-    def _of_one_call(self, unit: Unit, batch: list[Item]) -> list[Item]:
-        """What of these goes to one handler, and may be in one call. The others go back to the front of the unit."""
-        number = len(list(takewhile(batch[0].topic.__eq__, map(_topic, batch))))
-        if self._handling.watches():
-            number = self._handling.together([item.message for item in batch[:number]])
-        unit.items.extendleft(reversed(batch[number:]))
-        return batch[:number]
-
-    def _subscription(self, unit: Unit, batch: list[Item]) -> Subscription | None:
-        """Who handles the batch's topic. Nobody any more: all that is left of the unit is released."""
-        first = batch[0]
-        subscription = self._subscriptions.get(first.topic) or self._subscriptions.get(first.delivery.topic)
-        if subscription is None:
-            self._release([*batch, *next_of(unit.items, len(unit.items))])
-        return subscription
-
-    def _handle(self, subscription: Subscription, batch: list[Item], worker: Worker) -> Flow[Ended]:
-        """What the handler made of it, and in how many milliseconds."""
-        for item in batch:
-            item.is_begun = True
-        try:
-            ended = self._handling.call(worker, subscription, [item.message for item in batch])
-            failure, took_ms = ended if isinstance(ended, tuple) else (yield from ended)
-        except BaseException:  # Ctrl-C: nothing is settled, `close` gives it back
-            for item in batch:
-                item.is_begun = False
-            raise
-        self._helpers.pace_ms += (took_ms - self._helpers.pace_ms) / 16
-        return failure, took_ms
-
-    def _counts(self, batch: list[Item], worker: Worker) -> bool:
-        """Whether the result of a call counts: its messages were not given up meanwhile."""
-        if not self._is_closed and (self._ordered or worker.lapsed != worker.calls):
-            return True
-        what = "a handler ended after consume_timeout or stop; its result does not count"
-        self._handling.log.say(logging.WARNING, what, at=[item.message for item in batch])
+    def unwanted(self, unit: Unit, messages: Sequence[Message]) -> bool:
+        """Nobody subscribes to the topic of these messages: all that is left of the unit is released."""
+        self._release(unit, [*messages, *next_of(unit.items, len(unit.items))])
         return False
+
+    def broke(self, unit: Unit, error: Exception) -> None:
+        """Release what is left of the unit."""
+        self._handling.report(error, "what is to be done around handlers failed")
+        self._release(unit, next_of(unit.items, len(unit.items)))
 
     # -- settling ---------------------------------------------------------------------------------------------------
 
-    def _settle_done(self, chunk: Unit) -> None:
-        done = next_of(chunk.done, len(chunk.done))
+    def _settling_of(self, unit: Unit) -> Settling:
+        """Return the settlement of what is done of a unit."""
+        settling = Settling(unit)
+        done, took_ms = unit.take_done()
         if done:
-            items = [item for batch, _ in done for item in batch]
-            settling = Settling()
-            settling.steps.append((partial(self._ack, items), items, sum(took_ms for _, took_ms in done)))
-            self._go_through(settling)
+            settling.steps.append((partial(self._ack, unit, done), done, took_ms))
+        return settling
 
-    def _give_back(self, failed: Sequence[Item], failure: Failure, each_ms: float) -> None:
-        settling = Settling()
-        self._add_failures(settling, failed, failure, each_ms)
-        self._go_through(settling)
-
-    def _add_failures(self, settling: Settling, failed: Sequence[Item], failure: Failure, each_ms: float) -> None:
-        """Steps that give `failed` back. Of a line: then all behind it, unless the failed ones are given up."""
-        for item in failed:
-            settling.steps.append((partial(self._fail, item, failure, settling.line), [item], each_ms))
-
-    def _ack(self, items: Sequence[Item]) -> Settled:
-        self._broker.ack(self._group, items[0].delivery.topic, [item.delivery.receipt for item in items])
+    def _ack(self, unit: Unit, messages: Sequence[Message]) -> Settled:
+        self._broker.ack(self._group, unit.topic, unit.receipts(messages))
         return "ack"
 
-    def _fail(self, item: Item, failure: Failure, line: Unit | None) -> Settled:
-        delivery = item.delivery
+    def _fail(self, unit: Unit, message: Message, failure: Failure) -> Settled:
+        delivery = unit.delivery(message)
         if failure.kind == "reject":
             self._broker.dead_letter(self._group, delivery.topic, delivery.receipt, failure.reason)
             return "dlq"
         most_s = SUSPEND_MAX_S if self._ordered else DELAY_MAX_S
-        delay_s = shortened(failure.delay_s, most_s, self._handling.log, item.message)
+        delay_s = shortened(failure.delay_s, most_s, self._handling.log, message)
         if delay_s is not None and self._ordered:
             delay_s = max(delay_s, SUSPEND_MIN_S)
         outcome = fail(self._broker, self._group, delivery, failure.reason, delay_s)
-        if line is not None and outcome == "retry":
-            self._release(next_of(line.items, len(line.items)))
+        if self._ordered and outcome == "retry":
+            self._release(unit, next_of(unit.items, len(unit.items)))
         return outcome
 
     def _go_through(self, settling: Settling, last: bool = False) -> bool:
-        """Whether all steps are through. If not they are tried again by and by, and the line goes on then."""
+        """Whether all steps are through. If not they are tried again by and by, and a line goes on then."""
+        unit, log = settling.unit, self._handling.log
         while settling.steps:
-            act, items, took_ms = settling.steps[0]
-            told: Sequence[Item] = items
+            act, messages, took_ms = settling.steps[0]
+            told = messages
             try:
                 outcome = act()
             except (ReceiptExpiredError, InvalidReceiptError) as error:
-                late = set(error.receipts) if len(items) > 1 else {items[0].delivery.receipt}
-                told = [item for item in items if item.delivery.receipt not in late]
+                receipts = unit.receipts(messages)
+                late = set(error.receipts) if len(messages) > 1 else {*receipts}
+                told = [message for message, each in zip(messages, receipts, strict=True) if each not in late]
                 outcome = "ack"  # those of the call that were in time
-                self._handling.log.say(
-                    logging.WARNING, "handled too late, it comes again", at=items[0].message, error=error
-                )
-                if settling.line is not None:  # to another, and what stands behind it after it
-                    self._release(next_of(settling.line.items, len(settling.line.items)))
+                log.say(logging.WARNING, "handled too late, it comes again", at=messages[0], error=error)
+                if self._ordered:  # to another, and what stands behind it after it
+                    self._release(unit, next_of(unit.items, len(unit.items)))
             except StoreClosedError:
                 settling.steps.clear()
                 return False
             except Exception as error:
                 if last:
-                    self._handling.log.say(
-                        logging.ERROR, "it is not settled, and comes again", at=items[0].message, error=error
-                    )
+                    log.say(logging.ERROR, "it is not settled, and comes again", at=messages[0], error=error)
                     return False
-                self._handling.report(error, "it cannot be settled yet", items[0].message)
+                self._handling.report(error, "it cannot be settled yet", messages[0])
                 self._try_again(settling)
                 return False
             settling.steps.popleft()
-            self._forget(items)
+            self._forget(unit, messages)
             if told:
-                self._handling.settled([item.message for item in told], outcome, took_ms)
+                self._handling.settled(told, outcome, took_ms)
         return True
 
     def _try_again(self, settling: Settling) -> None:
@@ -522,32 +441,24 @@ class PopEngine:
             if settling not in self._settlings:
                 return
             del self._settlings[settling]
-        if self._go_through(settling) and settling.line is not None:
-            yield from self._run(settling.line, worker)
+        if self._go_through(settling) and self._ordered:
+            yield from self.run(settling.unit, worker)
 
-    def _release(self, items: Sequence[Item]) -> None:
+    def _release(self, unit: Unit, messages: Sequence[Message]) -> None:
         """Give back unseen."""
-        topics: dict[str, list[Item]] = {}
-        for item in items:
-            topics.setdefault(item.delivery.topic, []).append(item)
-        for topic, each in topics.items():
+        if messages:
             try:
-                self._broker.release(self._group, topic, [item.delivery.receipt for item in each])
+                self._broker.release(self._group, unit.topic, unit.receipts(messages))
             except MQStoreError as error:
-                self._handling.log.say(
-                    logging.WARNING, "could not be given back", at=[item.message for item in each], error=error
-                )
-        self._forget(items)
+                self._handling.log.say(logging.WARNING, "could not be given back", at=messages, error=error)
+            self._forget(unit, messages)
 
-    def _forget(self, items: Sequence[Item]) -> None:
-        self._renewer.remove(*items)
+    def _forget(self, unit: Unit, messages: Sequence[Message]) -> None:
+        gone = self._renewer.remove(unit.held, map(id, messages))
         with self._lock:
-            for item in items:
-                if item in self._items:
-                    del self._items[item]
-                    self._size -= item.size
+            self._size -= stored_bytes([delivery.message for delivery in gone])
             # Not for each one that goes: a pop is worth more than one message.
-            roused = self._is_full and self._room() > 0 and 2 * len(self._items) <= self._capacity()
+            roused = self._is_full and self._room() > 0 and 2 * len(self._renewer) <= self._capacity()
             self._is_full = self._is_full and not roused
         if roused:
             self._rouse()
@@ -557,7 +468,7 @@ class PopEngine:
     def _renew_at(self, due_ms: int) -> None:
         """Have the renewer run at that time, unless it does so before."""
         with self._lock:
-            if self._is_closed or (self._renew_ms is not None and self._renew_ms <= due_ms):
+            if self.dropped or (self._renew_ms is not None and self._renew_ms <= due_ms):
                 return
             self._renew_ms = due_ms
         self._workers.later(due_ms - self._clock.monotonic_ms(), partial(self._renew, due_ms))
@@ -574,19 +485,8 @@ class PopEngine:
 
     def _time_is_up(self, unit: Unit, messages: Sequence[Message]) -> None:
         """Handlers have had these for `consume_timeout`. Of ordered ones it is only told."""
-        if self._ordered:
-            return
-        ids = {id(message) for message in messages}
-        with self._lock:
-            items = [item for item in self._items if id(item.message) in ids]
-        self._give_back(items, Failure("retry", "its handler hung"), self._timeout_ms)
-
-    def _held_up(self, worker: Worker, unit: Unit) -> None:
-        """Let others have the rest of a chunk, and another one fetch."""
         if not self._ordered:
-            self._settle_done(unit)
-            self._helpers.ask(unit, len(unit.items), self._join_in)
-        self._hand_over(worker)
+            self.failed(unit, messages, Failure("retry", "its handler hung"), self._timeout_ms)
 
     def _hand_over(self, worker: Worker) -> None:
         """Let another fetch in place of `worker`, if that is the one who does."""

@@ -1,8 +1,8 @@
 """What a consumer holds of one queue: pulled, and not settled (clients#process-queue).
 
     put(pulled) ---> waiting ---> remove(settled)                                concurrent: in any order
-                     waiting ---> take(n) ---> taken ---> finish(settled)        orderly: one batch after the other
-                        ^                        |------> again(batch), rollback()
+                     waiting ---> take(n) ---> taken ---> remove(settled)        orderly: by one worker
+                        ^                        |------> again(messages), rollback()
                         +------------------------+
 
     open ----> closing ---------------------> dropped
@@ -81,7 +81,7 @@ class QueueInfo:
     first: int | None
     """Offset of the first of them."""
     taken: int
-    """Of these: in a handler of an orderly consumer."""
+    """Of these: taken by the worker of an ordered consumer."""
     next_offset: int
     """Where the next pull begins."""
     throttled: bool
@@ -190,24 +190,27 @@ class ProcessQueue:
             self.active = self.active or found
             return found
 
-    # -- done, in any order -----------------------------------------------------------------------------------------
+    # -- done -------------------------------------------------------------------------------------------------------
 
     def remove(self, messages: Sequence[Message], now_ms: int | None = None) -> int:
-        """Settle `messages`; the position then, -1 if there was nothing to settle. Those that are not here any more
-        count for nothing."""
+        """Settle `messages`, in any order, taken or not. Return the position then, -1 if there was nothing to settle.
+        Those that are not here any more count for nothing."""
         with self._lock:
-            waiting = self._waiting
-            if not waiting and not self._taken:
+            waiting, taken = self._waiting, self._taken
+            if not waiting and not taken:
                 return -1
-            gone = [m for m in messages if waiting.pop(m.offset, None) is not None]
-            self._settled(gone, now_ms)
+            gone = [m for m in messages if waiting.pop(m.offset, None) or taken.pop(m.offset, None)]
+            if gone:
+                self._size = self._size - self._size_of(gone) if len(self) else 0
+            if now_ms is not None:
+                self.last_settle_ms = now_ms
             return self._position()
 
     def contains(self, message: Message) -> bool:
         """Whether it waits to be settled."""
         return message.offset in self._waiting
 
-    # -- one batch after the other ----------------------------------------------------------------------------------
+    # -- by one worker, in order ------------------------------------------------------------------------------------
 
     def take(self, number: int) -> list[Message]:
         """The next messages, up to `number`; none: there are none, and no worker is at it any more."""
@@ -223,13 +226,6 @@ class ProcessQueue:
             if not batch:
                 self.active = False
             return batch
-
-    def finish(self, messages: Sequence[Message], now_ms: int | None = None) -> int:
-        """Settle some of what was taken; the position then."""
-        with self._lock:
-            gone = [m for m in messages if self._taken.pop(m.offset, None) is not None]
-            self._settled(gone, now_ms)
-            return self._position()
 
     def again(self, messages: Sequence[Message]) -> None:
         """Put these of what was taken back to the front, in order."""
@@ -292,12 +288,6 @@ class ProcessQueue:
             )
 
     # -- under the lock ---------------------------------------------------------------------------------------------
-
-    def _settled(self, gone: Sequence[Message], now_ms: int | None) -> None:
-        if gone:
-            self._size = self._size - self._size_of(gone) if len(self) else 0
-        if now_ms is not None:
-            self.last_settle_ms = now_ms
 
     def _position(self) -> int:
         first = min(next(iter(self._taken), _BEHIND_ALL), next(iter(self._waiting), _BEHIND_ALL))

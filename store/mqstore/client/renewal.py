@@ -1,45 +1,65 @@
 """Keeping deliveries invisible while they are in use (clients#renewal).
 
     add ---> held ---- a third of the loan is left ---> renewed for a whole loan, the receipt stays good
-              |  \\---- it came too late --------------> let go of, and logged
+              |  \\---- it came too late --------------> renewed no more, and logged
               |  \\---- the disk is full, say ---------> again after a second
               +----- remove
 
-A renewal is a record in the log, so it is made late: most deliveries are settled long before. There are as many as a
-consumer holds, and few are ever due; so each run looks at all, and adding one costs no more than an entry in a table.
-Has no thread and no clock: who calls `run_once` has both.
+A renewal is a record in the log, so it is made late: most deliveries are settled long before. Deliveries that came
+together are held together, and few are ever due; so each run looks at all. Has no thread and no clock: who calls
+`run_once` has both.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Hashable, Iterable
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter
 
 from mqstore.broker.broker import Broker
+from mqstore.broker.pop.service import Delivery
 from mqstore.client.limitedlog import LimitedLog
 from mqstore.errors import InvalidReceiptError, MQStoreError, ReceiptExpiredError
+from mqstore.log.message import Message
 
-__all__ = ["Renewer"]
+__all__ = ["Held", "Renewer"]
 
 AGAIN_MS = 1_000
+_message = attrgetter("message")
 
-Key = TypeVar("Key", bound=Hashable)
+
+class Held:
+    """Deliveries that came together, as long as they are not settled."""
+
+    __slots__ = ("deliveries", "due_ms", "lost")
+
+    def __init__(self, deliveries: Sequence[Delivery]) -> None:
+        self.deliveries = dict(zip(map(id, map(_message, deliveries)), deliveries, strict=True))
+        """By the `id` of their messages, which is cheaper than their hash."""
+        self.due_ms = 0
+        """When they are renewed (monotonic ms)."""
+        self.lost: set[int] = set()
+        """Keys of deliveries that another consumer may have. They are renewed no more."""
+
+    def messages(self) -> list[Message]:
+        """Return the messages of the deliveries, in their order."""
+        return list(map(_message, self.deliveries.values()))
 
 
-class Renewer(Generic[Key]):
-    """The deliveries that one consumer of `group` holds, each for `loan_ms` at a time. Thread-safe, but that one thread
-    at a time calls `run_once`.
+class Renewer:
+    """What one consumer of `group` holds, each delivery for `loan_ms` at a time. Thread-safe, but that one thread at a
+    time calls `run_once`.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
     ...     _ = store.put("mail", b"hello")
-    ...     [delivery] = store.broker.pop("mailer", "mail", invisible=60)
+    ...     held = Held(store.broker.pop("mailer", "mail", invisible=60))
     ...     renewer = Renewer(store.broker, "mailer", 60_000)
-    ...     renewer.add([("first", "mail", delivery.receipt)], 60_000)
-    ...     renewer.run_once(0), renewer.run_once(40_000), renewer.run_once(80_000)
-    (40000, 80000, 120000)
+    ...     renewer.add(held, 60_000)
+    ...     renewer.run_once(0), renewer.run_once(40_000), renewer.run_once(80_000), len(renewer)
+    (40000, 80000, 120000, 1)
     """
 
     def __init__(self, broker: Broker, group: str, loan_ms: int, log: LimitedLog | None = None) -> None:
@@ -48,48 +68,65 @@ class Renewer(Generic[Key]):
         self._loan_ms = loan_ms
         self._log = LimitedLog(f"group {group}") if log is None else log
         self._lock = threading.Lock()
-        self._held: dict[Key, tuple[str, str, int]] = {}
-        """Topic, receipt, and when it is renewed (monotonic ms)."""
+        self._held: dict[Held, None] = {}
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._held)
+        """Return the number of deliveries held."""
+        return self._count
 
-    def add(self, deliveries: Iterable[tuple[Key, str, str]], expires_ms: int) -> None:
-        """Keep deliveries, (key, topic, receipt), which are on loan until `expires_ms`, invisible until removed."""
-        due_ms = expires_ms - self._loan_ms // 3
+    def add(self, held: Held, expires_ms: int) -> None:
+        """Keep deliveries, which are on loan until `expires_ms`, invisible until they are removed."""
+        held.due_ms = expires_ms - self._loan_ms // 3
         with self._lock:
-            for key, topic, receipt in deliveries:
-                self._held[key] = topic, receipt, due_ms
+            self._held[held] = None
+            self._count += len(held.deliveries)
 
-    def remove(self, *keys: Key) -> int:
-        """Stop renewing these. Return how many of them were renewed."""
+    def remove(self, held: Held, keys: Iterable[int]) -> list[Delivery]:
+        """Take these deliveries out, and return those that were held until now."""
         with self._lock:
-            return sum([self._held.pop(key, None) is not None for key in keys])
+            gone = [each for each in map(held.deliveries.pop, keys, repeat(None)) if each is not None]
+            if held in self._held:
+                self._count -= len(gone)
+                if not held.deliveries:
+                    del self._held[held]
+        return gone
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        with self._lock:
+            self._held.clear()
+            self._count = 0
 
     def run_once(self, now_ms: int) -> int | None:
-        """Renew what is due; when to come again (monotonic ms), None: there is nothing."""
+        """Renew what is due. Return when to come again (monotonic ms), or None if nothing is held."""
         with self._lock:
-            due = [(key, topic, receipt) for key, (topic, receipt, due_ms) in self._held.items() if due_ms <= now_ms]
-        for key, topic, receipt in due:
-            if key in self._held:
-                self._renew(key, topic, receipt, now_ms)
+            due = [held for held in self._held if held.due_ms <= now_ms]
+        for held in due:
+            held.due_ms = self._renew(held, now_ms)
         with self._lock:
-            return min((due_ms for _, _, due_ms in self._held.values()), default=None)
+            return min((held.due_ms for held in self._held), default=None)
 
-    def _renew(self, key: Key, topic: str, receipt: str, now_ms: int) -> None:
+    def _renew(self, held: Held, now_ms: int) -> int:
+        """Return when these are due again."""
         due_ms = now_ms + self._loan_ms - self._loan_ms // 3
-        try:
-            # Not waited for, whatever the store does: a power cut that takes it takes us, for whom it is.
-            self._broker.renew(self._group, topic, receipt, self._loan_ms / 1000, durability="append")
-        except (ReceiptExpiredError, InvalidReceiptError) as error:
-            if self.remove(key):  # else it was settled meanwhile
-                self._say(topic, f"{key} was lost before its handler ended", "lost", error)
-        except MQStoreError as error:
-            self._say(topic, f"{key} could not be renewed, again in a second", "not renewed", error)
-            due_ms = now_ms + AGAIN_MS
         with self._lock:
-            if key in self._held:
-                self._held[key] = topic, receipt, due_ms
+            deliveries = [(key, each) for key, each in held.deliveries.items() if key not in held.lost]
+        for key, each in deliveries:
+            if key not in held.deliveries:  # settled meanwhile
+                continue
+            name = f"{each.topic}/{each.queue_id}, offset {each.message.offset}"
+            try:
+                # Not waited for, whatever the store does: a power cut that takes it takes us, for whom it is.
+                self._broker.renew(self._group, each.topic, each.receipt, self._loan_ms / 1000, durability="append")
+            except (ReceiptExpiredError, InvalidReceiptError) as error:
+                if key in held.deliveries:
+                    held.lost.add(key)
+                    self._say(each.topic, f"{name} was lost before its handler ended", "lost", error)
+            except MQStoreError as error:
+                self._say(each.topic, f"{name} could not be renewed, again in a second", "not renewed", error)
+                due_ms = now_ms + AGAIN_MS
+        return due_ms
 
     def _say(self, topic: str, what: str, like: str, error: MQStoreError) -> None:
         self._log.say(logging.WARNING, what, at=topic, error=error, like=like)

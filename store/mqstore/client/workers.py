@@ -108,7 +108,7 @@ class Worker:
         self.awaits: Awaited | None = None
         """What its job waits for without a thread."""
         self.ended_at = 0.0
-        """When the last that it waited for had ended (`time.perf_counter`)."""
+        """When its last handler ended (`time.perf_counter`)."""
         self.messages: Sequence[Message] = ()
         """What its handler has now; empty: it is in no handler."""
         self.cells = UNREAD

@@ -11,7 +11,7 @@ from struct import Struct
 from typing import TYPE_CHECKING
 
 from mqstore.layout.messageid import encode_message_id
-from mqstore.layout.properties import decode_properties
+from mqstore.layout.properties import KEYS, SHARDINGKEY, TAGS, decode_properties
 from mqstore.layout.record import (
     BODY_AT_V4,
     BORN_HOST_V6,
@@ -29,6 +29,7 @@ from mqstore.layout.record import (
     store_timestamp_at,
 )
 from mqstore.log.stretch import Few, Stretch
+from mqstore.log.tip import QueueRef
 from mqstore.native import kernel
 
 __all__ = ["Located"]
@@ -55,6 +56,21 @@ class Located:
     @property
     def _buffer(self) -> mmap.mmap | bytes:
         return self._stretch.buffer
+
+    @property
+    def queue(self) -> QueueRef:
+        """The queue that this copy lies in."""
+        return self._stretch.queue
+
+    @property
+    def topic(self) -> str:
+        """Topic of that queue."""
+        return self.queue.topic
+
+    @property
+    def queue_id(self) -> int:
+        """Number of that queue in its topic, from 0."""
+        return self.queue.queue_id
 
     @property
     def body(self) -> bytes:
@@ -132,6 +148,21 @@ class Located:
             at += 1 + buffer[at]
         length = buffer[at] << 8 | buffer[at + 1]
         return buffer[at + 2 : at + 2 + length]
+
+    @property
+    def tag(self) -> str | None:
+        """Tag that consumers filter by, or None."""
+        return self.stored_property(TAGS)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys that `find` looks the message up by, besides its unique key."""
+        return tuple(filter(None, (self.stored_property(KEYS) or "").split(" ")))
+
+    @property
+    def message_group(self) -> str | None:
+        """Name of the group whose messages keep their order, or None."""
+        return self.stored_property(SHARDINGKEY)
 
     def stored_property(self, name: str) -> str | None:
         """One of `stored_properties`, without a look at the others; None: it has none of that name."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
+from operator import attrgetter
 from struct import Struct
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,6 @@ from mqstore.layout.properties import (
     KEYS,
     ORIGIN_MESSAGE_ID,
     RESERVED,
-    SHARDINGKEY,
     TAGS,
     UNIQ_KEY,
     decode_properties,
@@ -36,11 +36,11 @@ from mqstore.layout.record import (
     body_length_at,
 )
 from mqstore.log.located import Located
-from mqstore.log.tip import QueueRef
 
 __all__ = ["Message", "row_of", "stored_bytes"]
 
 _I4 = Struct(">i").unpack_from
+_size = attrgetter("size")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -67,24 +67,9 @@ class Message(Located):
     # -- where it is ------------------------------------------------------------------------------------------------
 
     @property
-    def queue(self) -> QueueRef:
-        """The queue that this copy lies in."""
-        return self._stretch.queue
-
-    @property
     def tags_code(self) -> int:
         """Of the consume-queue unit: hash of the tag, or the time of delivery (format#tags-code)."""
         return self._stretch.tags_code(self.offset)
-
-    @property
-    def topic(self) -> str:
-        """Where this copy lies; `queue` with its id."""
-        return self.queue.topic
-
-    @property
-    def queue_id(self) -> int:
-        """Of that queue, from 0."""
-        return self.queue.queue_id
 
     @property
     def unique_key(self) -> str:
@@ -171,21 +156,6 @@ class Message(Located):
         """Reserved properties: tag, keys, ids, retry and delay marks (format#property-names)."""
         return MappingProxyType({k: v for k, v in self.stored_properties().items() if k in RESERVED})
 
-    @property
-    def tag(self) -> str | None:
-        """What consumers choose by; None: it has none."""
-        return self.stored_property(TAGS)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """What `find` looks it up by, besides its unique key."""
-        return tuple(filter(None, (self.stored_property(KEYS) or "").split(" ")))
-
-    @property
-    def message_group(self) -> str | None:
-        """Messages of one group keep their order; None: it has none."""
-        return self.stored_property(SHARDINGKEY)
-
     # -- as a value -------------------------------------------------------------------------------------------------
 
     def __copy__(self) -> Message:
@@ -212,7 +182,7 @@ class Message(Located):
 
 def stored_bytes(messages: Iterable[Message]) -> int:
     """The sum of their sizes, for who counts on a hot path."""
-    return sum([_I4(message._stretch.buffer, message._start)[0] for message in messages])
+    return sum(map(_size, messages))
 
 
 def row_of(message: Message, *, stored: bool = False) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class FifoQueues:
             else:
                 self._note_settled(state, record, offsets)
                 state.acked += len(set(offsets))  # one may be named twice
-            self.wake_if_free(state)
+            self._tables.wake_if_free(state)
         return late
 
     def change(
@@ -190,7 +190,7 @@ class FifoQueues:
         if claim.offset not in record.unacked():
             raise expired([claim.text])
         self._bury(state, record, claim.offset, reason)
-        self.wake_if_free(state)
+        self._tables.wake_if_free(state)
 
     # -- what is measured -------------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class FifoQueues:
         group = self._tables.parts.groups.get(state.key.group)
         try:
             self._bury_exhausted(state, now_ms, None if group is None else group.max_attempts)
-            self.wake_if_free(state)
+            self._tables.wake_if_free(state)
         except BaseException:
             self._tables.announce(state, now_ms + _RETRY_MS)  # what is due names no later time of its own
             raise
@@ -254,16 +254,6 @@ class FifoQueues:
         self._tables.put_order(state, record)
         self._tables.commit(state)
         return record
-
-    def wake_if_free(self, state: QueueState) -> None:
-        """Wake a receiver if the queue has something for it, or tell one that is about to wait. Needs no lock."""
-        topic, group, queue_id = state.key
-        last = state.fifo
-        if (last is None or last.left) and self._orders.blocks(state.key, self._tables.clock.now_ms()):
-            return
-        bounds = (0, state.cursor + 1) if state.ahead else self._tables.store.offsets_or_none(topic, queue_id)
-        if bounds is not None and state.cursor < bounds[1]:
-            self._tables.waiters.wake_one(topic, queue_id, group)
 
     def _need(self, state: QueueState, claim: Claim) -> OrderInfo:
         record = self._tables.order(state)

@@ -148,6 +148,8 @@ class Desk:
     """Number of changes of the order info that were made here."""
     _commit: Callable[[str, str, int, int], None]
     """That of the offset table."""
+    _freed: Callable[[QueueState], None]
+    """Called without the lock of a queue whose last batch in order is settled."""
     _batch: type[Lent]
     _delivery: type[tuple[Any, ...]]
 
@@ -159,10 +161,10 @@ class Desk:
             """Pop the next `n` messages; None, with nothing changed, when it takes more than `pop` of `StandardQueues`
             or `FifoQueues` does for neighbours that were read ahead. Takes the state's lock."""
 
-        def settle(self, states: list[QueueState], receipts: Sequence[str]) -> QueueState | None:
-            """Acknowledge deliveries from a queue of `states`, a list by queue id, and return that queue's; None, with
-            nothing changed, when it takes more than `settle` of `StandardQueues` or `FifoQueues` does for messages of
-            one batch in flight. Takes the state's lock."""
+        def settle(self, states: list[QueueState], receipts: Sequence[str]) -> int:
+            """Acknowledge deliveries from queues of `states`, a list by queue id. Return how many are settled, from the
+            front: nothing is changed from where it takes more than `settle` of `StandardQueues` or `FifoQueues` does
+            for messages in flight. In order all must be of one batch. Takes the states' locks."""
 
 
 if not TYPE_CHECKING and kernel is not None:

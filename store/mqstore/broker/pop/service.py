@@ -28,6 +28,8 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from mqstore.broker.begun import Begun
@@ -317,27 +319,24 @@ class PopService:
         are settled.
         """
         waits = self._flush_by_default if durability is None else waits_for_disk(durability, self._flush_by_default)
-        if not waits and self._settle_at_once(group, topic, receipts):
+        done = 0 if waits else self._settle_at_once(group, topic, receipts)
+        if done and done == len(receipts):
             return
-        late = self._settle(group, topic, receipts, ACK)
+        late = self._settle(group, topic, receipts[done:], ACK)
         if waits:
             self._store.flush()
         if late:
             raise expired(late)
 
     def ack_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> bool:
-        """Acknowledge without waiting for a lock or the disk. Return False, with nothing done, if it had to wait."""
-        return not self._flush_by_default and self._settle_at_once(group, topic, receipts)
+        """Acknowledge without waiting for a lock or the disk. Return False if it had to wait: then call `ack`."""
+        return not self._flush_by_default and self._settle_at_once(group, topic, receipts) == len(receipts)
 
-    def _settle_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> bool:
-        """Acknowledge by compiled parts, which take a lock only if it is free. Return False if nothing was done."""
+    def _settle_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> int:
+        """Acknowledge by compiled parts, which take a lock only if it is free. Return how many are settled, from the
+        front."""
         route = self._routes.known.get((group, topic))
-        state = self._tables.settle(route.queues, receipts) if route is not None and route.quick else None
-        if state is None:
-            return False
-        if state.fifo is not None and not state.fifo.left:
-            self._fifo.wake_if_free(state)
-        return True
+        return self._tables.settle(route.queues, receipts) if route is not None and route.quick else 0
 
     def release(
         self, group: str, topic: str, receipts: Sequence[str] | str, durability: Durability | None = None
@@ -425,10 +424,8 @@ class PopService:
         """Hand each queue the receipts that concern it; the receipts that came too late."""
         if isinstance(texts, str):
             texts = (texts,)
-        queues: dict[tuple[int, int, bool], list[Claim]] = {}
-        for claim in map(claim_of, texts):
-            queues.setdefault((claim.mark, claim.queue_id, claim.fifo), []).append(claim)
-        concerned = [(self._state_of(group, topic, *claims), claims) for claims in queues.values()]
+        runs = [list(run) for _, run in groupby(map(claim_of, texts), attrgetter("mark", "queue_id", "fifo"))]
+        concerned = [(self._state_of(group, topic, *claims), claims) for claims in runs]
         late: list[str] = []
         for state, claims in concerned:
             with state.lock:

@@ -80,6 +80,7 @@ class PopTables(Desk):
             self._resets = self.offsets.resets
             self._orders = self.orders.entries
             self._commit = self.offsets.note
+            self._freed = self.wake_if_free
             self._batch, self._delivery = Batch, Delivery
 
     # -- states -----------------------------------------------------------------------------------------------------
@@ -237,6 +238,16 @@ class PopTables(Desk):
         assert state.fifo is not None
         state.fifo.left = record.left(state.cursor)
         self.orders.put(state.key, state.fifo if record == record_of(state.fifo) else record)
+
+    def wake_if_free(self, state: QueueState) -> None:
+        """Wake a receiver if the queue has something for it, or tell one that is about to wait. Needs no lock."""
+        topic, group, queue_id = state.key
+        last = state.fifo
+        if (last is None or last.left) and self.orders.blocks(state.key, self.clock.now_ms()):
+            return
+        bounds = (0, state.cursor + 1) if state.ahead else self.store.offsets_or_none(topic, queue_id)
+        if bounds is not None and state.cursor < bounds[1]:
+            self.waiters.wake_one(topic, queue_id, group)
 
     @property
     def order_version(self) -> int:
