@@ -10,7 +10,7 @@
 #include <string.h>
 
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 13
+#define NATIVE_VERSION 14
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -193,7 +193,7 @@ PyObject *native_message_parts(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_renumber(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
-extern PyTypeObject NumberedType, TipType, LocatedType, LentType, TimedType, LendingType, DeskType, SenderType;
+extern PyTypeObject NumberedType, TipType, LocatedType, LentType, TimedType, LendingType, DeskType, SenderType, PutMethodType;
 int message_init(void);
 int pop_init(void);
 int sender_init(void);
@@ -214,7 +214,7 @@ typedef struct {
     PyObject_HEAD
     long long next_offset;
     int queue_id, magic;
-    PyObject *ref;
+    PyObject *ref, *plain_tail;
 } Numbered;
 
 /* Where a put went. */
