@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Final
+from typing import Any, Final
 from unittest import mock
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from mqstore import native
 from mqstore.layout import dispatch, indexfile, pairs, scan
 from mqstore.log import checking
+from mqstore.log.writer import Sending, compiled_put
 
 compiled: Final = pytest.mark.skipif(native.kernel is None, reason=f"no compiled parts: {native.why_not}")
 """Of tests that would hold Python against itself without them."""
@@ -24,3 +25,15 @@ def compiled_parts_left_out() -> Iterator[None]:
         for module in (scan, dispatch, pairs, indexfile, checking):
             patches.enter_context(mock.patch.object(module, "kernel", None))
         yield
+
+
+class Door(Sending):
+    """An object that puts by a sender, and notes what that leaves to Python."""
+
+    def __init__(self, sender: object) -> None:
+        self._sender = sender
+        self.left: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    @compiled_put
+    def put(self, *arguments: Any, **options: Any) -> Any:
+        self.left.append((arguments, options))

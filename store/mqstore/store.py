@@ -42,6 +42,7 @@ from mqstore.log.recovery.report import Finding, RecoveryReport
 from mqstore.log.snapshot.take import SnapshotReport, snapshot_store
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
+from mqstore.log.writer import Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, StoreConfig, check_durability, seconds
 from mqstore.queue import Queue, QueueOptions
 
@@ -79,7 +80,7 @@ def _in_time(end: Callable[[float], object], until: float) -> None:
     end(max(0.0, until - time.monotonic()))
 
 
-class Store(AbstractContextManager["Store"]):
+class Store(AbstractContextManager["Store"], Sending):
     """A store directory, opened by `mqstore.open`. Thread-safe.
 
     >>> import mqstore, tempfile
@@ -133,8 +134,8 @@ class Store(AbstractContextManager["Store"]):
             )
             Broker.__init__(broker, log)
             self._broker = broker
+            self._sender = broker._sender
             _remember(self)
-            self.put = broker.put  # type: ignore[method-assign]  # bound directly: one Python call less
         except BaseException:
             _open.pop(self, None)
             if self._broker is not None:
@@ -203,6 +204,7 @@ class Store(AbstractContextManager["Store"]):
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
+    @compiled_put
     def put(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> SendReceipt:
@@ -216,8 +218,7 @@ class Store(AbstractContextManager["Store"]):
         Raises InvalidMessageError, TopicNotFoundError, NotPermittedError, StoreFullError (nothing was written then),
         FlushTimeoutError (stored, not known to be on disk), ReadOnlyStoreError.
         """
-        del topic, body, queue_id, options
-        self._refuse()  # in mode "rw" this method is the broker's
+        return self.broker.put(topic, body, queue_id=queue_id, **options)
 
     def put_many(
         self,

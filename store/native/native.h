@@ -193,7 +193,7 @@ PyObject *native_renumber(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_put_entries(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_read_units(PyObject *, PyObject *const *, Py_ssize_t);
 PyObject *native_check_units(PyObject *, PyObject *const *, Py_ssize_t);
-extern PyTypeObject NumberedType, TipType, LocatedType, LentType, TimedType, LendingType, DeskType, SenderType;
+extern PyTypeObject NumberedType, TipType, LocatedType, LentType, TimedType, LendingType, DeskType, SenderType, PutMethodType;
 int message_init(void);
 int pop_init(void);
 int sender_init(void);
@@ -214,7 +214,7 @@ typedef struct {
     PyObject_HEAD
     long long next_offset;
     int queue_id, magic;
-    PyObject *ref;
+    PyObject *ref, *plain_tail;
 } Numbered;
 
 /* Where a put went. */

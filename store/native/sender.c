@@ -1,7 +1,8 @@
 /* A put with all its options, from the caller's arguments to the receipt, in one call.
 
-   `Sender.put` is what `StoreWriter.put` and, with topics, `Road.put` do for a message that is ordinary; for any other it calls
-   `otherwise`, one of these two, with the same arguments. Up to there nothing was written. */
+   `PutMethod` is the method `put` of a class, made of a function in Python. It puts a message that is ordinary by the `Sender` of
+   its object, as `LogWriter.put` and, with topics, `Road.put` do. For any other it calls the function with the same arguments. Up
+   to there nothing was written. */
 
 #include "native.h"
 #include <datetime.h>
@@ -13,7 +14,8 @@
 /* By name, as they may be given; the first are those of `Options`. */
 enum { TAG, KEYS, PROPERTIES, UNIQUE_KEY, MESSAGE_GROUP, DELAY, DELIVER_AT, DELAY_LEVEL, FLAG, COMPRESSION, DURABILITY, QUEUE_ID,
        NAMES };
-static PyObject *option_names[NAMES], *plain_tail_name, *sendable_name, *write_queues_name, *prefix_name, *origin_name, *sequence_name;
+static PyObject *option_names[NAMES], *sendable_name, *write_queues_name, *prefix_name, *origin_name,
+    *sequence_name, *sender_name;
 #ifdef __APPLE__
 #define PYTHON_MONOTONIC CLOCK_UPTIME_RAW
 #else
@@ -23,15 +25,15 @@ enum { SAMPLED = 63, UNIQUE_KEY_DIGITS = 34, MOST_DELAY_BYTES = 512 };
 
 typedef struct {
     PyObject_HEAD
-    PyObject *otherwise, *tip, *putters, *finish, *after, *note, *reserved;
     long long max_body;
-    char flushes;
+    int flushes; /* whether a put waits for the disk unless it says something else */
+    PyObject *tip, *putters, *finish, *after, *note, *reserved;
     /* Of a broker; `topics` NULL: there is none. */
     PyObject *topics, *counters, *group_queue, *group_hash, *keys, *delayed, *timer_topic, *schedule_topic;
     long long levels, max_delay_ms, precision_ms;
 } Sender;
 
-#define OBJECTS(F) F(otherwise) F(tip) F(putters) F(finish) F(after) F(note) F(reserved) F(topics) F(counters) \
+#define OBJECTS(F) F(tip) F(putters) F(finish) F(after) F(note) F(reserved) F(topics) F(counters) \
     F(group_queue) F(group_hash) F(keys) F(delayed) F(timer_topic) F(schedule_topic)
 
 COLLECTED(sender, Sender, OBJECTS)
@@ -44,12 +46,12 @@ int sender_init(void)
     for (int i = 0; i < NAMES; i++)
         if (!(option_names[i] = PyUnicode_InternFromString(texts[i])))
             return -1;
-    return PyDateTimeAPI && (plain_tail_name = PyUnicode_InternFromString("plain_tail")) &&
-           (sendable_name = PyUnicode_InternFromString("_sendable")) &&
+    return PyDateTimeAPI && (sendable_name = PyUnicode_InternFromString("_sendable")) &&
            (write_queues_name = PyUnicode_InternFromString("write_queues")) &&
            (prefix_name = PyUnicode_InternFromString("_prefix")) &&
            (origin_name = PyUnicode_InternFromString("_origin_ms")) &&
-           (sequence_name = PyUnicode_InternFromString("_sequence")) ? PyType_Ready(&SenderType) : -1;
+           (sequence_name = PyUnicode_InternFromString("_sequence")) &&
+           (sender_name = PyUnicode_InternFromString("_sender")) ? PyType_Ready(&SenderType) : -1;
 }
 
 /* A message on its way. */
@@ -217,9 +219,8 @@ PyObject *putter_of(PyObject *putters, PyObject *topic, PyObject *queue_id, PyOb
     PyObject *queues = PyUnicode_CheckExact(topic) ? PyDict_GetItemWithError(putters, topic) : NULL;
     PyObject *queue =
         queues && PyDict_Check(queues) && PyLong_CheckExact(queue_id) ? PyDict_GetItemWithError(queues, queue_id) : NULL;
-    *tail = queue ? PyObject_GetAttr(queue, plain_tail_name) : NULL;
-    if (*tail && (!PyBytes_Check(*tail) || PyBytes_GET_SIZE(*tail) < 2))
-        Py_CLEAR(*tail);
+    PyObject *found = queue && PyObject_TypeCheck(queue, &NumberedType) ? ((Numbered *)queue)->plain_tail : NULL;
+    *tail = found && PyBytes_Check(found) && PyBytes_GET_SIZE(found) >= 2 ? Py_NewRef(found) : NULL;
     return *tail ? queue : NULL;
 }
 
@@ -232,8 +233,7 @@ static PyObject *topic_of(const Sender *self, const Outgoing *message)
 static bool find_queue(const Sender *self, Outgoing *message)
 {
     message->queue = Py_XNewRef(putter_of(self->putters, topic_of(self, message), message->stored_id, &message->tail));
-    return message->queue && PyObject_TypeCheck(message->queue, &NumberedType) &&
-           tip_has_receipts(self->tip, (Numbered *)message->queue);
+    return message->queue && tip_has_receipts(self->tip, (Numbered *)message->queue);
 }
 
 /* Find out whether it is to wait, until when, and in which queue. */
@@ -298,7 +298,7 @@ static bool succeeded(PyObject *result)
     return result != NULL;
 }
 
-/* Store it, with as much of `StoreWriter.put` as is left; the receipt, NULL with an exception. */
+/* Store it, with as much of `LogWriter.put` as is left; the receipt, NULL with an exception. */
 static PyObject *store(Sender *self, Outgoing *message, Numbered *queue)
 {
     Text *text = &message->text;
@@ -337,24 +337,12 @@ static PyObject *store(Sender *self, Outgoing *message, Numbered *queue)
     return receipt;
 }
 
-/* Whether everything is there that the steps use. */
-static bool is_whole(const Sender *self)
-{
-    return self->tip && PyObject_TypeCheck(self->tip, &TipType) && self->putters && PyDict_Check(self->putters) && self->finish &&
-           self->after && self->note && self->reserved && PyFrozenSet_CheckExact(self->reserved) &&
-           (!self->topics || (self->counters && PyDict_Check(self->counters) && self->group_queue && self->group_hash &&
-                              self->keys && makes_tuples(self->delayed) && self->timer_topic && self->schedule_topic &&
-                              self->precision_ms > 0));
-}
-
-/* put(topic, body, ...) -> the receipt: as `otherwise`. */
+/* The receipt of a message that is ordinary; NULL, without an exception, where Python must do the put. */
 static PyObject *sender_put(Sender *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
     Outgoing message;
-    if (!self->otherwise)
-        return PyErr_Format(PyExc_TypeError, "a sender needs `otherwise`");
-    if (!is_whole(self) || !read_arguments(self, args, nargs, names, &message))
-        return PyObject_Vectorcall(self->otherwise, args, (size_t)nargs, names);
+    if (!read_arguments(self, args, nargs, names, &message))
+        return NULL;
     PyObject *receipt = NULL;
     message.unique_key = Py_NewRef(message.given[UNIQUE_KEY] ? message.given[UNIQUE_KEY] : Py_None);
     int done = find_moment(self, &message);
@@ -374,35 +362,141 @@ static PyObject *sender_put(Sender *self, PyObject *const *args, Py_ssize_t narg
     Py_XDECREF(message.stored_id);
     Py_XDECREF(message.queue);
     Py_XDECREF(message.tail);
-    return done ? receipt : PyObject_Vectorcall(self->otherwise, args, (size_t)nargs, names);
+    return receipt;
 }
 
-static PyMethodDef sender_methods[] = {
-    {"put", (PyCFunction)(void (*)(void))sender_put, METH_FASTCALL | METH_KEYWORDS, "One message: as `otherwise`."},
-    {NULL},
-};
-
-#define OBJECT(name) {#name, T_OBJECT, offsetof(Sender, name), 0, NULL},
-static PyMemberDef sender_members[] = {
-    OBJECTS(OBJECT)
-    {"max_body", T_LONGLONG, offsetof(Sender, max_body), 0, NULL},
-    {"flushes", T_BOOL, offsetof(Sender, flushes), 0, "Whether a put waits for the disk unless it says something else."},
-    {"levels", T_LONGLONG, offsetof(Sender, levels), 0, NULL},
-    {"max_delay_ms", T_LONGLONG, offsetof(Sender, max_delay_ms), 0, NULL},
-    {"precision_ms", T_LONGLONG, offsetof(Sender, precision_ms), 0, NULL},
-    {NULL},
-};
+/* Sender(max_body, flushes, tip, ...): members by name. Those from `topics` on are of a broker: all of them, or none. */
+static PyObject *sender_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+#define NAME(member) #member,
+    static char *names[] = {"max_body", "flushes", OBJECTS(NAME) "levels", "max_delay_ms", "precision_ms", NULL};
+    Sender given;
+    memset(&given, 0, sizeof given);
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "LpO!O!OOOO!|OO!OOOOOOLLL", names, &given.max_body, &given.flushes, &TipType,
+                                     &given.tip, &PyDict_Type, &given.putters, &given.finish, &given.after, &given.note,
+                                     &PyFrozenSet_Type, &given.reserved, &given.topics, &PyDict_Type, &given.counters,
+                                     &given.group_queue, &given.group_hash, &given.keys, &given.delayed, &given.timer_topic,
+                                     &given.schedule_topic, &given.levels, &given.max_delay_ms, &given.precision_ms))
+        return NULL;
+#define LACKS(member) || !given.member
+    if (given.topics && (!makes_tuples(given.delayed) || given.precision_ms < 1 OBJECTS(LACKS)))
+        return PyErr_Format(PyExc_TypeError, "a sender with topics needs all that a broker has");
+    Sender *self = (Sender *)type->tp_alloc(type, 0);
+    if (self) {
+#define TAKE(member) self->member = Py_XNewRef(given.member);
+        OBJECTS(TAKE)
+        self->max_body = given.max_body;
+        self->flushes = given.flushes;
+        self->levels = given.levels;
+        self->max_delay_ms = given.max_delay_ms;
+        self->precision_ms = given.precision_ms;
+    }
+    return (PyObject *)self;
+}
 
 PyTypeObject SenderType = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "mqstore._native.Sender",
-    .tp_doc = "Puts of a message with all its options.",
+    .tp_doc = "All that a put of a message with its options needs of a store.",
     .tp_basicsize = sizeof(Sender),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .tp_new = PyType_GenericNew,
+    .tp_new = sender_new,
     .tp_dealloc = (destructor)sender_dealloc,
     .tp_traverse = (traverseproc)sender_traverse,
     .tp_clear = (inquiry)sender_clear,
-    .tp_members = sender_members,
-    .tp_methods = sender_methods,
+};
+
+/* --- the method --- */
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc call;
+    PyObject *function, *attributes;
+    PyObject *owner;           /* the class; NULL before it is made */
+    PyMemberDescrObject *slot; /* `_sender` of the class */
+} PutMethod;
+
+#define METHOD_OBJECTS(F) F(function) F(attributes) F(owner) F(slot)
+
+COLLECTED(method, PutMethod, METHOD_OBJECTS)
+
+/* A slot is read at once: a look-up by name takes a tenth of a put. */
+static PyObject *method_call(PyObject *method, PyObject *const *args, size_t nargsf, PyObject *names)
+{
+    PutMethod *self = (PutMethod *)method;
+    Py_ssize_t nargs = PyVectorcall_NARGS(nargsf);
+    if (nargs && self->owner && PyObject_TypeCheck(args[0], (PyTypeObject *)self->owner)) {
+        PyObject *sender = *(PyObject **)((char *)args[0] + self->slot->d_member->offset), *receipt = NULL;
+        if (sender && Py_IS_TYPE(sender, &SenderType)) {
+            Py_INCREF(sender);
+            receipt = sender_put((Sender *)sender, args + 1, nargs - 1, names);
+            Py_DECREF(sender);
+        }
+        if (receipt || PyErr_Occurred())
+            return receipt;
+    }
+    return PyObject_Vectorcall(self->function, args, nargsf, names);
+}
+
+static PyObject *method_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"function", NULL};
+    PyObject *function;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &function))
+        return NULL;
+    PutMethod *self = (PutMethod *)type->tp_alloc(type, 0);
+    if (self) {
+        self->call = method_call;
+        self->function = Py_NewRef(function);
+    }
+    return (PyObject *)self;
+}
+
+static PyObject *method_get(PyObject *method, PyObject *object, PyObject *type)
+{
+    return object ? PyMethod_New(method, object) : Py_NewRef(method);
+}
+
+/* __set_name__(class, name): find the slot. */
+static PyObject *method_set_name(PyObject *method, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyObject *slot = has_arguments("__set_name__", nargs, 2) ? PyObject_GetAttr(args[0], sender_name) : NULL;
+    if (!slot)
+        return NULL;
+    if (!Py_IS_TYPE(slot, &PyMemberDescr_Type) || ((PyMemberDescrObject *)slot)->d_member->type != T_OBJECT_EX ||
+        !PyType_Check(args[0]) || !PyType_IsSubtype((PyTypeObject *)args[0], PyDescr_TYPE(slot))) {
+        Py_DECREF(slot);
+        return PyErr_Format(PyExc_TypeError, "_sender is no slot of %R", args[0]);
+    }
+    Py_XSETREF(((PutMethod *)method)->slot, (PyMemberDescrObject *)slot);
+    Py_XSETREF(((PutMethod *)method)->owner, Py_NewRef(args[0]));
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef method_methods[] = {
+    {"__set_name__", (PyCFunction)(void (*)(void))method_set_name, METH_FASTCALL, NULL},
+    {NULL},
+};
+
+static PyGetSetDef method_attributes[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+    {NULL},
+};
+
+PyTypeObject PutMethodType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "mqstore._native.PutMethod",
+    .tp_doc = "The method `put` of a class: by what the slot `_sender` of its object holds, else by a function.",
+    .tp_basicsize = sizeof(PutMethod),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .tp_new = method_new,
+    .tp_dealloc = (destructor)method_dealloc,
+    .tp_traverse = (traverseproc)method_traverse,
+    .tp_clear = (inquiry)method_clear,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(PutMethod, call),
+    .tp_dictoffset = offsetof(PutMethod, attributes),
+    .tp_descr_get = method_get,
+    .tp_methods = method_methods,
+    .tp_getset = method_attributes,
 };

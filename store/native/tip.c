@@ -12,7 +12,7 @@
 
 /* --- a queue, as far as a put is concerned --- */
 
-#define NUMBERED(F) F(ref)
+#define NUMBERED(F) F(ref) F(plain_tail)
 
 COLLECTED(numbered, Numbered, NUMBERED)
 
@@ -21,6 +21,7 @@ static PyMemberDef numbered_members[] = {
     {"queue_id", T_INT, offsetof(Numbered, queue_id), 0, NULL},
     {"magic", T_INT, offsetof(Numbered, magic), 0, "Of its records: V1, or V2 for a long topic."},
     {"ref", T_OBJECT, offsetof(Numbered, ref), 0, "Its name, for receipts."},
+    {"plain_tail", T_OBJECT, offsetof(Numbered, plain_tail), 0, "Topic and empty properties as they end a record."},
     {NULL},
 };
 

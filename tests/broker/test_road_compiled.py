@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import combinations
 from pathlib import Path
@@ -13,12 +12,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mqstore.broker.road import DelayedReceipt, Road
+from mqstore.broker.road import DelayedReceipt
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.options import Profile
 from tests.broker.support import START_MS, clock_of, new_parts
-from tests.without import compiled
+from tests.without import Door, compiled
 
 _START_S = START_MS / 1000
 _YEAR_S = 366 * 86_400
@@ -61,7 +60,7 @@ _PUTS = st.lists(
 )
 
 
-def outcome_of(folder: Path, puts: list[Any], profile: Profile, put: Callable[..., Any]) -> tuple[bytes, list[Any]]:
+def outcome_of(folder: Path, puts: list[Any], profile: Profile, *, by_python: bool = False) -> tuple[bytes, list[Any]]:
     """The commitlog after these puts, and of each the receipt or the error."""
     with mock.patch("random.getrandbits", return_value=5):
         parts = new_parts(folder, profile=profile)
@@ -71,11 +70,13 @@ def outcome_of(folder: Path, puts: list[Any], profile: Profile, put: Callable[..
         # What is put first is for Python, until its topics and queues are there.
         for first in ({"delay": 5}, *({"delay_level": level} for level in (1, 3, 18)), {}):
             for topic in ("orders", "narrow"):
-                Road.put(parts.road, topic, b"first", unique_key="first", **cast(Any, first))
+                parts.road.put(topic, b"first", unique_key="first", **cast(Any, first))
+        if by_python:
+            parts.road._sender = None
         results: list[Any] = []
         for topic, options, key in puts:
             try:
-                receipt = put(parts.road, topic, b"body", unique_key=key, **options)
+                receipt = cast(Any, parts.road.put(topic, b"body", unique_key=key, **options))
                 results.append((type(receipt), tuple(receipt), receipt.recall_handle))
             except (InvalidMessageError, ConfigError, TypeError, PermissionError, ValueError) as error:
                 results.append((type(error), str(error)))
@@ -90,11 +91,8 @@ def outcome_of(folder: Path, puts: list[Any], profile: Profile, put: Callable[..
 def test_a_compiled_put_of_the_broker_does_what_that_of_python_does(
     tmp_path_factory: pytest.TempPathFactory, puts: list[Any], profile: Profile
 ) -> None:
-    def put(road: Road, *arguments: Any, **options: Any) -> Any:
-        return road.put(*arguments, **options)
-
-    ours = outcome_of(tmp_path_factory.mktemp("compiled"), puts, profile, put)
-    assert outcome_of(tmp_path_factory.mktemp("python"), puts, profile, Road.put) == ours
+    ours = outcome_of(tmp_path_factory.mktemp("compiled"), puts, profile)
+    assert outcome_of(tmp_path_factory.mktemp("python"), puts, profile, by_python=True) == ours
 
 
 @compiled
@@ -118,15 +116,10 @@ def test_a_compiled_put_of_the_broker_does_what_that_of_python_does(
 def test_what_puts_of_the_broker_compiled_parts_do(tmp_path: Path, options: dict[str, Any], is_compiled: bool) -> None:
     parts = new_parts(tmp_path / "s", segment_bytes=1 << 20)
     for first in ({"delay": 5}, {"delay_level": 3}, {}):
-        Road.put(parts.road, "orders", b"first", **cast(Any, first))
-    left: list[Any] = []
-
-    def otherwise(*arguments: Any, **named: Any) -> Any:
-        left.append((arguments, named))
-
-    cast(Any, parts.road.put).__self__.otherwise = otherwise
-    receipt = parts.road.put("orders", b"body", **options)
-    assert left == ([] if is_compiled else [(("orders", b"body"), options)])
+        parts.road.put("orders", b"first", **cast(Any, first))
+    door = Door(parts.road._sender)
+    receipt = door.put("orders", b"body", **options)
+    assert door.left == ([] if is_compiled else [(("orders", b"body"), options)])
     assert (receipt is not None) == is_compiled
     parts.store.close()
 
@@ -143,7 +136,7 @@ def test_a_level_that_the_table_lost_is_the_last_of_it(tmp_path: Path) -> None:
 
 def test_keys_of_delayed_messages_are_those_of_the_process_in_turn(tmp_path: Path) -> None:
     parts = new_parts(tmp_path / "s")
-    Road.put(parts.road, "orders", b"first", delay=5)
+    parts.road.put("orders", b"first", delay=5)
     keys = [new_unique_key(), parts.road.put("orders", b"x", delay=5).unique_key, new_unique_key()]
     assert [len(key) for key in keys] == [34] * 3
     assert len({key[:18] for key in keys}) == 1
@@ -159,8 +152,9 @@ def test_the_receipt_of_a_delayed_message_is_a_value(tmp_path: Path) -> None:
     import pickle
 
     parts = new_parts(tmp_path / "s")
-    for put in (Road.put.__get__(parts.road), parts.road.put):
-        receipt = put("orders", b"x", delay=5, unique_key="u")
+    for sender in (parts.road._sender, None):
+        parts.road._sender = sender
+        receipt = parts.road.put("orders", b"x", delay=5, unique_key="u")
         assert type(receipt) is DelayedReceipt
         assert hash(receipt) == hash(tuple(receipt))
         for again in (copy.copy(receipt), pickle.loads(pickle.dumps(receipt))):

@@ -1,24 +1,31 @@
-"""Compiled puts: what `kernel.Sender` and `kernel.message_parts` do is what Python does, or is left to it."""
+"""A compiled put does what Python does, or leaves it to Python; `put` is a method like any other, compiled or not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import pydoc
+import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mqstore import native
+from mqstore.broker.broker import Broker
+from mqstore.broker.road import Road
 from mqstore.clock import SimulatedClock
-from mqstore.errors import ConfigError, InvalidMessageError
+from mqstore.errors import ConfigError, InvalidMessageError, StoreClosedError
 from mqstore.log import commitlog as commitlog_module
 from mqstore.log import writer as writer_module
+from mqstore.log.commitlog import SendReceipt
 from mqstore.log.outgoing import OutgoingMessage
 from mqstore.log.store import MessageStore
 from mqstore.options import Durability, StoreConfig
-from tests.without import compiled
+from mqstore.store import Store
+from tests.without import Door, compiled
 
 kernel: Any = native.kernel
 
@@ -47,17 +54,21 @@ def log_of(
     puts: Puts,
     host: str | None,
     durability: Durability,
-    put: Callable[..., Any],
+    name: str = "put",
+    *,
+    by_python: bool = False,
 ) -> tuple[bytes, list[Any], int]:
-    """The commitlog that these puts make, the receipt or the error of each, and how many failed."""
+    """The commitlog that these calls of method `name` make, the receipt or the error of each, and how many failed."""
     clock = SimulatedClock(1_700_000_000_000)
     options: Any = {"store_host": host} if host else {}
     config = StoreConfig(clock=clock, segment_bytes=4096, max_message_size=1400, **options)
     results: list[Any] = []
     with MessageStore(folder, durability=durability, config=config) as store:
+        if by_python:
+            store._sender = None
         for body, options in puts:
             try:
-                results.append(tuple(put(store, "topic", body, **options)))
+                results.append(tuple(getattr(store, name)("topic", body, **options)))
             except (InvalidMessageError, ConfigError, TypeError) as error:
                 results.append((type(error), str(error)))
             clock.advance(len(body) % 3)
@@ -84,13 +95,10 @@ def test_a_compiled_put_does_what_a_put_of_python_does(
     host: str | None,
     durability: Durability,
 ) -> None:
-    def put(store: MessageStore, *arguments: Any, **options: Any) -> Any:
-        return store.put(*arguments, **options)
-
-    ours = log_of(tmp_path_factory.mktemp("compiled"), puts, host, durability, put)
+    ours = log_of(tmp_path_factory.mktemp("compiled"), puts, host, durability)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(commitlog_module, "kernel", None)
-        assert log_of(tmp_path_factory.mktemp("python"), puts, host, durability, MessageStore.put) == ours
+        assert log_of(tmp_path_factory.mktemp("python"), puts, host, durability, by_python=True) == ours
 
 
 _MESSAGE_VALUES: dict[str, list[Any]] = {
@@ -123,13 +131,10 @@ _MIXED = [bytearray(b"for Python"), OutgoingMessage(b"x", unique_key="u"), b"las
 @example([*_ALONE, (_MIXED, {})])
 @given(st.lists(st.tuples(st.lists(st.builds(OutgoingMessage, st.just(b"x"), **_OPTIONS)), st.just({})), max_size=4))
 def test_compiled_parts_of_messages_are_those_of_python(tmp_path_factory: pytest.TempPathFactory, puts: Puts) -> None:
-    def put_many(store: MessageStore, topic: str, messages: list[Any]) -> Any:
-        return store.put_many(topic, messages)
-
-    found = log_of(tmp_path_factory.mktemp("compiled"), puts, None, "append", put_many)
+    found = log_of(tmp_path_factory.mktemp("compiled"), puts, None, "append", "put_many")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer_module, "kernel", None)
-        assert log_of(tmp_path_factory.mktemp("python"), puts, None, "append", put_many) == found
+        assert log_of(tmp_path_factory.mktemp("python"), puts, None, "append", "put_many") == found
 
 
 @compiled
@@ -149,14 +154,10 @@ def test_compiled_parts_of_messages_are_those_of_python(tmp_path_factory: pytest
     ],
 )
 def test_what_puts_compiled_parts_do(tmp_path: Path, options: dict[str, Any], stored: bytes | None) -> None:
-    left: list[Any] = []
-
-    def otherwise(*arguments: Any, **named: Any) -> Any:
-        left.append((arguments, named))
-
     with MessageStore(tmp_path) as store:
-        receipt = store.sender(otherwise)("t", b"body", 0, **options)
-        assert left == ([(("t", b"body", 0), options)] if stored is None else [])
+        door = Door(store._sender)
+        receipt = door.put("t", b"body", 0, **options)
+        assert door.left == ([(("t", b"body", 0), options)] if stored is None else [])
         if stored is not None:
             [message] = store.read("t")
             assert (message.encoded_properties, message.flag) == (stored, options.get("flag", 0))
@@ -164,17 +165,97 @@ def test_what_puts_compiled_parts_do(tmp_path: Path, options: dict[str, Any], st
 
 
 @compiled
-def test_a_sender_that_lacks_something_leaves_every_put_to_python(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="otherwise"):
-        kernel.Sender().put("t", b"")
+@pytest.mark.parametrize("sender", [None, 5, object()])
+def test_what_is_no_sender_leaves_every_put_to_python(sender: object) -> None:
+    door = Door(sender)
+    door.put("t", b"", 0, tag="a")
+    del door._sender
+    door.put("t", b"")
+    assert door.left == [(("t", b"", 0), {"tag": "a"}), (("t", b""), {})]
+
+
+_NEEDS: dict[str, Any] = {
+    "tip": kernel and kernel.Tip(),
+    "putters": {},
+    "reserved": frozenset(),
+    "max_body": 9,
+    "flushes": False,
+    **dict.fromkeys(("finish", "after", "note"), len),
+}
+_BROKER: dict[str, Any] = {
+    **dict.fromkeys(("topics", "group_queue", "group_hash", "keys", "timer_topic", "schedule_topic"), ""),
+    "counters": {},
+    "delayed": SendReceipt,
+    "precision_ms": 1000,
+}
+
+
+@compiled
+@pytest.mark.parametrize("name", sorted((_NEEDS | _BROKER).keys() - {"topics"}))
+def test_a_sender_that_lacks_something_is_not_made(name: str) -> None:
+    whole = _NEEDS | _BROKER
+    kernel.Sender(**_NEEDS)
+    kernel.Sender(**whole)
+    with pytest.raises(TypeError):
+        kernel.Sender(**{key: value for key, value in whole.items() if key != name})
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        *[("tip", 5), ("putters", []), ("reserved", []), ("max_body", "9")],
+        *[("counters", []), ("delayed", list), ("precision_ms", 0), ("other", 1)],
+    ],
+)
+def test_a_sender_of_something_else_is_not_made(name: str, wrong: object) -> None:
+    with pytest.raises(TypeError):
+        kernel.Sender(**_NEEDS | _BROKER | {name: wrong})
+
+
+# -- a method like any other, with compiled parts or without -----------------------------------------------------------
+
+
+class Stamped(MessageStore):
+    """A store that puts a mark before each body."""
+
+    def put(self, topic: str, body: Any, queue_id: int = 0, **options: Any) -> SendReceipt:
+        return super().put(topic, b"mark " + body, queue_id, **options)
+
+
+def test_a_subclass_overrides_put(tmp_path: Path) -> None:
+    with Stamped(tmp_path) as store:
+        store.put("t", b"x", 0, tag="a")
+        assert [(message.body, message.tag) for message in store.read("t")] == [(b"mark x", "a")]
+
+
+def test_put_is_replaced_on_an_object_and_in_the_class(store: MessageStore) -> None:
+    with mock.patch.object(store, "put") as put:
+        store.put("t", b"x")
+    put.assert_called_once_with("t", b"x")
+    with mock.patch.object(MessageStore, "put") as put:
+        store.put("t", b"x")
+    put.assert_called_once_with("t", b"x")
+    assert store.put("t", b"x").offset == 0
+
+
+@pytest.mark.parametrize("door", [MessageStore, Road, Broker, Store])
+def test_put_says_what_it_does_and_takes(door: Any) -> None:
+    kinds = {name: parameter.kind for name, parameter in inspect.signature(door.put).parameters.items()}
+    assert list(kinds) == ["self", "topic", "body", "queue_id", "options"]
+    assert kinds["options"] is inspect.Parameter.VAR_KEYWORD
+    assert re.search(
+        r"(?s)^ \|  put\(self, topic.*? \|      Append one message", pydoc.plain(pydoc.render_doc(door)), re.MULTILINE
+    )
+
+
+def test_put_on_what_is_no_open_store_is_an_error(tmp_path: Path) -> None:
+    put: Any = MessageStore.put
+    with pytest.raises(TypeError):
+        put()
+    with pytest.raises(AttributeError):
+        put(MessageStore.__new__(MessageStore), "t", b"x")
     with MessageStore(tmp_path) as store:
-        put: Any = store.sender(lambda *arguments: arguments)  # type: ignore[arg-type]
-        for name in ("tip", "putters", "finish", "after", "note", "reserved"):
-            real = getattr(put.__self__, name)
-            for wrong in (None, 5) if name in ("tip", "putters", "reserved") else ():
-                setattr(put.__self__, name, wrong)
-                assert put("t", b"") == ("t", b"")
-            delattr(put.__self__, name)
-            assert put("t", b"") == ("t", b"")
-            setattr(put.__self__, name, real)
-        assert put("t", b"").offset == 0
+        store.put("t", b"x")
+    with pytest.raises(StoreClosedError):
+        store.put("t", b"x")

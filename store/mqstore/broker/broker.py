@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime
@@ -60,6 +60,7 @@ from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.outgoing import Body, OutgoingMessage
 from mqstore.log.stats import StoreStats
 from mqstore.log.store import MessageStore
+from mqstore.log.writer import Sending, compiled_put
 from mqstore.options import Durability, Duration, milliseconds, seconds
 
 __all__ = ["Broker"]
@@ -88,7 +89,7 @@ class BrokerStats:
     """What stopped a mechanism in its last run."""
 
 
-class Broker:
+class Broker(Sending):
     """Delivery on a store that is open for writing; closing it closes the store.
 
     >>> import mqstore, tempfile
@@ -167,7 +168,7 @@ class Broker:
         store.enter_topics_by(self._enter_topics)
         self.topics.on_change.append(self._topic_changed)
         self.groups.on_change.append(self._waiters.wake_group)  # behind pop's, which forgets what it knew of the group
-        self.put = parts.road.put
+        self._sender = parts.road._sender
         if store.config.clock is None:
             self._housekeeper.run("pop")  # what receivers of the process before held is there for who asks first
             self._housekeeper.start()
@@ -188,8 +189,12 @@ class Broker:
 
     # -- in ---------------------------------------------------------------------------------------------------------
 
-    put: Callable[..., SendReceipt]
-    """`Road.put`: one message. An attribute, since a put has no time for a call that only forwards."""
+    @compiled_put
+    def put(
+        self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
+    ) -> SendReceipt:
+        """Append one message, as `Road.put` says."""
+        return self._parts.road.put(topic, body, queue_id=queue_id, **options)
 
     def put_many(
         self,

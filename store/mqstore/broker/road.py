@@ -53,7 +53,7 @@ from mqstore.log.outgoing import (
     refuse_options,
 )
 from mqstore.log.store import MessageStore
-from mqstore.log.writer import MAX_QUEUE_ID, PutOptions
+from mqstore.log.writer import MAX_QUEUE_ID, PutOptions, Sending, compiled_put
 from mqstore.native import kernel
 from mqstore.options import Durability, Duration, milliseconds
 
@@ -96,7 +96,7 @@ class DelayedReceipt(SendReceipt):
 _COMPRESSED = {None: 0, "zlib": COMPRESSED | COMPRESSION_ZLIB}
 
 
-class Road:
+class Road(Sending):
     """Puts, with the rewriting that delay asks for."""
 
     def __init__(self, store: MessageStore, topics: TopicTable, offsets: OffsetTable) -> None:
@@ -108,9 +108,7 @@ class Road:
         self._max_delay_ms = milliseconds(store.config.max_delay, "max_delay")
         self._group_hash = store.manifest.group_hash
         self._turns = RoundRobin()
-        self._store_put = store.put
-        self.put = store.sender(  # type: ignore[method-assign]
-            self.put,
+        self._sender = store.sender(
             topics=topics,
             counters=self._turns.counters,
             group_queue=group_queue,
@@ -126,6 +124,7 @@ class Road:
 
     # -- a user's message -------------------------------------------------------------------------------------------
 
+    @compiled_put
     def put(
         self, topic: str, body: Body, *, queue_id: int | None = None, **options: Unpack[SendOptions]
     ) -> SendReceipt:
@@ -149,7 +148,7 @@ class Road:
                 "queue_id",
             )
         if not options:
-            return self._store_put(topic, body, queue_id)
+            return self._store.put(topic, body, queue_id)
         unknown = options.keys() - SendOptions.__annotations__.keys()
         if unknown:
             raise no_such_option(unknown, SendOptions.__annotations__)

@@ -61,7 +61,6 @@ class ConsumeQueue(Numbered):
         "directory",
         "max_offset",
         "min_offset",
-        "plain_tail",
         "topic",
         "topic_bytes",
     )
@@ -82,7 +81,6 @@ class ConsumeQueue(Numbered):
         self.ref = QueueRef(topic, queue_id)
         self.magic = MAGIC_V1
         self.plain_tail = b""
-        """Topic and empty properties as they end a record; with `magic` it is filled in at the first put."""
         self._starts: list[int] = []
         """Numbers of the segments that exist: segment n begins with unit n * units_per_segment."""
         self._last_path = (-1, "")

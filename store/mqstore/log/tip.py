@@ -50,7 +50,7 @@ def as_queue(queue: object) -> QueueRef:
 class Numbered:
     """What a put needs of a queue."""
 
-    __slots__ = ("magic", "next_offset", "queue_id", "ref")
+    __slots__ = ("magic", "next_offset", "plain_tail", "queue_id", "ref")
 
     next_offset: int
     """The number that the next message gets."""
@@ -59,6 +59,8 @@ class Numbered:
     """Of its records: V1, or V2 for a long topic."""
     ref: QueueRef
     """Its name, for receipts."""
+    plain_tail: bytes
+    """Topic and empty properties as they end a record. It is filled in with `magic` at the first put."""
 
 
 class Tip:

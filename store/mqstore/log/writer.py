@@ -1,6 +1,6 @@
 """Putting: from what a caller gives to a record in the log, and to the disk if asked (format#limits).
 
-    put        one message: look up the queue, check, append, count; `kernel.Sender` does the same for most messages
+    put        one message: look up the queue, check, append, count; `compiled_put` does the same for most messages
     put_many   many to one queue, encoded together
     append     one record with every field given, for the engine's own copies and for imports
     copy_many  stored records once more, each to another queue, built together from their bytes
@@ -14,9 +14,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import update_wrapper, wraps
 from itertools import pairwise
-from typing import Concatenate, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 
@@ -62,11 +62,12 @@ from mqstore.log.wakeups import Wakeups
 from mqstore.native import kernel
 from mqstore.options import Durability, StoreConfig, seconds, waits_for_disk
 
-__all__ = ["MAX_QUEUE_ID", "Outlet", "StoreWriter", "Way"]
+__all__ = ["MAX_QUEUE_ID", "Outlet", "Sending", "StoreWriter", "Way", "compiled_put"]
 
 MAX_QUEUE_ID = 16_383
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_Put = TypeVar("_Put", bound=Callable[..., SendReceipt])
 _INNER = b"INNER_"
 
 
@@ -125,6 +126,23 @@ class Outlet:
         return None if store._flush_by_default else Way(store._log, self._queue, self._tail, self._max_body)
 
 
+class Sending:
+    """Base of a class with a `compiled_put`."""
+
+    __slots__ = ("_sender",)
+
+    _sender: object
+    """A result of `StoreWriter.sender`."""
+
+
+def compiled_put(put: _Put) -> _Put:
+    """Decorator of the method `put` of a `Sending`: compiled parts put messages that are ordinary, `put` itself others.
+
+    Without compiled parts, and for an object whose `_sender` is None or not set, every message is for `put`.
+    """
+    return put if kernel is None else cast(_Put, update_wrapper(kernel.PutMethod(put), put))
+
+
 def _counts_failures(
     put: Callable[Concatenate[StoreWriter, _P], _R],
 ) -> Callable[Concatenate[StoreWriter, _P], _R]:
@@ -139,7 +157,7 @@ def _counts_failures(
     return counted
 
 
-class StoreWriter(StoreReader):
+class StoreWriter(StoreReader, Sending):
     """The putting half of `MessageStore`."""
 
     config: StoreConfig
@@ -162,12 +180,13 @@ class StoreWriter(StoreReader):
         self._flush_timeout_s = seconds(self.config.flush_timeout, "flush_timeout")
         self._max_body = min(self.config.max_message_size, self._log.max_record_bytes)
         self._putters: dict[str, dict[int, ConsumeQueue]] = {}
-        self.put = self.sender(self.put)  # type: ignore[method-assign]
+        self._sender = self.sender()
         self._sync_to = 0
         """What lies beyond the end of the log and is to be synced with it: a splice that is not in yet."""
 
     # -- putting ----------------------------------------------------------------------------------------------------
 
+    @compiled_put
     @_counts_failures
     def put(self, topic: str, body: Body, queue_id: int = 0, **options: Unpack[PutOptions]) -> SendReceipt:
         """Append one message to a queue of `topic`, which comes into being with its first message.
@@ -218,26 +237,22 @@ class StoreWriter(StoreReader):
         tail = tail_of_bytes(queue.plain_tail, properties)
         return self._put_record(queue, body, tail, Fields(flag, sys_flag), key, bool(waits))
 
-    def sender(self, otherwise: Callable[_P, SendReceipt], **more: object) -> Callable[_P, SendReceipt]:
-        """Return a function that puts one message as `otherwise` does: by compiled parts if these are there and the
-        message is ordinary, else by `otherwise`. `more`: what they need to choose the queue, as `Road.put` does."""
+    def sender(self, **more: object) -> Any:
+        """Return what an object with a `compiled_put` needs; None without compiled parts. `more`: what chooses the
+        queue, as `Road.put` does."""
         if kernel is None:
-            return otherwise
-        needs = {
-            "otherwise": otherwise,
-            "tip": self._log,
-            "putters": self._putters,
-            "finish": self._put_encoded,
-            "after": _counts_failures(type(self)._after_put).__get__(self),
-            "note": self._note_put,
-            "reserved": RESERVED,
-            "max_body": self._max_body,
-            "flushes": self._flush_by_default,
-        }
-        sender = kernel.Sender()
-        for name, value in {**needs, **more}.items():
-            setattr(sender, name, value)
-        return cast(Callable[_P, SendReceipt], sender.put)
+            return None
+        return kernel.Sender(
+            tip=self._log,
+            putters=self._putters,
+            finish=self._put_encoded,
+            after=_counts_failures(type(self)._after_put).__get__(self),
+            note=self._note_put,
+            reserved=RESERVED,
+            max_body=self._max_body,
+            flushes=self._flush_by_default,
+            **more,
+        )
 
     def _note_put(self, queue: ConsumeQueue, took_ns: int) -> None:
         self._put_latency.add(took_ns)
