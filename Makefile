@@ -121,7 +121,7 @@ var/rocketmq-%/fetched: tests/interop/pom.xml
 	@touch $@
 
 crash: $(VENV)/stamp-dev
-	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash tests/log/test_snapshot.py tests/spark/test_publish.py
+	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash tests/log/test_snapshot.py tests/broker/test_cut.py tests/broker/test_popjava.py tests/spark/test_publish.py
 
 descriptors: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_descriptors.py

@@ -69,6 +69,10 @@ class GoldenStore:
         }
 
 
+Golden = Callable[[str], GoldenStore]
+"""The type of the fixture `golden`."""
+
+
 @cache
 def _listing(name: str) -> list[dict[str, Any]]:
     with lzma.open(_GOLDEN / f"{name}.jsonl.xz", "rt", encoding="utf-8") as file:
@@ -89,7 +93,7 @@ def foreign(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GoldenStore]:
+def golden(tmp_path_factory: pytest.TempPathFactory) -> Golden:
     """`golden(name)` unpacks a golden store into a directory of the caller's own, a new one at each call."""
     masters: dict[str, Path] = {}
 
@@ -128,7 +132,7 @@ def _no_waiting_for_disks(request: pytest.FixtureRequest) -> Iterator[None]:
 # A run of all tests is one of many: what this one does not draw another does. HYPOTHESIS_PROFILE=default draws more.
 # No test says for itself how many. None knows how fast the machine is, and what else it does: nothing fails for taking
 # long. A test whose examples share a fixture gives each of them a place of its own there.
-_UNASKED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+_UNASKED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 for _name, _examples in (("quick", 20), ("default", 100)):
     settings.register_profile(_name, max_examples=_examples, deadline=None, suppress_health_check=_UNASKED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))

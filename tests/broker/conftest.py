@@ -1,4 +1,4 @@
-"""The bench of tests that go through the broker's door."""
+"""The bench of tests that go through the broker's door, and a store with its tables for those that do not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.broker.support import Bench
+from mqstore.broker.parts import Parts
+from tests.broker.support import Bench, new_parts
 
 
 @pytest.fixture
@@ -15,3 +16,10 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path / "store")
     yield bench
     bench.broker.close()
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[Parts]:
+    parts = new_parts(tmp_path / "store")
+    yield parts
+    parts.store.close()

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from mqstore.broker.broker import Broker
 from mqstore.broker.parts import Mechanism, Parts, open_parts, open_tables
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.message import Message
+from mqstore.log.store import MessageStore
 from mqstore.options import Durability, Profile
+from tests.faults import FaultyFileSystem
 from tests.log.support import kill, open_store
 
 __all__ = [
     "START_MS",
     "Bench",
+    "TableBench",
     "advance",
     "advance_broker",
     "clock_of",
@@ -109,6 +113,39 @@ def in_threads(*calls: Callable[[], object]) -> None:
     with ThreadPoolExecutor(len(calls)) as pool:
         for future in [pool.submit(run, call) for call in calls]:
             future.result()
+
+
+Table = TypeVar("Table")
+
+
+class TableBench(Generic[Table]):
+    """A store, and one table of its folder `config`. `fs` injects faults."""
+
+    def __init__(self, path: Path, name: str, load: Callable[[MessageStore], Table], **config: Any) -> None:
+        self.path = path
+        self.file = path / "config" / name
+        self.fs = FaultyFileSystem()
+        self.store: MessageStore = open_store(path, fs=self.fs, **config)
+        self._load = load
+        self.table = self.again()
+
+    def fill(self, topic: str, queue_id: int = 0, count: int = 1) -> None:
+        for _ in range(count):
+            self.store.put(topic, b"x", queue_id)
+
+    def again(self) -> Table:
+        """Return the table as a new process would read it."""
+        return self._load(self.store)
+
+    def stored(self) -> dict[str, Any]:
+        return json.loads(self.file.read_text())  # type: ignore[no-any-return]
+
+    def write(self, text: str) -> Table:
+        """Put `text` in the place of the file, and read it."""
+        self.file.parent.mkdir(exist_ok=True)
+        self.file.write_text(text)
+        self.table = self.again()
+        return self.table
 
 
 class Bench:

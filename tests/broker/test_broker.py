@@ -174,22 +174,6 @@ def test_what_a_group_has_not_consumed_is_kept_and_the_pin_says_who(tmp_path: Pa
     bench.broker.close()
 
 
-def test_with_unconsumed_drop_the_group_is_told_what_it_lost(tmp_path: Path) -> None:
-    bench = Bench(tmp_path / "store", retention=Retention(age=None, max_bytes=100_000, unconsumed="drop"))
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
-    fill(broker, "t", 0.3)
-    broker.commit("slow", "t", 0, 0)
-    broker.store.flush()
-    bench.advance(20_000)
-
-    low = broker.min_offset("t", 0)
-    assert low > 0
-    result = broker.read("t", 0, 0, group="slow")
-    assert (result.status, result.next_offset, result.lost) == ("OFFSET_TOO_SMALL", low, low)
-    bench.broker.close()
-
-
 def test_a_message_in_flight_and_one_delayed_hold_the_log(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "store", retention=Retention(age=None, max_bytes=0))
     broker = bench.broker

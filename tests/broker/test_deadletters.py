@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,6 @@ from tests.broker.support import START_MS, clock_of, new_parts
 from tests.log.support import flip, kill
 
 DAY_MS = 86_400_000
-
-
-@pytest.fixture
-def parts(tmp_path: Path) -> Iterator[Parts]:
-    parts = new_parts(tmp_path / "store")
-    yield parts
-    parts.store.close()
 
 
 def die(parts: Parts, n: int, *, topic: str = "orders", group: str = "g", **properties: str) -> None:

@@ -98,19 +98,6 @@ def test_check_ends_a_half_message_of_a_deleted_topic(bench: Bench) -> None:
     assert "t" not in bench.broker.topics.names()
 
 
-def test_recreated_topic_is_empty_and_goes_on_counting(bench: Bench) -> None:
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
-    broker.put("t", b"old")
-    assert bench.bodies() == [b"old"]
-    broker.topics.delete("t", force=True)
-
-    broker.topics.create("t", queues=1)
-
-    assert broker.put("t", b"new").offset == 1
-    assert bench.bodies() == [b"new"]
-
-
 def test_deletion_spares_later_messages_after_a_lost_log_end(bench: Bench) -> None:
     """Where the log ended is where a topic was deleted; if it ends before that now, positions mean other messages."""
     bench.broker.topics.create("t", queues=1)

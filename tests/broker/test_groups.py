@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,38 +17,17 @@ from mqstore.errors import (
     NotPermittedError,
     StoreFullError,
 )
-from mqstore.files.filesystem import FileSystem
-from tests.broker.support import in_threads
-from tests.faults import FaultyFileSystem
-from tests.log.support import open_store
+from tests.broker.support import TableBench, in_threads
 
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 FOR_EVER = 2_147_483_647
 
 
-class _Groups:
-    """A group table that can be opened again."""
+class _Groups(TableBench[GroupTable]):
+    """A store, its groups, and their file."""
 
-    def __init__(self, path: Path, fs: FileSystem | None = None, **config: Any) -> None:
-        self.path, self.fs, self.config = path, fs, config
-        self.file = path / "config" / "subscriptionGroup.json"
-        self.store = open_store(path, fs=fs, **config)
-        self.table = self._load()
-
-    def _load(self) -> GroupTable:
-        return GroupTable(self.store)
-
-    def again(self) -> GroupTable:
-        """The table as a new process would read it."""
-        return self._load()
-
-    def stored(self) -> dict[str, Any]:
-        return json.loads(self.file.read_text())  # type: ignore[no-any-return]
-
-    def write(self, text: str) -> GroupTable:
-        self.file.parent.mkdir(exist_ok=True)
-        self.file.write_text(text)
-        return self._load()
+    def __init__(self, path: Path, **config: Any) -> None:
+        super().__init__(path, "subscriptionGroup.json", GroupTable, **config)
 
 
 @pytest.fixture
@@ -373,9 +351,7 @@ def test_listeners_hear_of_each_change_once_it_can_be_seen(groups: _Groups) -> N
     assert seen == [("g", created), ("g", altered), ("g", None)]
 
 
-def test_a_change_that_cannot_be_saved_is_none(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    groups = _Groups(tmp_path / "s", fs)
+def test_a_change_that_cannot_be_saved_is_none(groups: _Groups) -> None:
     groups.table.create("g")
     for change in (
         lambda: groups.table.create("h"),
@@ -384,13 +360,12 @@ def test_a_change_that_cannot_be_saved_is_none(tmp_path: Path) -> None:
         lambda: groups.table.delete("g"),
         lambda: groups.table.forbid("g", "t"),
     ):
-        fs.fail("create", errno.ENOSPC, path_part="subscriptionGroup.json")
+        groups.fs.fail("create", errno.ENOSPC, path_part="subscriptionGroup.json")
         with pytest.raises(StoreFullError):
             change()
     assert (groups.table.names(), groups.table.get("g")) == (["g"], GroupConfig("g"))
     assert groups.table.may_read("g", "t")
     assert groups.table.alter("g", orderly=True).orderly  # and when there is room again, it goes on
-    groups.store.close()
 
 
 # -- forbidden bits ----------------------------------------------------------------------------------------------------

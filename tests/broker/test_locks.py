@@ -27,33 +27,6 @@ def locks(clock: SimulatedClock) -> QueueLocks:
     return QueueLocks(clock)
 
 
-def test_an_unknown_group_has_no_locks(locks: QueueLocks) -> None:
-    assert locks.owner("g", Q[0]) is None
-    assert locks.unlock_batch("g", Q, "c1") == set()
-    assert locks.snapshot() == []
-
-
-def test_another_client_is_refused_at_60_000_and_takes_over_at_60_001(locks: QueueLocks, clock: SimulatedClock) -> None:
-    assert locks.try_lock("g", Q[0], "c1")
-    clock.advance(LEASE_MS)
-    assert not locks.try_lock("g", Q[0], "c2")
-    assert locks.owner("g", Q[0]) == "c1"
-    clock.advance(1)
-    assert locks.owner("g", Q[0]) is None
-    assert locks.try_lock("g", Q[0], "c2")
-    assert not locks.try_lock("g", Q[0], "c1")
-    assert locks.owner("g", Q[0]) == "c2"
-
-
-@pytest.mark.parametrize("renewal", [QueueLocks.try_lock_batch, QueueLocks.renew_batch])
-def test_the_same_client_renews(locks: QueueLocks, clock: SimulatedClock, renewal: Any) -> None:
-    locks.try_lock("g", Q[0], "c1")
-    clock.advance(LEASE_MS)
-    assert renewal(locks, "g", [Q[0]], "c1")
-    clock.advance(LEASE_MS)
-    assert not locks.try_lock("g", Q[0], "c2")
-
-
 def test_asking_for_another_clients_lock_or_its_owner_renews_nothing(locks: QueueLocks, clock: SimulatedClock) -> None:
     locks.try_lock("g", Q[0], "c1")
     clock.advance(LEASE_MS)
@@ -63,24 +36,6 @@ def test_asking_for_another_clients_lock_or_its_owner_renews_nothing(locks: Queu
     locks.snapshot()
     clock.advance(1)
     assert locks.try_lock("g", Q[0], "c2")
-
-
-def test_a_batch_gets_what_is_free(locks: QueueLocks) -> None:
-    locks.try_lock("g", Q[1], "c2")
-    assert locks.try_lock_batch("g", iter(Q), "c1") == {Q[0], Q[2], Q[3]}
-    assert locks.try_lock_batch("g", [], "c1") == set()
-
-
-def test_an_expired_lock_can_still_be_given_back(locks: QueueLocks, clock: SimulatedClock) -> None:
-    locks.try_lock("g", Q[0], "c1")
-    clock.advance(LEASE_MS + 1)
-    assert locks.unlock_batch("g", Q, "c1") == {Q[0]}
-    assert locks.snapshot() == []
-
-
-def test_groups_do_not_share_locks(locks: QueueLocks) -> None:
-    assert locks.try_lock("g", Q[0], "c1")
-    assert locks.try_lock("h", Q[0], "c2")
 
 
 def test_leases_do_not_follow_the_wall_clock(locks: QueueLocks, clock: SimulatedClock) -> None:
@@ -104,20 +59,6 @@ def test_the_snapshot_tells_owner_age_and_expiry(locks: QueueLocks, clock: Simul
         QueueLock("g", Q[0], "c1", 1, False),
         QueueLock("h", Q[1], "c2", LEASE_MS + 1, True),
     ]
-
-
-def test_renewing_keeps_what_nobody_took_though_it_ran_out(locks: QueueLocks, clock: SimulatedClock) -> None:
-    locks.try_lock_batch("g", Q[:3], "c1")
-    clock.advance(LEASE_MS + 1)
-    locks.try_lock("g", Q[1], "c2")
-    locks.try_lock("g", Q[2], "c2")
-    locks.unlock_batch("g", [Q[2]], "c2")
-
-    assert locks.renew_batch("g", iter(Q), "c1") == {Q[0]}
-    assert locks.renew_batch("h", Q, "c1") == set()
-    clock.advance(LEASE_MS)
-    assert not locks.try_lock("g", Q[0], "c2")
-    assert locks.owner("g", Q[2]) is None
 
 
 def test_a_lock_at_work_is_nobody_else_s_however_old(locks: QueueLocks, clock: SimulatedClock) -> None:
@@ -174,33 +115,37 @@ def test_a_listener_that_fails_does_not_keep_the_others_from_hearing(
 # --- a model -------------------------------------------------------------------------------------------------------
 
 clients = st.sampled_from(["c1", "c2", "c3"])
+calls = st.sampled_from(["lock", "renew", "unlock", "wait"])
 operations = st.lists(
-    st.tuples(st.sampled_from(["lock", "unlock", "wait"]), clients, st.sets(st.sampled_from(Q)), st.integers(0, 3)),
-    max_size=40,
+    st.tuples(calls, st.sampled_from("gh"), clients, st.sets(st.sampled_from(Q)), st.integers(0, 3)), max_size=40
 )
 
 
 @given(operations)
-def test_every_answer_is_that_of_a_model(steps: list[tuple[str, str, set[QueueRef], int]]) -> None:
-    """The model writes down until when, and for whom; it forgets what has run out."""
+def test_every_answer_is_that_of_a_model(steps: list[tuple[str, str, str, set[QueueRef], int]]) -> None:
+    """The model notes owner and end of each lock. An owner may renew or give back a lock that has run out, until
+    another client has taken it."""
     clock = SimulatedClock()
     locks = QueueLocks(clock)
-    until: dict[QueueRef, tuple[str, int]] = {}
-    for what, client, queues, turns in steps:
+    noted: dict[tuple[str, QueueRef], tuple[str, int]] = {}
+    for what, group, client, queues, turns in steps:
         now = clock.monotonic_ms()
-        live = {queue: owner for queue, (owner, end) in until.items() if now <= end}
+        held = {queue: noted[group, queue] for queue in queues if (group, queue) in noted}
+        own = {queue for queue, (owner, _) in held.items() if owner == client}
         if what == "wait":
             clock.advance(turns * 30_000 + (turns == 2))
-        elif what == "lock":
-            got = {queue for queue in queues if live.get(queue, client) == client}
-            assert locks.try_lock_batch("g", queues, client) == got
-            until.update(dict.fromkeys(got, (client, now + LEASE_MS)))
+        elif what == "unlock":
+            assert locks.unlock_batch(group, queues, client) == own
+            for queue in own:
+                del noted[group, queue]
         else:
-            locks.unlock_batch("g", queues, client)
-            until = {queue: entry for queue, entry in until.items() if queue not in queues or entry[0] != client}
+            free = {queue for queue in queues if queue not in held or held[queue][1] < now}
+            got = own if what == "renew" else own | free
+            assert (locks.renew_batch if what == "renew" else locks.try_lock_batch)(group, iter(queues), client) == got
+            noted.update({(group, queue): (client, now + LEASE_MS) for queue in got})
         now = clock.monotonic_ms()
-        live = {queue: owner for queue, (owner, end) in until.items() if now <= end}
-        assert {queue: owner for queue in Q if (owner := locks.owner("g", queue))} == live
+        live = {key: owner for key, (owner, end) in noted.items() if now <= end}
+        assert {(g, queue): owner for g in "gh" for queue in Q if (owner := locks.owner(g, queue))} == live
 
 
 # --- races ---------------------------------------------------------------------------------------------------------

@@ -498,8 +498,8 @@ def test_a_long_run_of_messages_settled_at_once(pair: Pair, way: str) -> None:
     """In one millisecond: pop times in order run ahead of the clock by as much as they may, and begin again."""
     pair.way = ORDERS[way]
     create(pair, 1)
-    pair.do(lambda bench: bench.put("t", 2500))
-    for _ in range(2200):
+    pair.do(lambda bench: bench.put("t", 1500))
+    for _ in range(1100):
         assert pair.pop() == 1
         pair.ack([pair.deliveries[-1][0].receipt])
     pair.check()
@@ -508,7 +508,7 @@ def test_a_long_run_of_messages_settled_at_once(pair: Pair, way: str) -> None:
     pair.reopen(kill=True)
     pair.check()
     pair.pop()
-    assert pair.deliveries[-1][0].message.offset == 2200
+    assert pair.deliveries[-1][0].message.offset == 1100
 
 
 @compiled

@@ -54,7 +54,7 @@ class Owner:
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Owner]:
-    owner = Owner(tmp_path / "s")
+    owner = Owner(tmp_path / "s", FaultyFileSystem())
     yield owner
     owner.store.close()
 
@@ -166,28 +166,15 @@ def test_progress_of_the_engines_own_groups_is_not_taken(owner: Owner) -> None:
     assert START_GROUP in owner.table.problems[-1]
 
 
-def test_a_damaged_file_is_told_and_the_owner_works_on(owner: Owner) -> None:
+def test_a_save_that_fails_keeps_what_was_taken_for_the_next(owner: Owner) -> None:
     owner.publish(9)
-    owner.publish(3, group="fine")
-    (owner.path / "config/spark/groups/sp.json").write_text('{"version":')
-    owner.tick()
-    assert owner.table.groups() == {"fine"}
-    assert "damaged" in owner.table.problems[-1]
-    assert owner.waiting() == ["sp.json.corrupt"]
-
-
-def test_a_save_that_fails_keeps_what_was_taken_for_the_next(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    owner = Owner(tmp_path / "s", fs)
-    owner.publish(9)
-    fs.fail("create", errno.ENOSPC, path_part="consumerOffset")
+    owner.fs.fail("create", errno.ENOSPC, path_part="consumerOffset")
     with pytest.raises(OSError, match="consumerOffset"):
         owner.table.close()
     assert owner.waiting() == ["sp.json.taken"]
     owner.table.close()
     assert owner.on_disk() == {"t@sp": {"0": 9}}
     assert owner.waiting() == []
-    owner.store.close()
 
 
 @pytest.mark.parametrize("step", range(1, 9))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from mqstore.layout.properties import MAX_PROPERTIES_BYTES
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from tests.broker.support import START_MS, new_parts
-
-
-@pytest.fixture
-def parts(tmp_path: Path) -> Iterator[Parts]:
-    parts = new_parts(tmp_path / "store")
-    yield parts
-    parts.store.close()
 
 
 def at(parts: Parts, receipt: SendReceipt) -> Message:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,6 @@ from mqstore.broker.parts import Parts
 from mqstore.errors import InvalidMessageError, NotPermittedError, TopicNotFoundError
 from mqstore.layout.record import TRANSACTION_COMMIT, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
 from tests.broker.support import START_MS, new_parts
-
-
-@pytest.fixture
-def parts(tmp_path: Path) -> Iterator[Parts]:
-    parts = new_parts(tmp_path / "store")
-    yield parts
-    parts.store.close()
 
 
 def test_without_a_queue_id_the_queues_of_a_topic_take_turns(parts: Parts) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,60 +20,27 @@ from mqstore.errors import (
     StoreFullError,
     TopicNotFoundError,
 )
-from mqstore.files.filesystem import FileSystem
-from mqstore.log.store import MessageStore
-from tests.broker.support import in_threads
-from tests.conftest import GOLDEN_NAMES, GoldenStore
-from tests.faults import Crash, FaultyFileSystem
+from tests.broker.support import TableBench, in_threads
+from tests.conftest import GOLDEN_NAMES, Golden
+from tests.faults import Crash
 from tests.log.support import open_store
 
 SYSTEM_TOPICS = (
-    "SCHEDULE_TOPIC_XXXX",
-    "RMQ_SYS_TRANS_HALF_TOPIC",
-    "RMQ_SYS_TRANS_OP_HALF_TOPIC",
-    "TRANS_CHECK_MAX_TIME_TOPIC",
-    "rmq_sys_wheel_timer",
-    "rmq_sys_REVIVE_LOG_DefaultCluster",
-    "rmq_sys_pop_log",
-    "TBW102",
-    "SELF_TEST_TOPIC",
-    "BenchmarkTest",
-    "OFFSET_MOVED_EVENT",
-    "RMQ_SYS_TRACE_TOPIC",
-    "CHECKPOINT_TOPIC",
+    *("SCHEDULE_TOPIC_XXXX", "RMQ_SYS_TRANS_HALF_TOPIC", "RMQ_SYS_TRANS_OP_HALF_TOPIC", "TRANS_CHECK_MAX_TIME_TOPIC"),
+    *("rmq_sys_wheel_timer", "rmq_sys_REVIVE_LOG_DefaultCluster", "rmq_sys_pop_log", "TBW102", "SELF_TEST_TOPIC"),
+    *("BenchmarkTest", "OFFSET_MOVED_EVENT", "RMQ_SYS_TRACE_TOPIC", "CHECKPOINT_TOPIC"),
 )
 
 
-def _tables(store: MessageStore) -> tuple[TopicTable, OffsetTable]:
-    offsets = OffsetTable(store)
-    return TopicTable(store, offsets), offsets
-
-
-class _Topics:
+class _Topics(TableBench[TopicTable]):
     """A store, its topics and offsets, and the topics' file."""
 
-    def __init__(self, path: Path, fs: FileSystem | None = None, **config: Any) -> None:
-        self.path = path
-        self.file = path / "config" / "topics.json"
-        self.store = open_store(path, fs=fs, **config)
-        self.table, self.offsets = _tables(self.store)
+    def __init__(self, path: Path, **config: Any) -> None:
+        super().__init__(path, "topics.json", lambda store: TopicTable(store, OffsetTable(store)), **config)
 
-    def put(self, topic: str, queue_id: int = 0, count: int = 1) -> None:
-        for _ in range(count):
-            self.store.put(topic, b"x", queue_id)
-
-    def again(self) -> TopicTable:
-        """The table as a new process would read it."""
-        return _tables(self.store)[0]
-
-    def stored(self) -> dict[str, Any]:
-        return json.loads(self.file.read_text())  # type: ignore[no-any-return]
-
-    def write(self, text: str) -> TopicTable:
-        self.file.parent.mkdir(exist_ok=True)
-        self.file.write_text(text)
-        self.table, self.offsets = _tables(self.store)
-        return self.table
+    @property
+    def offsets(self) -> OffsetTable:
+        return self.table._offsets
 
 
 @pytest.fixture
@@ -249,7 +215,7 @@ def test_creating_twice_is_an_error_unless_it_may_exist(topics: _Topics) -> None
     with pytest.raises(ConfigError, match="exists already"):
         topics.table.create("a", exist_ok=False)
     assert topics.table.create("a", queues=9) is first
-    topics.put("found")
+    topics.fill("found")
     with pytest.raises(ConfigError, match="exists already"):
         topics.table.create("found", exist_ok=False)
 
@@ -294,7 +260,7 @@ def test_what_is_not_there_is_neither_altered_nor_deleted(topics: _Topics) -> No
 
 def test_queues_are_taken_from_writers_then_drained_then_taken_from_readers(topics: _Topics) -> None:
     topics.table.create("a", queues=4)
-    topics.put("a", 3, 2)
+    topics.fill("a", 3, 2)
     for both_at_once in ({"read_queues": 2}, {"read_queues": 2, "write_queues": 2}):
         with pytest.raises(ConfigError, match=r"write_queues|written and never read"):
             topics.table.alter("a", **both_at_once)  # type: ignore[arg-type]
@@ -315,7 +281,7 @@ def test_queues_are_taken_from_writers_then_drained_then_taken_from_readers(topi
 
 def test_more_writers_than_readers_and_hidden_messages_need_force(topics: _Topics) -> None:
     topics.table.create("a", queues=4)
-    topics.put("a", 3)
+    topics.fill("a", 3)
     with pytest.raises(ConfigError, match="never read"):
         topics.table.alter("a", write_queues=5)
     assert topics.table.alter("a", write_queues=5, force=True).write_queues == 5
@@ -327,7 +293,7 @@ def test_more_writers_than_readers_and_hidden_messages_need_force(topics: _Topic
 
 
 def test_a_topic_with_queues_and_no_entry_exists_in_memory_only(topics: _Topics) -> None:
-    topics.put("old|name", 2)
+    topics.fill("old|name", 2)
     config = topics.table.need("old|name")
     assert (config.read_queues, config.write_queues, config.perm) == (3, 3, 6)
     assert topics.table.for_send("old|name") is config
@@ -336,9 +302,9 @@ def test_a_topic_with_queues_and_no_entry_exists_in_memory_only(topics: _Topics)
 
 
 def test_what_was_found_is_entered_when_altered_or_ensured(topics: _Topics) -> None:
-    topics.put("a", 2)
-    topics.put("%RETRY%g", 2)
-    topics.put("SCHEDULE_TOPIC_XXXX", 4)
+    topics.fill("a", 2)
+    topics.fill("%RETRY%g", 2)
+    topics.fill("SCHEDULE_TOPIC_XXXX", 4)
     topics.table.alter("a", perm=4)
     assert topics.table.ensure("%RETRY%g", 1).read_queues == 3
     assert topics.table.ensure("SCHEDULE_TOPIC_XXXX", 18).read_queues == 18
@@ -351,14 +317,14 @@ def test_what_was_found_is_entered_when_altered_or_ensured(topics: _Topics) -> N
 
 
 def test_a_found_topic_that_grew_is_listed_as_it_is(topics: _Topics) -> None:
-    topics.put("a", 0)
+    topics.fill("a", 0)
     assert [config.read_queues for config in topics.table.configs()] == [1]
-    topics.put("a", 5)
+    topics.fill("a", 5)
     assert [config.read_queues for config in topics.table.configs()] == [6]
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_a_java_brokers_directory_shows_all_its_topics(golden: Callable[[str], GoldenStore], name: str) -> None:
+def test_a_java_brokers_directory_shows_all_its_topics(golden: Golden, name: str) -> None:
     """The golden directories have no `config/`: topics are what their consume queues say."""
     java = golden(name)
     expected: dict[str, int] = {}
@@ -367,7 +333,7 @@ def test_a_java_brokers_directory_shows_all_its_topics(golden: Callable[[str], G
             expected[queue["topic"]] = max(expected.get(queue["topic"], 0), queue["queue_id"] + 1)
     before = {path.name for path in java.path.iterdir()}
     with open_store(java.path) as store:
-        table, _ = _tables(store)
+        table = TopicTable(store, OffsetTable(store))
         assert {config.name: config.read_queues for config in table.configs()} == expected
         assert all(config.read_queues == config.write_queues and config.perm == 6 for config in table.configs())
         assert set(table.names()) <= set(table.names(system=True)) == set(expected)
@@ -379,8 +345,8 @@ def test_a_java_brokers_directory_shows_all_its_topics(golden: Callable[[str], G
 
 def test_a_deleted_topic_is_gone_but_its_numbers_go_on(topics: _Topics) -> None:
     topics.table.for_send("a")
-    topics.put("a", 0, 3)
-    topics.put("a", 2, 1)
+    topics.fill("a", 0, 3)
+    topics.fill("a", 2, 1)
     topics.table.delete("a")
     topics.store.close()
     reopened = _Topics(topics.path)
@@ -397,17 +363,17 @@ def test_a_deleted_topic_is_gone_but_its_numbers_go_on(topics: _Topics) -> None:
 
 
 def test_a_message_that_slips_in_while_a_topic_goes_is_not_lost(topics: _Topics) -> None:
-    topics.put("a", 1, 2)
+    topics.fill("a", 1, 2)
     topics.table.delete("a")
     assert topics.table.get("a") is None
-    topics.put("a", 1)
+    topics.fill("a", 1)
     assert topics.table.need("a").read_queues == 2
     assert topics.offsets.start_of("a", 1) == 2
 
 
 def test_a_topic_in_use_is_deleted_only_by_force(topics: _Topics) -> None:
     topics.table.for_send("a")
-    topics.put("a", 0, 3)
+    topics.fill("a", 0, 3)
     topics.offsets.commit("g", "a", 0, 1)
     topics.offsets.commit("h", "other", 0, 0)
     with pytest.raises(ConfigError, match=r"consumed by g;.*`force`"):
@@ -427,8 +393,8 @@ def test_pop_retry_topics_go_with_their_topic_and_no_others(topics: _Topics) -> 
     kept = ["%RETRY%g", "%RETRY%g+ba", "%RETRY%g_a", "b+a"]
     for name in ["%RETRY%g+a", "%RETRY%h+a", *kept[:3]]:
         topics.table.ensure(name)
-        topics.put(name)
-    topics.put("b-a")
+        topics.fill(name)
+    topics.fill("b-a")
     told: list[str] = []
     topics.table.on_change.append(told.append)
     topics.table.delete("a")
@@ -439,19 +405,19 @@ def test_pop_retry_topics_go_with_their_topic_and_no_others(topics: _Topics) -> 
 
 def test_a_deletion_cut_short_leaves_a_topic_that_can_be_deleted(tmp_path: Path) -> None:
     for nth in range(1, 80):
-        fs = FaultyFileSystem()
-        topics = _Topics(tmp_path / str(nth), fs)
+        topics = _Topics(tmp_path / str(nth))
         topics.table.for_send("a")
-        topics.put("a", 0, 3)
+        topics.fill("a", 0, 3)
         topics.offsets.commit("g", "a", 0, 2, durability="flush")
-        fs.crash(nth, torn=True)
+        topics.fs.crash(nth, torn=True)
         try:
             topics.table.delete("a", force=True)
             done = True
         except Crash:
             done = False
-        fs.heal()
-        table, offsets = _tables(topics.store)
+        topics.fs.heal()
+        topics.table = table = topics.again()
+        offsets = topics.offsets
         entered = table.get("a") is not None
         start, progress = offsets.start_of("a", 0), offsets.committed("g", "a", 0)
         assert (entered, start, progress) in {(True, 0, 2), (True, 3, None), (False, 3, None)}
@@ -468,9 +434,7 @@ def test_a_deletion_cut_short_leaves_a_topic_that_can_be_deleted(tmp_path: Path)
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_change_that_cannot_be_saved_is_none(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    topics = _Topics(tmp_path / "s", fs)
+def test_a_change_that_cannot_be_saved_is_none(topics: _Topics) -> None:
     first = topics.table.for_send("a")
     told: list[str] = []
     topics.table.on_change.append(told.append)
@@ -481,13 +445,12 @@ def test_a_change_that_cannot_be_saved_is_none(tmp_path: Path) -> None:
         lambda: topics.table.alter("a", perm=4),
         lambda: topics.table.delete("a"),
     ):
-        fs.fail("create", errno.ENOSPC, path_part="topics.json")
+        topics.fs.fail("create", errno.ENOSPC, path_part="topics.json")
         with pytest.raises(StoreFullError):
             change()
         assert topics.table.configs() == topics.again().configs() == [first]
     assert told == []
     assert topics.table.for_send("b").name == "b"  # and when there is room again, it goes on
-    topics.store.close()
 
 
 JAVAS = """{
@@ -575,7 +538,7 @@ def test_listeners_may_ask_and_change_the_table(topics: _Topics) -> None:
 
 
 def test_a_deleted_topics_start_is_the_engines_group_in_the_offsets_file(topics: _Topics) -> None:
-    topics.put("a", 0, 2)
+    topics.fill("a", 0, 2)
     topics.table.delete("a")
     table = json.loads((topics.path / "config" / "consumerOffset.json").read_text())["offsetTable"]
     assert table == {f"a@{START_GROUP}": {"0": 2}, f"a@{DELETED_GROUP}": {"0": topics.store.max_offset}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,9 @@ from mqstore.spark import select
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName
 from mqstore.spark.views import view_batch
-from tests.conftest import GoldenStore
+from tests.conftest import Golden
 from tests.tools.brokers import broker
 
-Golden = Callable[[str], GoldenStore]
 T0 = 1_760_000_000_000
 DAY_MS = 86_400_000
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 from mqstore.errors import ConfigError, CorruptStoreError, MQStoreError, OffsetOutOfRangeError, StoreIOError
 from mqstore.jobs.runner import Runner
 from mqstore.spark.plan import StoreName
+from tests.tools.support import environment
 
 NAMES = [StoreName(str(number), f"/stores/{number}") for number in range(3)]
 
@@ -57,6 +59,13 @@ def run(jobs: int, tasks: list[Any], function: Any, progress: Any = None) -> lis
         return runner.run(tasks, function)
 
 
+@pytest.fixture(scope="module", params=[1, 2])
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    """One pool for all that a run leaves as it was."""
+    with Runner(request.param) as runner:
+        yield runner
+
+
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_results_come_in_the_order_of_tasks_and_progress_is_told(jobs: int) -> None:
     told: list[tuple[int, int]] = []
@@ -66,7 +75,6 @@ def test_results_come_in_the_order_of_tasks_and_progress_is_told(jobs: int) -> N
     assert run(jobs, [], double) == []
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "expected", "text", "attributes"),
     [
@@ -79,10 +87,10 @@ def test_results_come_in_the_order_of_tasks_and_progress_is_told(jobs: int) -> N
     ],
 )
 def test_an_error_of_a_task_is_raised_with_its_store(
-    jobs: int, kind: str, expected: type[Exception], text: str, attributes: dict[str, Any]
+    runner: Runner, kind: str, expected: type[Exception], text: str, attributes: dict[str, Any]
 ) -> None:
     with pytest.raises(expected) as caught:
-        run(jobs, NAMES, partial(fail, kind))
+        runner.run(NAMES, partial(fail, kind))
 
     assert str(caught.value) == text
     assert "/stores/1" in " ".join([text, *getattr(caught.value, "__notes__", [])])
@@ -98,9 +106,8 @@ def test_a_pool_works_in_processes_of_its_own_and_serves_several_runs() -> None:
     assert os.getpid() not in first | second
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_what_tasks_log_reaches_the_loggers_of_this_process(jobs: int, caplog: pytest.LogCaptureFixture) -> None:
-    run(jobs, [1, 2, 3], warn)
+def test_what_tasks_log_reaches_the_loggers_of_this_process(runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    runner.run([1, 2, 3], warn)
 
     assert sorted(record.getMessage() for record in caplog.records) == ["task 1", "task 2", "task 3"]
 
@@ -155,10 +162,9 @@ def test_ctrl_c_ends_all_processes_at_once_and_quietly(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
     folder = tmp_path / "workers"
     folder.mkdir()
-    path = os.pathsep.join(str(Path(__file__).parents[2] / name) for name in ("store", "tools"))
     main = subprocess.Popen(
         [sys.executable, str(tmp_path / "script.py"), str(folder)],
-        env={**os.environ, "PYTHONPATH": path},
+        env=environment(),
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import Message
@@ -20,11 +20,10 @@ from mqstore.spark import select
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName
 from mqstore.spark.views import view_batch
-from tests.conftest import GoldenStore
+from tests.conftest import Golden
 from tests.log.support import flip
 from tests.spark.support import Odd, many, odd_records, write_store
 
-Golden = Callable[[str], GoldenStore]
 T0 = 1_700_000_000_000
 YEAR_1_MS, YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
 
@@ -111,7 +110,6 @@ def test_the_traffic_of_a_java_store_is_that_of_its_messages(golden: Golden, nam
     assert_report(report, messages(path, counted), {"1s": 1000, "5m": 300_000}[interval])
 
 
-@settings(max_examples=8, deadline=None)
 @given(records=st.lists(odd_records(), min_size=1, max_size=40), parts=st.sampled_from(["1", "5"]))
 def test_the_traffic_of_any_store_is_that_of_its_messages(
     tmp_path_factory: pytest.TempPathFactory, records: list[Odd], parts: str

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore
@@ -26,11 +26,10 @@ from mqstore.log.recovery.verify import Verifier, verified_ranges
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName
 from mqstore.spark.views import view_batch
-from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.support import files, flip, open_store
 from tests.spark.support import SEGMENT, Odd, many, write_store
 
-Golden = Callable[[str], GoldenStore]
 Told = tuple[str, str, int, int, str]
 
 
@@ -138,9 +137,6 @@ def damage(path: Path, changes: list[tuple[int, float, float, str]]) -> None:
         target.write_bytes(data)
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
 @given(which=st.integers(0, 2), changes=damages(), range_bytes=st.integers(120, 9_000))
 def test_whatever_is_damaged_ranges_of_any_size_find_what_one_process_finds(
     masters: list[Path],

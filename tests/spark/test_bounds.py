@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import StoreConfig
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.layout.consumequeue import VOID_UNIT
 from mqstore.spark.plan import StoreName, open_store, queues_of
-from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.conftest import GOLDEN_NAMES, Golden
 from tests.spark.support import SEGMENT, Odd, odd_records, write_store
 
 
@@ -28,11 +27,10 @@ def assert_bounds_are_those_of_the_store(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_bounds_of_a_java_store(golden: Callable[[str], GoldenStore], name: str) -> None:
+def test_bounds_of_a_java_store(golden: Golden, name: str) -> None:
     assert_bounds_are_those_of_the_store(golden(name).path)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[*HealthCheck])
 @given(
     records=st.lists(odd_records(), max_size=40),
     segments_gone=st.integers(0, 2),

@@ -7,12 +7,11 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mqstore
@@ -23,7 +22,7 @@ from mqstore.layout import scan
 from mqstore.layout.record import BODY_AT_V4, encode_record
 from mqstore.spark.columns import ColumnReader, arrow_schema, default_columns
 from mqstore.spark.rows import Policy
-from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.support import flip, open_store
 from tests.spark.support import (
     Odd,
@@ -38,11 +37,6 @@ from tests.spark.support import (
     read_all,
     rows_of,
     write_store,
-)
-
-Golden = Callable[[str], GoldenStore]
-SMALL = settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 
@@ -80,7 +74,6 @@ def test_the_log_of_a_java_store_read_in_ranges_has_the_same_rows(golden: Golden
     assert [as_exported(row) for row in rows] == [as_row(line) for line in in_log_order(exported(path))]
 
 
-@SMALL
 @given(
     records=st.lists(odd_records(), max_size=40),
     profile=st.sampled_from(["mqstore", "rocketmq"]),
@@ -108,7 +101,6 @@ def test_rows_of_any_store_are_those_of_its_export(
         assert {row["physical_offset"]: row["tags_code"] for row in scanned} == listed
 
 
-@SMALL
 @given(records=st.lists(odd_records(), min_size=1, max_size=20), name=st.sampled_from(default_columns()))
 def test_a_column_alone_is_what_it_is_among_all(records: list[Odd], name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +111,6 @@ def test_a_column_alone_is_what_it_is_among_all(records: list[Odd], name: str) -
         assert all(batch.schema == arrow_schema([name, "error"]) for batch in batches)
 
 
-@SMALL
 @given(records=st.lists(odd_records(), min_size=1, max_size=30), tags=st.sampled_from(["abc", "TAGS || a", "*", "�"]))
 def test_a_tag_filter_lets_pass_what_read_lets_pass(records: list[Odd], tags: str) -> None:
     with tempfile.TemporaryDirectory() as folder:

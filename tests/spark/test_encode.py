@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import SimulatedClock, StoreConfig
@@ -157,7 +157,6 @@ def good_rows(draw: st.DrawFn) -> dict[str, Any]:
     return row
 
 
-@settings(max_examples=60, deadline=None)
 @given(rows=st.lists(good_rows(), min_size=1, max_size=6))
 def test_a_row_becomes_the_record_that_a_put_of_it_writes(parts: Parts, rows: list[dict[str, Any]]) -> None:
     assert encode(rows) == [put_row(parts, row) for row in rows]
@@ -196,7 +195,6 @@ def test_a_group_goes_to_its_queue_with_its_delay_and_a_queue_id_wins_over_it() 
 
 
 @pytest.mark.parametrize("how", ["jump", "siphash24"])
-@settings(max_examples=40, deadline=None)
 @given(keys=st.lists(_text, min_size=1, max_size=9), queues=st.integers(1, 40))
 def test_a_group_goes_where_a_producer_sends_it(how: Any, keys: list[str], queues: int) -> None:
     rules = Rules(new_queues=queues, group_hash=how)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import OutgoingMessage, StoreConfig
@@ -20,7 +20,7 @@ from mqstore.spark import keyindex
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import QueueSlice, plan
 from mqstore.spark.tasks import read_slices
-from tests.conftest import GoldenStore
+from tests.conftest import Golden
 from tests.log.support import flip
 from tests.spark.support import Odd, many, odd_records, read_all, rows_of, write_store
 
@@ -170,7 +170,7 @@ def test_what_is_damaged_keeps_its_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rolled", "trimmed"])
-def test_keys_of_a_java_store(golden: Callable[[str], GoldenStore], name: str) -> None:
+def test_keys_of_a_java_store(golden: Golden, name: str) -> None:
     path = golden(name).path
     bearing = {key for row in rows_of(read_all(path, ["keys"])) for key in (row["keys"] or "").split()}
     for key in sorted(bearing)[:5]:
@@ -178,7 +178,6 @@ def test_keys_of_a_java_store(golden: Callable[[str], GoldenStore], name: str) -
             assert read(path, key)[0] == scanned(path, key)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[*HealthCheck])
 @given(records=st.lists(odd_records(), max_size=30), data=st.data())
 def test_rows_by_index_are_those_of_a_scan(records: list[Odd], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

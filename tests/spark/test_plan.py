@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import SimulatedClock, StoreConfig
@@ -452,7 +452,6 @@ def test_who_does_not_read_every_record_reads_queue_by_queue(tmp_path: Path, sma
 
 
 @given(records=st.lists(odd_records(), min_size=1, max_size=60), least=st.integers(1, 4), bytes_=st.integers(1, 3000))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 def test_whatever_is_in_a_log_nothing_is_read_twice_or_left_out(records: list[Odd], least: int, bytes_: int) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_REGION_BYTES", bytes_)

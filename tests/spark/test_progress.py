@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import MQStoreError
@@ -22,7 +22,7 @@ from mqstore.spark.pacing import Limit
 from mqstore.spark.plan import Bounds
 from mqstore.spark.progress import Snapshot, StreamProgress, advance, decode_offset, encode_offset
 from mqstore.spark.tasks import read_slices
-from tests.conftest import GoldenStore
+from tests.conftest import Golden
 from tests.log.support import open_store
 from tests.spark.support import exported, many, write_store
 
@@ -158,7 +158,6 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(steps=_STEPS, start=st.sampled_from(["earliest", "latest"]), scan=st.sampled_from(["queue", "queue", "log"]))
 def test_each_message_comes_once_and_in_order_whatever_happens(
     tmp_path_factory: pytest.TempPathFactory, steps: list[Any], start: str, scan: str
@@ -204,9 +203,7 @@ def test_each_message_comes_once_and_in_order_whatever_happens(
 
 @pytest.mark.parametrize(("scan", "limit"), [("queue", None), ("queue", Limit(60_000, "bytes")), ("log", None)])
 @pytest.mark.parametrize("name", ["crashed", "rolled"])
-def test_a_java_store_streams_as_it_exports(
-    golden: Callable[[str], GoldenStore], name: str, scan: str, limit: Limit | None
-) -> None:
+def test_a_java_store_streams_as_it_exports(golden: Golden, name: str, scan: str, limit: Limit | None) -> None:
     path = golden(name).path
     engine = Engine(
         path=str(path),

@@ -4,13 +4,13 @@ except for the last tests."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import StoreConfig
@@ -25,7 +25,7 @@ from mqstore.spark.options import SinkOptions
 from mqstore.spark.publish import Commit, commit
 from mqstore.spark.rows import Policy
 from mqstore.spark.rules import Rules, TopicRule
-from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.conftest import GOLDEN_NAMES, Golden
 from tests.spark.staged import records, stage
 from tests.spark.support import Odd, many, odd_records, read_all, write_store
 
@@ -83,7 +83,6 @@ def copy(path: Path, target: Path, **options: str) -> None:
     commit(parsed, Commit("copy", 0, stage(parsed, "copy", 0, batches)))
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(
     records=st.lists(odd_records(), min_size=1, max_size=20),
     source=st.sampled_from(["mqstore", "rocketmq"]),
@@ -103,9 +102,7 @@ def test_a_copy_equals_the_original_in_every_field(
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_a_copy_of_a_java_store_equals_the_original(
-    golden: Callable[[str], GoldenStore], tmp_path: Path, name: str
-) -> None:
+def test_a_copy_of_a_java_store_equals_the_original(golden: Golden, tmp_path: Path, name: str) -> None:
     path = golden(name).path
     copy(path, tmp_path / "b", queues="16")
     assert stored(tmp_path / "b") == stored(path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore import MQStoreError
@@ -65,7 +65,6 @@ def both_ways(path: Path, pieces: Sequence[QueueSlice], columns: Sequence[str], 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])
 @given(
     records=st.lists(odd_records(), min_size=1, max_size=12),
     profile=st.sampled_from(["mqstore", "rocketmq"]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
-from tests.conftest import GoldenStore
+from tests.conftest import Golden
 from tests.log.support import flip
 from tests.spark.support import Odd, as_exported, as_row, exported, many, write_store
 
@@ -64,9 +63,7 @@ def sorted_rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("scan", ["queue", "log"])
 @pytest.mark.parametrize("name", ["clean", "crashed", "propcrc", "rolled", "trimmed"])
-def test_a_java_store_reads_as_it_exports(
-    spark: Any, golden: Callable[[str], GoldenStore], name: str, scan: str
-) -> None:
+def test_a_java_store_reads_as_it_exports(spark: Any, golden: Golden, name: str, scan: str) -> None:
     path = golden(name).path
     options = {"readBy": scan, "includeSystemTopics": "true", "onCorrupt": "fail" if scan == "queue" else "skip"}
     found = sorted_rows(rows(load(spark, path, **options)))

@@ -153,18 +153,6 @@ def test_a_kill_between_log_and_commit_replays_the_batch_at_every_point(query: Q
     assert query.read() == {("t", 0): [*range(5, 14)], ("t", 1): [*range(9)]}
 
 
-def test_a_first_batch_that_fails_loses_nothing_though_latest_moves_on(query: Query) -> None:
-    query.append(5)
-    query.fail_at = 0
-    assert "this sink fails" in query.fails()
-    query.append(4)
-    query.fail_at = None
-    query.run()
-    query.run()  # Spark 4.1 leaves to it what came since
-    assert query.read() == {("t", 0): [*range(5, 9)]}
-    assert query.sink[0] == []
-
-
 @pytest.mark.usefixtures("limits")
 def test_one_huge_and_many_tiny_queues_keep_to_the_limit(query: Query) -> None:
     query.append(200, *[1] * 20)
@@ -172,13 +160,6 @@ def test_one_huge_and_many_tiny_queues_keep_to_the_limit(query: Query) -> None:
     assert [each.numInputRows for each in progress] == [50, 50, 50, 50, 20]
     assert sum(row[1] > 0 for row in query.sink[0]) == 20
     assert sum(map(len, query.read().values())) == 220
-
-
-@pytest.mark.usefixtures("limits")
-def test_bytes_keep_to_the_limit(query: Query) -> None:
-    query.append(20, 20, size=900)
-    progress = query.run(startingOffsets="earliest", maxBytesPerTrigger="10000")
-    assert [each.numInputRows for each in progress] == [10, 10, 10, 10]
 
 
 @pytest.mark.usefixtures("limits")

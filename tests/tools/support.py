@@ -18,41 +18,54 @@ from click.testing import CliRunner, Result
 
 from mqstore_tools.main import cli
 
-__all__ = ["SHOULD_NOT_REACH_A_SCREEN", "mqstore", "mqstore_json", "process", "seen_on_a_terminal", "snapshot"]
+__all__ = [
+    "SHOULD_NOT_REACH_A_SCREEN",
+    "environment",
+    "mqstore",
+    "mqstore_json",
+    "process",
+    "seen_on_a_terminal",
+    "snapshot",
+]
 
 #: Control characters other than the line end, C1 controls, and the overrides that turn text around.
 SHOULD_NOT_REACH_A_SCREEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def mqstore(*arguments: object, stdin: bytes | None = None) -> Result:
-    """Run `mqstore ARGUMENTS` in this process. An exception that is no exit fails the test."""
+def mqstore(*arguments: object, stdin: bytes | None = None, exit_code: int | None = None) -> Result:
+    """Run `mqstore ARGUMENTS` in this process. The test fails if the exit code is not `exit_code`, where that is given,
+    and if there is an exception that is no exit."""
     result = CliRunner().invoke(cli, [os.fspath(a) if isinstance(a, Path) else str(a) for a in arguments], input=stdin)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     assert "Traceback" not in result.output, result.output
     assert not SHOULD_NOT_REACH_A_SCREEN.search(result.output), result.output
+    assert exit_code in (None, result.exit_code), result.output
     return result
 
 
 def mqstore_json(*arguments: object, exit_code: int = 0) -> Any:
     """Run with --json; the value that it printed on stdout, without the version that each object begins with."""
-    result = mqstore(*arguments, "--json")
-    assert result.exit_code == exit_code, result.output
-    value = json.loads(result.stdout)
+    value = json.loads(mqstore(*arguments, "--json", exit_code=exit_code).stdout)
     if isinstance(value, dict):
         assert value.pop("version") == 1
     return value
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of a process that imports the library and the command. Its output is buffered, as it is for
+    everybody."""
+    path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def process(*arguments: object, **options: Any) -> subprocess.Popen[bytes]:
     """The command as a process of its own, which Ctrl-C can reach: a test run in the background of a shell inherits,
     and would hand on, that SIGINT is ignored."""
     command = [sys.executable, "-m", "mqstore_tools.main", *map(str, arguments)]
-    path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
-    environment = {**os.environ, "PYTHONPATH": path}  # buffered, as it is for everybody
     return subprocess.Popen(
         command,
-        env=environment,
+        env=environment(),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
     )

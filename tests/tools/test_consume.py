@@ -42,8 +42,7 @@ def bodies(output: str) -> list[str]:
 
 def taken(path: Path, *options: object, topic: str = "orders", group: str = "g", exit_code: int = 0) -> list[str]:
     """Bodies that a run until nothing is left printed, sorted."""
-    result = mqstore("consume", path, topic, "--group", group, "--idle-exit", 0, *options)
-    assert result.exit_code == exit_code, result.output
+    result = mqstore("consume", path, topic, "--group", group, "--idle-exit", 0, *options, exit_code=exit_code)
     return sorted(bodies(result.stdout))
 
 
@@ -76,12 +75,6 @@ def until(happened: Any) -> None:
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.01)
-
-
-def mqstore_fine(*arguments: object) -> Any:
-    result = mqstore(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def letters(path: Path, group: str = "g") -> list[str]:
@@ -131,7 +124,7 @@ def test_what_a_filter_does_not_pass_is_passed_over_to_the_end(tmp_path: Path, o
 
 
 def test_it_stops_after_so_many_and_goes_on_there(store: Path) -> None:
-    first = mqstore_fine("consume", store, "orders", "--group", "g", "--max-messages", 4)
+    first = mqstore("consume", store, "orders", "--group", "g", "--max-messages", 4, exit_code=0)
 
     assert (len(bodies(first.stdout)), left(store)) == (4, 6)
     assert sorted(bodies(first.stdout) + taken(store)) == [str(i) for i in range(10)]
@@ -161,9 +154,8 @@ def test_a_body_that_cannot_be_read_is_not_done(tmp_path: Path, how: list[str]) 
     with library.open(path) as opened:
         opened.put("orders", b"no stream of zlib's", queue_id=0, compressed="zlib")
 
-    result = mqstore("consume", path, "orders", "--group", "g", "--idle-exit", 0, *how)
+    result = mqstore("consume", path, "orders", "--group", "g", "--idle-exit", 0, *how, exit_code=1)
 
-    assert result.exit_code == 1
     assert "orders, queue 0, offset 0: " in result.stderr
     assert "1 failed and come again" in result.stderr
 
@@ -312,9 +304,8 @@ def test_an_exit_code_says_what_becomes_of_a_message(
     )
     options = ("--exec", command, "--retry-delay", 3600, *given)
 
-    result = mqstore("consume", store, "orders", "--group", "g", "--idle-exit", 0, *options, "--json")
+    result = mqstore("consume", store, "orders", "--group", "g", "--idle-exit", 0, *options, "--json", exit_code=1)
 
-    assert result.exit_code == 1
     summary = json.loads(result.stdout)
     assert [summary[name] for name in ("messages", "done", "failing", "dead_letters", "not_settled")] == [
         10,
@@ -332,7 +323,7 @@ def test_a_failed_message_comes_again_and_is_fine_in_the_end(store: Path, tmp_pa
     command = script(tmp_path, "if body == '4' and os.environ['MQSTORE_ATTEMPT'] != '3': sys.exit(1)")
     options = ("--exec", command, "--retry-delay", 0.05, "--retry-delay", 0.1, "--max-messages", 12)
 
-    assert mqstore_fine("consume", store, "orders", "--group", "g", *options)
+    assert mqstore("consume", store, "orders", "--group", "g", *options, exit_code=0)
     assert [(body, attempt) for body, attempt in ran(tmp_path) if body == "4"] == [("4", 1), ("4", 2), ("4", 3)]
     assert len(ran(tmp_path)) == 12
     assert left(store) == 0
@@ -342,9 +333,8 @@ def test_the_last_attempt_leaves_a_dead_letter(store: Path, tmp_path: Path) -> N
     command = script(tmp_path, "if body == '4': print('out of paper', file=sys.stderr); sys.exit(9)")
     options = ("--exec", command, "--max-attempts", 2, "--retry-delay", 0.05, "--max-messages", 11)
 
-    result = mqstore("consume", store, "orders", "--group", "g", *options)
+    result = mqstore("consume", store, "orders", "--group", "g", *options, exit_code=1)
 
-    assert result.exit_code == 1
     assert "1 dead letters" in result.stderr
     assert len(letters(store)) == 1
     assert letters(store) == ["out of paper"]
@@ -418,8 +408,7 @@ def test_in_order_a_failure_holds_back_what_is_behind_it(store: Path, tmp_path: 
     assert left(store) == 3
     with library.open(store) as opened:
         opened.broker.groups.create("loose")
-    wrong = mqstore("consume", store, "orders", "--group", "loose", "--ordered")
-    assert wrong.exit_code == 2
+    wrong = mqstore("consume", store, "orders", "--group", "loose", "--ordered", exit_code=2)
     assert "--ordered" in wrong.stderr
 
 
@@ -432,14 +421,14 @@ def test_a_new_ordered_group_gets_a_limit_only_if_asked_for(store: Path) -> None
 
 def test_a_group_begins_where_it_was_made_to(store: Path) -> None:
     """`groups create --start latest` was ignored."""
-    mqstore_fine("groups", "create", store, "late", "--start", "latest")
+    mqstore("groups", "create", store, "late", "--start", "latest", exit_code=0)
     planned = mqstore_json("consume", store, "orders", "--group", "late", "--dry-run")
     assert planned["messages"] == 0
     assert taken(store, group="late") == []
-    mqstore_fine("groups", "create", store, "young", "--start", "1h")
+    mqstore("groups", "create", store, "young", "--start", "1h", exit_code=0)
     planned = mqstore_json("consume", store, "orders", "--group", "young", "--dry-run")
     assert planned["messages"] == 10
-    mqstore_fine("groups", "create", store, "obeys", "--start", "latest")
+    mqstore("groups", "create", store, "obeys", "--start", "latest", exit_code=0)
     assert len(taken(store, "--from", "earliest", group="obeys")) == 10
 
 
@@ -537,8 +526,7 @@ def test_a_command_that_cannot_be_started_ends_the_run_and_fails_nothing(store: 
     command.write_bytes(b"\x7fELF, it is not")
     command.chmod(0o700)
 
-    result = mqstore("consume", store, "orders", "--group", "g", "--exec", command)
-    assert result.exit_code == 3, result.output
+    mqstore("consume", store, "orders", "--group", "g", "--exec", command, exit_code=3)
     assert left(store) == 10
     assert mqstore_json("consume", store, "orders", "--group", "g", "--dry-run")["messages"] == 10
 
@@ -569,9 +557,8 @@ def test_a_command_that_cannot_be_started_ends_the_run_and_fails_nothing(store: 
     ids=lambda options: " ".join(map(str, options)),
 )
 def test_what_makes_no_sense_is_wrong_usage_and_touches_nothing(store: Path, options: tuple[Any, ...]) -> None:
-    result = mqstore("consume", store, "orders", "--group", "g", *options)
+    mqstore("consume", store, "orders", "--group", "g", *options, exit_code=2)
 
-    assert result.exit_code == 2, result.output
     with pytest.raises(library.errors.GroupNotFoundError):
         left(store)
 
@@ -588,9 +575,8 @@ def test_a_command_that_may_not_be_run_is_not_called_absent(store: Path, tmp_pat
     script.write_text("#!/bin/sh\n")
     script.chmod(0o644)
 
-    result = mqstore("consume", store, "orders", "--group", "g", "--exec", script)
+    result = mqstore("consume", store, "orders", "--group", "g", "--exec", script, exit_code=2)
 
-    assert result.exit_code == 2
     assert "is not executable" in result.stderr
 
 
@@ -599,15 +585,13 @@ def test_what_cannot_be_opened_is_3(tmp_path: Path, store: Path) -> None:
     assert not (tmp_path / "absent").exists()
     with library.open(store):
         for more in ([], ["--dry-run"]):
-            result = mqstore("consume", store, "orders", "--group", "g", *more)
-            assert result.exit_code == 3
+            result = mqstore("consume", store, "orders", "--group", "g", *more, exit_code=3)
             assert str(os.getpid()) in result.stderr
 
 
 def test_a_topic_that_is_not_there_is_told_and_waited_for(store: Path) -> None:
-    result = mqstore("consume", store, "odrers", "--group", "g", "--idle-exit", 0)
+    result = mqstore("consume", store, "odrers", "--group", "g", "--idle-exit", 0, exit_code=0)
 
-    assert result.exit_code == 0
     assert "topic odrers is not there" in result.stderr
 
 
@@ -615,7 +599,7 @@ def test_a_topic_that_is_not_there_is_told_and_waited_for(store: Path) -> None:
 
 
 def test_a_dry_run_says_what_is_before_the_group_and_changes_nothing(store: Path) -> None:
-    mqstore_fine("consume", store, "orders", "--group", "g", "--max-messages", 4)
+    mqstore("consume", store, "orders", "--group", "g", "--max-messages", 4, exit_code=0)
     before = snapshot(store)
 
     known = mqstore_json("consume", store, "orders", "nonesuch", "--group", "g", "--dry-run")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from tests.broker.cutsupport import SENT, all_of, cut_from, make, open_again
-from tests.conftest import GoldenStore
 from tests.log.support import files, flip, open_store
 from tests.tools.brokers import broker, clock_now
 from tests.tools.support import mqstore, mqstore_json, process, snapshot
 
-Golden = Callable[[str], GoldenStore]
 BAD = 20
 
 
@@ -67,9 +64,8 @@ def test_list_shows_each_message_and_what_is_none(store: Path, receipts: list[An
 
 
 def test_list_for_people_names_places_and_counts(store: Path, receipts: list[Any]) -> None:
-    result = mqstore("cut", store)
+    result = mqstore("cut", store, exit_code=1)
 
-    assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert [line for line in lines if not line.startswith(" ")] == names(store)
     assert sum(" bytes  " in line or line.endswith(" bytes") for line in lines) == len(SENT) - BAD - 1

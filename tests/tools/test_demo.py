@@ -6,7 +6,6 @@ The store is read again here with the library alone, without the demo's own read
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import mqstore
 from mqstore.broker.selection import group_queue
 from mqstore_tools import demo as demo_module
 from mqstore_tools.demo import demo
+from tests.tools.support import environment
 
 CHECKS = {
     "killed",
@@ -42,10 +42,9 @@ CHECKS = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """The summary of one small run, and the directory that it worked in."""
     folder = tmp_path_factory.mktemp("demo") / "new"
-    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-m", "mqstore_tools.main", "demo", "--limit-mb", "1", "--json", "--dir", str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "store"), str(root / "tools")])},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=120,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import pytest
 
 import mqstore as library
 from mqstore import SimulatedClock
-from tests.conftest import GoldenStore
 from tests.tools.brokers import broker
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
-Golden = Callable[[str], GoldenStore]
 FILED_MS = 1_760_000_000_000
 
 
@@ -71,9 +68,8 @@ def test_letters_of_a_group_and_of_before_a_moment_are_counted(store: Path) -> N
 
 
 def test_a_letter_is_printed_whole(store: Path) -> None:
-    result = mqstore("dlq", "show", store, "--group", "billing", "--offset", 3, "--json")
+    result = mqstore("dlq", "show", store, "--group", "billing", "--offset", 3, "--json", exit_code=0)
 
-    assert result.exit_code == 0
     assert base64.b64encode(b"body 3").decode() in result.stdout
     assert len(result.stdout.splitlines()) == 1
     assert "body 3" in mqstore("dlq", "show", store, "--group", "billing", "--offset", 3).stdout
@@ -81,9 +77,8 @@ def test_a_letter_is_printed_whole(store: Path) -> None:
 
 
 def test_a_letter_that_is_not_there_is_a_finding(store: Path) -> None:
-    result = mqstore("dlq", "show", store, "--group", "billing", "--offset", 1, "--offset", 6)
+    result = mqstore("dlq", "show", store, "--group", "billing", "--offset", 1, "--offset", 6, exit_code=1)
 
-    assert result.exit_code == 1
     assert "no dead letter at offset 6" in result.stderr
     assert "body 1" in result.stdout
 
@@ -119,9 +114,8 @@ def test_chosen_letters_go_where_they_are_sent(store: Path) -> None:
 @pytest.mark.parametrize("dry_run", [[], ["--dry-run"]], ids=["real", "dry"])
 @pytest.mark.parametrize("to", ["%DLQ%billing", "%RETRY%nobody", "rmq_sys_mine", "a b"])
 def test_letters_are_not_sent_where_nobody_may_send(store: Path, to: str, dry_run: list[str]) -> None:
-    result = mqstore("dlq", "replay", store, "--group", "billing", "--to", to, *dry_run)
+    mqstore("dlq", "replay", store, "--group", "billing", "--to", to, *dry_run, exit_code=2)
 
-    assert result.exit_code == 2, result.output
     assert left(store) == [0, 1, 2, 3, 4, 5]
 
 

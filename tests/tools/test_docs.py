@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mqstore_tools.docs import page
+from tests.tools.support import environment
 
 _DOCS = Path(__file__).parents[2] / "docs"
 
@@ -18,13 +18,12 @@ _DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.parametrize("name", ["commands.md", "spark-options.md"])
 def test_the_page_is_fresh(name: str) -> None:
     # In a process of its own, as `make docs` runs it: click remembers in a command how its help was first asked for.
-    path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
     run = subprocess.run(
         [sys.executable, "-m", "mqstore_tools.docs", str(_DOCS / name)],
         capture_output=True,
         encoding="utf-8",
         check=True,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"},
+        env={**environment(), "PYTHONUTF8": "1"},
     )
 
     assert (_DOCS / name).read_text(encoding="utf-8") == run.stdout, "run `make docs`"

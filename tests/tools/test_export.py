@@ -24,13 +24,11 @@ from mqstore import StoreConfig
 from mqstore.layout.record import COMPRESSED, TRANSACTION_PREPARED, TRANSACTION_ROLLBACK
 from mqstore.log.checkpoint import CheckpointFile
 from mqstore.log.walk import walk_log
-from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.splicesupport import Row, stage
 from tests.log.support import Unsynced, flip, open_store
 from tests.tools.damages import DAMAGES, filled
 from tests.tools.support import mqstore, process, seen_on_a_terminal
-
-Golden = Callable[[str], GoldenStore]
 
 #: The contract, in its order.
 FIELDS = [
@@ -55,9 +53,8 @@ def test_a_java_store_is_exported_as_the_java_engine_reads_it(golden: Golden, na
     store = golden(name)
     expected = {(m["topic"], m["queue_id"], m["queue_offset"]): m for m in store.of("message")}
 
-    result = mqstore("export", store.path)
+    result = mqstore("export", store.path, exit_code=0)
 
-    assert result.exit_code == 0, result.stderr
     found = lines(result.stdout)
     assert [m["physical_offset"] for m in found] == sorted(m["physical_offset"] for m in found)
     assert {(m["topic"], m["queue_id"], m["queue_offset"]) for m in found} == expected.keys()
@@ -221,9 +218,8 @@ def test_a_body_that_does_not_inflate_is_left_out_and_told(tmp_path: Path) -> No
         bad = store.append("orders", 0, b"\x1b[31mnot zlib", sys_flag=COMPRESSED)
         store.put("orders", b"behind")
 
-    result = mqstore("export", tmp_path / "s")
+    result = mqstore("export", tmp_path / "s", exit_code=1)
 
-    assert result.exit_code == 1
     assert [base64.b64decode(m["body"]) for m in lines(result.stdout)] == [b"before", b"behind"]
     assert f"at {bad.physical_offset}, {bad.size} bytes" in result.stderr
     assert "exported 2 messages" in result.stderr
@@ -254,9 +250,8 @@ def exported_bodies(result: Result) -> list[bytes]:
 
 
 def test_bodies_in_lz4_and_zstandard_are_inflated(compressed: Path) -> None:
-    result = mqstore("export", compressed)
+    result = mqstore("export", compressed, exit_code=0)
 
-    assert result.exit_code == 0
     assert exported_bodies(result) == [b"plain 0", b"lz4 0", b"plain 1", b"lz4 1", b"plain 2", b"lz4 2", b"zstd"]
 
 
@@ -272,18 +267,16 @@ def check_not_inflated(stderr: str) -> None:
 @pytest.mark.usefixtures("without_packages")
 def test_a_missing_package_is_told_in_one_line(compressed: Path) -> None:
     """Each was a bad_record, with a line of its own: 13 to 16 % of the messages of a store in order."""
-    result = mqstore("export", compressed, "--json")
+    result = mqstore("export", compressed, "--json", exit_code=1)
 
-    assert result.exit_code == 1
     assert exported_bodies(result) == [b"plain 0", b"plain 1", b"plain 2"]
     check_not_inflated(result.stderr)
 
 
 @pytest.mark.usefixtures("without_packages")
 def test_raw_bodies_are_written_as_they_are_stored(compressed: Path) -> None:
-    result = mqstore("export", compressed, "--raw-bodies")
+    result = mqstore("export", compressed, "--raw-bodies", exit_code=0)
 
-    assert result.exit_code == 0
     messages = lines(result.stdout)
     assert [message["sys_flag"] for message in messages] == [0, LZ4, 0, LZ4, 0, LZ4, ZSTD]
     assert exported_bodies(result)[1] == lz4.frame.compress(b"lz4 0")
@@ -292,9 +285,8 @@ def test_raw_bodies_are_written_as_they_are_stored(compressed: Path) -> None:
 def test_a_file_appears_only_when_it_is_complete(ten: Path, tmp_path: Path) -> None:
     target = tmp_path / "all.jsonl"
 
-    result = mqstore("export", ten, "--output", target, "--json")
+    result = mqstore("export", ten, "--output", target, "--json", exit_code=0)
 
-    assert result.exit_code == 0
     assert json.loads(result.stdout) == {
         "version": 1,
         "ok": True,
@@ -311,17 +303,15 @@ def test_a_failed_export_leaves_the_old_file_and_nothing_else(ten: Path, tmp_pat
     target = tmp_path / "all.jsonl"
     target.write_text("old")
 
-    result = mqstore("export", ten, "--topic", "nonesuch", "--output", target)
+    mqstore("export", ten, "--topic", "nonesuch", "--output", target, exit_code=2)
 
-    assert result.exit_code == 2
     assert target.read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["all.jsonl", "ten"]
 
 
 def test_nothing_is_written_into_the_store(ten: Path) -> None:
-    result = mqstore("export", ten, "--output", ten / "all.jsonl")
+    mqstore("export", ten, "--output", ten / "all.jsonl", exit_code=2)
 
-    assert result.exit_code == 2
     assert not (ten / "all.jsonl").exists()
 
 
@@ -384,9 +374,8 @@ def test_an_output_that_is_no_file_is_written_and_not_replaced(ten: Path, tmp_pa
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 def test_an_output_for_which_there_is_no_room_is_named(ten: Path) -> None:
-    result = mqstore("export", ten, "--output", "/dev/full")
+    result = mqstore("export", ten, "--output", "/dev/full", exit_code=3)
 
-    assert result.exit_code == 3
     assert "'/dev/full'" in result.stderr
 
 

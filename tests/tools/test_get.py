@@ -6,7 +6,6 @@ import base64
 import json
 import select
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ import mqstore as library
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from mqstore.layout.record import COMPRESSED
 from mqstore.options import Profile
-from tests.conftest import GoldenStore
+from tests.conftest import Golden
 from tests.log.support import flip
 from tests.tools.damages import DAMAGES, filled
 from tests.tools.support import mqstore, process
-
-Golden = Callable[[str], GoldenStore]
 
 
 @pytest.fixture
@@ -36,8 +33,7 @@ def store(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
 
 
 def get(path: Path, *options: object) -> list[dict[str, Any]]:
-    result = mqstore("get", path, *options, "--json")
-    assert result.exit_code == 0, result.output
+    result = mqstore("get", path, *options, "--json", exit_code=0)
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
@@ -137,8 +133,7 @@ def test_a_search_without_hits_exits_with_1(store: tuple[Path, list[SendReceipt]
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", "no message\n")
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
-@pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
+@pytest.mark.parametrize(("profile", "killed"), [("mqstore", False), ("rocketmq", True)], ids=["closed", "killed"])
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
@@ -161,9 +156,8 @@ def test_an_answer_that_loss_may_have_cut_short_exits_with_1(
     if options[0] == "--physical-offset":
         options = [options[0], str(puts[int(options[1])]["physical_offset"])]
 
-    result = mqstore("get", tmp_path / "s", *options)
+    result = mqstore("get", tmp_path / "s", *options, exit_code=1)
 
-    assert result.exit_code == 1
     assert says in result.stderr
     if says.endswith("lacks messages"):
         assert f"`mqstore recover {tmp_path / 's'}`" in result.stderr
@@ -210,9 +204,8 @@ def test_damage_is_told_with_exit_code_1(store: tuple[Path, list[SendReceipt]]) 
     path, receipts = store
     flip(path / "commitlog" / f"{0:020d}", receipts[2].physical_offset + 90)
 
-    result = mqstore("get", path, "--topic", "orders", "--max-messages", 5, "--json")
+    result = mqstore("get", path, "--topic", "orders", "--max-messages", 5, "--json", exit_code=1)
 
-    assert result.exit_code == 1
     assert offsets([json.loads(line) for line in result.stdout.splitlines()]) == [0, 1, 3, 4]
 
 
@@ -315,8 +308,7 @@ def test_damage_among_the_newest_hides_nothing_before_it(turns: Path) -> None:
         [last] = store.read("orders", 2, 9)
     flip(turns / "commitlog" / f"{0:020d}", last.physical_offset + 88)
 
-    result = mqstore("get", turns, "--topic", "orders", "--last", 3)
+    result = mqstore("get", turns, "--topic", "orders", "--last", 3, exit_code=1)
 
-    assert result.exit_code == 1
     assert [int(line) for line in result.stdout.splitlines() if line.startswith("    ")] == [26, 27, 28]
     assert result.stderr.startswith("bad_record: commitlog/")

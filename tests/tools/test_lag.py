@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from hypothesis import strategies as st
 from mqstore import SimulatedClock
 from mqstore.broker.admin.inspect import lag_of, pop_view
 from mqstore.errors import ReceiptExpiredError
-from tests.conftest import GoldenStore
+from tests.conftest import Golden
 from tests.tools.brokers import behind, broker, clock_now, tables
 from tests.tools.support import mqstore, mqstore_json
 
-Golden = Callable[[str], GoldenStore]
 STORED_MS = 1_750_000_000_000
 
 

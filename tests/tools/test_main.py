@@ -18,7 +18,7 @@ import mqstore as library
 from mqstore_tools import shared
 from mqstore_tools.main import COMMANDS, cli
 from tests.commands import CHANGING, looking
-from tests.tools.support import mqstore, process
+from tests.tools.support import environment, mqstore, process
 
 
 def registered(group: click.Group, *above: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
@@ -40,9 +40,8 @@ PLAIN = {"topic", "queue_id", "max_messages", "body_bytes", "format_"}
 
 @pytest.mark.parametrize("words", REGISTERED, ids=" ".join)
 def test_every_command_has_help_with_an_example_and_explains_its_options(words: tuple[str, ...]) -> None:
-    result = mqstore(*words, "--help")
+    result = mqstore(*words, "--help", exit_code=0)
 
-    assert result.exit_code == 0
     assert f"\n    mqstore {' '.join(words)}" in result.stdout
     command = REGISTERED[words]
     assert command.short_help or command.help
@@ -105,14 +104,8 @@ def test_one_command_does_not_load_the_others() -> None:
         "import sys; from mqstore_tools.main import cli; cli(['produce', '--help'], standalone_mode=False); "
         "print(sorted(m for m in sys.modules if m.startswith('mqstore_tools.')))"
     )
-    path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment())
 
     loaded = run.stdout.splitlines()[-1]
     assert "mqstore_tools.produce" in loaded
@@ -144,9 +137,7 @@ def test_the_librarys_log_reaches_stderr_escaped(capsys: pytest.CaptureFixture[s
     assert (logger.handlers, logger.propagate) == (handlers, True)
 
 
-@pytest.mark.parametrize(
-    "command", [("topics",), ("inspect",), ("lag", "--json"), ("get", "--topic", "orders", "--last", "1")]
-)
+@pytest.mark.parametrize("command", [("topics",), ("lag", "--json")])
 def test_a_reader_that_went_away_is_no_finding(tmp_path: Path, command: tuple[str, ...]) -> None:
     """Tables ended with 1, so `mqstore verify ... | head` with `pipefail` told of findings that there are not."""
     assert mqstore("produce", tmp_path / "s", "orders", "--body", "x").exit_code == 0
@@ -184,9 +175,8 @@ def test_streams_that_the_shell_closed_are_nothing_to_fail_at(tmp_path: Path, cl
             if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
                 os._exit(code)
     """
-    path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
     shell = ["/bin/sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", program]
-    run = subprocess.run(shell, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, timeout=60)
+    run = subprocess.run(shell, env=environment(), stdin=subprocess.DEVNULL, timeout=60)
 
     assert run.returncode == 0
     assert mqstore("get", store, "--topic", "orders").exit_code == 0
@@ -220,9 +210,7 @@ def test_an_interrupt_while_a_command_is_loaded_is_130(monkeypatch: pytest.Monke
 
 def test_what_takes_long_to_load_is_loaded_where_an_interrupt_is_minded() -> None:
     code = "import sys, mqstore_tools.main; print({'mqstore', 'numpy', 'rich'} & {*sys.modules})"
-    path = os.pathsep.join(str(Path(__file__).parents[2] / folder) for folder in ("store", "tools"))
-    environment = {**os.environ, "PYTHONPATH": path}
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
     assert child.stdout == "set()\n"
 
 
@@ -238,7 +226,7 @@ def test_a_standard_output_that_is_full_is_not_taken_for_the_store(tmp_path: Pat
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("inspect", "--help"), ("spark", "--help")])
+@pytest.mark.parametrize("arguments", [("--help",), ("inspect", "--help")])
 def test_what_is_printed_without_a_command_says_in_a_line_that_the_output_is_full(arguments: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
         child = process(*arguments, stdout=full)

@@ -15,12 +15,11 @@ import pytest
 import mqstore as library
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from tests.commands import looking
-from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.support import flip, reboot
 from tests.tools.brokers import broker
 from tests.tools.support import mqstore, mqstore_json, snapshot
 
-Golden = Callable[[str], GoldenStore]
 CONFIG = StoreConfig(segment_bytes=1 << 14)
 
 #: What a program may rely on; there is more.
@@ -164,9 +163,8 @@ def test_a_lost_manifest_is_written_anew_when_told_to(without_manifest: Path) ->
 def test_without_a_person_to_ask_config_needs_a_yes(without_manifest: Path) -> None:
     before = snapshot(without_manifest)
 
-    result = mqstore("recover", without_manifest, "--rebuild", "config")
+    result = mqstore("recover", without_manifest, "--rebuild", "config", exit_code=2)
 
-    assert result.exit_code == 2
     assert "--yes" in result.stderr
     assert snapshot(without_manifest) == before
 
@@ -252,9 +250,8 @@ def test_what_holds_no_store_is_3_and_is_said_plainly(tmp_path: Path, what: str,
     elif what == "an empty folder":
         (tmp_path / "s").mkdir()
 
-    result = mqstore("recover", tmp_path / "s", *options)
+    result = mqstore("recover", tmp_path / "s", *options, exit_code=3)
 
-    assert result.exit_code == 3
     assert result.stderr.endswith(told)
 
 
@@ -533,6 +530,5 @@ def test_many_stores_are_recovered_and_one_that_cannot_be_opened_is_named(tmp_pa
 def test_a_path_of_links_in_a_circle_is_told_plainly(tmp_path: Path) -> None:
     (tmp_path / "s").symlink_to(tmp_path / "s")
 
-    result = mqstore("recover", tmp_path / "s")
-    assert result.exit_code == 3
+    result = mqstore("recover", tmp_path / "s", exit_code=3)
     assert "should not happen" not in result.stderr

@@ -46,9 +46,8 @@ MINE = ["sql", "shell"]
 @pytest.mark.parametrize("name", MINE)
 @pytest.mark.usefixtures("no_spark")
 def test_without_spark_one_line_says_what_to_install(name: str, store: Path) -> None:
-    result = mqstore(*arguments(name, store))
+    result = mqstore(*arguments(name, store), exit_code=3)
 
-    assert result.exit_code == 3
     assert result.stdout == ""
     [line] = result.stderr.splitlines()
     assert "pip install 'mqstore[spark]'" in line

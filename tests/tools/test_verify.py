@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ import mqstore as library
 from mqstore import OutgoingMessage, Profile, SendReceipt, StoreConfig
 from mqstore.log.recovery.ranges import RangeResult
 from mqstore.log.recovery.verify import Verifier
-from tests.conftest import GOLDEN_NAMES, GoldenStore
+from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.support import flip
 from tests.tools.support import mqstore, mqstore_json, process
-
-Golden = Callable[[str], GoldenStore]
 
 
 @pytest.mark.parametrize("name", GOLDEN_NAMES)
@@ -87,9 +84,8 @@ def test_for_people_it_lists_and_sums_up(hundred: tuple[Path, list[SendReceipt]]
     path, _ = hundred
     (path / "checkpoint").unlink()
 
-    result = mqstore("verify", path)
+    result = mqstore("verify", path, exit_code=1)
 
-    assert result.exit_code == 1
     assert result.stdout.startswith("bad_checkpoint: checkpoint at 0")
     assert "100 records" in result.stdout
     assert "found: 1 x bad_checkpoint" in result.stdout
@@ -104,9 +100,8 @@ def test_hostile_names_are_shown_escaped(tmp_path: Path) -> None:
     (tmp_path / "s" / "config").mkdir()
     (tmp_path / "s" / "config" / "x\x1b[2J.json").write_bytes(b"\x1b")
 
-    result = mqstore("verify", tmp_path / "s")
+    result = mqstore("verify", tmp_path / "s", exit_code=1)
 
-    assert result.exit_code == 1
     assert "evil\\x1b]0;t\\x07" in result.stdout
     found = mqstore_json("verify", tmp_path / "s", exit_code=1)
     assert "consumequeue/evil\x1b]0;t\x07" in {f["file"] for f in found["findings"]}
@@ -322,8 +317,7 @@ def test_what_is_damaged_is_told_by_store_and_file_and_byte(fleet: Path) -> None
     [record] = [each for each in found["findings"] if each["kind"] == "bad_record"]
     assert record["file"] == f"commitlog/{0:020d}"
     assert record["position"] <= 700 < record["position"] + record["length"]
-    shown = mqstore("verify", fleet / "*")
-    assert shown.exit_code == 1
+    shown = mqstore("verify", fleet / "*", exit_code=1)
     assert f"{fleet / 'b'}: bad_record: commitlog/" in shown.stdout
     assert "1 x bad_record" in shown.stdout
     assert mqstore("verify", fleet / "a", "--jobs", 2).stdout.endswith(" verified; all is well\n")
