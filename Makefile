@@ -62,7 +62,7 @@ demo: $(VENV)/stamp-core
 
 # Nothing in these files of tests/log is done by compiled parts; recoveries with them and without are compared by
 # test_recovery_alike.
-NOT_COMPILED := ahead checkpoint_and_manifest concurrency inbox indexshape log_start misnamed own queue_bounds reader_ends recovery retention snapshot stats watermark
+NOT_COMPILED := ahead checkpoint_and_manifest concurrency generations inbox indexshape log_start misnamed own queue_bounds reader_ends recovery retention snapshot stats watermark
 
 # Twice what has compiled parts: with them, as everybody has it, and by Python alone.
 test: lint
@@ -120,8 +120,11 @@ var/rocketmq-%/fetched: tests/interop/pom.xml
 	mvn --batch-mode --quiet --file $< dependency:copy-dependencies -Drocketmq.version=$* -DoutputDirectory=$(CURDIR)/$(@D)
 	@touch $@
 
+# Files of tests/log that try a kill at each change of a run, as those of other folders below do.
+KILLED := inbox recovery snapshot watermark
+
 crash: $(VENV)/stamp-dev
-	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash tests/log/test_snapshot.py tests/broker/test_cut.py tests/broker/test_popjava.py tests/spark/test_publish.py
+	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash $(KILLED:%=tests/log/test_%.py) tests/broker/test_cut.py tests/broker/test_popjava.py tests/spark/test_publish.py
 
 descriptors: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_descriptors.py

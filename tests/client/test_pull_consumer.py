@@ -1202,17 +1202,6 @@ def test_a_store_closes_its_consumers_and_claims_nothing_for_them(tmp_path: Path
         assert store.committed("g", Q[0]) == 1
 
 
-def test_a_tag_expression_passes_by_text_not_by_hash(broker: Broker) -> None:
-    """AaAa and BBBB have one hash code."""
-    for text, tag in (("1", "AaAa"), ("2", "BBBB"), ("3", None), ("4", "paid")):
-        broker.put("orders", text.encode(), queue_id=0, **({} if tag is None else {"tag": tag}))
-    consumer = PullConsumer(broker, "g")
-    consumer.subscribe("orders", tags="AaAa || paid")
-
-    assert look(consumer) == ["1", "4"]
-    assert consumer.position(Q[0]) == 4
-
-
 def test_a_seek_wakes_who_waits(live: Broker) -> None:
     put(live, "a")
     consumer = subscribed(live)

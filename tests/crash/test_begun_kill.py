@@ -6,11 +6,8 @@ ends by itself, and looks what became of every message. Expected numbers are tho
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -21,6 +18,7 @@ import pytest
 
 import mqstore
 from mqstore.broker.begun import PROCESS_ENDED
+from tests.children import in_child
 
 LIMIT_S = 60
 GOOD = [f"m{i}" for i in range(40)]
@@ -33,8 +31,8 @@ MODES = {
 }
 
 
-def consume(path: str, log_path: str, options: str) -> None:
-    """What a child does: note each message and its attempt, then handle it. It ends when all is settled."""
+def consume(path: Path, log_path: Path, options: dict[str, Any]) -> None:
+    """Note each message and its attempt, then handle it, until all is settled. A child does this."""
     log = os.open(log_path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     seen = {line.split()[0] for line in os.read(log, 1 << 20).decode().splitlines()}
 
@@ -47,17 +45,12 @@ def consume(path: str, log_path: str, options: str) -> None:
         seen.update(message.text() for message in messages)
 
     with mqstore.open(path) as store:
-        consumer = store.push_consumer("g", retry=mqstore.RetryPolicy(3, [0]), workers=WORKERS, **json.loads(options))
+        consumer = store.push_consumer("g", retry=mqstore.RetryPolicy(3, [0]), workers=WORKERS, **options)
         consumer.subscribe("t", handle)
         end = time.monotonic() + LIMIT_S
         with consumer:
             while time.monotonic() < end and not (seen.issuperset(GOOD) and len(store.dead_letters("g"))):
                 time.sleep(0.01)
-
-
-def child(path: Path, log: Path, options: dict[str, Any]) -> int:
-    code = f"from tests.crash.test_begun_kill import consume; consume(*{[str(path), str(log), json.dumps(options)]!r})"
-    return subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False).returncode
 
 
 @pytest.mark.parametrize(
@@ -70,9 +63,10 @@ def test_only_the_message_that_kills_the_process_is_a_dead_letter(tmp_path: Path
         for text in [*GOOD[:10], "kill", *GOOD[10:]]:
             store.put("t", text.encode())
 
+    options = {**MODES[mode], "batch_size": batch_size}
     codes = []
     for _ in range(4):
-        codes.append(child(path, log, {**MODES[mode], "batch_size": batch_size}))
+        codes.append(in_child(lambda: consume(path, log, options), LIMIT_S))
         with mqstore.open(path) as store:  # by another program: what is suspected is not forgotten
             store.put("other", b"")
 
@@ -90,8 +84,8 @@ def test_only_the_message_that_kills_the_process_is_a_dead_letter(tmp_path: Path
         assert not [file for file in (path / "config" / "begun").iterdir() if file.name.isdecimal()]
 
 
-def kill_in_handlers(path: str, options: str) -> None:
-    """What a child does: be killed once four messages are in handlers."""
+def kill_in_handlers(path: Path, options: dict[str, Any]) -> None:
+    """Kill this process once four messages are in handlers. A child does this."""
     inside = threading.Semaphore(0)
 
     def handle(given: Any) -> None:
@@ -100,7 +94,7 @@ def kill_in_handlers(path: str, options: str) -> None:
         time.sleep(LIMIT_S)
 
     with mqstore.open(path) as store:
-        consumer = store.push_consumer("g", retry=mqstore.RetryPolicy(3, [0]), workers=4, **json.loads(options))
+        consumer = store.push_consumer("g", retry=mqstore.RetryPolicy(3, [0]), workers=4, **options)
         consumer.subscribe("t", handle)
         with consumer:
             for _ in range(4):
@@ -116,9 +110,8 @@ def test_what_was_in_handlers_comes_one_at_a_time_and_holds_up_nothing_else(
         store.create_topic("t", queues=1)
         for i in range(20):
             store.put("t", b"%02d" % i)
-    options = json.dumps({"mode": mode, "batch_size": batch_size, "prefetch": 4})
-    code = f"from tests.crash.test_begun_kill import kill_in_handlers; kill_in_handlers({str(tmp_path)!r}, {options!r})"
-    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False).returncode == -signal.SIGKILL
+    options = {"mode": mode, "batch_size": batch_size, "prefetch": 4}
+    assert in_child(lambda: kill_in_handlers(tmp_path, options), LIMIT_S) == -signal.SIGKILL
 
     lock, others, gate = threading.Lock(), threading.Semaphore(0), threading.Event()
     calls: list[tuple[int, ...]] = []
@@ -159,9 +152,7 @@ def test_a_consumer_that_stops_begins_none_of_them(tmp_path: Path, mode: str) ->
         store.create_topic("t", queues=1)
         for i in range(4):
             store.put("t", b"%d" % i)
-    options = json.dumps({"mode": mode})
-    code = f"from tests.crash.test_begun_kill import kill_in_handlers; kill_in_handlers({str(tmp_path)!r}, {options!r})"
-    assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S, check=False).returncode == -signal.SIGKILL
+    assert in_child(lambda: kill_in_handlers(tmp_path, {"mode": mode}), LIMIT_S) == -signal.SIGKILL
 
     inside, gate, calls = threading.Semaphore(0), threading.Event(), []
 

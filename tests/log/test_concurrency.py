@@ -324,18 +324,6 @@ def test_another_process_holds_the_lock_as_long_as_it_lives(
         assert store.put("t", b"mine").offset == 1
 
 
-def test_a_second_opening_in_the_same_process_is_refused_by_any_name(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "s")
-    with open_store(tmp_path / "s") as store:
-        for path in (tmp_path / "s", tmp_path / "link", tmp_path / "s" / ".." / "s"):
-            with pytest.raises(StoreLockedError) as caught:
-                open_store(path)
-            assert caught.value.pid == os.getpid()
-        store.put("t", b"still mine")
-    with open_store(tmp_path / "link") as store:
-        assert store.read("t")[0].body == b"still mine"
-
-
 def test_a_forked_child_can_do_nothing_with_its_parents_store(tmp_path: Path) -> None:
     with MessageStore(tmp_path / "s", config=SMALL) as store:
         store.put("t", b"parent")

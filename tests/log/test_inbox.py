@@ -27,7 +27,7 @@ from mqstore.files.filesystem import REAL
 from mqstore.log.bulk.inbox import inbox_state
 from mqstore.log.bulk.splice import Splicer, SpliceResult
 from mqstore.log.bulk.txn import TXN_FILE
-from tests.faults import Crash, FaultyFileSystem
+from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.log.splicesupport import Row, bodies, bundle, shown
 from tests.log.support import files, open_store
 
@@ -216,7 +216,7 @@ def test_links_lead_nowhere_and_what_they_point_at_stays(tmp_path: Path) -> None
 
 
 def test_a_crash_at_any_change_neither_loses_nor_doubles_a_bundle(tmp_path: Path) -> None:
-    for nth in range(1, 200):
+    for nth in range(1, 200, STEP):
         root = tmp_path / str(nth)
         fs = FaultyFileSystem()
         store = open_store(root, fs=fs)

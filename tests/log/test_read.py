@@ -316,9 +316,9 @@ def test_verify_reads_can_be_switched_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_a_unit_that_points_at_a_record_of_another_queue_is_never_served(tmp_path: Path, first: str) -> None:
-    """What had been verified was once kept by its place in the log: after a read of `b`, a damaged unit of `a` that
-    pointed there was taken for verified, and served a message of `b` as one of `a`."""
+def test_a_record_verified_for_its_own_queue_is_not_served_to_another(tmp_path: Path, first: str) -> None:
+    """Verified records were remembered by their place in the log. After a read of `b`, a damaged unit of `a` that
+    pointed there passed for verified, and a message of `b` was served as one of `a`."""
     with open_store(tmp_path / "s") as store:
         store.put("a", b"a0")
         store.put("b", b"b0")
@@ -329,18 +329,25 @@ def test_a_unit_that_points_at_a_record_of_another_queue_is_never_served(tmp_pat
         assert bodies(store.read("b")) == [b"b0"]
 
 
+@pytest.mark.parametrize(
+    ("topic", "queue_id", "other"),
+    [("t", 0, 0), ("t", 0, 2), ("t", 1, 1), ("tt", 0, 1)],
+    ids=["slot before", "slot behind", "other queue", "topic that begins alike"],
+)
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
-@pytest.mark.parametrize("slot", [1, 2])
-def test_a_unit_that_points_at_another_message_of_its_queue_is_passed_over(
-    tmp_path: Path, profile: Profile, slot: int
+def test_a_unit_that_points_at_another_record_is_passed_over(
+    tmp_path: Path, profile: Profile, topic: str, queue_id: int, other: int
 ) -> None:
     with open_store(tmp_path / "s", profile=profile) as store:
         for i in range(4):
-            store.put("t", b"%d" % i)
-    write_unit(tmp_path / "s", "t", slot, unit_file(tmp_path / "s", "t", 0).read_bytes()[:20])
+            for name, number in (("t", 0), ("t", 1), ("tt", 0)):
+                store.put(name, b"%d" % i, number)
+    unit = unit_file(tmp_path / "s", topic, other, queue_id).read_bytes()[20 * other : 20 * other + 20]
+    write_unit(tmp_path / "s", "t", 1, unit)
     with open_store(tmp_path / "s", "r") as store:
-        assert bodies(store.read("t", 0, slot, 1)) == [b"%d" % (slot + 1)]
-        assert [m.offset for m in store.read("t")] == [i for i in range(4) if i != slot]
+        assert [m.offset for m in store.read("t", 0, 1, 1)] == [2]
+        assert [m.offset for m in store.read("t")] == [0, 2, 3]
+        assert store.stats().bad_records == 1
 
 
 @pytest.mark.parametrize(

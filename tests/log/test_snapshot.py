@@ -294,12 +294,12 @@ def test_beside_a_writer_all_that_had_been_put_is_in_it_and_what_comes_meanwhile
     script = (
         "import sys, mqstore\n"
         "config = mqstore.StoreConfig(segment_bytes=1 << 16, consumequeue_units=64,\n"
-        "    retention=mqstore.Retention(age=None, max_bytes=4 << 20))\n"
+        "    retention=mqstore.Retention(age=None, max_bytes=1 << 20))\n"
         "with mqstore.engine.MessageStore(sys.argv[1], config=config) as store:\n"
         "    for i in range(1 << 60):\n"
         "        store.put('orders', b'%08d' % i * 10, queue_id=i % 3, keys=f'k{i}')\n"
         "        if i % 100 == 0: print(i, flush=True)\n"
-        "        if i % 5000 == 0: store.clean()\n"
+        "        if i % 1000 == 0: store.clean()\n"
     )
     root = tmp_path / "mq"
     writer = subprocess.Popen([sys.executable, "-c", script, str(root)], stdout=subprocess.PIPE, text=True)
@@ -316,7 +316,7 @@ def test_beside_a_writer_all_that_had_been_put_is_in_it_and_what_comes_meanwhile
     listener = threading.Thread(target=listen)
     listener.start()
     try:
-        while newest < 30_000:  # from here on the oldest go
+        while newest < 8_000:  # from here on the oldest go
             time.sleep(0.01)
         for round_ in range(4):
             known = newest

@@ -11,7 +11,7 @@ from mqstore.log.stats import Histogram
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
 from tests.faults import FaultyFileSystem
-from tests.log.support import HEADER, SEGMENT, flip, kill, open_store
+from tests.log.support import HEADER, SEGMENT, kill, open_store
 
 
 def test_counters_and_sizes(tmp_path: Path) -> None:
@@ -75,18 +75,6 @@ def test_a_background_task_that_fails_shows_until_it_succeeds(tmp_path: Path) ->
         store.put("t", b"x")
         store.run_once(10_000)
         assert store.stats().errors == {}
-
-
-def test_a_damaged_record_is_counted_once(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as store:
-        for i in range(3):
-            store.put("t", b"%d" % i)
-    flip(tmp_path / "s" / "commitlog" / f"{0:020d}", 88)
-    with open_store(tmp_path / "s") as store:
-        for _ in range(3):
-            store.read("t")
-            list(store.iter("t"))
-        assert store.stats().bad_records == 1
 
 
 def test_a_histogram_counts_durations_by_powers_of_two() -> None:

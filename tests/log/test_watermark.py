@@ -21,7 +21,7 @@ from mqstore.layout.checkpoint import decode
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import RecoveryReport
-from tests.faults import Crash, FaultyFileSystem
+from tests.faults import STEP, Crash, FaultyFileSystem
 from tests.log.support import SEGMENT, flip, kill, open_store, reboot
 
 PROFILES = ("mqstore", "rocketmq")
@@ -142,7 +142,7 @@ def test_an_opening_that_is_killed_does_not_hide_that_the_machine_went_down(tmp_
     places, flushed = make(tmp_path / "made", "mqstore")
     torn = next(place for place in places if place >= flushed)
     damage(tmp_path / "made", torn)
-    for nth in count(1):
+    for nth in count(1, STEP):
         path = tmp_path / f"{nth}"
         shutil.copytree(tmp_path / "made", path)
         fs = FaultyFileSystem()
