@@ -22,7 +22,8 @@ PyObject *native_put_entries(PyObject *module, PyObject *const *args, Py_ssize_t
     if (!(file = hold(&held, args[0], 1, -1, true, "file")) || !(hashes = hold(&held, args[3], 8, -1, false, "hashes")))
         goto done;
     const Py_ssize_t count = hashes->len / 8;
-    if (!(physical = hold(&held, args[4], 8, count, false, "physical")) || !(stamps = hold(&held, args[5], 8, count, false, "stamps")))
+    if (!(physical = hold(&held, args[4], 8, count, false, "physical")) ||
+        !(stamps = hold(&held, args[5], 8, count, false, "stamps")))
         goto done;
     const int64_t entries = 0 < slots && slots < file->len ? (file->len - INDEX_HEADER - INDEX_SLOT * slots) / INDEX_ENTRY : 0;
     if (number < 1 || number > entries || count > entries - number) {

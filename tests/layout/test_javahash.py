@@ -28,10 +28,10 @@ any_text = st.text(st.characters(exclude_categories=()), max_size=60)  # surroga
 utf8_text = st.text(max_size=400)
 
 
-def many(rows: list[bytes], initial: int = 0) -> npt.NDArray[np.int32]:
+def many(rows: list[bytes]) -> npt.NDArray[np.int32]:
     """The hashes of rows that lie side by side in one array."""
     sizes = np.array([len(row) for row in rows], np.int64)
-    return java_hash_many(np.frombuffer(b"".join(rows), np.uint8), np.cumsum(sizes) - sizes, sizes, initial=initial)
+    return java_hash_many(np.frombuffer(b"".join(rows), np.uint8), np.cumsum(sizes) - sizes, sizes)
 
 
 def model(text: str) -> int:
@@ -88,28 +88,24 @@ def test_bytes_that_are_not_utf8_count_as_replacement_characters(rows: list[byte
 def test_rows_of_an_array_may_overlap_and_come_in_any_order(data: bytes, draw: st.DataObject) -> None:
     edges = st.tuples(st.integers(0, len(data)), st.integers(0, len(data))).map(sorted)
     rows = draw.draw(st.lists(edges, max_size=20))
-    prefixes = draw.draw(st.lists(any_text, min_size=len(rows), max_size=len(rows)))
     starts = np.array([start for start, _ in rows], dtype=np.int64)
     sizes = np.array([end - start for start, end in rows], dtype=np.int64)
-    initial = np.array([model(prefix) for prefix in prefixes], dtype=np.int32)
     array = np.frombuffer(data, np.uint8)
 
-    result = java_hash_many(array, starts, sizes, initial=initial)
+    result = java_hash_many(array, starts, sizes)
 
-    texts = [data[start:end].decode("utf-8", "replace") for start, end in rows]
-    expected = [model(prefix + text) for prefix, text in zip(prefixes, texts, strict=True)]
-    assert result.tolist() == expected
+    assert result.tolist() == [model(data[start:end].decode("utf-8", "replace")) for start, end in rows]
 
 
 def test_rows_beyond_one_chunk_keep_their_places() -> None:
     rows = [f"key-{i * i}".encode() * (i % 5) for i in range(9001)]
-    assert many(rows, initial=-7).tolist() == [java_hash(row.decode(), -7) for row in rows]
+    assert many(rows).tolist() == [java_hash(row.decode()) for row in rows]
 
 
 @pytest.mark.parametrize("size", [255, 256, 257, 32_767])
-def test_long_rows_continue_their_prefix_too(size: int) -> None:
+def test_long_rows_beside_short_ones(size: int) -> None:
     rows = [b"k" * size, b"k", b"\0" * size + "单".encode(), b"", b"ab" * 20] * 3
-    assert many(rows, initial=-7).tolist() == [java_hash(row.decode(), -7) for row in rows]
+    assert many(rows).tolist() == [java_hash(row.decode()) for row in rows]
 
 
 @pytest.mark.parametrize("row", [b"\x80", b"\0\x80", b"\x80" * 300, b"\xff", b"\xed\xa0\x80"])
@@ -125,9 +121,8 @@ def test_a_row_outside_the_array_is_refused(start: int, size: int) -> None:
         java_hash_many(np.zeros(3, np.uint8), np.array([start]), np.array([size]))
 
 
-def test_rows_without_bytes_have_the_hash_of_their_prefix() -> None:
+def test_rows_without_bytes_have_the_hash_zero() -> None:
     assert many([b""] * 20).tolist() == [0] * 20
-    assert many([b""] * 20, initial=5).tolist() == [5] * 20
 
 
 def test_no_rows_give_no_hashes() -> None:

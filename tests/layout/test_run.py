@@ -92,7 +92,6 @@ def told(rows: Rows) -> dict[str, Any]:
         )
     }
     found |= {"records": rows.records, "topics": rows.topics, "topic": rows.topic.tolist()}
-    found["by_queue"] = [(topic, queue_id, chosen.tolist()) for topic, queue_id, chosen in rows.by_queue()]
     found["listed"] = [
         (each.topic, each.queue_id, each.rows.tolist(), each.queue_offset.tolist(), each.units.tobytes(), each.follow)
         for each in rows.listed()
@@ -112,7 +111,6 @@ def everything(data: bytes, start: int, stop: int, checksum: Checksum, limit: in
         if len(headers) or at == start:  # of nothing as much is told everywhere, and most bytes begin nothing
             rows = rows_of(data, headers, BASE, DELAYS)
             found.append((at, end, columns_of(headers), told(rows)))
-            assert rows.by_queue() is not None
         else:
             found.append((at, end))
         at = end if len(headers) else max(end, at + 1)
@@ -213,7 +211,9 @@ def test_many_queues_are_told_apart(topics: int, queues: int) -> None:
     log, _ = encoded(rows)
     [(_, _, _, found)] = check_both(log, 0, len(log), "crc32c-record", 1000)
     assert len(found["entry_hash"]) == 3 * 300
-    assert [row for _, _, chosen in found["by_queue"] for row in chosen] != []
+    assert len({(topic, queue) for topic, queue, *_ in found["listed"]}) == len(
+        {(r["topic"], r["queue_id"]) for r in rows}
+    )
 
 
 def test_the_hash_that_has_no_absolute_value_is_zero() -> None:
@@ -257,7 +257,7 @@ def test_a_time_that_no_delay_can_be_added_to_is_no_error() -> None:
 def test_batch_topics_have_no_units() -> None:
     log, _ = encoded([{"body": b"", "topic": name} for name in ("a", "b", "a")])
     headers, _, _ = read_run(log, 0, len(log), BASE, "crc32c-record", 100)
-    assert [topic for topic, _, _ in rows_of(log, headers, BASE, DELAYS, {"a"}).by_queue()] == ["b"]
+    assert [each.topic for each in rows_of(log, headers, BASE, DELAYS, {"a"}).listed()] == ["b"]
 
 
 def test_stretches_that_somebody_keeps_are_not_written_over() -> None:

@@ -43,9 +43,9 @@ is told to, and nobody here reads the files. Any tag may stand behind one."""
 
 def is_void(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
     """Mask of the units that hold a slot but no message (format#void)."""
-    mask: npt.NDArray[np.bool_] = (
-        (units["size"] == VOID_SIZE) & (units["physical_offset"] == 0) & (units["tags_code"] == 0)
-    )
+    mask: npt.NDArray[np.bool_] = units["size"] == VOID_SIZE
+    if mask.any():
+        mask &= (units["physical_offset"] == 0) & (units["tags_code"] == 0)
     return mask
 
 

@@ -141,7 +141,7 @@ class Rows:
     entry_row: _Int64s
     entry_hash: _Int32s
     queues: list[Listed] | None = None
-    """What `by_queue` gives, if it is known."""
+    """What `listed` returns, if it is known."""
 
     def __len__(self) -> int:
         return self.records
@@ -170,11 +170,8 @@ class Rows:
             ]
         return self.queues
 
-    def by_queue(self) -> list[tuple[str, int, _Int64s]]:
-        """(topic, queue id, indices of its rows that have a unit, in log order) for each queue."""
-        return self._by_queue() if self.queues is None else [each[:3] for each in self.queues]
-
     def _by_queue(self) -> list[tuple[str, int, _Int64s]]:
+        """(topic, queue id, indices of its rows that have a unit, in log order) for each queue."""
         chosen = np.flatnonzero(self.has_unit)
         if not len(chosen):
             return []
@@ -191,10 +188,10 @@ class Rows:
             groups.append((self.topics[int(self.topic[first])], int(self.queue_id[first]), group))
         return groups
 
-    def entries(self, start: int = 0, end: int = 1 << 62) -> tuple[_Int32s, _Int64s, _Int64s]:
-        """Return (key hash, physical offset, store time) of the index entries of records in [start, end) of the log."""
+    def entries(self, start: int = 0) -> tuple[_Int32s, _Int64s, _Int64s]:
+        """Return (key hash, physical offset, store time) of the index entries of records from `start` on in the log."""
         physical = self.physical_offset[self.entry_row]
-        wanted = (physical >= start) & (physical < end)
+        wanted = physical >= start
         return self.entry_hash[wanted], physical[wanted], self.store_timestamp_ms[self.entry_row[wanted]]
 
     def output(self) -> Output:

@@ -19,8 +19,6 @@ __all__ = ["index_hash", "java_hash", "java_hash_many", "tag_hash"]
 _MASK = 0xFFFF_FFFF
 _SIGN = 0x8000_0000
 
-# Up to this many rows, one by one is faster than setting numpy to work.
-_FEW_ROWS = 4
 # Bytes worked on at a time, padding included: the work arrays of so many stay in the second-level cache.
 _BLOCK_BYTES = 16_384
 
@@ -68,15 +66,12 @@ def java_hash_many(
     data: npt.NDArray[np.uint8],
     starts: npt.NDArray[np.integer[Any]],
     sizes: npt.NDArray[np.integer[Any]],
-    *,
-    initial: int | npt.NDArray[np.int32] = 0,
 ) -> npt.NDArray[np.int32]:
     """The hashes of many UTF-8 strings, int32, in the order given.
 
-    String i is the `sizes[i]` bytes from `starts[i]` of `data`; they may overlap, in any order. `initial` is the
-    hash of a prefix, one for all or one each. Each counts as the string Java would make of it, that is UTF-8 decoded
-    with replacement; those that are not plain ASCII are decoded and hashed one by one. Raises ValueError for one that
-    does not lie inside the array.
+    String i is the `sizes[i]` bytes from `starts[i]` of `data`; they may overlap, in any order. Each counts as the
+    string Java would make of it, that is UTF-8 decoded with replacement; those that are not plain ASCII are decoded and
+    hashed one by one. Raises ValueError for one that does not lie inside the array.
     """
     row_starts = np.asarray(starts, dtype=np.int64)
     row_sizes = np.asarray(sizes, dtype=np.int64)
@@ -89,24 +84,19 @@ def java_hash_many(
     if row_starts.min() < 0 or row_sizes.min() < 0 or bool((row_starts > len(data) - row_sizes).any()):
         raise ValueError("a row does not lie inside the array of bytes")
 
-    prefixes = np.empty(count, dtype=np.uint32)
-    # Through int64, because numpy refuses a negative Python int for an unsigned array instead of wrapping it.
-    prefixes[:] = np.asarray(initial, dtype=np.int64).astype(np.uint32)
     hashes = np.empty(count, dtype=np.uint32)
-    foreign = np.ones(count, dtype=np.bool_)  # rows that are not plain ASCII, or not worth an array
-    if count > _FEW_ROWS:
-        # Longest first: a block is as wide as its first row, and its rows differ little in length.
-        order = np.argsort(-row_sizes, kind="stable")
-        first = 0
-        while first < count:
-            width = int(row_sizes[order[first]])
-            block = order[first : first + max(1, _BLOCK_BYTES // max(1, width))]
-            hashes[block], foreign[block] = _hash_block(data, row_starts[block], row_sizes[block], prefixes[block])
-            first += len(block)
+    foreign = np.empty(count, dtype=np.bool_)  # rows that are not plain ASCII
+    # Longest first: a block is as wide as its first row, and its rows differ little in length.
+    order = np.argsort(-row_sizes, kind="stable")
+    first = 0
+    while first < count:
+        width = int(row_sizes[order[first]])
+        block = order[first : first + max(1, _BLOCK_BYTES // max(1, width))]
+        hashes[block], foreign[block] = _hash_block(data, row_starts[block], row_sizes[block])
+        first += len(block)
     for i in np.flatnonzero(foreign).tolist():
         start, size = int(row_starts[i]), int(row_sizes[i])
-        text = data[start : start + size].tobytes().decode("utf-8", "replace")
-        hashes[i] = java_hash(text, int(prefixes[i])) & _MASK
+        hashes[i] = java_hash(data[start : start + size].tobytes().decode("utf-8", "replace")) & _MASK
     return hashes.view(np.int32)
 
 
@@ -114,7 +104,6 @@ def _hash_block(
     data: npt.NDArray[np.uint8],
     starts: npt.NDArray[np.int64],
     sizes: npt.NDArray[np.int64],
-    prefixes: npt.NDArray[np.uint32],
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
     """Hashes of rows sorted by falling size, as if all were ASCII, and which of them are not.
 
@@ -126,7 +115,7 @@ def _hash_block(
     units = data.take(positions, mode="clip")  # clipped: the padding of the first rows may lie before the array
     if sizes[-1] < width:
         units[positions < starts[:, np.newaxis]] = 0
-    hashes = prefixes * powers[len(powers) - 1 - sizes] + units.astype(np.uint32) @ powers[len(powers) - width :]
+    hashes = units.astype(np.uint32) @ powers[len(powers) - width :]
     return hashes, units.max(axis=1, initial=0) >= 0x80
 
 

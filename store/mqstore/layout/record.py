@@ -87,14 +87,12 @@ IPV6_EXTRA: Final = IPV6_BYTES - IPV4_BYTES
 
 # sysFlag bits (format#flags). Bits not named here are kept as they come.
 COMPRESSED: Final = 0x001
-MULTI_TAGS: Final = 0x002
 TRANSACTION_MASK: Final = 0x00C
 TRANSACTION_PREPARED: Final = 0x004
 TRANSACTION_COMMIT: Final = 0x008
 TRANSACTION_ROLLBACK: Final = 0x00C
 BORN_HOST_V6: Final = 0x010
 STORE_HOST_V6: Final = 0x020
-NEED_UNWRAP: Final = 0x040
 INNER_BATCH: Final = 0x080
 COMPRESSION_TYPE_MASK: Final = 0x700
 COMPRESSION_LZ4: Final = 0x100
@@ -105,9 +103,6 @@ MAX_TOPIC_BYTES_V1: Final = 127  # topicLength is a signed i8
 MAX_TOPIC_BYTES: Final = 255  # what we write; a reader takes what the i16 of V2 holds
 MIN_RECORD_BYTES: Final = BODY_AT_V4 + 1 + 2  # no body, no topic, no properties, V1
 BLANK_BYTES: Final = 8
-
-# The eight bytes that must stay free behind each record, so that a BLANK always fits (format#blank).
-SEGMENT_RESERVE_BYTES: Final = BLANK_BYTES
 
 _SCHEDULE_TOPIC: Final = b"SCHEDULE_TOPIC_XXXX"  # delay levels; the one topic whose records are judged by their topic
 

@@ -194,7 +194,7 @@ class RecordReader:
         live = is_message(units)
         if unit_filter is not None:
             live &= unit_filter.units(units["tags_code"].astype(np.int64))
-        if (units["size"] <= 0).any():  # retention may have taken the file they were in
+        if not live.all() and (units["size"] <= 0).any():  # retention may have taken the file they were in
             front = self.find_front(queue)
             holes = offset + np.flatnonzero(units["size"] <= 0)
             for slot in holes[holes >= front].tolist() if tell else ():

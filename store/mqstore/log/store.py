@@ -39,7 +39,6 @@ from mqstore.log import manifest as manifests
 from mqstore.log.background import BackgroundWork
 from mqstore.log.bulk.appender import BulkAppender
 from mqstore.log.bulk.inbox import CreateTopics
-from mqstore.log.bulk.shard import Limits
 from mqstore.log.bulk.splice import Splicer, SpliceResult
 from mqstore.log.bulk.txn import TxnFile
 from mqstore.log.checkpointer import Checkpointer
@@ -192,12 +191,9 @@ class MessageStore(StoreWriter):
             settled=lambda: min(self._dispatcher.position, self._commit.flushed),
         )
         splicer = Splicer(
+            parts,
             txn,
             self._log,
-            limits=Limits(self.manifest.profile, self.manifest.commitlog_segment_bytes, config.max_message_size),
-            checksum=parts.checksum,
-            clock=self.clock,
-            fs=self.fs,
             queue_of=self._queue_to_put,
             sync=self._sync_beyond,
             poison=self._poison,

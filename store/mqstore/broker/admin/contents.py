@@ -263,7 +263,7 @@ def _without_queue(store: StoreReader, good: Good, dispatched: int) -> int:
     """Bytes of the records at or beyond `dispatched` that dispatch would give a unit."""
     rows = store.queue_table.rows_of(good.buffer, good.headers, good.base)
     total = 0
-    for topic, queue_id, chosen in rows.by_queue():
+    for topic, queue_id, chosen, *_ in rows.listed():
         if queue_id >= 0 and is_path_safe(topic) and int(chosen[0]) < len(rows):  # light queues count nothing twice
             late = rows.physical_offset[chosen] >= dispatched
             total += int(rows.size[chosen][late].sum(dtype=np.int64))

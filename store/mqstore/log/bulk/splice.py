@@ -40,7 +40,6 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from mqstore.clock import Clock
 from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, StoreBusyError, StoreClosedError
 from mqstore.files.filesystem import FileSystem
 from mqstore.files.segment import place_in_file
@@ -59,6 +58,7 @@ from mqstore.log.bulk.shard import Groups, Limits, QueueKey, Shard, Window, by_q
 from mqstore.log.bulk.txn import TXN_FILE, Intent, TxnFile, TxnState, doubt, is_app
 from mqstore.log.commitlog import CommitLog
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.parts import StoreParts
 from mqstore.log.recovery.report import Cut, Finding
 from mqstore.log.recovery.scanner import used_end
 from mqstore.native import kernel
@@ -101,13 +101,10 @@ class Splicer:
 
     def __init__(
         self,
+        parts: StoreParts,
         txn: TxnFile,
         log: CommitLog,
         *,
-        limits: Limits,
-        checksum: Checksum,
-        clock: Clock,
-        fs: FileSystem,
         queue_of: Callable[[str, int], ConsumeQueue],
         sync: Callable[[int], None],
         poison: Callable[[MQStoreError], None],
@@ -118,10 +115,9 @@ class Splicer:
         """Held during a splice: closing the store waits for it."""
         self._run = log.run
         self._log = log
-        self._limits = limits
-        self._checksum = checksum
-        self._clock = clock
-        self._fs = fs
+        manifest = parts.manifest
+        self._limits = Limits(manifest.profile, manifest.commitlog_segment_bytes, parts.config.max_message_size)
+        self._checksum, self._clock, self._fs = parts.checksum, parts.clock, parts.fs
         self._queue_of = queue_of
         self._sync = sync
         self._poison = poison

@@ -7,7 +7,7 @@ import numpy as np
 from mqstore.layout.dispatch import Rows
 from mqstore.log.index import Index, IndexFile
 from mqstore.log.parts import StoreParts
-from mqstore.log.recovery.indextally import Wanted, index_faults
+from mqstore.log.recovery.indextally import Wanted, tally_index
 from mqstore.log.recovery.report import RecoveryReport
 
 __all__ = ["IndexRepair", "is_nonsense"]
@@ -129,5 +129,5 @@ class IndexRepair:
     def _lacks_something(self, entries: list[Wanted], end: int) -> bool:
         """Return True if the files are damaged, point beyond the log, or lack an entry that the log asks for."""
         index = self._parts.index
-        damaged = self._parts.index_findings or index.check() or self.reaches(end)
-        return bool(damaged or index_faults(index, entries))
+        damaged = bool(self._parts.index_findings) or bool(index.check()) or self.reaches(end)
+        return damaged or any(tally_index(index, entries).findings(index))

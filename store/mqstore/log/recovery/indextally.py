@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mqstore.log.index import Index
 from mqstore.log.recovery.report import Finding
 
-__all__ = ["IndexTally", "Wanted", "index_faults", "tally_index"]
+__all__ = ["IndexTally", "Wanted", "tally_index"]
 
 Wanted = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """Index entries that the log asks for: (key hash, physical offset, store timestamp in ms)."""
@@ -111,8 +111,3 @@ def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
         at[at == len(found)] = 0
         tally.missing = int(np.count_nonzero(found[at] != asked))
     return tally
-
-
-def index_faults(index: Index, wanted: Sequence[Wanted]) -> list[Finding]:
-    """Where the index does not say what the log asks of it. Records that are not among `wanted` cannot be judged."""
-    return list(tally_index(index, wanted).findings(index))

@@ -112,14 +112,13 @@ def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: b
         if not isinstance(event, Good):
             continue
         rows = parts.queue_table.rows_of(event.buffer, event.headers, event.base)
-        for topic, queue_id, chosen in rows.by_queue():
+        for topic, queue_id, _, offsets, units, _ in rows.listed():
             if queue_id < 0 or not is_path_safe(topic) or not wanted(topic):
                 continue
             queue = parts.queue_table.get(topic, queue_id)
             if queue is None:
                 return QueueRef(topic, queue_id)
-            offsets = rows.queue_offset[chosen]
-            kept = generations.current(queue, offsets, rows.physical_offset[chosen])
+            kept = generations.current(queue, offsets, units["physical_offset"])
             if kept is not None:
                 offsets = offsets[kept]
             if len(offsets) and (offsets.max() >= queue.max_offset or 0 <= offsets.min() < queue.first_offset()):
