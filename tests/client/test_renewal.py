@@ -116,13 +116,20 @@ def test_what_comes_later_has_times_of_its_own(consumer: Consumer) -> None:
     assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 40_000
 
 
-def test_what_came_too_late_is_told_once(consumer: Consumer, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_came_too_late_is_told_and_renewed_no_more(
+    consumer: Consumer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     consumer.take()
+    renew, calls = consumer.bench.broker.renew, []
+    monkeypatch.setattr(
+        consumer.bench.broker, "renew", lambda *rest, **more: calls.append(rest) or renew(*rest, **more)
+    )
     consumer.bench.advance(61)  # who drives it slept
     [again] = consumer.pop()
     consumer.pass_time(1)
     consumer.pass_time(45)
     assert caplog.text.count("t/0, offset 0 was lost") == 1
+    assert len(calls) == 1
     consumer.bench.broker.ack("g", "t", [again.receipt])
 
 
