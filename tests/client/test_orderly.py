@@ -14,6 +14,7 @@ import pytest
 
 import mqstore
 from mqstore import BatchFailure, Interceptor, Message, QueueRef, Reject, Retry, RetryPolicy
+from mqstore.broker.begun import Address
 from mqstore.client import assignment, chunks, orderly
 from mqstore.client.workers import cancelled
 from mqstore.errors import ConfigError, StoreBusyError
@@ -761,6 +762,22 @@ def test_systemexit_settles_nothing_and_stops_the_consumer(bench: Bench) -> None
     bench.join("b")
     bench.settle()
     assert bench.attempts[2:] == [("1", 1), ("2", 1)]
+
+
+def test_nothing_overtakes_a_suspected_message_that_waits_for_its_turn(bench: Bench) -> None:
+    bench.put("0", "1")
+    suspects = bench.broker.begun.suspects
+    suspects.add("g", [Address("t", 0, 1)])
+    suspects.come("another", "other consumer", lambda: None)
+    bench.join()
+    bench.settle()
+    bench.put("2")
+    bench.settle()
+    assert bench.bodies == ["0"]
+    suspects.leave("another")
+    bench.settle()
+    assert bench.bodies == ["0", "1", "2"]
+    assert not suspects.left
 
 
 def test_a_failure_stops_a_broadcasting_member_by_default(bench: Bench) -> None:

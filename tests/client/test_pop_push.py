@@ -358,6 +358,27 @@ def test_what_an_interceptor_leaves_out_is_done_unhandled(bench: Bench, ordered:
 
 
 @BOTH
+def test_hooks_hear_how_long_the_handler_of_a_message_took(
+    bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They heard the sum of all that were acknowledged together."""
+    now, took = [0.0], dict[bytes, float]()
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Timed(Interceptor):
+        def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
+            took[message.body] = seconds
+
+    def act(message: Message) -> None:
+        now[0] += int(message.body) / 1000
+
+    bench.put(b"1", b"2", b"3", queue_id=0)
+    push = Push(bench, act, ordered=ordered, interceptors=[Timed()], workers=1)
+    push.go()
+    assert took == {body: pytest.approx(int(body) / 1000) for body in (b"1", b"2", b"3")}
+
+
+@BOTH
 def test_pause_and_resume(bench: Bench, ordered: bool) -> None:
     push = Push(bench, ordered=ordered)
     push.go()
@@ -625,14 +646,14 @@ def test_a_failure_blocks_its_queue_and_no_other(bench: Bench) -> None:
 def test_what_fails_with_what_was_found_silences_nobody(
     bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, errors = poppush.all_as_delivered, [MemoryError()]
+    real, errors = poppush.Held, [MemoryError()]
 
     def once(found: Any) -> Any:
         if errors:
             raise errors.pop()
         return real(found)
 
-    monkeypatch.setattr(poppush, "all_as_delivered", once)
+    monkeypatch.setattr(poppush, "Held", once)
     push = Push(bench, ordered=ordered)
     bench.put(b"0", queue_id=0)
     push.advance(2)

@@ -41,9 +41,9 @@ class Consumer:
 
     def settle(self, held: Held, n: int = 1) -> None:
         """Acknowledge the first `n` of what is held, and hold it no more."""
-        first = list(held.deliveries.items())[:n]
-        self.bench.broker.ack("g", "t", [delivery.receipt for _, delivery in first])
-        assert len(self.renewer.remove(held, [key for key, _ in first])) == n
+        first = list(held.deliveries.values())[:n]
+        self.bench.broker.ack("g", "t", [delivery.receipt for delivery in first])
+        assert len(self.renewer.remove(held, [delivery.message for delivery in first])) == n
 
     def pass_time(self, duration_s: float) -> None:
         """As who drives it does: it is called when it said it is to be called."""
@@ -92,8 +92,8 @@ def test_a_renewal_comes_when_a_third_of_the_loan_is_left(consumer: Consumer) ->
 
 def test_what_is_removed_is_renewed_no_more(consumer: Consumer) -> None:
     held = consumer.take(2)
-    first, second = held.deliveries
-    assert [each.message.offset for each in consumer.renewer.remove(held, [first])] == [0]
+    first, second = held.messages()
+    assert consumer.renewer.remove(held, [first]) == [first]
     assert consumer.renewer.remove(held, [first]) == []
     consumer.pass_time(40)
     assert (consumer.renewals(), len(consumer.renewer)) == (1, 1)
@@ -116,13 +116,20 @@ def test_what_comes_later_has_times_of_its_own(consumer: Consumer) -> None:
     assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 40_000
 
 
-def test_what_came_too_late_is_told_once(consumer: Consumer, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_came_too_late_is_told_and_renewed_no_more(
+    consumer: Consumer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     consumer.take()
+    renew, calls = consumer.bench.broker.renew, []
+    monkeypatch.setattr(
+        consumer.bench.broker, "renew", lambda *rest, **more: calls.append(rest) or renew(*rest, **more)
+    )
     consumer.bench.advance(61)  # who drives it slept
     [again] = consumer.pop()
     consumer.pass_time(1)
     consumer.pass_time(45)
     assert caplog.text.count("t/0, offset 0 was lost") == 1
+    assert len(calls) == 1
     consumer.bench.broker.ack("g", "t", [again.receipt])
 
 

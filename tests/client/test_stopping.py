@@ -65,6 +65,28 @@ def test_stop_in_a_signal_handler_during_stop_does_not_wait(tmp_path: Path, monk
         assert again == [False]
 
 
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_is_done_before_a_handler_that_hangs_is_settled(tmp_path: Path, mode: Any, ordered: bool) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def handle(message: Message) -> None:
+        if message.body == b"2":
+            begun.set()
+            go.wait(20)
+
+    with mqstore.open(tmp_path / "s") as store:
+        store.create_topic("t", queues=1)
+        store.put_many("t", [b"0", b"1", b"2"])
+        consumer = store.push_consumer("g", mode=mode, ordered=ordered, workers=1)
+        consumer.subscribe("t", handle)
+        consumer.start()
+        assert begun.wait(20)
+        assert not consumer.stop(0)
+        assert sum(store.lag("g").values()) == 1
+        go.set()
+
+
 def test_queue_is_shut_down_by_a_thread_that_has_its_lock(tmp_path: Path) -> None:
     """The main thread stood still for ever."""
     with mqstore.open(tmp_path / "s") as store:

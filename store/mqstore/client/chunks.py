@@ -73,8 +73,12 @@ class Chunk:
 
     def take_done(self) -> tuple[list[Message], float]:
         """Take the messages that are to be settled, and the milliseconds that their handlers took."""
-        done = next_of(self.done, len(self.done))
-        return [message for batch, _ in done for message in batch], sum([took_ms for _, took_ms in done])
+        messages: list[Message] = []
+        took_ms = 0.0
+        for batch, each_ms in next_of(self.done, len(self.done)):
+            messages += batch
+            took_ms += each_ms
+        return messages, took_ms
 
 
 class ChunkOwner(Protocol[C]):

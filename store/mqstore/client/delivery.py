@@ -19,9 +19,7 @@ retries by itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal
 
@@ -37,14 +35,12 @@ from mqstore.layout.properties import RETRY_TOPIC
 from mqstore.log.message import Message
 from mqstore.options import Duration, seconds
 
-__all__ = ["Delivery", "Lender", "Loan", "all_as_delivered", "as_delivered", "fail", "loan_seconds"]
+__all__ = ["Delivery", "Lender", "Loan", "as_delivered", "fail", "loan_seconds"]
 
 _log = logging.getLogger("mqstore")
 
 _LONGEST_S = 12 * 3600
 """Of a loan, and before what failed comes again."""
-
-_WHERE = attrgetter("topic", "message.topic", "redeliveries")
 
 Verb = Literal["ack", "nack", "reject", "release"]
 
@@ -229,20 +225,6 @@ class Delivery(Loan):
 
     def __enter__(self) -> Message:
         return self.message
-
-
-def all_as_delivered(found: Iterable[pop.Delivery]) -> list[pop.Delivery]:
-    """Return the deliveries with their messages as handlers are to see them. Most are so already: those are found by
-    whole pops."""
-    shown: list[pop.Delivery] = []
-    for (topic, lies_in, redeliveries), together in groupby(found, _WHERE):
-        if lies_in == topic and redeliveries is None and not is_retry_topic(topic):
-            shown += together
-        else:
-            for delivery in together:
-                message = as_delivered(delivery)
-                shown.append(delivery if message is delivery.message else delivery._replace(message=message))
-    return shown
 
 
 def as_delivered(delivery: pop.Delivery) -> Message:

@@ -30,9 +30,10 @@ from operator import attrgetter
 
 from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
+from mqstore.broker.names import is_retry_topic
 from mqstore.broker.pop import service as pop
 from mqstore.client.chunks import WORTH_MS, ChunkRunner, next_of
-from mqstore.client.delivery import all_as_delivered, fail
+from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
 from mqstore.client.outcome import shortened
@@ -53,7 +54,7 @@ HOLD_MS = 20_000
 """No more is fetched than is likely to be begun within this time, so that next to nothing is ever renewed unbegun."""
 FETCH_MAX = 256
 FETCH_AGAIN_MS = 1_000
-_QUEUE, _TOPIC = attrgetter("topic", "queue_id"), attrgetter("topic", "message.topic")
+_WHERE = attrgetter("topic", "message.topic", "redeliveries")
 SUSPEND_MIN_S, SUSPEND_MAX_S, DELAY_MAX_S = 0.01, 60.0, 12 * 3600.0
 
 
@@ -290,8 +291,15 @@ class PopEngine:
 
     def _take_in(self, found: list[pop.Delivery], took_ms: float) -> list[Unit]:
         groups: dict[tuple[str, str | int], list[pop.Delivery]] = {}
-        for part, together in groupby(all_as_delivered(found), _QUEUE if self._ordered else _TOPIC):
-            groups.setdefault(part, []).extend(together)
+        for (topic, lies_in, redeliveries), together in groupby(found, _WHERE):
+            if lies_in == topic and redeliveries is None and not is_retry_topic(topic):  # a whole pop, as a rule
+                groups.setdefault((topic, topic), []).extend(together)
+                continue
+            for delivery in together:
+                message = as_delivered(delivery)
+                part = delivery.queue_id if self._ordered else message.topic
+                shown = delivery if message is delivery.message else delivery._replace(message=message)
+                groups.setdefault((topic, part), []).append(shown)
         units = [Unit(self, topic, Held(group), ordered=self._ordered) for (topic, _), group in groups.items()]
         expires_ms = self._clock.monotonic_ms() + LOAN_MS - int(took_ms)
         size = sum([stored_bytes(unit.items) for unit in units])
@@ -454,9 +462,9 @@ class PopEngine:
             self._forget(unit, messages)
 
     def _forget(self, unit: Unit, messages: Sequence[Message]) -> None:
-        gone = self._renewer.remove(unit.held, map(id, messages))
+        size = stored_bytes(self._renewer.remove(unit.held, messages))
         with self._lock:
-            self._size -= stored_bytes([delivery.message for delivery in gone])
+            self._size -= size
             # Not for each one that goes: a pop is worth more than one message.
             roused = self._is_full and self._room() > 0 and 2 * len(self._renewer) <= self._capacity()
             self._is_full = self._is_full and not roused

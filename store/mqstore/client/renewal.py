@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from operator import attrgetter
 
 from mqstore.broker.broker import Broker
@@ -82,10 +81,10 @@ class Renewer:
             self._held[held] = None
             self._count += len(held.deliveries)
 
-    def remove(self, held: Held, keys: Iterable[int]) -> list[Delivery]:
-        """Take these deliveries out, and return those that were held until now."""
+    def remove(self, held: Held, messages: Iterable[Message]) -> list[Message]:
+        """Take the deliveries of these messages out. Return the messages that were held until now."""
         with self._lock:
-            gone = [each for each in map(held.deliveries.pop, keys, repeat(None)) if each is not None]
+            gone = [each for each in messages if held.deliveries.pop(id(each), None) is not None]
             if held in self._held:
                 self._count -= len(gone)
                 if not held.deliveries:
