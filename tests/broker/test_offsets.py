@@ -93,7 +93,7 @@ def test_late_commits_are_dropped_until_the_reset_is_taken(offsets: _Offsets) ->
 
 def test_a_reset_outlives_a_crash_as_the_offset_it_set(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 9)
-    offsets.table.commit("g", "t", 0, 8)
+    offsets.table.commit("g", "t", 0, 8, durability="flush")
     offsets.table.reset("t", "g", 0, 3)
     offsets.table.save()
     again = offsets.again()

@@ -479,6 +479,9 @@ def test_a_retry_topic_of_version_1_that_may_be_another_groups_is_left_alone(ben
     assert bench.pop(n=5) == []
 
 
+# -- reset, deletion --------------------------------------------------------------------------------------------------
+
+
 def test_a_reset_during_flight_begins_anew_and_expires_what_is_out(bench: PopBench) -> None:
     bench.put("t", 6)
     out = bench.pop(n=4)
@@ -496,9 +499,6 @@ def test_a_reset_during_flight_begins_anew_and_expires_what_is_out(bench: PopBen
     assert bench.committed() == 6
     bench.advance(INVISIBLE_MS)
     assert bench.read(RETRY) == []
-
-
-# -- reset, deletion --------------------------------------------------------------------------------------------------
 
 
 def test_a_reset_that_nobody_told_of_counts_at_the_next_pop(bench: PopBench) -> None:
