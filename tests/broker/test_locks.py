@@ -38,6 +38,13 @@ def test_asking_for_another_clients_lock_or_its_owner_renews_nothing(locks: Queu
     assert locks.try_lock("g", Q[0], "c2")
 
 
+def test_an_expired_lock_can_still_be_given_back(locks: QueueLocks, clock: SimulatedClock) -> None:
+    locks.try_lock("g", Q[0], "c1")
+    clock.advance(LEASE_MS + 1)
+    assert locks.unlock_batch("g", Q, "c1") == {Q[0]}
+    assert locks.snapshot() == []
+
+
 def test_leases_do_not_follow_the_wall_clock(locks: QueueLocks, clock: SimulatedClock) -> None:
     """NTP steps the clock by a day: nobody may take a lock that its owner renews every 20 seconds."""
     locks.try_lock("g", Q[0], "c1")

@@ -482,6 +482,25 @@ def test_a_retry_topic_of_version_1_that_may_be_another_groups_is_left_alone(ben
 # -- reset, deletion --------------------------------------------------------------------------------------------------
 
 
+def test_a_reset_during_flight_begins_anew_and_expires_what_is_out(bench: PopBench) -> None:
+    bench.put("t", 6)
+    out = bench.pop(n=4)
+    bench.ack(out[3])
+    bench.reset(1)
+    for delivery in out[1:3]:
+        with pytest.raises(ReceiptExpiredError):
+            bench.ack(delivery)
+    again = bench.pop(n=5)  # in the same millisecond: the old receipts must not fit the new deliveries
+    assert bodies(again) == [b"1", b"2", b"3", b"4", b"5"]
+    for delivery in out[1:]:
+        with pytest.raises(ReceiptExpiredError):
+            bench.ack(delivery)
+    bench.ack(*again)
+    assert bench.committed() == 6
+    bench.advance(INVISIBLE_MS)
+    assert bench.read(RETRY) == []
+
+
 def test_a_reset_that_nobody_told_of_counts_at_the_next_pop(bench: PopBench) -> None:
     bench.put("t", 6)
     bench.pop(n=4)
