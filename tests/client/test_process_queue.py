@@ -14,7 +14,6 @@ from mqstore.client.processqueue import Limits, ProcessQueue
 from mqstore.log.commitlog import QueueRef
 
 Q = QueueRef("orders", 0)
-MIB = 1 << 20
 
 
 def sized(messages: Sequence[Any]) -> int:
@@ -57,42 +56,6 @@ def test_what_is_pulled_twice_counts_once_and_is_replaced() -> None:
 
     assert (len(queue), queue.info(0).size) == (4, 4 * 123)
     assert queue.take(2)[1] is again[0]
-
-
-def test_a_filtered_end_of_a_pull_is_part_of_the_position_once_all_before_it_is_settled() -> None:
-    queue = queue_at(0)
-    queue.put(messages(2, 5), 20)
-
-    assert queue.position() == 2
-    assert queue.remove(messages(5)) == 2
-    assert queue.remove(messages(2)) == 20
-    queue.put((), 30)
-    assert queue.position() == 30
-
-
-def test_the_size_vectors_of_rocketmq_s_test() -> None:
-    """102 400 messages of 123 bytes."""
-    queue = queue_at(0)
-    queue.put(messages(*range(102_400)), 102_400)
-
-    shown = [queue.info(0).size // MIB]
-    for number in (10_000, 10_000, 80_000):
-        queue.finish(queue.take(number))
-        shown.append(queue.info(0).size // MIB)
-
-    assert shown == [12, 10, 9, 0]
-
-
-def test_take_and_finish_then_remove_count_and_size() -> None:
-    """What is taken and committed leaves the count (clients#process-queue)."""
-    queue = queue_at(0)
-    queue.put(messages(*range(100)), 100)
-    taken = queue.take(10)
-    assert (len(queue), queue.info(0).taken) == (100, 10)  # what is taken still counts
-    assert queue.finish(taken) == 10
-    assert (len(queue), queue.info(0).size) == (90, 90 * 123)
-    assert queue.remove(messages(99)) == 10
-    assert (len(queue), queue.info(0).size) == (89, 89 * 123)
 
 
 def test_what_comes_again_comes_first_and_in_order() -> None:
