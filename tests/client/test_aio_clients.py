@@ -6,10 +6,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ import pytest
 
 import mqstore
 from mqstore import QueueRef, SimulatedClock, StoreConfig, aio
-from tests.client.aiosupport import environment, in_store, run, with_store
+from tests.children import speaking_child
+from tests.client.aiosupport import in_store, run, with_store
 from tests.client.popsupport import until
 
 AGAIN = mqstore.RetryPolicy(3, [0])
@@ -736,34 +736,29 @@ def test_a_clock_of_one_s_own_drives_handlers_too(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="no signals to send")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_run_ends_with_a_signal_when_handlers_have_ended(tmp_path: Path, number: signal.Signals) -> None:
-    code = """
-        import asyncio, sys, mqstore
-        async def main():
-            async with mqstore.aio.open(sys.argv[1]) as store:
-                consumer = await store.push_consumer("g")
-                @consumer.subscribe("t")
-                async def handle(message):
-                    print("begun", flush=True)
-                    while not mqstore.aio.cancelled():
-                        await asyncio.sleep(0.001)
-                    print("ended", flush=True)
-                await store.put("t", b"x", queue_id=0)
-                print(await consumer.run())
-                print(await store.committed("g", mqstore.QueueRef("t", 0)))
-        asyncio.run(main())
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "store")],
-        stdout=subprocess.PIPE,
-        env=environment(),
-    )
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"begun\n"
-        process.send_signal(number)
-        output, _ = process.communicate(timeout=60)
-    assert output == b"ended\nTrue\n1\n"
-    assert process.returncode == 0
+    async def main(pipe: int) -> None:
+        async with aio.open(tmp_path / "store") as store:
+            consumer = await store.push_consumer("g")
+
+            @consumer.subscribe("t")
+            async def handle(message: mqstore.Message) -> None:
+                os.write(pipe, b"begun")
+                while not aio.cancelled():
+                    await asyncio.sleep(0.001)
+                ended.append(message.body)
+
+            ended: list[bytes] = []
+            await store.put("t", b"x", queue_id=0)
+            assert await consumer.run()
+            assert ended == [b"x"]
+            assert await store.committed("g", QueueRef("t", 0)) == 1
+        os.write(pipe, b"ended")
+        signal.pause()
+
+    with speaking_child(lambda pipe: asyncio.run(main(pipe))) as (pid, pipe):
+        assert os.read(pipe, 10) == b"begun"
+        os.kill(pid, number)
+        assert os.read(pipe, 10) == b"ended"
 
 
 def test_a_handler_that_exits_ends_the_loop_and_settles_nothing(tmp_path: Path) -> None:

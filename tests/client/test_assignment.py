@@ -995,14 +995,3 @@ def test_on_assign_cannot_stop_renewals(bench: PushBench, ordered: bool) -> None
     assert kept == [True] * 8
     assert consumer.assignment() == {T0}
     assert bench.committed() == 1
-
-
-def test_tags_whose_codes_collide_are_told_apart(bench: PushBench) -> None:
-    """clients#subscription: "AaAa" and "BBBB" have the same code; what has no tag matches no list."""
-    seen = Seen()
-    bench.consumer(seen, tags="AaAa || C")
-    for tag in ("AaAa", "BBBB", "C", None):
-        bench.put(str(tag).encode(), tag=tag)
-    bench.advance(6)
-    assert seen == [b"AaAa", b"C"]
-    assert bench.committed() == 4

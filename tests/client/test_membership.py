@@ -15,7 +15,7 @@ from mqstore.broker.members import Mode
 from mqstore.client.allocation import Strategy, avg
 from mqstore.client.membership import Membership, client_id_of
 from mqstore.clock import SimulatedClock
-from mqstore.errors import ConfigError, GroupInUseError, SubscriptionConflictError
+from mqstore.errors import ConfigError, GroupInUseError
 from mqstore.log.commitlog import QueueRef
 
 ALL = {"orders": ("TAG", "*")}
@@ -87,47 +87,9 @@ def test_client_ids_of_rocketmq_s_form_are_fine() -> None:
         assert client_id_of(fine) == fine
 
 
-def test_two_consumers_of_one_store_do_not_go_by_one_client_id(seat: Callable[..., Seat], broker: Broker) -> None:
-    first = seat("c1")
-    with pytest.raises(GroupInUseError, match="client_id"):
-        seat("c1")
-    second = Seat(broker, "c1")
-    with pytest.raises(GroupInUseError, match="client_id"):
-        second.join({"other": ("TAG", "*")})
-
-    assert broker.members.subscriptions("g") == ALL
-    second.leave()  # it never was a member
-    assert broker.members.members("g") == ["c1"]
-    first.leave()
-    seat("c1")
-
-
-def test_who_differs_is_refused_and_nothing_has_changed(seat: Callable[..., Seat], broker: Broker) -> None:
-    first = seat("c1")
-    first.rebalance()
-    first.news()
-    with pytest.raises(GroupInUseError):
-        seat("c2", Mode("queue", ordered=True))
-    with pytest.raises(SubscriptionConflictError):
-        Seat(broker, "c2").join({"orders": ("TAG", "paid")})
-
-    assert broker.members.members("g") == ["c1"]
-    assert first.news() == 0
-
-
 def test_who_joins_is_told_to_look(seat: Callable[..., Seat]) -> None:
     """What happened before it listened it has not heard of."""
     assert seat("c1").news() >= 1
-
-
-def test_a_member_may_subscribe_to_other_topics_while_it_is_alone(seat: Callable[..., Seat], broker: Broker) -> None:
-    first = seat("c1")
-    first.rebalance()
-    first.join({"bills": ("TAG", "*")})
-    broker.topics.create("bills", queues=1)
-
-    assert first.share() == {"bills": {QueueRef("bills", 0)}}
-    assert first.held == set(Q)  # until its owner gives them
 
 
 # --- whose queues are whose ----------------------------------------------------------------------------------------
@@ -184,31 +146,7 @@ def test_a_topic_that_may_not_be_read_is_nobody_s(seat: Callable[..., Seat], bro
     assert first.share() == {"orders": frozenset()}
 
 
-def test_shares_follow_the_number_of_queues_for_readers(seat: Callable[..., Seat], broker: Broker) -> None:
-    first = seat("c1")
-    first.news()
-    broker.topics.alter("orders", read_queues=5)
-
-    assert first.news() == 1
-    assert first.share() == {"orders": {*Q, QueueRef("orders", 4)}}
-
-
 # --- handing over --------------------------------------------------------------------------------------------------
-
-
-def test_a_queue_goes_over_when_its_owner_gives_it(seat: Callable[..., Seat]) -> None:
-    first = seat("c1")
-    assert first.rebalance() == set(Q)
-    first.news()
-    second = seat("c2")
-    assert first.news() == 1
-    assert second.rebalance() == set()  # they are held
-    second.news()
-
-    assert first.rebalance() == {Q[0], Q[1]}
-    assert second.news() == 1
-    assert second.rebalance() == {Q[2], Q[3]}
-    assert first.renew() == second.renew() == set()
 
 
 def test_nobody_is_told_of_locks_he_did_not_ask_for(seat: Callable[..., Seat]) -> None:
@@ -234,25 +172,6 @@ def test_what_is_another_s_by_now_is_wanted_no_longer(seat: Callable[..., Seat],
     first.give([Q[3]])
     assert second.news() == 1
     assert third.mine() == {Q[0], Q[1]}
-
-
-def test_who_leaves_gives_everything_back_and_hears_nothing_more(seat: Callable[..., Seat], broker: Broker) -> None:
-    first, second = seat("c1"), seat("c2")
-    first.rebalance()
-    second.rebalance()
-    first.news(), second.news()
-    first.leave()
-    first.leave()
-
-    assert first.news() == 0
-    assert second.news() >= 1
-    assert second.rebalance() == set(Q)
-    assert first.held == set()
-    assert broker.members.members("g") == ["c2"]
-    second.leave()
-    assert broker.locks.snapshot() == []
-    assert not broker.members.on_change
-    assert not broker.locks.on_release
 
 
 def test_who_has_left_takes_no_locks(seat: Callable[..., Seat], broker: Broker) -> None:
@@ -314,27 +233,6 @@ def test_another_group_s_changes_are_not_told(seat: Callable[..., Seat], broker:
 # --- who hangs -----------------------------------------------------------------------------------------------------
 
 
-def test_who_is_away_for_longer_than_the_lease_loses_his_seat_and_his_queues(
-    seat: Callable[..., Seat], broker: Broker, clock: SimulatedClock
-) -> None:
-    first, second = seat("c1"), seat("c2")
-    first.rebalance()
-    second.rebalance()
-    clock.advance(LEASE_MS)
-    assert second.renew() == set()
-    assert second.rebalance() == {Q[2], Q[3]}  # the first one has its last millisecond
-    clock.advance(1)
-    assert second.rebalance() == set(Q)
-    assert broker.members.members("g") == ["c2"]
-
-    assert first.renew() == {Q[0], Q[1]}  # back, and a member again
-    assert first.held == set()
-    assert broker.members.members("g") == ["c1", "c2"]
-    assert first.rebalance() == set()
-    assert second.rebalance() == {Q[2], Q[3]}
-    assert first.rebalance() == {Q[0], Q[1]}
-
-
 def test_who_has_no_queue_loses_his_seat_as_well(
     seat: Callable[..., Seat], broker: Broker, clock: SimulatedClock
 ) -> None:
@@ -359,38 +257,6 @@ def test_a_lone_member_loses_nothing_by_being_away(seat: Callable[..., Seat], cl
     assert first.rebalance() == set(Q)
 
 
-def test_a_queue_that_another_had_in_between_is_lost_though_it_is_free(
-    seat: Callable[..., Seat], clock: SimulatedClock
-) -> None:
-    """What was remembered of it is old: the other one has gone on from there and committed."""
-    first = seat("c1")
-    first.rebalance()
-    clock.advance(LEASE_MS + 1)
-    second = seat("c2")
-    assert second.rebalance() == set(Q)  # alone: the first one was found to hang
-    second.leave()
-
-    assert first.renew() == set(Q)
-    assert first.rebalance() == set(Q)
-
-
-def test_whoever_hangs_need_not_be_agreed_with(
-    seat: Callable[..., Seat], broker: Broker, clock: SimulatedClock
-) -> None:
-    first = seat("c1")
-    clock.advance(LEASE_MS + 1)
-    second = Seat(broker, "c2")
-    second.join({"orders": ("TAG", "paid")})
-
-    with pytest.raises(SubscriptionConflictError):
-        first.renew()
-    with pytest.raises(SubscriptionConflictError):
-        first.share()
-    assert broker.members.members("g") == ["c2"]
-    first.leave()
-    assert broker.members.members("g") == ["c2"]
-
-
 def test_the_client_id_of_one_who_hangs_is_free_after_the_lease(
     seat: Callable[..., Seat], broker: Broker, clock: SimulatedClock
 ) -> None:
@@ -409,14 +275,3 @@ def test_the_client_id_of_one_who_hangs_is_free_after_the_lease(
     first.leave()
     assert second.renew() == set()
     assert broker.members.members("g") == ["c1"]
-
-
-def test_renewing_keeps_queues_and_seat(seat: Callable[..., Seat], clock: SimulatedClock) -> None:
-    first, second = seat("c1"), seat("c2")
-    first.rebalance()
-    second.rebalance()
-    for _ in range(10):
-        clock.advance(20_000)
-        assert first.renew() == second.renew() == set()
-        assert first.rebalance() == {Q[0], Q[1]}
-        assert second.rebalance() == {Q[2], Q[3]}

@@ -32,6 +32,7 @@ from mqstore.client.workers import cancelled
 from mqstore.errors import ConfigError, FilterError, GroupInUseError, StoreClosedError, SubscriptionConflictError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
+from tests.children import speaking_child
 from tests.client.popsupport import until
 from tests.client.pushsupport import PushBench
 
@@ -536,25 +537,21 @@ def test_a_handler_that_ends_the_process_ends_run(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_run_with_progress_on_disk(tmp_path: Path, number: signal.Signals) -> None:
-    code = """
-import sys, mqstore
-with mqstore.open(sys.argv[1]) as store:
-    consumer = store.push_consumer("g", workers=1)
-    consumer.subscribe("t", lambda message: print(message.text(), flush=True))
-    for i in range(3):
-        store.put("t", b"%d" % i)
-    print("stopped", consumer.run(), flush=True)
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        lines = [child.stdout.readline().strip() for _ in range(3)]
-        child.send_signal(number)
-        rest = child.stdout.read().split()
-        assert child.wait(LONG_S) == 0
-    assert sorted(lines) == ["0", "1", "2"]
-    assert rest == ["stopped", "True"]
+    def work(pipe: int) -> None:
+        with mqstore.open(tmp_path) as store:
+            consumer = store.push_consumer("g", workers=1)
+            consumer.subscribe("t", lambda message: os.write(pipe, message.body))
+            for i in range(3):
+                store.put("t", b"%d" % i)
+            stopped = consumer.run()
+        os.write(pipe, b"%d" % stopped)
+        signal.pause()
+
+    with speaking_child(work) as (pid, pipe):
+        handled = b"".join(os.read(pipe, 1) for _ in range(3))
+        os.kill(pid, number)
+        assert os.read(pipe, 10) == b"1"
+    assert sorted(handled) == sorted(b"012")
     offsets = json.loads((tmp_path / "config" / "consumerOffset.json").read_bytes())["offsetTable"]["t@g"]
     assert sum(offsets.values()) == 3
 

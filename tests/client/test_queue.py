@@ -4,10 +4,9 @@ blocks, with threads and short real times."""
 from __future__ import annotations
 
 import math
+import os
 import queue as standard
-import subprocess
-import sys
-import textwrap
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from mqstore.admin import Broker
 from mqstore.broker.housekeeper import Housekeeper
 from mqstore.signalsafe import Bell
 from tests.broker.support import advance_broker
+from tests.children import in_child
 from tests.client.popsupport import ended, in_thread
 
 
@@ -507,18 +507,17 @@ def test_items_and_loans_are_there_after_a_restart(bench: Bench) -> None:
 
 def test_after_kill_9_what_was_on_loan_comes_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came when the background thread had got to it, and `for task in queue` could end before."""
-    monkeypatch.setattr(Housekeeper, "start", lambda self: None)
-    program = """
-        import os, signal, sys, mqstore
-        queue = mqstore.Queue(mqstore.admin.Broker(mqstore.engine.MessageStore(sys.argv[1])), "jobs", visibility=3600)
+    path = tmp_path / "store"
+
+    def work() -> None:
+        queue = Queue(Broker(mqstore.engine.MessageStore(path)), "jobs", visibility=3600)
         queue.put_many([b"done", b"on loan", b"ready"])
         queue.get().ack()
         queue.get()
         os.kill(os.getpid(), signal.SIGKILL)
-    """
-    path = tmp_path / "store"
-    child = subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(path)], check=False)
-    assert child.returncode == -9
+
+    assert in_child(work) == -signal.SIGKILL
+    monkeypatch.setattr(Housekeeper, "start", lambda self: None)
     with Broker(mqstore.engine.MessageStore(path)) as broker:
         assert sorted(taken(Queue(broker, "jobs"))) == [b"on loan", b"ready"]
 

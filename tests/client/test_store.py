@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 import mqstore
 from mqstore import QueueRef, SimulatedClock, Store, StoreConfig
+from tests.children import speaking_child
 
 
 def test_open_and_close(tmp_path: Path) -> None:
@@ -50,18 +50,16 @@ def test_a_mode_or_durability_that_there_is_not_is_refused(tmp_path: Path, wrong
 
 
 def test_who_holds_a_store_is_told(tmp_path: Path) -> None:
-    code = "import mqstore, sys, time; s = mqstore.open(sys.argv[1]); print('open', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "store")], stdout=subprocess.PIPE) as other:
-        try:
-            assert other.stdout is not None
-            assert other.stdout.readline() == b"open\n"
-            with pytest.raises(
-                mqstore.errors.StoreLockedError, match=f"in process {other.pid}.*close it there"
-            ) as locked:
-                mqstore.open(tmp_path / "store")
-            assert locked.value.pid == other.pid
-        finally:
-            other.kill()
+    def hold(pipe: int) -> None:
+        with mqstore.open(tmp_path / "store"):
+            os.write(pipe, b"open")
+            signal.pause()
+
+    with speaking_child(hold) as (pid, pipe):
+        assert os.read(pipe, 10) == b"open"
+        with pytest.raises(mqstore.errors.StoreLockedError, match=f"in process {pid}.*close it there") as locked:
+            mqstore.open(tmp_path / "store")
+        assert locked.value.pid == pid
     mqstore.open(tmp_path / "store", lock_timeout=5).close()
 
 
@@ -229,20 +227,17 @@ def test_reading_beside_a_writer(tmp_path: Path) -> None:
 
 
 def test_another_process_follows_from_the_latest_message(tmp_path: Path) -> None:
-    reader = """
-import sys, mqstore
-with mqstore.open(sys.argv[1], mode="r") as store:
-    print("ready", flush=True)
-    for message in store.iter("orders", start="latest", follow=True):
-        print(message.text())
-        break
-"""
+    def follow(pipe: int) -> None:
+        with mqstore.open(tmp_path / "store", mode="r") as reader:
+            os.write(pipe, b"ready")
+            os.write(pipe, next(reader.iter("orders", start="latest", follow=True)).body)
+            signal.pause()
+
     with mqstore.open(tmp_path / "store") as store:
         store.put("orders", b"old")
-        command = [sys.executable, "-c", reader, str(tmp_path / "store")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
+        store.log.dispatch()  # so that the other process finds the topic
+        with speaking_child(follow) as (_, pipe):
+            assert os.read(pipe, 10) == b"ready"
             stop = threading.Event()
 
             def put() -> None:
@@ -251,10 +246,9 @@ with mqstore.open(sys.argv[1], mode="r") as store:
 
             thread = threading.Thread(target=put)
             thread.start()
-            assert process.stdout.readline() == "new\n"
+            assert os.read(pipe, 10) == b"new"
             stop.set()
             thread.join()
-            assert process.wait(20) == 0
 
 
 def test_what_another_profile_would_be_is_refused_and_the_lock_given_back(tmp_path: Path) -> None:

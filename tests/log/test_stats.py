@@ -6,7 +6,6 @@ import errno
 from pathlib import Path
 
 from mqstore.clock import SimulatedClock
-from mqstore.layout.checkpoint import decode
 from mqstore.log.stats import Histogram
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
@@ -82,25 +81,3 @@ def test_a_histogram_counts_durations_by_powers_of_two() -> None:
     for duration in (0, 1, 1023, 1024, 10, 10, 10, 1_000_000, 1 << 60):
         histogram.add(duration)
     assert histogram.buckets() == {1: 1, 2: 1, 16: 3, 1024: 1, 2048: 1, 1 << 20: 1, 1 << 39: 1}
-
-
-def test_a_failed_sync_of_units_is_final_until_the_store_is_opened_again(tmp_path: Path) -> None:
-    """The system may drop pages that it could not write, and a second sync then succeeds without them: a checkpoint
-    that believed it would hide messages after a power cut."""
-    fs = FaultyFileSystem()
-    store = open_store(tmp_path / "store", fs=fs)
-    store.put("t", b"x")
-    store.flush()
-    store.dispatch()
-    store.run_once(0)
-    fs.fail("fdatasync", errno.EIO, path_part="consumequeue")
-
-    store.run_once(60_000)
-    store.run_once(120_000)
-
-    assert decode((tmp_path / "store" / "checkpoint").read_bytes()).dispatched == 0
-    assert "units" in store.stats().errors
-    store.close()
-    assert (tmp_path / "store" / "abort").exists()
-    with open_store(tmp_path / "store") as again:
-        assert [message.body for message in again.read("t")] == [b"x"]
