@@ -103,6 +103,8 @@ CheckCallback = Callable[[Message], bool | NotAsked | None]
 class Transactions:
     """Half messages of a store: begun, ended, asked about.
 
+    Long because all three move one table of what is open; what lies in the log is in `halves`, `transactionops`.
+
     >>> import mqstore, tempfile
     >>> from mqstore.broker.parts import open_parts
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as store:

@@ -122,6 +122,8 @@ class DelayService:
     `dead_letter(message, group, reason)` stores a dead letter; it must leave out DELAY. Where the table no longer has a
     level in which messages wait, `orphan_level_policy="deliver_now"` delivers those at once, "keep" leaves them alone
     until the level is back. Raises CorruptStoreError when the progress file and its backup are damaged.
+
+    Long because delivering, rolling, skipping and saving all move the offset of a level, in the same order.
     """
 
     def __init__(self, parts: Parts, wake: Wake, dead_letter: Callable[[Message, str, str], object]) -> None:

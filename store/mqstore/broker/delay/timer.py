@@ -115,7 +115,10 @@ _JAVA_MARGIN_MS: Final = 60_000
 
 
 class TimerService:
-    """The mechanism. `recall`, `waiting` and `pins` may be called from any thread; the last two never wait."""
+    """The mechanism. `recall`, `waiting` and `pins` may be called from any thread; the last two never wait.
+
+    Long because placing, delivering, rolling and saving move one progress under one lock; the files have their own.
+    """
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
         self._parts = parts
