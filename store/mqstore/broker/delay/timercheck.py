@@ -30,7 +30,9 @@ __all__ = ["JavaPlaces", "JavaProgress", "Progress", "TimerCheck"]
 _JAVA: Final = struct.Struct(">7q")
 _EXTENSION: Final = struct.Struct(">iiq8q")
 _EXTENSION_MAGIC: Final = 0x4D51_5354
-_EXTENSION_VERSION: Final = 1
+_EXTENSION_VERSION: Final = 2
+"""A record of version 1 counted the units of a slot in another order. Its first bytes are gone on with, as a Java
+broker's, and one slot is repeated."""
 _CRC: Final = struct.Struct(">I")
 _EXTENSION_AT: Final = (2048, 1024)
 """By counter modulo 2: sectors of their own."""
