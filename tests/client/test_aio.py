@@ -195,7 +195,7 @@ async def test_arguments_count_as_they_were_when_the_call_began(store: aio.Store
         calls = [
             store.put_many("t", bodies, queue_id=0),
             producer.send_many("t", (each for each in [b"4", b"5"]), queue_id=0),
-            producer.send_many("t", [buffer], queue_id=0),
+            producer.send_oneway("t", buffer, queue_id=0),
             consumer.commit(commits),
             jobs.dead_letters.replay(offsets, dry_run=True),
         ]

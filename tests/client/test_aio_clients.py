@@ -153,9 +153,10 @@ async def test_a_transaction_is_seen_when_its_block_ends_well(store: aio.Store) 
         assert await store.offsets("t", 0) == (0, 1)
         with pytest.raises(mqstore.errors.TransactionStateError):
             await producer.transaction().send("t", b"outside")
+        await producer.send_oneway("t", b"oneway", queue_id=0)
         await producer.send_many("t", [b"a", b"b"], queue_id=0)
-        assert await store.offsets("t", 0) == (0, 3)
-    for late in (producer.send("t", b""), producer.send_many("t", [b""])):
+        assert await store.offsets("t", 0) == (0, 4)
+    for late in (producer.send("t", b""), producer.send_oneway("t", b""), producer.send_many("t", [b""])):
         with pytest.raises(mqstore.errors.StoreClosedError, match="producer 'g' was closed"):
             await late
 
@@ -785,7 +786,7 @@ def test_a_handler_that_exits_ends_the_loop_and_settles_nothing(tmp_path: Path) 
         assert not store.committed("g", QueueRef("t", 0))
 
 
-@pytest.mark.parametrize("way", ["send", "submit"])
+@pytest.mark.parametrize("way", ["send", "send_oneway", "submit"])
 @in_store
 async def test_one_send_may_have_its_selector(store: aio.Store, way: str) -> None:
     await store.create_topic("t", queues=8)

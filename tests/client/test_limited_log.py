@@ -244,7 +244,7 @@ def test_harmless_failures_do_not_hide_a_serious_one(bench: PushBench, caplog: p
 # --- producers -------------------------------------------------------------------------------------------------------
 
 
-def test_submitted_messages_that_are_not_stored_are_counted_not_listed(
+def test_oneway_messages_that_are_not_stored_are_counted_not_listed(
     bench: PushBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer = mqstore.Producer(bench.broker, "p")
@@ -254,9 +254,8 @@ def test_submitted_messages_that_are_not_stored_are_counted_not_listed(
 
     monkeypatch.setattr(producer, "_append", busy)
     for _ in range(NUMBER):
-        producer.submit("t", b"x")
-        producer.flush()
+        producer.send_oneway("t", b"x")
     producer.close()
     first, held = lines(caplog)
-    assert first.startswith("producer 'p': 1 submitted messages failed")
+    assert first.startswith("producer 'p': t: a message was not stored")
     assert f"{NUMBER - 1} more were held back" in held

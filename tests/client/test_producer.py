@@ -174,6 +174,7 @@ def _in_transaction(producer: Producer, topic: Any, body: Any, options: dict[str
 
 WAYS: dict[str, Callable[[Producer, Any, Any, dict[str, Any]], Any]] = {
     "send": lambda producer, topic, body, options: producer.send(topic, body, **options),
+    "send_oneway": lambda producer, topic, body, options: producer.send_oneway(topic, body, **options),
     "submit": lambda producer, topic, body, options: producer.submit(topic, body, **options),
     "send_many": _send_many,
     "transaction": _in_transaction,
@@ -231,7 +232,7 @@ _GOOD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("way", ["send", "submit", "send_many"])
+@pytest.mark.parametrize("way", ["send", "send_oneway", "submit", "send_many"])
 @pytest.mark.parametrize("fine", _GOOD, ids=[f"{list(good)}-{i}" for i, good in enumerate(_GOOD)])
 def test_a_message_at_the_limit_is_stored(bench: Bench, fine: dict[str, Any], way: str) -> None:
     bench.broker.close()
@@ -511,12 +512,26 @@ def test_nothing_else_is_tried_again(bench: Bench, error: mqstore.MQStoreError) 
     assert bench.bodies() == []
 
 
+def test_oneway_tries_once_and_logs_what_the_engine_says(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    producer = bench.producer(durability="flush")
+    put = Failing(producer, busy(), StoreFullError(errno.ENOSPC, "full", "file", "append"), None, None)
+
+    for _ in range(3):
+        producer.send_oneway("orders", b"x")
+    producer.send_oneway("orders", b"x", durability="flush")
+
+    assert [call["durability"] for call in put.calls] == ["append", "append", "append", "flush"]
+    assert bench.bodies() == [b"x", b"x"]
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+
+
 # -- identity (clients#unique-key) -------------------------------------------------------------------------------------
 
 
 def test_each_message_gets_a_unique_key_that_no_other_has(bench: Bench) -> None:
     producer = bench.producer()
     producer.send("orders", b"x")
+    producer.send_oneway("orders", b"x")
     producer.submit("orders", b"x")
     producer.send_many("orders", [b"x", OutgoingMessage(b"x", tag="t"), OutgoingMessage(b"x", message_group="g")])
     producer.flush()
@@ -525,7 +540,7 @@ def test_each_message_gets_a_unique_key_that_no_other_has(bench: Bench) -> None:
 
     keys = {message.unique_key for message in bench.stored()}
 
-    assert len(keys) == 7
+    assert len(keys) == 8
     assert known < keys
     assert all(len(key) == 34 and key.startswith("01") for key in keys)
     assert bench.broker.store.find("orders", unique_key=known.pop())
@@ -566,7 +581,7 @@ def is_compressed(message: Message) -> bool:
     ],
     ids=["4095", "4096", "noise", "empty"],
 )
-@pytest.mark.parametrize("way", ["send", "submit", "hooked", "transaction", "delayed"])
+@pytest.mark.parametrize("way", ["send", "send_oneway", "submit", "hooked", "transaction", "delayed"])
 def test_large_bodies_are_stored_compressed_and_read_as_they_were(
     bench: Bench, body: bytes, small: bool, way: str
 ) -> None:
@@ -1602,7 +1617,7 @@ def test_a_forked_child_neither_sends_nor_hangs(tmp_path: Path) -> None:
         producer = Producer(store.broker, linger=0.5, checker=lambda message: None)
         producer.submit("orders", b"parent")
         calls: list[Callable[[], object]] = [
-            *(partial(way, "orders", b"x") for way in (producer.send, producer.submit)),
+            *(partial(way, "orders", b"x") for way in (producer.send, producer.submit, producer.send_oneway)),
             partial(producer.send_many, "orders", [b"x"]),
             producer.flush,
             producer.transaction,
@@ -1659,7 +1674,7 @@ def test_a_message_group_may_be_a_number(bench: Bench, way: str) -> None:
     assert [message.message_group for message in bench.stored()] == ["4711", "4711"]
 
 
-@pytest.mark.parametrize("way", ["send", "submit"])
+@pytest.mark.parametrize("way", ["send", "send_oneway", "submit"])
 @pytest.mark.parametrize("hooked", [False, True])
 def test_one_send_may_have_its_selector(bench: Bench, way: str, hooked: bool) -> None:
     bench.broker.topics.create("orders", queues=8)

@@ -108,6 +108,7 @@ class Producer(Closable[producer.Producer]):
         flushes = self._flushes if durability is None else durability == "flush"
         return not (flushes or self._held or self._line.locked()) and self._puts.here(topic, size_of(body))
 
+    send_oneway = in_order(producer.Producer.send_oneway)
     send_many = in_order(producer.Producer.send_many)
 
     async def submit(

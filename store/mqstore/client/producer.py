@@ -1,6 +1,7 @@
 """Sending, with all that an application wants around a put (clients#send).
 
     send                in the caller's thread; the receipt
+    send_oneway         the same; what the engine says is only logged
     submit              prepared in the caller's thread (preparing.py), stored by one writer thread; a future
     send_many           one queue, one put, one wait for the disk, where the messages allow it
     transaction         half messages, made visible at the end of a `with` block (`transaction.py`)
@@ -38,8 +39,10 @@ from mqstore.errors import (
     FlushTimeoutError,
     InvalidMessageError,
     MQStoreError,
+    NotPermittedError,
     StoreBusyError,
     StoreClosedError,
+    TopicNotFoundError,
 )
 from mqstore.layout.record import COMPRESSED, COMPRESSION_ZLIB
 from mqstore.log.commitlog import SendReceipt
@@ -59,6 +62,9 @@ _BUSY_MAX_S: Final = 1.0
 """Pauses before another attempt: they double from the first to the second (clients#send-retry)."""
 _MAX_LINGER_S: Final = 30
 _MAX_LINGER_BYTES: Final = 2 << 20
+
+_MISUSE = (ConfigError, InvalidMessageError, NotPermittedError, StoreClosedError, TopicNotFoundError)
+"""What `send_oneway` raises all the same."""
 
 T = TypeVar("T")
 
@@ -208,6 +214,28 @@ class Producer:
             return self._put(topic, body, queue_id=queue_id, **options)
         except StoreBusyError as busy:
             return self._again(lambda: self._put(topic, body, queue_id=queue_id, **options), retries, busy)
+
+    def send_oneway(
+        self,
+        topic: str,
+        body: Body,
+        *,
+        queue_id: int | None = None,
+        selector: Selector | None = None,
+        **options: Unpack[SendOptions],
+    ) -> None:
+        """As `send`, for what may be lost: does not wait for the disk (unless `durability=` says so), is not tried
+        again, and of what the engine raises only misuse reaches the caller; the rest is logged."""
+        if options.get("durability") is None:
+            options["durability"] = "append"
+        ready = self._preparer.ready(topic, body, queue_id, options, selector=selector)
+        try:
+            self._send_told(ready._replace(retries=0), ready.options)
+        except _MISUSE:
+            raise
+        except (MQStoreError, OSError) as error:
+            what = "a message was not stored, or not as durably as asked"
+            self._log.say(logging.WARNING, what, at=topic, error=error)
 
     def _send_told(self, ready: Ready, options: SendOptions) -> SendReceipt:
         """Append a message, and tell the hooks how it went."""
