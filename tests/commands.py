@@ -10,7 +10,7 @@ __all__ = ["CHANGING", "looking"]
 CHANGING = {
     *("produce", "consume", "recover", "demo", "topics create", "topics alter", "topics delete", "groups create"),
     *("groups alter", "groups delete", "offsets reset", "delay cancel", "dlq replay", "dlq purge", "cut restore"),
-    *("spark clean", "spark sql"),
+    *("spark clean", "spark sql", "spark shell", "bench"),
 }
 """Commands that change a store, make one of their own, or start Spark. `looking` has dry runs of some."""
 
@@ -28,6 +28,7 @@ def looking(store: object, copy: object, *, topic: str = "orders", group: str = 
         "topics list": "DIR --system",
         "groups list": "DIR",
         "groups show": f"DIR {group}",
+        "offsets show": "DIR",
         "lag": "DIR",
         "traffic": "DIR",
         "trace": "DIR k1",

@@ -1,4 +1,4 @@
-"""`mqstore offsets reset` holds, whatever the pop log remembers."""
+"""`mqstore offsets`: what is committed, and a reset that holds, whatever the pop log remembers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import mqstore as library
 from mqstore import SimulatedClock
 from tests.conftest import GoldenStore
 from tests.tools.brokers import broker, tables
@@ -38,6 +39,49 @@ def store(tmp_path: Path) -> Path:
 def committed(path: Path, group: str) -> dict[tuple[str, int], int]:
     with tables(path) as parts:
         return parts.offsets.of_group(group)
+
+
+def test_offsets_are_shown_beside_the_bounds_of_their_queues(store: Path) -> None:
+    rows = mqstore_json("offsets", store)["offsets"]
+
+    assert [list(row.values()) for row in rows] == [
+        ["billing", "orders", 0, 0, 4, 10, 6, 0],
+        ["billing", "orders", 1, 0, None, 3, None, 0],
+    ]
+    assert list(rows[0]) == [
+        "group", "topic", "queue_id", "min_offset", "committed", "max_offset", "behind", "lost",
+    ]  # fmt: skip
+    assert mqstore_json("offsets", "show", store, "--group", "billing", "--topic", "orders")["offsets"] == rows
+    shown = mqstore("offsets", store).stdout
+    assert [line.split()[2:] for line in shown.splitlines() if "billing" in line] == [
+        ["0", "0", "4", "10", "6", "0"],
+        ["1", "0", "-", "3", "-", "0"],
+    ]
+
+
+def test_what_retention_took_before_a_group_came_is_lost(store: Path) -> None:
+    with library.engine.MessageStore(store) as opened:
+        opened.put("orders", b"x" * 60_000, 0)
+        opened.put("orders", b"x" * 60_000, 0)
+        opened.put("orders", b"x" * 60_000, 0)
+        opened.flush()
+        opened.dispatch()
+        opened.drop_before(opened.max_offset)
+        low, high = opened.offsets("orders", 0)
+    assert low > 4
+
+    row = mqstore_json("offsets", store)["offsets"][0]
+
+    assert (row["min_offset"], row["committed"], row["lost"], row["behind"]) == (low, 4, low - 4, high - low)
+
+
+def test_an_unknown_group_or_topic_is_2(store: Path) -> None:
+    assert mqstore("offsets", store, "--group", "nonesuch").exit_code == 2
+    assert mqstore("offsets", store, "--topic", "nonesuch").exit_code == 2
+
+
+def test_a_java_store_without_config_has_no_progress(golden: Golden) -> None:
+    assert mqstore_json("offsets", golden("clean").path) == {"offsets": []}
 
 
 ISO = datetime.fromtimestamp((STORED_MS + 7_000) / 1000, UTC).isoformat()

@@ -259,7 +259,9 @@ def test_what_holds_no_store_is_3_and_is_said_plainly(tmp_path: Path, what: str,
 
 
 @pytest.mark.parametrize("lost", ["one copy", "both copies"])
-@pytest.mark.parametrize("name", ["config/spark/txn.json", "local_offsets/caches/prices.json"])
+@pytest.mark.parametrize(
+    "name", ["config/spark/txn.json", "config/spark/overwrite.json", "local_offsets/caches/prices.json"]
+)
 def test_json_files_outside_of_config_are_found_and_mended(tmp_path: Path, name: str, lost: str) -> None:
     """verify said that all was well, and a dry run that nothing was to be done, of a store that recover then refused to
     open; and a splice that its file had forgotten could come in twice with nobody told."""

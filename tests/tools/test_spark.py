@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 
 from mqstore.engine import MessageStore
 from mqstore.spark import java
@@ -33,17 +32,21 @@ def no_spark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(java, "find", lambda: None)
 
 
-def sql(store: Path, *more: object) -> Result:
-    """A query that is right, with more options."""
-    return mqstore("spark", "sql", store, "select 1", *more)
+def arguments(name: str, store: Path) -> list[object]:
+    """A call of the command that is right."""
+    return ["spark", name, store, *{"sql": ["select 1"]}.get(name, [])]
+
+
+MINE = ["sql", "shell"]
 
 
 # -- no Spark --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", MINE)
 @pytest.mark.usefixtures("no_spark")
-def test_without_spark_one_line_says_what_to_install(store: Path) -> None:
-    result = sql(store)
+def test_without_spark_one_line_says_what_to_install(name: str, store: Path) -> None:
+    result = mqstore(*arguments(name, store))
 
     assert result.exit_code == 3
     assert result.stdout == ""
@@ -55,6 +58,7 @@ def test_without_spark_one_line_says_what_to_install(store: Path) -> None:
 # -- wrong usage -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", MINE)
 @pytest.mark.parametrize(
     ("more", "text"),
     [
@@ -66,8 +70,8 @@ def test_without_spark_one_line_says_what_to_install(store: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("no_spark")
-def test_wrong_usage_ends_before_spark_is_looked_for(more: tuple[str, ...], text: str, store: Path) -> None:
-    result = sql(store, *more)
+def test_wrong_usage_ends_before_spark_is_looked_for(name: str, more: tuple[str, ...], text: str, store: Path) -> None:
+    result = mqstore(*arguments(name, store), *more)
 
     if more[0] != "--conf":
         assert (result.exit_code, text in result.stderr) == (2, True), result.stderr

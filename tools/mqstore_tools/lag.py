@@ -93,11 +93,11 @@ def _show(found: dict[str, Any], *, by_queue: bool) -> None:
     if by_queue:
         # Whatever is the same in all rows is left out.
         keys = [len({row["store"] for _, row in queues}) > 1, len(groups) > 1]
-        names = (*compress(("store", "group"), keys), "topic", "queue>", "goes on at>", "end>", *_COUNTS)
+        names = (*compress(("store", "group"), keys), "topic", "queue>", "goes on at>", *_COUNTS)
         cells = [
             (
                 *compress((row["store"], group), keys),
-                *pick(row, "topic queue_id committed end"),
+                *pick(row, "topic queue_id committed"),
                 *_cells(row),
             )
             for group, row in queues

@@ -40,6 +40,7 @@ COMMANDS = (
     "dlq",
     "spark",
     "demo",
+    "bench",
 )
 """Each is the click command `NAME` in module `mqstore_tools.NAME`, in the order of the help."""
 

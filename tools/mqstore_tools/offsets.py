@@ -1,4 +1,4 @@
-"""`mqstore offsets`: set where consumer groups go on. `mqstore lag` shows where they are."""
+"""`mqstore offsets`: where consumer groups go on, and setting that."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 import click
 
+from mqstore.broker.admin.inspect import QueueLag, group_names, lag_of, pop_view
 from mqstore.broker.admin.offline import offline
 from mqstore.broker.parts import Tables
 from mqstore.broker.reading import Reads
 from mqstore.log.commitlog import QueueRef
-from mqstore_tools.opened import ask, dry_run_option, moment, planning, yes_option
-from mqstore_tools.render import console, print_json, safe, table
+from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, yes_option
+from mqstore_tools.render import console, note, print_json, safe, show_rows, table
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
 
 __all__ = ["offsets"]
@@ -23,13 +24,72 @@ _WORDS: dict[str, Literal["earliest", "latest"]] = {"earliest": "earliest", "lat
 
 
 @click.group(
-    short_help="Reset where groups go on.",
+    cls=DefaultGroup,
+    short_help="Show and reset where groups go on.",
     epilog="""\b
 Examples:
+  mqstore offsets var/mq                      # the same as: mqstore offsets show var/mq
+  mqstore offsets var/mq --group billing --json
   mqstore offsets reset var/mq --group billing --topic orders --to earliest --dry-run""",
 )
 def offsets() -> None:
-    """Reset the offsets at which consumer groups go on. `mqstore lag --group` shows them."""
+    """Show and reset the offsets at which consumer groups go on.
+
+    `show` reads, also beside a running broker; `reset` takes the writer's lock. `mqstore offsets COMMAND --help` tells
+    more.
+    """
+
+
+@offsets.command(
+    cls=StoreCommand,
+    short_help="Show where groups go on. Changes nothing.",
+    epilog="""\b
+Examples:
+  mqstore offsets show var/mq --group billing
+  mqstore offsets show var/mq --topic orders --json""",
+)
+@directory_argument
+@click.option("--group", help="Only this group.")
+@click.option("--topic", help="Only this topic.")
+@json_option
+def show(directory: Path, group: str | None, topic: str | None, json_output: bool) -> None:
+    """Show the committed offsets of the groups in the store in DIR, beside the bounds of the queues.
+
+    Of a group that pops, it goes on at the first message that is not settled, and is behind by as many as are not, as
+    in `mqstore lag`. `-` (null in JSON): the group has not started in that queue.
+
+    By what is on disk: a running broker writes its groups' progress a moment after a commit, of groups that pop every
+    few seconds.
+    """
+    with looking(directory) as tables:
+        if topic is not None:
+            tables.topics.need(topic)
+        pops = pop_view(tables, tables.clock.now_ms())
+        found = [
+            lag
+            for name in (group_names(tables) if group is None else [group])
+            for lag in lag_of(tables, name, pops)
+            if topic is None or lag.topic == topic
+        ]
+        rows = [_row(lag) for lag in found]
+    if not rows and not json_output:
+        note("no group has progress")
+        return
+    columns = ("group", "topic", "queue>", "first>", "goes on at>", "end>", "behind>", "lost>")
+    show_rows({"offsets": rows}, columns, [row.values() for row in rows], json_output=json_output)
+
+
+def _row(lag: QueueLag) -> dict[str, Any]:
+    return {
+        "group": lag.group,
+        "topic": lag.topic,
+        "queue_id": lag.queue_id,
+        "min_offset": lag.first,
+        "committed": lag.committed,
+        "max_offset": lag.end,
+        "behind": None if lag.committed is None else lag.messages,
+        "lost": lag.lost,
+    }
 
 
 def _to(value: Any) -> To:

@@ -102,8 +102,13 @@ def _row(tables: Tables, config: TopicConfig) -> dict[str, Any]:
 
 def _messages(tables: Tables, topic: str) -> int:
     """Return the number of messages that still count."""
-    refs = tables.store.queues(topic) if topic in tables.store.topics() else []
-    return sum(high - low for low, high in (tables.offsets.bounds(*ref) for ref in refs))
+    store = tables.store
+    refs = store.queues(topic) if topic in store.topics() else []
+    count = 0
+    for ref in refs:
+        low, high = store.offsets(*ref)
+        count += high - min(high, max(low, tables.offsets.start_of(topic, ref.queue_id)))
+    return count
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------

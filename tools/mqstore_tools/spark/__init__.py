@@ -8,7 +8,7 @@ from mqstore_tools.lazy import LazyGroup
 
 __all__ = ["COMMANDS", "spark"]
 
-COMMANDS = ("clean", "sql")
+COMMANDS = ("clean", "sql", "shell")
 """Each is the click command `NAME` in module `mqstore_tools.spark.NAME`, in the order of the help."""
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import Any
 
 import click
 
-from mqstore.errors import ConfigError
-from mqstore_tools.many import Messages, message_options, pairs, usable
+from mqstore_tools.many import Messages, message_options, usable
 from mqstore_tools.render import as_json, body_text, console, note, progress, table
 from mqstore_tools.shared import StoreCommand, json_option
+from mqstore_tools.spark.common import session, session_options, spark_errors
 
 __all__ = ["sql"]
 
@@ -33,8 +32,7 @@ Examples:
   mqstore spark sql var/mq "select * from messages" --from 1h --json | jq .topic""",
 )
 @message_options
-@click.option("--master", metavar="URL", default="", help="Where Spark runs; local[*] if nothing says otherwise.")
-@click.option("--conf", metavar="NAME=VALUE", multiple=True, help="A setting of Spark; may be repeated.")
+@session_options
 @click.argument("query")
 @click.option("--out", metavar="DIR", help="Write the rows into files in this folder, which must not be there yet.")
 @click.option(
@@ -57,7 +55,8 @@ def sql(
     max_rows: int,
     json_output: bool,
 ) -> None:
-    """Run QUERY, in Spark's SQL, over the views `messages`, `queues` and `groups`.
+    """Run QUERY, in Spark's SQL, over the views `messages`, `queues`, `segments`, `groups`, `delay`, `traffic` and
+    `verify`.
 
     Options narrow `messages`. With --json one object a line, bodies in base64. Name the columns that you want: what a
     query does not name is not read.
@@ -65,7 +64,7 @@ def sql(
     with usable():
         from mqstore.spark.queries import sql as ask
     chosen = messages.select()
-    with _session(master, conf) as spark, progress("asking", _tasks_of(spark), of_bytes=False), _spark_errors():
+    with session(master, conf) as spark, progress("asking", _tasks_of(spark), of_bytes=False), spark_errors():
         frame = ask(spark, chosen, query)
         if out is not None:
             frame.write.format(format_).mode("errorifexists").save(str(Path(out).absolute()))
@@ -76,32 +75,6 @@ def sql(
     _print(names, rows[:max_rows], json_output=json_output)
     if len(rows) > max_rows:
         note(f"and more; --max-rows prints more than {max_rows}, --out all of them")
-
-
-@contextmanager
-def _session(master: str, conf: tuple[str, ...]) -> Iterator[Any]:
-    """Return a session that ends with the command. Raises SparkMissingError."""
-    settings = pairs("--conf", conf)
-    from mqstore.spark import sessions
-
-    spark = sessions.session("mqstore spark", {**({"spark.master": master} if master else {}), **settings})
-    try:
-        yield spark
-    finally:
-        spark.stop()
-
-
-@contextmanager
-def _spark_errors() -> Iterator[None]:
-    """Around what a query can do wrong: the first line of what Spark says of it, which is wrong usage, and no trace."""
-    try:
-        yield
-    except Exception as error:
-        condition = getattr(error, "getCondition", None)
-        if condition is None:
-            raise
-        said = str(error).strip().split("\n\nJVM stacktrace", 1)[0].splitlines()
-        raise ConfigError(said[0] if said else repr(error)) from error
 
 
 def _tasks_of(spark: Any) -> Callable[[], tuple[int, int]]:

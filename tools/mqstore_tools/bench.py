@@ -1,0 +1,141 @@
+"""`mqstore bench`: how fast is mqstore on this machine and disk? A few seconds, without peers.
+
+The comparison beside other queues, with repetitions and their spread, is `make bench`; this one is for a person at
+another machine who wants the order of magnitude.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+import mqstore
+from mqstore.engine import StoreReader
+from mqstore_tools.render import console, print_json, progress, safe, show_bytes, table
+from mqstore_tools.shared import StoreCommand
+
+__all__ = ["bench"]
+
+_MANY = 1000
+_TOPIC = "bench"
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Measure mqstore on this machine.",
+    epilog="""\b
+Examples:
+  mqstore bench
+  mqstore bench --messages 20000 --body-bytes 1024 --json
+  mqstore bench --directory /mnt/slow         # on another disk""",
+)
+@click.option("--messages", type=click.IntRange(1), default=200_000, show_default=True, help="Messages of each test.")
+@click.option("--body-bytes", type=click.IntRange(0, 4 << 20), default=128, show_default=True)
+@click.option("--syncs", type=click.IntRange(1), default=200, show_default=True, help="Puts that wait for the disk.")
+@click.option(
+    "--directory",
+    metavar="DIR",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Where to make the temporary directory; it is removed again.",
+)
+@click.option("--json", "json_output", is_flag=True, help="Print JSON, for programs.")
+def bench(messages: int, body_bytes: int, syncs: int, directory: Path | None, json_output: bool) -> None:
+    """Measure put, put_many, reading and opening in a temporary directory.
+
+    One run of each, so take the figures as an order of magnitude.
+    """
+    body = bytes(i * 7 & 0xFF for i in range(body_bytes))
+    results: list[dict[str, object]] = []
+    tests: list[tuple[str, int, Callable[[Path], Callable[[], int]]]] = [
+        ("put, append", messages, lambda path: lambda: _put(path, body, messages)),
+        ("put_many of 1000, append", messages, lambda path: lambda: _put_many(path, body, messages)),
+        ("put, flush", syncs, lambda path: lambda: _put_flush(path, body, syncs)),
+        ("read as messages", messages, lambda path: _reader(path, body, messages, _read_messages)),
+        ("verify", messages, lambda path: _reader(path, body, messages, _verify)),
+    ]
+    with (
+        tempfile.TemporaryDirectory(prefix="mqstore-bench-", dir=directory) as folder,
+        progress("measuring", of_bytes=False) as report,
+    ):
+        for i, (name, count, prepare) in enumerate(tests):
+            report(i, len(tests))
+            run = prepare(Path(folder) / str(i))
+            begin = time.perf_counter()
+            done = run()
+            seconds = time.perf_counter() - begin
+            if done != count:
+                raise click.ClickException(f"{name}: {done} messages where {count} were expected")
+            results.append(
+                {
+                    "name": name,
+                    "messages": count,
+                    "seconds": round(seconds, 6),
+                    "per_second": round(count / seconds),
+                    "body_bytes_per_second": round(count * body_bytes / seconds),
+                }
+            )
+    if json_output:
+        print_json({"body_bytes": body_bytes, "results": results})
+        return
+    rows = [
+        (
+            r["name"],
+            f"{r['messages']:,}",
+            f"{r['per_second']:,}",
+            f"{show_bytes(int(str(r['body_bytes_per_second'])))}/s",
+        )
+        for r in results
+    ]
+    title = f"bodies of {body_bytes} bytes, one run each, under {directory or tempfile.gettempdir()}"
+    console().print(table(safe(title), ("test", "messages>", "a second>", "of bodies>"), rows))
+
+
+def _put(path: Path, body: bytes, count: int) -> int:
+    with mqstore.engine.MessageStore(path) as store:
+        put = store.put
+        for _ in range(count):
+            put(_TOPIC, body)
+    return count
+
+
+def _put_many(path: Path, body: bytes, count: int) -> int:
+    done = 0
+    with mqstore.engine.MessageStore(path) as store:
+        while done < count:
+            done += len(store.put_many(_TOPIC, [body] * min(_MANY, count - done)))
+    return done
+
+
+def _put_flush(path: Path, body: bytes, count: int) -> int:
+    with mqstore.engine.MessageStore(path, durability="flush") as store:
+        for _ in range(count):
+            store.put(_TOPIC, body)
+    return count
+
+
+def _reader(path: Path, body: bytes, count: int, read: Callable[[StoreReader, int], int]) -> Callable[[], int]:
+    _put_many(path, body, count)
+
+    def run() -> int:
+        with mqstore.engine.ReadOnlyMessageStore(path) as store:
+            return read(store, count)
+
+    return run
+
+
+def _read_messages(store: StoreReader, count: int) -> int:
+    offset = 0
+    while messages := store.read(_TOPIC, 0, offset, _MANY):
+        for message in messages:
+            _ = message.body
+        offset += len(messages)
+    return offset
+
+
+def _verify(store: StoreReader, count: int) -> int:
+    verifier = store.verifier()
+    return verifier.messages if not list(verifier.findings()) else -1

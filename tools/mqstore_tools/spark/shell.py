@@ -1,0 +1,41 @@
+"""`mqstore spark shell`: Python with a session, and stores as views."""
+
+from __future__ import annotations
+
+import code
+
+import click
+
+from mqstore_tools.many import Messages, message_options, usable
+from mqstore_tools.render import note
+from mqstore_tools.shared import StoreCommand
+from mqstore_tools.spark.common import session, session_options, spark_errors
+
+__all__ = ["shell"]
+
+
+@click.command(
+    cls=StoreCommand,
+    short_help="Python with a Spark session, and stores as views.",
+    epilog="""\b
+Examples:
+  mqstore spark shell var/mq
+  echo 'print(messages.count())' | mqstore spark shell var/mq""",
+)
+@message_options
+@session_options
+@click.option("--json", is_flag=True, expose_value=False, help="Print an error as JSON, for programs.")
+def shell(messages: Messages, master: str, conf: tuple[str, ...]) -> None:
+    """Start Python with `spark`, a session, and a frame for each view of the stores in DIR: `messages`, `queues`,
+    `segments`, `groups`, `delay`, `traffic` and `verify`, which `spark.sql` knows by these names too. Options narrow
+    `messages`.
+    """
+    with usable():
+        from mqstore.spark.queries import create_views
+    chosen = messages.select()
+    with session(master, conf) as spark:
+        with spark_errors():
+            views = create_views(spark, chosen)
+        note(f"spark {spark.version}; views: {', '.join(views)}")
+        names = {"spark": spark, **{view: spark.table(view) for view in views}}
+        code.interact(banner="", local=names, exitmsg="")
