@@ -360,6 +360,7 @@ def test_options_that_do_not_fit_are_refused(store: Path, tmp_path: Path) -> Non
     for name, value in (
         ("startingOffsets", "latest"),
         ("startingGroup", "g"),
+        ("readBy", "log"),
         ("onCorrupt", "keep"),
     ):
         with pytest.raises(ConfigError, match=name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +334,27 @@ def test_keys_of_a_java_store_are_found_as_java_finds_them(golden: Golden) -> No
     for line in store.of("key")[:8]:
         found = {hop.message_id for hop in trace(store.path, line["key"]).hops if hop.topic == line["topic"]}
         assert found >= {ids[place] for place in line["physical_offsets"]}, line
+
+
+# -- delays ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_view_of_delays_has_a_row_for_each_level_and_one_for_the_timer(tmp_path: Path) -> None:
+    with broker(tmp_path / "s", SimulatedClock(T0)) as running:
+        for level in (2, 2, 5):
+            running.put("orders", b"x", delay_level=level)
+        running.put("orders", b"x", delay=timedelta(days=1))
+        running.run_once()
+
+    rows = view_batch(
+        "delay", StoreName("a", str(tmp_path / "s")), SourceOptions.parse({"path": "x", "view": "delay"})
+    ).to_pylist()
+
+    assert [(row["store"], row["level"], row["delay_ms"], row["waiting"], row["delay_offset"]) for row in rows] == [
+        ("a", 2, 5_000, 2, 0),
+        ("a", 5, 60_000, 1, 0),
+        ("a", None, None, 1, None),
+    ]
+    due = [round(row["next_deliver_timestamp"].timestamp() * 1000) for row in rows]
+    assert due[:2] == [T0 + 5_000, T0 + 60_000]
+    assert abs(due[2] - (T0 + DAY_MS)) <= 2000  # to the precision of the timer

@@ -96,6 +96,11 @@ def test_wrong_arguments_are_refused_before_a_store_is_opened(arguments: dict[st
         select("/nowhere", **arguments)
 
 
+def test_a_scan_of_the_log_has_no_bounds_of_queues(store: Path) -> None:
+    with pytest.raises(ConfigError, match="option startingTimestamp: readBy='log' reads whole logs"):
+        select(store, start="5", options={"readBy": "log"}).queue_tasks()
+
+
 def test_a_store_that_lost_its_queues_is_told_and_not_taken_for_empty(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "s")
     shutil.rmtree(tmp_path / "s" / "consumequeue")

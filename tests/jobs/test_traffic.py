@@ -17,6 +17,9 @@ from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.jobs import traffic_report
 from mqstore.jobs.traffic import TrafficReport
 from mqstore.spark import select
+from mqstore.spark.options import SourceOptions
+from mqstore.spark.plan import StoreName
+from mqstore.spark.views import view_batch
 from tests.conftest import GoldenStore
 from tests.log.support import flip
 from tests.spark.support import Odd, many, odd_records, write_store
@@ -200,3 +203,33 @@ def test_nothing_gives_an_empty_report(tmp_path: Path) -> None:
     report = traffic_report(select(write_store(tmp_path / "s", []), topics="seed", stop="1"))
 
     assert (report.total.messages, report.rows, report.series, report.total.first_ms) == (0, (), (), None)
+
+
+# -- the same as a view ------------------------------------------------------------------------------------------------
+
+
+def test_the_view_has_a_row_for_each_queue_and_interval(golden: Golden) -> None:
+    path = golden("clean").path
+    options = SourceOptions.parse(
+        {"path": str(path), "view": "traffic", "interval": "1s", "includeSystemTopics": "true"}
+    )
+
+    rows = view_batch("traffic", StoreName("one", str(path)), options).to_pylist()
+
+    groups: dict[Any, list[Message]] = {}
+    for message in messages(path, lambda topic: True):
+        at = (message.topic, message.queue_id, message.store_timestamp_ms // 1000)
+        groups.setdefault(at, []).append(message)
+    assert [(row["topic"], row["queue_id"], int(row["interval_start"].timestamp())) for row in rows] == sorted(groups)
+    for row in rows:
+        found = groups[row["topic"], row["queue_id"], int(row["interval_start"].timestamp())]
+        sizes = [*map(size, found)]
+        assert (row["store"], row["messages"], row["bytes"]) == ("one", len(found), sum(sizes))
+        assert row["size_max"] == max(sizes)
+        for name, percent in (("size_p50", 50), ("size_p95", 95)):
+            assert abs(row[name] - rank(sizes, percent)) <= rank(sizes, percent) / 32
+
+
+def test_an_interval_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ConfigError, match="option interval='10ms': too short; a length of time from 1s"):
+        SourceOptions.parse({"path": "x", "interval": "10ms"})

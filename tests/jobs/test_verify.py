@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from mqstore.jobs.verifying import VerifyReport, verify
 from mqstore.layout.record import encode_record
 from mqstore.layout.scan import find_next
 from mqstore.log.recovery.ranges import LogRange, RangeResult
-from mqstore.log.recovery.verify import Verifier
+from mqstore.log.recovery.verify import Verifier, verified_ranges
+from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName
+from mqstore.spark.views import view_batch
 from tests.conftest import GOLDEN_NAMES, GoldenStore
 from tests.log.support import files, flip, open_store
 from tests.spark.support import SEGMENT, Odd, many, write_store
@@ -386,3 +389,47 @@ def test_a_report_is_plain_values(tmp_path: Path) -> None:
     row = report.to_dict()
     assert row["ok"] is False
     assert set(row["findings"][0]) == {"store", "kind", "file", "position", "length", "detail", "known"}
+
+
+# -- the view ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_view_has_a_row_for_each_range_and_says_what_is_wrong_in_it(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", many(200), segment_bytes=6_000)
+    flip(path / "commitlog" / f"{6_000:020d}", 1_000)
+    with ReadOnlyMessageStore(path) as store:
+        [bad] = [finding for finding in store.verify() if finding.kind == "bad_record"]
+        messages = store.verifier()
+        list(messages.findings())
+
+    rows = view_batch("verify", StoreName("s", str(path)), SourceOptions(paths=[str(path)])).to_pylist()
+
+    assert [row["file"] for row in rows] == sorted(
+        file.name for file in (path / "commitlog").iterdir() if file.name.isdigit()
+    )
+    assert sum(row["records"] for row in rows) == messages.messages
+    assert [row["errors"] > 0 for row in rows] == [row["file"] == f"{6_000:020d}" for row in rows]
+    assert rows[1]["first_error"].startswith(f"bad_record at {bad.position} of {bad.file}: ")
+    assert {row["store"] for row in rows} == {"s"}
+    for row, behind in pairwise(rows):
+        assert row["end"] == behind["first"]
+
+
+def test_the_ranges_of_the_view_know_of_every_stretch_that_is_no_record(tmp_path: Path) -> None:
+    """Up to the end of a segment, of a whole one, and where the log should have ended: a row each, as the job finds."""
+    path = write_store(tmp_path / "s", [*many(60), *[Odd(topic="u", body=bytes(3000))] * 12])
+    segments = [name for name in sorted(os.listdir(path / "commitlog")) if name.isdigit()]
+    assert len(segments) == 3
+    for number, begin in ((0, 0), (0, 5000), (1, 0), (1, 3100), (2, 0), (2, 3100), (1, None)):
+        damaged = tmp_path / f"{number}-{begin}"
+        shutil.copytree(path, damaged)
+        file = damaged / "commitlog" / segments[number]
+        if begin is None:
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:begin] + b"\xff" * (SEGMENT - begin))
+        with ReadOnlyMessageStore(damaged) as store:
+            wrong = [said for _, errors, said in verified_ranges(store.verifier()) if errors]
+        of_log = [each for each in verify(damaged).findings if each.file.startswith("commitlog")]
+        assert wrong == [f"{each.kind} at {each.position} of {each.file}: {each.detail}" for each in of_log]
+        assert len(wrong) == 1

@@ -15,7 +15,7 @@ from mqstore.files.filesystem import REAL, FileSystem
 from mqstore.spark.encode import Encoded, Encoder
 from mqstore.spark.options import SinkOptions
 from mqstore.spark.publish import Commit, commit, make_member, plan_target
-from mqstore.spark.staging import ShardInfo, transaction_folder, write_shard
+from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
 
 
 def options_of(path: Path, **given: str) -> SinkOptions:
@@ -61,9 +61,19 @@ def stage(
     folder = transaction_folder(Path(options.path), app, version)
     shards: list[ShardInfo] = []
     for partition, batch in enumerate(partitions):
-        encoder = Encoder(rules, app=app, version=version, partition=partition, topic=options.topic, clock=clock)
-        shard = write_shard(encoder.encode(batch), folder, partition, attempt, profile=rules.profile, fs=fs)
-        if shard is not None:
+        encoder = Encoder(
+            rules,
+            app=app,
+            version=version,
+            partition=partition,
+            topic=options.topic,
+            max_rows=options.max_rows_per_shard,
+            clock=clock,
+        )
+        pieces = encoder.encode(batch)
+        for shard in write_shards(
+            pieces, folder, partition, attempt, profile=rules.profile, max_rows=options.max_rows_per_shard, fs=fs
+        ):
             if options.target == "set":
                 make_member(folder, shard, options, fs=fs)
             shards.append(shard)

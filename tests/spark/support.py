@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,28 @@ def read_all(
     return batches
 
 
+def by_log(
+    path: Path, cuts: list[int], columns: Sequence[str] | None = None, policy: Policy | None = None, **options: Any
+) -> list[Any]:
+    """All of the log, read in ranges that are cut at these positions."""
+    with ReadOnlyMessageStore(path) as store:
+        reader = ColumnReader(store, columns, policy=policy, **options)
+        end = log_end(store)
+        edges = [0, *sorted({cut % (end + 1) for cut in cuts}), end]
+        return [batch for low, high in pairwise(edges) for batch in reader.log(low, high)]
+
+
+def log_end(store: MessageStore) -> int:
+    """Behind the last record that a queue lists."""
+    end = 0
+    for topic in store.topics():
+        for ref in store.queues(topic):
+            low, high = store.offsets(*ref)
+            for physical, size, _ in store.units(*ref, low, high - low).tolist():
+                end = max(end, physical + size)
+    return end
+
+
 def java_at(path: Path, text: str = "#!/bin/sh\n") -> Path:
     """A program that may be taken for Java."""
     path.parent.mkdir(parents=True)
@@ -247,4 +270,4 @@ def query(path: Path, **options: str) -> list[dict[str, Any]]:
     """Rows of four columns, planned and read as a query does it."""
     given = SourceOptions.parse({"path": str(path), **options})
     names = ("topic", "queue_id", "queue_offset", "body")
-    return rows_of(batch for slices in plan(given) for batch in read_slices(given, names, slices))
+    return rows_of(batch for slices in plan(given) for batch in read_slices(given, names, "binary", slices))

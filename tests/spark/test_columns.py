@@ -20,6 +20,7 @@ from mqstore import StoreConfig
 from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, TopicNotFoundError
 from mqstore.layout import scan
+from mqstore.layout.record import BODY_AT_V4, encode_record
 from mqstore.spark.columns import ColumnReader, arrow_schema, default_columns
 from mqstore.spark.rows import Policy
 from tests.conftest import GOLDEN_NAMES, GoldenStore
@@ -28,8 +29,10 @@ from tests.spark.support import (
     Odd,
     as_exported,
     as_row,
+    by_log,
     exported,
     instant,
+    log_end,
     many,
     odd_records,
     read_all,
@@ -41,6 +44,10 @@ Golden = Callable[[str], GoldenStore]
 SMALL = settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
+
+
+def in_log_order(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(lines, key=lambda line: line["physical_offset"])
 
 
 # -- the same as an export ---------------------------------------------------------------------------------------------
@@ -60,10 +67,17 @@ def test_hashes_and_checksums_of_a_java_store_are_those_that_java_lists(golden: 
     java = golden(name)
     listed = {line["physical_offset"]: (line["tags_code"], line["body_crc"]) for line in java.of("message")}
     wanted = ["physical_offset", "tags_code", "body_crc"]
-    found = {
-        row["physical_offset"]: (row["tags_code"], row["body_crc"]) for row in rows_of(read_all(java.path, wanted))
-    }
-    assert found == listed
+    for batches in (read_all(java.path, wanted), by_log(java.path, [], wanted)):
+        found = {row["physical_offset"]: (row["tags_code"], row["body_crc"]) for row in rows_of(batches)}
+        assert found == listed
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+@pytest.mark.parametrize("cuts", [[], [1, 777, 5000, 30_000, 65_535, 65_536, 65_537, 99_999]])
+def test_the_log_of_a_java_store_read_in_ranges_has_the_same_rows(golden: Golden, name: str, cuts: list[int]) -> None:
+    path = golden(name).path
+    rows = rows_of(by_log(path, cuts, policy=Policy(on_corrupt="skip")))
+    assert [as_exported(row) for row in rows] == [as_row(line) for line in in_log_order(exported(path))]
 
 
 @SMALL
@@ -72,18 +86,26 @@ def test_hashes_and_checksums_of_a_java_store_are_those_that_java_lists(golden: 
     profile=st.sampled_from(["mqstore", "rocketmq"]),
     max_rows=st.sampled_from([1, 3, 20_000]),
     max_bytes=st.sampled_from([1, 500, 8 << 20]),
+    cuts=st.lists(st.integers(0, 1 << 16), max_size=4),
     verify=st.booleans(),
 )
 def test_rows_of_any_store_are_those_of_its_export(
-    records: list[Odd], profile: str, max_rows: int, max_bytes: int, verify: bool
+    records: list[Odd], profile: str, max_rows: int, max_bytes: int, cuts: list[int], verify: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write_store(Path(folder) / "s", records, profile)
         expected = exported(path)
-        policy = Policy(max_rows=max_rows, max_bytes=max_bytes, verify=verify)
-        batches = read_all(path, policy=policy)
+
+        def policy() -> Policy:
+            return Policy(max_rows=max_rows, max_bytes=max_bytes, verify=verify)
+
+        batches = read_all(path, policy=policy())
         assert [as_exported(row) for row in rows_of(batches)] == [as_row(line) for line in expected]
         assert all(0 < batch.num_rows <= max_rows for batch in batches)
+        scanned = rows_of(by_log(path, cuts, policy=policy()))
+        assert [as_exported(row) for row in scanned] == [as_row(line) for line in in_log_order(expected)]
+        listed = {row["physical_offset"]: row["tags_code"] for row in rows_of(batches)}
+        assert {row["physical_offset"]: row["tags_code"] for row in scanned} == listed
 
 
 @SMALL
@@ -112,6 +134,16 @@ def test_a_tag_filter_lets_pass_what_read_lets_pass(records: list[Odd], tags: st
             ]
         names = ["topic", "queue_id", "queue_offset"]
         assert [tuple(row.values()) for row in rows_of(read_all(path, names, tags=tags))] == expected
+        scanned = [tuple(row.values()) for row in rows_of(by_log(path, [], names, tags=tags))]
+        assert sorted(scanned) == sorted(expected)
+
+
+def test_the_log_lists_what_dispatch_would(tmp_path: Path) -> None:
+    records = [Odd(), Odd(queue_id=-1), Odd(topic="../etc"), Odd(sys_flag=4), Odd(sys_flag=8), Odd(sys_flag=12), Odd()]
+    path = write_store(tmp_path / "s", records)
+    for batches in (read_all(path), by_log(path, [])):
+        found = [(row["topic"], row["queue_offset"], row["sys_flag"]) for row in rows_of(batches)]
+        assert sorted(found) == [("seed", 0, 0), ("t", 0, 0), ("t", 1, 8), ("t", 2, 0)]
 
 
 def test_two_tags_of_one_hash_are_told_apart(tmp_path: Path) -> None:
@@ -237,12 +269,13 @@ def test_a_missing_segment_is_named(tmp_path: Path) -> None:
     (tmp_path / "commitlog" / f"{4096:020d}").unlink()
     lost = [slot for slot, place in enumerate(places) if place // 4096 == 1]
     assert lost
-    with pytest.raises(CorruptStoreError, match=f"^missing_segment: commitlog/{4096:020d}: .*"):
-        read_all(tmp_path)
-    told: list[Finding] = []
-    rows = rows_of(read_all(tmp_path, policy=Policy(on_corrupt="skip", tell=told.append)))
-    assert [row["queue_offset"] for row in rows] == [slot for slot in range(60) if slot not in lost]
-    assert {(finding.kind, finding.file) for finding in told} == {("missing_segment", f"commitlog/{4096:020d}")}
+    for read in (read_all, lambda path, **options: by_log(path, [], **options)):
+        with pytest.raises(CorruptStoreError, match=f"^missing_segment: commitlog/{4096:020d}: .*"):
+            read(tmp_path)
+        told: list[Finding] = []
+        rows = rows_of(read(tmp_path, policy=Policy(on_corrupt="skip", tell=told.append)))
+        assert [row["queue_offset"] for row in rows] == [slot for slot in range(60) if slot not in lost]
+        assert {(finding.kind, finding.file) for finding in told} == {("missing_segment", f"commitlog/{4096:020d}")}
 
 
 def test_without_checksums_only_what_the_lengths_tell_is_found(damaged: tuple[Path, list[int]]) -> None:
@@ -321,8 +354,11 @@ def test_keys_and_expressions_choose_messages(tmp_path: Path) -> None:
         ({"where": "n = 5", "keys": ["k2"]}, [1]),
         ({"keys": [""]}, []),
     ):
-        rows = rows_of(read_all(path, ["topic", "queue_offset"], **options))
-        assert [row["queue_offset"] for row in rows if row["topic"] == "t"] == expected, options
+        for batches in (
+            read_all(path, ["topic", "queue_offset"], **options),
+            by_log(path, [], ["topic", "queue_offset"], **options),
+        ):
+            assert [row["queue_offset"] for row in rows_of(batches) if row["topic"] == "t"] == expected, options
 
 
 def test_a_void_unit_is_no_message_and_no_damage(tmp_path: Path) -> None:
@@ -361,12 +397,15 @@ def test_a_unit_that_points_at_another_units_record_is_damage(
 
 
 @pytest.mark.parametrize("kind", ["skip", "keep", "fail"])
-def test_a_body_that_does_not_inflate_is_damage_to_who_wants_it(tmp_path: Path, kind: Any) -> None:
+@pytest.mark.parametrize("scan", ["queue", "log"])
+def test_a_body_that_does_not_inflate_is_damage_to_who_wants_it(tmp_path: Path, kind: Any, scan: str) -> None:
     good = Odd(body=zlib.compress(b"good"), sys_flag=1)
     path = write_store(tmp_path / "s", [good, Odd(body=b"no zlib", sys_flag=1), good, Odd(body=b"plain")])
 
     def read(*columns: str, **options: Any) -> list[dict[str, Any]]:
-        return [row for row in rows_of(read_all(path, ["topic", *columns], **options)) if row["topic"] == "t"]
+        names = ["topic", *columns]
+        batches = read_all(path, names, **options) if scan == "queue" else by_log(path, [], names, **options)
+        return [row for row in rows_of(batches) if row["topic"] == "t"]
 
     assert len(read("flag", policy=Policy(on_corrupt=kind))) == 4
     stored = [row["body"] for row in read("body", policy=Policy(on_corrupt=kind), decompress=False)]
@@ -396,6 +435,30 @@ def test_messages_that_retention_took_meanwhile_are_counted_not_damage(tmp_path:
     assert policy.removed + len(rows) == 100
     assert policy.removed > 10
     assert rows[0]["queue_offset"] == policy.removed
+
+
+def test_a_log_scan_tells_a_lost_segment_from_one_that_retention_took(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(body=bytes([i % 256]) * 900) for i in range(100)])
+    with ReadOnlyMessageStore(path) as store:
+        end = log_end(store)
+        segments = [Path(segment.path) for segment in store.log_files.segments()]
+        assert len(segments) > 4
+        segments[2].unlink()
+        policy = Policy(on_corrupt="skip")
+        rows = rows_of(ColumnReader(store, ["queue_offset", "topic"], policy=policy).log(0, end))
+        assert (policy.corrupt, policy.removed) == (1, 0)
+        offsets = [row["queue_offset"] for row in rows if row["topic"] == "t"]
+        assert len(offsets) == len({*offsets})
+        assert 70 < len(offsets) < 90
+        with pytest.raises(CorruptStoreError, match="no file holds"):
+            [*ColumnReader(store, ["body"]).log(0, end)]
+    with ReadOnlyMessageStore(path) as store:  # another, which has none of them mapped
+        segments[0].unlink()
+        segments[1].unlink()
+        policy = Policy()
+        left = rows_of(ColumnReader(store, ["queue_offset"], policy=policy).log(0, end))
+        assert (policy.corrupt, policy.removed) == (0, 3)
+        assert [row["queue_offset"] for row in left] == offsets[-len(left) :]
 
 
 # -- use ---------------------------------------------------------------------------------------------------------------
@@ -471,3 +534,28 @@ def test_records_of_a_queue_that_shares_the_log_are_checked_each(
     kept = rows_of(read_all(path, policy=Policy(on_corrupt="keep")))
     assert len(kept) == 401
     assert [row["queue_offset"] for row in kept if row["error"]] == ([] if damage == "none" else [0, 40, 99])
+
+
+def test_a_body_that_holds_records_for_its_own_place_adds_no_rows_wherever_a_scan_is_cut(tmp_path: Path) -> None:
+    """Reading began at the first record that verified behind the cut: who may put had others read what he liked."""
+    with MessageStore(tmp_path / "s", config=StoreConfig(segment_bytes=1 << 16)) as store:
+        store.put("t", b"before")
+        at = store.max_offset + BODY_AT_V4
+        inner = b""
+        for _ in range(50):
+            inner += encode_record(
+                topic="bank",
+                body=b"pay mallory",
+                queue_id=0,
+                queue_offset=7,
+                physical_offset=at + len(inner),
+                born_timestamp_ms=1,
+                store_timestamp_ms=1,
+                checksum=store.manifest.checksum,
+            )
+        places = [store.put("t", body).physical_offset for body in (inner, b"after", b"end")]
+    assert places[1] - places[0] > 5_000
+
+    for cut in (places[0], places[0] + 1, at, at + 1, at + 2_500, places[1] - 1, places[1], places[1] + 1):
+        rows = rows_of(by_log(tmp_path / "s", [cut], ["topic", "queue_offset"]))
+        assert [tuple(row.values()) for row in rows] == [("t", i) for i in range(4)]

@@ -261,7 +261,7 @@ def test_columns_of_any_form_that_spark_sends_are_taken() -> None:
     assert {name: value for name, value in plain.properties.items() if name != "UNIQ_KEY"} == {"n": "v"}
 
 
-def test_lists_and_maps_are_cut_where_the_rows_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_and_maps_are_cut_where_the_rows_are() -> None:
     """Arrow cuts neither: a slice of a column points into the values of the whole."""
     rows = 23
     keys = [None if i % 4 == 0 else [f"k{i}-{j}" for j in range(i % 3)] for i in range(rows)]
@@ -275,8 +275,7 @@ def test_lists_and_maps_are_cut_where_the_rows_are(monkeypatch: pytest.MonkeyPat
         ],
         names=["body", "keys", "properties", "delay_level"],
     )
-    monkeypatch.setattr("mqstore.spark.encode._SLICE_ROWS", 4)
-    pieces = [*encoder(topic="t").encode(batch.slice(2))]
+    pieces = [*encoder(topic="t", max_rows=4).encode(batch.slice(2))]
 
     assert [piece.records for piece in pieces] == [4, 4, 4, 4, 4, 1]
     for i, record in enumerate(map(decode_record, records(pieces)), 2):

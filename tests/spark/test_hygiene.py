@@ -16,8 +16,8 @@ import pytest
 import mqstore
 from mqstore import StoreConfig
 from mqstore.engine import MessageStore
-from mqstore.errors import ConfigError, CorruptStoreError
-from mqstore.jobs import export_parquet, select, traffic_report
+from mqstore.errors import CorruptStoreError
+from mqstore.jobs import export_parquet
 from mqstore.log.commitlog import QueueRef
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, plan
@@ -29,7 +29,6 @@ from tests.spark.damages import (
     DAMAGES,
     Damage,
     Row,
-    cut_queue,
     cut_segment,
     lose_queues,
     lose_segment,
@@ -56,7 +55,7 @@ def test_nothing_stays_when_the_reader_is_left_early(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(300))
     given = SourceOptions.parse({"path": str(path), "maxRowsPerBatch": "3"})
     [slices] = plan(given)
-    batches = read_slices(given, NAMES, slices)
+    batches = read_slices(given, NAMES, "binary", slices)
     next(batches)
     assert held(path)
     batches.close()  # type: ignore[attr-defined]
@@ -125,26 +124,29 @@ def test_where_the_address_space_is_too_small_the_error_says_what_to_do(tmp_path
 
 
 IN_LOG = (spoil_body, spoil_segment, cut_segment, lose_segment)
-LOST = "consume queues of .* are lost, so messages would be missing: `mqstore recover`"
 PLACES = (*NAMES, "physical_offset", "size", "store_timestamp")
 
 
 def messages(path: Path, **options: str) -> list[Row]:
     given = SourceOptions.parse({"path": str(path), "includeSystemTopics": "true", **options})
     columns = (*PLACES, "error") if options.get("onCorrupt") == "keep" else PLACES
-    found = rows_of(batch for slices in plan(given) for batch in read_slices(given, columns, slices))
+    found = rows_of(batch for slices in plan(given) for batch in read_slices(given, columns, "binary", slices))
     return sorted(found, key=place_of)
 
 
 def place_of(row: Row) -> tuple[str, int, int]:
-    return row["topic"], row["queue_id"], row["queue_offset"]
+    """Of bytes that hold no record a scan of the log knows none."""
+    return row["topic"] or "", row["queue_id"] or 0, row["queue_offset"] or 0
 
 
 def view_of(path: Path, view: str, **options: str) -> list[Row]:
     options = {"path": str(path), "view": view, "includeSystemTopics": "true", **options}
     batch = view_batch(view, StoreName("s", str(path)), SourceOptions.parse(options))
     batch.validate(full=True)
-    return [{name: value for name, value in row.items() if name != "lag_seconds"} for row in batch.to_pylist()]
+    return [
+        {name: value for name, value in row.items() if name not in ("modified", "lag_seconds")}
+        for row in batch.to_pylist()
+    ]
 
 
 @dataclass(frozen=True)
@@ -189,40 +191,58 @@ def damaged(undamaged: Undamaged, damage: Damage, tmp_path: Path) -> Iterator[Pa
 SAYS = r": (?:bad_record|missing_segment): commitlog/\d{20} at byte \d+: .*onCorrupt 'skip'"
 
 
+@pytest.mark.parametrize("scan", ["auto", "queue", "log"])
 def test_a_query_of_a_damaged_store_fails_or_has_all_that_was_not_hit(
-    damaged: Path, damage: Damage, undamaged: Undamaged
+    damaged: Path, damage: Damage, undamaged: Undamaged, scan: str
 ) -> None:
-    listed = [row for row in undamaged.messages if not damage.unlisted(row)]
-    left = [row for row in listed if not damage.damaged(row)]
+    by_log = scan == "log" or (scan == "auto" and damage.apply is lose_queues)
+    applies = not by_log or damage.apply in IN_LOG  # a scan of the log does not ask the queues
+    listed = [row for row in undamaged.messages if not (applies and damage.unlisted(row))]
+    left = [row for row in listed if not (applies and damage.damaged(row))]
 
-    if damage.apply in (cut_queue, lose_queues):
-        with pytest.raises(ConfigError, match=LOST):
-            messages(damaged)
-    elif left == listed:
-        assert messages(damaged) == left
+    if left == listed:
+        assert messages(damaged, readBy=scan) == left
     else:
         with pytest.raises(CorruptStoreError, match=re.escape(str(damaged)) + SAYS):
-            messages(damaged)
-        assert messages(damaged, onCorrupt="skip") == left
-    assert messages(damaged, onCorrupt="skip", failOnDataLoss="false") == left
-    kept = messages(damaged, onCorrupt="keep", failOnDataLoss="false")
+            messages(damaged, readBy=scan)
+    for loss in ("true", "false"):
+        assert messages(damaged, readBy=scan, onCorrupt="skip", failOnDataLoss=loss) == left
+    kept = messages(damaged, readBy=scan, onCorrupt="keep")
     assert [{name: row[name] for name in PLACES} for row in kept if row["error"] is None] == left
     told = [row for row in kept if row["error"] is not None]
     assert {row["body"] for row in told} <= {None}
-    assert [place_of(row) for row in told] == [place_of(row) for row in listed if row not in left]
+    assert bool(told) == (left != listed)
+    if not by_log:
+        assert [place_of(row) for row in told] == [place_of(row) for row in listed if row not in left]
 
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_view_of_a_damaged_store_keeps_the_rows_that_were_not_hit(
     damaged: Path, damage: Damage, undamaged: Undamaged, view: str
 ) -> None:
+    """Of what was hit a view of messages says where the damage is, and `verify` that there is some."""
     hit = [row for row in undamaged.messages if damage.unlisted(row) or damage.damaged(row)]
-    queues = {(row["topic"], row["queue_id"]) for row in hit}
-    spared = [row for row in undamaged.views[view] if (row["topic"], row["queue_id"]) not in queues]
+    if view == "traffic" and any(map(damage.damaged, undamaged.messages)):
+        with pytest.raises(CorruptStoreError, match=re.escape(str(damaged)) + SAYS):
+            view_of(damaged, view)
+    whole = undamaged.views[view]
+    if view == "segments":
+        spared = whole[damage.apply in IN_LOG :]
+    elif view in ("verify", "delay"):
+        spared = [] if damage.apply is lose_queues else whole[view == "verify" :]
+    else:
+        queues = {(row["topic"], row["queue_id"]) for row in hit}
+        spared = [row for row in whole if (row["topic"], row["queue_id"]) not in queues]
 
-    found = view_of(damaged, view)
+    found = view_of(damaged, view, onCorrupt="skip")
 
     assert [row for row in found if row in spared] == spared
+    if view == "verify" and damage.apply is not lose_segment:
+        assert found[0]["errors"] > 0
+        assert re.match(r"\w+ at \d+ of (commitlog|consumequeue)/", found[0]["first_error"])
+    if view == "traffic":
+        left = sum(row["topic"] != "seed" for row in undamaged.messages) - sum(row["topic"] != "seed" for row in hit)
+        assert sum(row["messages"] for row in found if row["topic"] != "seed") == left
 
 
 def test_damage_is_told_with_the_store_that_it_is_in(tmp_path: Path) -> None:
@@ -233,10 +253,12 @@ def test_damage_is_told_with_the_store_that_it_is_in(tmp_path: Path) -> None:
     flip(log, 1000)
     says = rf"^{re.escape(str(tmp_path / 'b'))}: bad_record: commitlog/0+ at byte \d+: .*onCorrupt 'skip'"
     fleet = f"{tmp_path}/[abc]"
+    for options in ({"readBy": "queue"}, {"readBy": "log"}):
+        with pytest.raises(CorruptStoreError, match=says):
+            query(Path(fleet), **options)
+    given = SourceOptions.parse({"path": fleet, "view": "traffic"})
     with pytest.raises(CorruptStoreError, match=says):
-        query(Path(fleet))
-    with pytest.raises(CorruptStoreError, match=says):
-        traffic_report(select(fleet, options={"verify": "true"}))
+        view_batch("traffic", StoreName("b", str(tmp_path / "b")), given)
     with pytest.raises(CorruptStoreError, match=says) as caught:
         export_parquet(fleet, tmp_path / "t")
     assert caught.value.file == f"commitlog/{0:020d}"
@@ -252,7 +274,7 @@ def test_what_a_query_leaves_out_is_told(tmp_path: Path, caplog: pytest.LogCaptu
     slices = [piece for group in plan(given) for piece in group]
     (path / "commitlog" / f"{0:020d}").unlink()
 
-    found = rows_of(read_slices(given, NAMES, slices))
+    found = rows_of(read_slices(given, NAMES, "binary", slices))
 
     removed = 40 - 2 - sum(row["topic"] == "t" for row in found)
     assert removed > 0
@@ -276,7 +298,7 @@ def test_readers_beside_a_writer_and_its_retention(tmp_path: Path) -> None:
             store.dispatch()
             given = SourceOptions.parse({"path": str(path), "failOnDataLoss": "false", "maxRowsPerBatch": "7"})
             planned = [piece for group in plan(given) for piece in group]
-            batches = read_slices(given, NAMES, planned)
+            batches = read_slices(given, NAMES, "binary", planned)
             rows = rows_of([next(batches)])
             if turn % 3 == 2:  # between two batches of one task
                 first = sorted((path / "commitlog").iterdir())[:-1]

@@ -37,7 +37,7 @@ def read(path: Path, keys: str, **options: str) -> tuple[list[tuple[Any, ...]], 
     given = SourceOptions.parse({"path": str(path), "keys": keys, "includeSystemTopics": "true", **options})
     slices = [piece for group in plan(given) for piece in group]
     assert all(isinstance(piece, QueueSlice) for piece in slices)
-    rows = rows_of(read_slices(given, names, slices))
+    rows = rows_of(read_slices(given, names, "binary", slices))
     return sorted(tuple(row.values()) for row in rows), sum(piece.stop - piece.start for piece in slices)
 
 

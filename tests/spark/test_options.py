@@ -19,8 +19,8 @@ def parse(**given: str) -> SourceOptions:
 
 
 def test_names_are_taken_in_any_case() -> None:
-    options = SourceOptions.parse({"PATH": "/p", "SubScribe": "a, b", "ISOLATION": "Flushed"})
-    assert (options.paths, options.topics, options.isolation) == (["/p"], ("a", "b"), "flushed")
+    options = SourceOptions.parse({"PATH": "/p", "SubScribe": "a, b", "READBY": "Queue"})
+    assert (options.paths, options.topics, options.read_by) == (["/p"], ("a", "b"), "queue")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_names_are_taken_in_any_case() -> None:
         ("startingTimestamp", "-5", "starting_timestamp_ms", -5),
         ("endingTimestamp", "2023-11-14T22:13:20", "ending_timestamp_ms", 1_700_000_000_000),
         ("endingTimestamp", "2023-11-15T00:13:20.000001+02:00", "ending_timestamp_ms", 1_700_000_000_001),
-        ("includeSystemTopics", "TRUE", "include_system_topics", True),
+        ("includeProperties", "FALSE", "include_properties", False),
         ("maxRowsPerBatch", "7", "max_rows_per_batch", 7),
         ("filter", "a > 3", "filter", "a > 3"),
         ("keys", "k1,k2", "keys", ("k1", "k2")),
@@ -55,7 +55,7 @@ def test_values_become_what_they_mean(name: str, text: str, field: str, value: A
     [
         ({"colums": "x"}, r"no option 'colums'; did you mean 'columns'\?$"),
         ({"qwertz": "x"}, r"no option 'qwertz'; there are path, paths, .*, commitGroup$"),
-        ({"isolation": "none"}, r"option isolation='none': .*; dispatched or flushed"),
+        ({"readBy": "fast"}, r"option readBy='fast': .*; auto, queue or log"),
         ({"minPartitions": "0"}, r"option minPartitions='0': .*; a number from 1"),
         ({"minPartitions": "many"}, r"option minPartitions='many'"),
         ({"verify": "yes"}, "true or false"),
@@ -133,7 +133,7 @@ _MESSAGES = (
     ("isolation", "flushed"),
 )
 _BOUNDS = (("endingOffsets", "earliest"), ("startingTimestamp", "1"), ("endingTimestamp", "1"), ("startingGroup", "g"))
-_READING = (("decompress", "false"),)
+_READING = (("readBy", "log"), ("includeProperties", "false"), ("bodyAs", "string"), ("decompress", "false"))
 _TOPICS = (("subscribe", "a"), ("subscribePattern", "a.*"), ("assign", '{"a":[0]}'), ("includeSystemTopics", "true"))
 
 
@@ -143,7 +143,7 @@ def test_a_small_table_refuses_what_it_does_not_go_by(name: str, value: str) -> 
     parse(**{name: value}).for_batch()
     for view in VIEWS:
         given = parse(view=view, **{name: value})
-        if (name, value) in _TOPICS:
+        if (name, value) in _TOPICS and view in ("queues", "groups", "traffic"):
             given.for_batch()
         else:
             says = rf"option {name} is for messages, and the view {view} has a row for all .* by where\(\)"
@@ -154,8 +154,17 @@ def test_a_small_table_refuses_what_it_does_not_go_by(name: str, value: str) -> 
 def test_what_every_small_table_of_one_session_is_given_is_taken() -> None:
     """`mqstore spark sql` gives its options to all of them."""
     for view in VIEWS:
-        given = parse(view=view, onCorrupt="keep", failOnDataLoss="false", verify="false")
+        given = parse(view=view, interval="5m", onCorrupt="keep", failOnDataLoss="false", verify="false")
         assert given.for_batch() is given
+
+
+def test_properties_are_not_both_named_and_left_out() -> None:
+    """They were there."""
+    says = "options columns, with properties, and includeProperties=false exclude each other"
+    with pytest.raises(ConfigError, match=says):
+        parse(columns="topic,properties", includeProperties="false")
+    parse(columns="topic", includeProperties="false")
+    parse(columns="topic,properties", includeProperties="true")
 
 
 def test_a_query_says_where_its_stores_are(tmp_path: Path) -> None:

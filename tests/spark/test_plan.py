@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, T
 from mqstore.spark import plan as module
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import (
+    LogSlice,
     QueueSlice,
+    Slice,
     StoreName,
     Weighed,
     partitions,
@@ -30,7 +33,8 @@ from mqstore.spark.progress import StreamProgress
 from mqstore.spark.sets import SET_FILE
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.views import view_batch
-from tests.spark.support import Odd, crashed_store, many, odd_records, rows_of, write_store
+from tests.log.support import open_store, reboot
+from tests.spark.support import Odd, crashed_store, log_end, many, odd_records, rows_of, write_store
 
 T0 = 1_700_000_000_000
 
@@ -95,8 +99,11 @@ def test_a_group_says_where_to_begin(tmp_path: Path) -> None:
         planned(path, startingGroup="nobody")
 
 
-def test_messages_that_a_crash_left_in_no_queue_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    options = SourceOptions.parse({"path": str(crashed_store(tmp_path / "s", 10, 6))})
+@pytest.mark.parametrize("scan", ["auto", "queue", "log"])
+def test_messages_that_a_crash_left_in_no_queue_are_told_of(
+    tmp_path: Path, scan: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = SourceOptions.parse({"path": str(crashed_store(tmp_path / "s", 10, 6)), "readBy": scan})
     plan(options)
     plan(options)
     [warning] = caplog.messages
@@ -106,6 +113,30 @@ def test_messages_that_a_crash_left_in_no_queue_are_told_of(tmp_path: Path, capl
     plan(SourceOptions.parse({"path": str(crashed_store(tmp_path / "t", 10, 0))}))
     plan(SourceOptions.parse({"path": str(tmp_path / "t-alive")}))
     assert caplog.messages == []
+
+
+def test_a_scan_of_the_log_ends_where_recovery_will_end_it(tmp_path: Path) -> None:
+    """Of a batch that was being put when its writer was killed, what lay behind a hole was read, and the hole called
+    damage."""
+    with open_store(tmp_path / "s", segment_bytes=1 << 16) as store:
+        store.put("t", b"flushed")
+        store.flush()
+        store.background.save_checkpoint()
+        places = [receipt.physical_offset for receipt in store.put_many("t", [b"%d" % i for i in range(9)])]
+        shutil.copytree(store.path, tmp_path / "torn")
+    reboot(tmp_path / "torn")
+    shutil.rmtree(tmp_path / "torn" / "consumequeue", ignore_errors=True)
+    log = tmp_path / "torn" / "commitlog" / f"{0:020d}"
+    data = bytearray(log.read_bytes())
+    data[places[4] : places[6]] = bytes(places[6] - places[4])
+    log.write_bytes(data)
+
+    [[piece]] = plan(SourceOptions.parse({"path": str(tmp_path / "torn"), "readBy": "log"}))
+
+    assert isinstance(piece, LogSlice)
+    assert (piece.start, piece.stop) == (0, places[4])
+    with open_store(tmp_path / "torn") as recovered:
+        assert recovered.max_offset == places[4]
 
 
 def test_what_is_gone_fails_unless_told_otherwise(tmp_path: Path) -> None:
@@ -251,7 +282,7 @@ def test_a_store_whose_path_is_no_text_is_read_under_an_id_that_is(tmp_path: Pat
     [name] = stores_of(options)
     assert (name.id, os.fsencode(name.path)) == (f"{tmp_path}/s\\xff", os.fsencode(tmp_path) + b"/s\xff")
     [slices] = plan(options)
-    rows = rows_of(read_slices(options, ("store", "topic"), slices))
+    rows = rows_of(read_slices(options, ("store", "topic"), "binary", slices))
     assert (len(rows), {row["store"] for row in rows}) == (9, {name.id})
     assert {*view_batch("queues", name, options).column("store").to_pylist()} == {name.id}
     stream = StreamProgress(options.for_stream())
@@ -286,25 +317,28 @@ def test_offsets_of_several_stores_have_the_store_on_top(tmp_path: Path) -> None
         starts('{"t":{"0":3}}')
 
 
-# -- lost queues -------------------------------------------------------------------------------------------------------
+# -- readBy=log -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("gone", "crashed"), [("", False), ("", True), ("t/0", False)])
-def test_a_store_without_its_queues_is_refused_unless_told_otherwise(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, gone: str, crashed: bool
-) -> None:
+def test_a_log_scan_goes_to_the_end_of_what_is_dispatched(store: Path) -> None:
+    with ReadOnlyMessageStore(store) as opened:
+        end = log_end(opened)
+    [[piece]] = plan(SourceOptions.parse({"path": str(store), "readBy": "log"}))
+    assert isinstance(piece, LogSlice)
+    assert (piece.start, piece.stop) == (0, end)
+    with pytest.raises(ConfigError, match=r"option startingTimestamp: .* knows no bounds of queues: leave the option"):
+        plan(SourceOptions.parse({"path": str(store), "readBy": "log", "startingTimestamp": "5"}))
+
+
+def test_a_store_without_queues_is_read_by_its_log(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(30))
-    (path / "consumequeue" / gone).rename(tmp_path / "aside")
-    if crashed:
-        (path / "abort").touch()
-    says = "consume queues of .* are lost, so messages would be missing: `mqstore recover` rebuilds them"
-    for more in ({}, {"subscribe": "t"}):
-        with pytest.raises(ConfigError, match=says):
-            plan(SourceOptions.parse({"path": str(path), **more}))
-    caplog.clear()
-    left = plan(SourceOptions.parse({"path": str(path), "failOnDataLoss": "false"}))
-    assert bool(left) == bool(gone)
-    assert any("consume queues of" in message for message in caplog.messages)
+    with ReadOnlyMessageStore(path) as store:
+        end = log_end(store)
+    (path / "consumequeue").rename(tmp_path / "aside")
+    for wanted in ({}, {"subscribe": "t"}):  # which topics it has nobody knows before
+        [[piece]] = plan(SourceOptions.parse({"path": str(path), **wanted}))
+        assert isinstance(piece, LogSlice)
+        assert piece.stop == end
 
 
 # -- partitions --------------------------------------------------------------------------------------------------------
@@ -325,6 +359,7 @@ def test_partitions_share_nothing_lose_nothing_and_are_about_equal(queues: list[
     for group in groups:
         assert group
         for piece in group:
+            assert isinstance(piece, QueueSlice)
             assert piece.start == at[piece.queue_id] < piece.stop
             at[piece.queue_id] = piece.stop
     assert at == {i: 5 + count for i, (count, _) in enumerate(queues)}
@@ -366,15 +401,16 @@ def small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REGION_MESSAGES", 1)
 
 
-def by_region(path: Path, **options: str) -> list[list[QueueSlice]]:
+def by_region(path: Path, **options: str) -> list[list[Slice]]:
     return plan(SourceOptions.parse({"path": str(path), **options}), by_region=True)
 
 
-def whole(groups: list[list[QueueSlice]]) -> dict[tuple[str, int], tuple[int, int]]:
+def whole(groups: list[list[Slice]]) -> dict[tuple[str, int], tuple[int, int]]:
     """What is read of each queue, whose slices have to follow each other, and miss nothing."""
     found: dict[tuple[str, int], tuple[int, int]] = {}
     for group in groups:
         for piece in group:
+            assert isinstance(piece, QueueSlice)
             assert piece.start < piece.stop
             first, before = found.get((piece.topic, piece.queue_id), (piece.start, piece.start))
             assert piece.start == before
@@ -435,8 +471,8 @@ def test_a_hole_in_a_queue_leaves_it_as_it_is(tmp_path: Path, small_regions: Non
             data = bytearray(file.read_bytes())
             data[slot % 64 * 20 : (slot % 64 + 1) * 20] = bytes(20)
             file.write_bytes(data)
-        found = by_region(path, failOnDataLoss="false")  # a queue whose first unit is gone counts as lost
-        assert whole(found) == planned(path, failOnDataLoss="false")
+        found = by_region(path)
+        assert whole(found) == planned(path)
         assert sum(map(len, found)) > 100  # the other queues are cut all the same
 
 

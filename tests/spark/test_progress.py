@@ -18,6 +18,7 @@ from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.spark import telling
 from mqstore.spark.options import Key, SourceOptions
+from mqstore.spark.pacing import Limit
 from mqstore.spark.plan import Bounds
 from mqstore.spark.progress import Snapshot, StreamProgress, advance, decode_offset, encode_offset
 from mqstore.spark.tasks import read_slices
@@ -39,7 +40,7 @@ class Engine:
 
     def __init__(self, **given: str) -> None:
         self.options = SourceOptions.parse({"columns": ",".join(COLUMNS), **given}).for_stream()
-        self.limit: int | None = None
+        self.limit: Limit | None = None
         self.logged: list[str] = []
         self.committed: set[int] = set()
         self.sink: dict[int, list[Row]] = {}
@@ -76,7 +77,7 @@ class Engine:
     def _batch(self, progress: StreamProgress, number: int, start: dict[str, Any], *, commit: bool = True) -> None:
         rows: list[Row] = []
         for group in progress.partitions(start, self.offset(number)):
-            for batch in read_slices(self.options, COLUMNS, group):
+            for batch in read_slices(self.options, COLUMNS, "binary", group):
                 rows += [tuple(row.values()) for row in batch.to_pylist()]
         if self.options.fail_on_data_loss and number in self.sink:
             assert sorted(self.sink[number]) == sorted(rows), "a batch that is replayed is another"
@@ -149,7 +150,7 @@ _STEPS = st.lists(
             st.just("run"),
             st.sampled_from(["", "", "logged", "read"]),
             st.booleans(),
-            st.sampled_from([None, 1, 5]),
+            st.sampled_from([None, Limit(1, "messages"), Limit(5, "messages"), Limit(1500, "bytes")]),
         ),
     ),
     min_size=3,
@@ -158,9 +159,9 @@ _STEPS = st.lists(
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(steps=_STEPS, start=st.sampled_from(["earliest", "latest"]))
+@given(steps=_STEPS, start=st.sampled_from(["earliest", "latest"]), scan=st.sampled_from(["queue", "queue", "log"]))
 def test_each_message_comes_once_and_in_order_whatever_happens(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[Any], start: str
+    tmp_path_factory: pytest.TempPathFactory, steps: list[Any], start: str, scan: str
 ) -> None:
     """Appends, new queues, new stores, retention, limits, and runs that die between any two steps of a batch."""
     world = World(tmp_path_factory.mktemp("world"))
@@ -170,6 +171,7 @@ def test_each_message_comes_once_and_in_order_whatever_happens(
             path=f"{world.folder}/*",
             startingOffsets=start,
             failOnDataLoss="false",
+            readBy=scan,
             columns=",".join(COLUMNS),
         )
         removed: set[Row] = set()
@@ -181,25 +183,38 @@ def test_each_message_comes_once_and_in_order_whatever_happens(
                 removed |= {row for row in world.all if row[3] < world.low(row)}
             else:
                 stop, target, engine.limit = what
+                if scan == "log":
+                    engine.limit = None
                 before = len(engine.logged)
                 engine.run(stop=stop, target=target)
                 for number in range(before, len(engine.logged)):
                     size = len(engine.sink.get(number, ()))
-                    assert engine.limit is None or size <= engine.limit
+                    assert engine.limit is None or size <= (engine.limit.most if engine.limit.unit == "messages" else 2)
         assert in_order(engine.rows)
-        pinned = decode_offset(engine.offset(0)) if start == "latest" else {}
-        wanted = {row for row in world.all if row[3] >= pinned.get(Key(*row[:3]), 0)}
+        pinned = decode_offset(engine.offset(0), by_log=scan == "log") if start == "latest" else {}
+        if scan == "log":
+            wanted = {row for row, physical in world.all.items() if physical >= pinned.get(Key(row[0]), 0)}
+        else:
+            wanted = {row for row in world.all if row[3] >= pinned.get(Key(*row[:3]), 0)}
         assert set(engine.rows) <= wanted, "read before its start"
         assert wanted - set(engine.rows) <= removed, "lost"
     finally:
         world.close()
 
 
-@pytest.mark.parametrize("limit", [None, 100])
+@pytest.mark.parametrize(("scan", "limit"), [("queue", None), ("queue", Limit(60_000, "bytes")), ("log", None)])
 @pytest.mark.parametrize("name", ["crashed", "rolled"])
-def test_a_java_store_streams_as_it_exports(golden: Callable[[str], GoldenStore], name: str, limit: int | None) -> None:
+def test_a_java_store_streams_as_it_exports(
+    golden: Callable[[str], GoldenStore], name: str, scan: str, limit: Limit | None
+) -> None:
     path = golden(name).path
-    engine = Engine(path=str(path), startingOffsets="earliest", includeSystemTopics="true")
+    engine = Engine(
+        path=str(path),
+        startingOffsets="earliest",
+        readBy=scan,
+        includeSystemTopics="true",
+        onCorrupt="fail" if scan == "queue" else "skip",
+    )
     engine.limit = limit
     engine.run()
     expected = {(str(path), line["topic"], line["queue_id"], line["queue_offset"]) for line in exported(path)}
@@ -236,6 +251,20 @@ def initial(path: Any, **given: str) -> dict[str, Any]:
 )
 def test_a_stream_begins_where_it_is_told_and_else_at_the_end(store: Path, given: Any, expected: Any) -> None:
     assert initial(store, **given) == expected
+
+
+def test_the_log_of_a_store_begins_at_its_end_or_its_oldest_record(store: Path) -> None:
+    latest = StreamProgress(options(store, readBy="log")).initial()
+    assert StreamProgress(options(store, readBy="log", startingOffsets="earliest")).initial() == {
+        "v": 1,
+        "p": {str(store): 0},
+    }
+    assert latest["p"][str(store)] > 80 * 91
+    for name, value in (("startingTimestamp", "5"), ("startingOffsets", '{"t":{"0":5}}'), ("assign", '{"t":[0]}')):
+        with pytest.raises(
+            ConfigError, match=f"option {name}: .* knows no bounds of queues: leave .* out, or give readBy"
+        ):
+            StreamProgress(options(store, readBy="log", **{name: value})).initial()
 
 
 def test_a_start_that_is_gone_fails_unless_told_otherwise(world: World) -> None:
@@ -329,28 +358,30 @@ def test_an_offset_has_one_spelling() -> None:
     offsets = {
         Key(s, t, q): i for i, (s, t, q) in enumerate([("b", "t", 0), ("a", "u", 10), ("a", "t", 9), ("a", "u", 2)])
     }
-    text = json.dumps(encode_offset(offsets))
+    text = json.dumps(encode_offset(offsets, by_log=False))
     assert text == '{"v": 1, "s": {"a": {"t": {"9": 2}, "u": {"2": 3, "10": 1}}, "b": {"t": {"0": 0}}}}'
-    assert json.dumps(encode_offset(decode_offset(json.loads(text)))) == text
+    assert json.dumps(encode_offset(decode_offset(json.loads(text), by_log=False), by_log=False)) == text
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "by_log", "says"),
     [
-        *((value, "no offset of this source in version 1") for value in ({"v": 2, "s": {}}, {"index": 4}, [5])),
-        ({"v": 1, "s": {"a": {"t": {"0": "5"}}}}, "damaged"),
-        ({"v": 1, "s": {"a": {"t": {"0": -1}}}}, "damaged"),
-        ({"v": 1, "s": {"a": {"t": {"x": 5}}}}, "damaged"),
-        ({"v": 1, "s": {"a": 5}}, "damaged"),
-        ({"v": 1}, "damaged"),
+        ({"v": 1, "p": {"s": 5}}, False, "readBy=log, this one has readBy=queue.*new checkpoint"),
+        ({"v": 1, "s": {}}, True, "readBy=queue, this one has readBy=log"),
+        *((value, False, "no offset of this source in version 1") for value in ({"v": 2, "s": {}}, {"index": 4}, [5])),
+        ({"v": 1, "s": {"a": {"t": {"0": "5"}}}}, False, "damaged"),
+        ({"v": 1, "s": {"a": {"t": {"x": 5}}}}, False, "damaged"),
+        ({"v": 1, "s": {"a": 5}}, False, "damaged"),
+        ({"v": 1}, False, "damaged"),
+        ({"v": 1, "p": {"s": -1}}, True, "damaged"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused(store: Path, value: Any, says: str) -> None:
-    progress = StreamProgress(options(store))
+def test_a_checkpoint_of_something_else_is_refused(store: Path, value: Any, by_log: bool, says: str) -> None:
+    progress = StreamProgress(options(store, readBy="log" if by_log else "queue"))
     with pytest.raises(ConfigError, match=says):
         progress.latest(value)
     with pytest.raises(ConfigError, match=says):
-        progress.partitions({"v": 1, "s": {}}, value)
+        progress.partitions({"v": 1, "p": {}} if by_log else {"v": 1, "s": {}}, value)
 
 
 # -- from offset to offset ---------------------------------------------------------------------------------------------
@@ -364,8 +395,8 @@ def test_a_run_that_ends_reads_what_was_there_when_it_began(world: World) -> Non
     world.append(0, "u", 0, 10)
     world.append(1, "t", 0, 10)
     start = progress.initial()
-    end = progress.latest(start, 6)
-    end = progress.latest(end, 6)
+    end = progress.latest(start, Limit(6, "messages"))
+    end = progress.latest(end, Limit(6, "messages"))
     assert end == {"v": 1, "s": {str(world.folder / "s0"): {"t": {"0": 10}}}}
     assert progress.latest(end) == end
 
@@ -427,7 +458,7 @@ def test_only_what_no_power_cut_takes_back_is_read_if_so_wished(tmp_path: Path) 
 
         def end(isolation: str, start: int) -> int:
             progress = StreamProgress(options(tmp_path / "s", isolation=isolation))
-            return decode_offset(progress.latest(encode_offset({key: start})))[key]
+            return decode_offset(progress.latest(encode_offset({key: start}, by_log=False)), by_log=False)[key]
 
         assert (end("dispatched", 0), end("flushed", 0)) == (15, 10)
         # Who has read further before, with another option, has lost nothing and goes on when the disk has come so far.
@@ -438,7 +469,7 @@ def test_what_is_new_is_reported(world: World) -> None:
     world.append(0, "t", 0, 10)
     progress = StreamProgress(options(world.folder / "s0", startingOffsets="earliest"))
     assert progress.reported() is None
-    end = progress.latest(progress.initial(), 3)
+    end = progress.latest(progress.initial(), Limit(3, "messages"))
     assert end["s"][str(world.folder / "s0")]["t"]["0"] == 3
     assert progress.reported() == {"v": 1, "s": {str(world.folder / "s0"): {"t": {"0": 10}}}}
 
@@ -532,7 +563,7 @@ def test_a_queue_or_store_that_is_gone_fails_the_stream_or_waits_where_it_was(wo
             StreamProgress(options(s0)).latest(start)
         lenient = StreamProgress(options(s0, failOnDataLoss="false"))
         end = lenient.latest(start)
-        assert decode_offset(end) == {**decode_offset(start), Key(s0, "t", 0): 10}
+        assert decode_offset(end, by_log=False) == {**decode_offset(start, by_log=False), Key(s0, "t", 0): 10}
     more = json.loads(json.dumps(start).replace(": 7", ": 9"))
     with pytest.raises(NotAStoreError) as caught:
         StreamProgress(options(s0)).partitions(start, more)
@@ -586,6 +617,21 @@ def test_a_topic_that_is_no_longer_wanted_is_no_loss_and_keeps_its_place(world: 
     assert progress.latest(start) == end
     assert progress.reported() == end
     assert StreamProgress(options(path, assign='{"t":[0]}')).latest(start)["s"][str(path)]["u"] == {"0": 5}
+
+
+def test_a_topic_that_is_deleted_takes_nothing_from_a_stream_of_the_log(tmp_path: Path) -> None:
+    """Its records stay in the log, though no queue lists them: the stream has come further than the queues tell."""
+    path = tmp_path / "s"
+    with open_store(path) as opened:
+        for topic in ("t", "u"):
+            opened.put(topic, b"x", 0)
+    start = StreamProgress(options(path, readBy="log")).initial()
+    shutil.rmtree(path / "consumequeue" / "u")
+    progress = StreamProgress(options(path, readBy="log"))
+    assert progress.latest(start) == start
+    beyond = {"v": 1, "p": {str(path): start["p"][str(path)] + 50}}
+    with pytest.raises(OffsetOutOfRangeError, match=r"the log: .*50 bytes are not there"):
+        progress.latest(beyond)
 
 
 @given(
@@ -711,7 +757,11 @@ def test_progress_that_cannot_be_written_says_so(world: World) -> None:
         ({"endingOffsets": "latest"}, "option endingOffsets is for spark.read, not for spark.readStream"),
         ({"endingTimestamp": "5"}, "option endingTimestamp is for spark.read,"),
         ({"view": "queues"}, "option view is for spark.read,"),
-        ({"subscribe": "t", "assign": '{"t": [0]}'}, "exclude each other"),
+        ({"interval": "5m"}, "option interval is for spark.read,"),
+        ({"maxOffsetsPerTrigger": "5", "maxBytesPerTrigger": "5"}, "exclude each other"),
+        ({"commitGroup": "g", "readBy": "log"}, "option commitGroup goes by queues.*use readBy=queue"),
+        ({"maxOffsetsPerTrigger": "5", "readBy": "log"}, "option maxOffsetsPerTrigger goes by queues"),
+        ({"maxBytesPerTrigger": "5", "readBy": "log"}, "option maxBytesPerTrigger goes by queues"),
     ],
 )
 def test_options_of_a_batch_are_refused_for_a_stream(given: dict[str, str], says: str) -> None:
@@ -719,7 +769,9 @@ def test_options_of_a_batch_are_refused_for_a_stream(given: dict[str, str], says
         SourceOptions.parse({"path": "p", **given}).for_stream()
 
 
-@pytest.mark.parametrize(("name", "value"), [("maxOffsetsPerTrigger", "5"), ("commitGroup", "g")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("maxOffsetsPerTrigger", "5"), ("maxBytesPerTrigger", "5"), ("commitGroup", "g")]
+)
 def test_options_of_a_stream_are_refused_for_a_batch(name: str, value: str) -> None:
     given = SourceOptions.parse({"path": "p", name: value})
     with pytest.raises(ConfigError, match=r"is for spark\.readStream, not for spark\.read:"):

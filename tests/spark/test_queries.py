@@ -55,6 +55,8 @@ def test_a_query_has_the_views_it_names(spark: Any, stores: dict[str, Path]) -> 
     assert rows == {"orders": (60, 2 * sum(i * len(str(i)) for i in range(30)))}
     lags = sql(spark, stores, "select store, lag from groups where `group` = 'g' and topic = 'orders' and queue_id = 0")
     assert {row.store: row.lag for row in lags.collect()} == {"a": 10, "b": 10}
+    [delays] = sql(spark, stores["a"], "select level, waiting from delay").collect()
+    assert (delays.level, delays.waiting) == (2, 1)
     whole = sql(spark, stores["a"], "select * from messages")
     assert "properties" in whole.columns
 
@@ -87,7 +89,8 @@ def test_every_view_can_be_had(spark: Any, stores: dict[str, Path]) -> None:
     names = create_views(spark, stores)
 
     assert names == ("messages", *VIEWS)
-    assert spark.sql("select sum(messages) as n from queues").collect()[0].n == 60
+    traffic = spark.sql("select sum(messages) as n, sum(bytes) as size from traffic").collect()[0]
+    assert (traffic.n, traffic.size) == (60, 2 * sum(i * len(str(i)) for i in range(30)))
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------
@@ -165,6 +168,16 @@ def test_a_query_that_is_wrong_is_told_in_one_line(command: Callable[..., Any], 
         assert (result.exit_code, result.stdout) == (2, "")
         [line] = result.stderr.splitlines()
         assert text in line
+
+
+def test_a_shell_has_the_views(command: Callable[..., Any], stores: dict[str, Path]) -> None:
+    result = command(
+        "spark", "shell", stores["a"], stdin=b"print('there are', messages.count(), spark.table('queues').count())\n"
+    )
+
+    assert result.exit_code == 0
+    assert "there are 30 " in result.stdout
+    assert "views: messages, queues" in result.stderr
 
 
 # -- sessions ----------------------------------------------------------------------------------------------------------

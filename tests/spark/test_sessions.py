@@ -224,7 +224,7 @@ def once(rows):
 
 spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "5")
 frame = spark.createDataFrame(spark.sparkContext.range(0, 40, 1, 2).mapPartitions(once), "body string, topic string")
-frame.write.format("mqstore").mode("append").save(sys.argv[1])
+frame.write.format("mqstore").mode("append").option("maxRowsPerShard", "5").save(sys.argv[1])
 spark.stop()
 """
 

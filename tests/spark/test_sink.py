@@ -199,7 +199,7 @@ def test_a_bad_row_fails_the_job_with_its_place_and_nothing_is_written(spark: An
     assert os.listdir(tmp_path / "s" / "_staging") == []
 
 
-def test_overwriting_a_store_is_refused(spark: Any, tmp_path: Path) -> None:
+def test_overwriting_a_store_has_to_be_confirmed(spark: Any, tmp_path: Path) -> None:
     from pyspark.errors import AnalysisException
 
     path = str(tmp_path / "s")
@@ -209,6 +209,13 @@ def test_overwriting_a_store_is_refused(spark: Any, tmp_path: Path) -> None:
     with pytest.raises(AnalysisException, match="a queue is not a table"):
         again.save(path)
     assert sorted(bodies(tmp_path / "s")) == texts(0, 5)
+
+    again.option("confirmOverwrite", "true").save(path)
+    with MessageStore(tmp_path / "s") as store:
+        from mqstore.broker.parts import open_parts
+
+        left = sum(store.offsets(*ref)[1] - open_parts(store).offsets.start_of(*ref) for ref in store.queues("t"))
+    assert left == 3
 
 
 @pytest.mark.parametrize("mode", ["error", "ignore"])

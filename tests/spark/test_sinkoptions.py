@@ -22,9 +22,13 @@ def parse(**given: str) -> SinkOptions:
         ("topic", "t", "topic", "t"),
         ("Target", "SET", "target", "set"),
         ("queues", "16384", "queues", 16_384),
+        ("flush", "none", "flush", "none"),
+        ("validate", "False", "validate", False),
+        ("maxRowsPerShard", "7", "max_rows_per_shard", 7),
         ("lockTimeout", "5", "lock_timeout_s", 5.0),
         ("lockTimeout", "250ms", "lock_timeout_s", 0.25),
         ("stagingTtl", "2 d", "staging_ttl_s", 172_800.0),
+        ("confirmOverwrite", "true", "confirm_overwrite", True),
         ("checkpointLocation", "/cp", "path", "/p"),
         ("queryName", "q", "path", "/p"),
     ],
@@ -51,6 +55,7 @@ def test_values_become_what_they_mean(name: str, text: str, field: str, value: A
         ({"txnVersion": "1"}, "txnAppId and txnVersion go together; txnAppId is missing"),
         ({"lockTimeout": "soon"}, "option lockTimeout='soon': no length of time; seconds, or a number with ms"),
         ({"stagingTtl": "-1s"}, "option stagingTtl='-1s'"),
+        ({"validate": "yes"}, "true or false"),
         ({"topic": " "}, "option topic=' ': it is empty"),
     ],
 )
@@ -84,11 +89,13 @@ def test_a_stream_has_an_identity_of_its_own() -> None:
         parse(txnAppId="a", txnVersion="1").check_stream()
 
 
-@pytest.mark.parametrize("target", ["store", "inbox"])
-def test_overwriting_what_others_consume_is_refused(target: str) -> None:
+def test_overwriting_what_others_consume_has_to_be_confirmed() -> None:
     parse(target="set").check_overwrite()
-    with pytest.raises(ConfigError, match="goes with target=set alone: a queue is not a table"):
-        parse(target=target).check_overwrite()
+    parse(confirmOverwrite="true").check_overwrite()
+    with pytest.raises(ConfigError, match=r"a queue is not a table.*confirmOverwrite=true"):
+        parse().check_overwrite()
+    with pytest.raises(ConfigError, match="does not go with target=inbox"):
+        parse(target="inbox", confirmOverwrite="true").check_overwrite()
 
 
 def test_an_option_that_tells_a_write_is_none_of_a_query() -> None:
@@ -99,5 +106,5 @@ def test_the_table_and_the_fields_are_one() -> None:
     assert {option.field for option in SINK_OPTIONS.options.values()} == {field.name for field in fields(SinkOptions)}
     defaults = SinkOptions("/p")
     for option in SINK_OPTIONS.options.values():
-        if option.default and option.field != "topic":
+        if option.default and option.field not in ("topic", "max_rows_per_shard"):
             assert option.parse(option.default) == getattr(defaults, option.field)

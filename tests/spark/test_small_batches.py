@@ -51,7 +51,7 @@ def read(
     rows: Rows = []
     try:
         for pieces in runs:
-            rows += rows_of(read_slices(options, columns, pieces, policy=policy))
+            rows += rows_of(read_slices(options, columns, "binary", pieces, policy=policy))
     except MQStoreError as error:
         return f"{type(error).__name__}: {error}", policy
     return rows, policy
@@ -99,7 +99,7 @@ def test_slices_that_are_read_together_are_as_each_alone(
 def test_one_batch_has_all_small_slices(tmp_path: Path) -> None:
     path = write_store(tmp_path / "s", many(40))
     options = SourceOptions.parse({"path": str(path)})
-    [batch] = read_slices(options, NAMES, pieces_of(path, 2))
+    [batch] = read_slices(options, NAMES, "binary", pieces_of(path, 2))
     assert batch.num_rows == 41
 
 

@@ -15,7 +15,7 @@ import pytest
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from tests.conftest import GoldenStore
 from tests.log.support import flip
-from tests.spark.support import as_exported, as_row, exported, many, write_store
+from tests.spark.support import Odd, as_exported, as_row, exported, many, write_store
 
 pytestmark = pytest.mark.spark
 PUSH_DOWN = "spark.sql.python.filterPushdown.enabled"
@@ -62,10 +62,14 @@ def sorted_rows(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # -- the same as an export ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("scan", ["queue", "log"])
 @pytest.mark.parametrize("name", ["clean", "crashed", "propcrc", "rolled", "trimmed"])
-def test_a_java_store_reads_as_it_exports(spark: Any, golden: Callable[[str], GoldenStore], name: str) -> None:
+def test_a_java_store_reads_as_it_exports(
+    spark: Any, golden: Callable[[str], GoldenStore], name: str, scan: str
+) -> None:
     path = golden(name).path
-    found = sorted_rows(rows(load(spark, path, includeSystemTopics="true")))
+    options = {"readBy": scan, "includeSystemTopics": "true", "onCorrupt": "fail" if scan == "queue" else "skip"}
+    found = sorted_rows(rows(load(spark, path, **options)))
     expected = [as_row(line) for line in exported(path)]
     # A DataFrame's times are Python's datetimes: strange ones have been nulled by the source as by the model.
     assert [as_exported(row) for row in found] == sorted_rows(expected)
@@ -90,8 +94,18 @@ def test_columns_can_be_cut_by_option_and_by_schema(spark: Any, store: Path) -> 
     assert sorted_rows(rows(load(spark, store, columns=", ".join(names)))) == expected
     schema = "physical_offset bigint, body binary, properties map<string,string>"
     assert sorted_rows(rows(spark.read.format("mqstore").schema(schema).load(str(store)))) == expected
+    assert "properties" not in load(spark, store, includeProperties="false").columns
     assert "error" not in load(spark, store).columns
     assert load(spark, store, onCorrupt="keep").columns[-1] == "error"
+
+
+def test_bodies_can_be_text(spark: Any, tmp_path: Path) -> None:
+    path = write_store(tmp_path / "s", [Odd(body="grün".encode()), Odd(body=b"\xff\xfe")])
+    expected = ["grün", "\ufffd\ufffd"]
+    by_option = load(spark, path, subscribe="t", bodyAs="string", columns="body")
+    by_schema = spark.read.format("mqstore").schema("body string").option("subscribe", "t").load(str(path))
+    for frame in (by_option, by_schema):
+        assert [row.body for row in frame.collect()] == expected
 
 
 @pytest.mark.parametrize(
@@ -99,7 +113,6 @@ def test_columns_can_be_cut_by_option_and_by_schema(spark: Any, store: Path) -> 
     [
         ("bodies binary", "no column 'bodies'; there are store, topic"),
         ("topic int", "column 'topic' is string, not int"),
-        ("body string", "column 'body' is binary, not string"),
         ("topic string not null", "column 'topic' is string, not string not null"),
     ],
 )
@@ -134,7 +147,7 @@ def test_a_schema_that_rows_cannot_have_is_refused(spark: Any, store: Path) -> N
     ("options", "says"),
     [
         ({"colums": "body"}, r"no option 'colums'; did you mean 'columns'\?\s+SQLSTATE"),
-        ({"isolation": "none"}, "option isolation='none'"),
+        ({"readBy": "fast"}, "option readBy='fast'"),
         ({"columns": "bodies"}, "no column 'bodies'"),
         ({"view": "queues", "columns": "body"}, "the view queues has no 'body'; there are store, topic"),
         ({"view": "queues", "columns": "topic,topic"}, "a column is named twice in topic, topic"),
@@ -171,8 +184,8 @@ def test_our_message_stands_at_the_top_of_what_spark_shows(spark: Any, store: Pa
     wrong = spark.read.format("mqstore").schema("bodies binary")
     for ask, begins in (
         (
-            lambda: load(spark, store, isolation="none"),
-            "ConfigError: option isolation='none': no such word; dispatched or flushed",
+            lambda: load(spark, store, readBy="fast"),
+            "ConfigError: option readBy='fast': no such word; auto, queue or log",
         ),
         (lambda: wrong.load(str(store)).collect(), "ConfigError: schema: no column 'bodies'; there are store, topic"),
         (lambda: load(spark, tmp_path / "x").collect(), f"NotAStoreError: {tmp_path / 'x'} holds no store"),
@@ -230,7 +243,9 @@ def test_views_are_tables_too(spark: Any, tmp_path: Path) -> None:
     ]
     assert queues[0]["first_store_timestamp"] == datetime.fromtimestamp(T0 / 1000, UTC)
     assert {row["state"] for row in queues} == {"whole"}
-    assert len(rows(load(spark, path, view="queues", columns="topic,messages"))[0]) == 2
+    segments = rows(load(spark, path, view="segments", columns="base,messages,sealed"))
+    assert [row["messages"] for row in segments] == [41]
+    assert segments[0] == {"base": 0, "messages": 41, "sealed": False}
     assert rows(load(spark, path, view="groups")) == []
 
 
@@ -297,17 +312,18 @@ def test_nothing_stays_mapped_or_open_in_a_worker(spark: Any, tmp_path: Path) ->
     assert all(max(counts) - min(counts) <= 2 for counts in descriptors.values())
 
 
-def test_a_store_without_messages_reads_as_no_rows(spark: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scan", ["auto", "queue", "log"])
+def test_a_store_without_messages_reads_as_no_rows(spark: Any, tmp_path: Path, scan: str) -> None:
     """Its plan has no partition: then Spark runs a task all the same, and gives it a partition of nothing."""
     from mqstore.spark.source import MQStoreDataSource
 
     MessageStore(tmp_path / "s").close()
-    source = MQStoreDataSource({"path": str(tmp_path / "s")})
+    source = MQStoreDataSource({"path": str(tmp_path / "s"), "readBy": scan})
     assert source.reader(source.schema()).partitions() == []
 
-    frame = load(spark, tmp_path / "s")
+    frame = load(spark, tmp_path / "s", readBy=scan)
 
-    assert frame.columns != []
+    assert frame.columns == load(spark, tmp_path / "s").columns != []
     assert (frame.collect(), frame.where("topic = 't'").count()) == ([], 0)
 
 

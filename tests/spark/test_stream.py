@@ -174,6 +174,23 @@ def test_one_huge_and_many_tiny_queues_keep_to_the_limit(query: Query) -> None:
     assert sum(map(len, query.read().values())) == 220
 
 
+@pytest.mark.usefixtures("limits")
+def test_bytes_keep_to_the_limit(query: Query) -> None:
+    query.append(20, 20, size=900)
+    progress = query.run(startingOffsets="earliest", maxBytesPerTrigger="10000")
+    assert [each.numInputRows for each in progress] == [10, 10, 10, 10]
+
+
+@pytest.mark.usefixtures("limits")
+def test_a_stream_of_the_log_reads_the_same(query: Query) -> None:
+    query.append(20, 20)
+    query.run(startingOffsets="earliest", readBy="log")
+    assert query.read() == {("t", 0): [*range(20)], ("t", 1): [*range(20)]}
+    assert "option maxOffsetsPerTrigger goes by queues" in query.fails(readBy="log", maxOffsetsPerTrigger="15")
+    says = query.fails(readBy="queue")
+    assert "the checkpoint is of a stream with readBy=log, this one has readBy=queue" in says
+
+
 def test_rows_are_those_of_a_batch(query: Query) -> None:
     """All columns, with an option that looks into messages."""
     for i in range(30):
@@ -436,18 +453,19 @@ def reader(path: Path, **options: str) -> Any:
 @pytest.mark.usefixtures("limits")
 def test_a_limit_is_what_spark_says_and_not_what_the_option_says(query: Query) -> None:
     """A trigger may want all there is."""
-    from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
+    from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
     query.append(30, size=100)
     made = reader(query.path, startingOffsets="earliest", maxOffsetsPerTrigger="7")
     assert made.getDefaultReadLimit() == ReadMaxRows(7)
+    assert reader(query.path, maxBytesPerTrigger="99").getDefaultReadLimit() == ReadMaxBytes(99)
     assert reader(query.path).getDefaultReadLimit() == ReadAllAvailable()
     start = made.initialOffset()
     ends = [
         made.latestOffset(start, limit)["s"][str(query.path)]["t"]["0"]
-        for limit in (ReadMaxRows(7), ReadAllAvailable())
+        for limit in (ReadMaxRows(7), ReadMaxBytes(1000), ReadAllAvailable())
     ]
-    assert ends == [7, 30]
+    assert ends == [7, 5, 30]
 
 
 @pytest.mark.usefixtures("limits")
@@ -466,15 +484,15 @@ def test_where_pyspark_has_no_limits_a_stream_does_without(query: Query, monkeyp
     spec.loader.exec_module(old)
     options = reader(query.path)._options
     query.append(5)
-    made = old.stream_reader(options, ["topic"])
+    made = old.stream_reader(options, ["topic"], "binary")
     start = made.initialOffset()
     assert made.latestOffset() == start
     query.append(2)
     end = made.latestOffset()
     [planned] = made.partitions(start, end)
     assert sum(batch.num_rows for batch in made.read(planned)) == 2
-    with pytest.raises(ConfigError, match=r"needs pyspark 4\.2"):
-        old.stream_reader(limited, ["topic"])
+    with pytest.raises(ConfigError, match=r"need pyspark 4\.2"):
+        old.stream_reader(limited, ["topic"], "binary")
 
 
 def test_a_reader_that_cannot_be_says_why_whatever_it_is_asked(query: Query) -> None:

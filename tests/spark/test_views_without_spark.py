@@ -18,6 +18,8 @@ from mqstore.spark.plan import StoreName
 from mqstore.spark.views import VIEWS, view_batch, view_stores
 from tests.spark.support import many, write_store
 
+BY_TOPIC = ("queues", "traffic")
+
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Path:
@@ -40,6 +42,7 @@ def rows(view: str, *stores: Path, **given: str) -> list[dict[str, Any]]:
 # -- topics ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("view", BY_TOPIC)
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -48,16 +51,17 @@ def rows(view: str, *stores: Path, **given: str) -> list[dict[str, Any]]:
         ({"assign": '{"nosuch": [0]}'}, "no store has the topic 'nosuch', queue 0, which option assign names"),
     ],
 )
-def test_a_topic_that_no_store_has_is_no_empty_one(fleet: Path, given: dict[str, str], says: str) -> None:
+def test_a_topic_that_no_store_has_is_no_empty_one(fleet: Path, view: str, given: dict[str, str], says: str) -> None:
     """A misspelt topic gave no row, as one does that has had no message."""
     with pytest.raises(TopicNotFoundError, match=says + r" \(failOnDataLoss=false reads what there is\)"):
-        rows("queues", fleet / "a", fleet / "b", **given)
-    found = rows("queues", fleet / "a", fleet / "b", failOnDataLoss="false", **given)
+        rows(view, fleet / "a", fleet / "b", **given)
+    found = rows(view, fleet / "a", fleet / "b", failOnDataLoss="false", **given)
     assert {row["topic"] for row in found} <= {"t"}
 
 
-def test_a_topic_of_one_store_and_one_without_a_message_are_there(fleet: Path) -> None:
-    found = rows("queues", fleet / "a", fleet / "b", subscribe="t,entered")
+@pytest.mark.parametrize("view", BY_TOPIC)
+def test_a_topic_of_one_store_and_one_without_a_message_are_there(fleet: Path, view: str) -> None:
+    found = rows(view, fleet / "a", fleet / "b", subscribe="t,entered")
     assert {row["topic"] for row in found} == {"t"}
     assert {row["store"] for row in found} == {str(fleet / name) for name in "ab"}
 
@@ -106,9 +110,9 @@ class Session:
         {"SUBSCRIBE": "t"},
         {"assign": '{"t": [0]}'},
         {"subscribePattern": "t", "includeSystemTopics": "true"},
-        {"tags": "a", "minPartitions": "8"},
-        {"decompress": "false", "startingOffsets": "latest"},
-        {"onCorrupt": "keep", "failOnDataLoss": "false"},
+        {"tags": "a", "readBy": "queue", "bodyAs": "string", "minPartitions": "8"},
+        {"includeProperties": "false", "decompress": "false", "startingOffsets": "latest"},
+        {"interval": "5m", "onCorrupt": "keep", "failOnDataLoss": "false"},
     ],
 )
 def test_every_table_of_a_session_is_made_whatever_the_options(tmp_path: Path, given: dict[str, str]) -> None:
@@ -116,7 +120,9 @@ def test_every_table_of_a_session_is_made_whatever_the_options(tmp_path: Path, g
     spark = Session()
     assert create_views(spark, select(tmp_path, options=given)) == ("messages", *VIEWS)
     assert [options.view for options in spark.views.values()] == [*spark.views] == ["messages", *VIEWS]
-    assert {options.topics for options in spark.views.values()} == {spark.views["messages"].topics}
+    assert {options.topics for name, options in spark.views.items() if name in BY_TOPIC} == {
+        spark.views["messages"].topics
+    }
 
 
 # -- stores that are gone ----------------------------------------------------------------------------------------------
@@ -140,11 +146,12 @@ def test_a_store_that_is_gone_fails_a_view_or_is_passed_over_and_told(
     assert "failOnDataLoss=false" in caplog.text
 
 
-def test_a_store_that_is_gone_is_passed_over_where_topics_are_named(fleet: Path) -> None:
-    whole = rows("queues", fleet / "b", subscribe="t")
+@pytest.mark.parametrize("view", BY_TOPIC)
+def test_a_store_that_is_gone_is_passed_over_where_topics_are_named(fleet: Path, view: str) -> None:
+    whole = rows(view, fleet / "b", subscribe="t")
     with pytest.raises(NotAStoreError, match="gone"):
-        rows("queues", fleet / "gone", fleet / "b", subscribe="t")
-    assert rows("queues", fleet / "gone", fleet / "b", subscribe="t", failOnDataLoss="false") == whole
+        rows(view, fleet / "gone", fleet / "b", subscribe="t")
+    assert rows(view, fleet / "gone", fleet / "b", subscribe="t", failOnDataLoss="false") == whole
 
 
 def test_a_store_that_goes_between_plan_and_task_has_no_row(fleet: Path) -> None:

@@ -2,12 +2,15 @@
 
 A table that finds a value of the wrong type in its file does not load it, and nor does the store: so `verify` and
 `recover` judge by the same functions.
+
+Of a file of Spark's the shape stands here, too: who looks for damage may not know that room, and it knows this one.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from mqstore.broker.delay.levels import check_delay_offsets
 from mqstore.broker.groups import check_groups
@@ -15,9 +18,53 @@ from mqstore.broker.localoffsets import LOCAL_OFFSETS, check_local_offsets
 from mqstore.broker.offsets import check_offsets
 from mqstore.broker.pop.orderinfo import check_order_info
 from mqstore.broker.topics import check_topics
+from mqstore.errors import UnsupportedStoreError
 from mqstore.files.jsonfile import Check
+from mqstore.log.names import is_path_safe
 
-__all__ = ["CONFIG_CHECKS"]
+__all__ = ["CONFIG_CHECKS", "OVERWRITE_FILE", "check_overwrite"]
+
+OVERWRITE_FILE: Final = "config/spark/overwrite.json"
+
+
+def check_overwrite(value: Mapping[str, Any], file: str | os.PathLike[str] = OVERWRITE_FILE) -> None:
+    """ValueError unless this notes an overwrite, or that there is none (`spark.publish`). UnsupportedStoreError, which
+    names `file`, for one of a newer program: that is no damage, and nobody may move it aside."""
+    _check_version(value, file)
+    if "ends" not in value:
+        return
+    if type(value.get("app")) is not str or not _is_number(value.get("ver")):
+        raise ValueError(f"no overwrite: app {value.get('app')!r:.80}, ver {value.get('ver')!r:.80}")
+    for topic, ends in _object(value, "ends").items():
+        if "@" in topic or not is_path_safe(topic):  # as the table of offsets has it, where these go
+            raise ValueError(f"ends: {topic!r:.80} is no topic")
+        for queue_id, end in _object({topic: ends}, topic).items():
+            if not (queue_id.isascii() and queue_id.isdecimal() and len(queue_id) < 11 and _is_number(end)):
+                raise ValueError(f"ends: {topic!r:.80}, queue {queue_id!r:.20}: {end!r:.80} is no offset")
+
+
+def _check_version(value: Mapping[str, Any], file: str | os.PathLike[str]) -> None:
+    version = value.get("version")
+    if type(version) is not int or version < 1:
+        raise ValueError(f"version must be 1, not {version!r:.80}")
+    if version > 1:
+        raise UnsupportedStoreError(
+            f"{os.fspath(file)} was written by a newer mqstore (version {version}); this one knows version 1: upgrade "
+            "mqstore",
+            version,
+            (),
+        )
+
+
+def _object(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    if not isinstance(found := value.get(name), dict):
+        raise ValueError(f"{name!r:.80} must be an object, not {found!r:.80}")
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
 
 CONFIG_CHECKS: Final[Mapping[str, Check]] = {
     "config/topics.json": check_topics,
@@ -26,6 +73,7 @@ CONFIG_CHECKS: Final[Mapping[str, Check]] = {
     "config/delayOffset.json": check_delay_offsets,
     "config/consumerOrderInfo.json": check_order_info,
     f"{LOCAL_OFFSETS}/*/*.json": check_local_offsets,
+    OVERWRITE_FILE: check_overwrite,
 }
 """By path within the store, `*` standing for any name: a function that raises ValueError for an object of the wrong
 shape."""

@@ -193,7 +193,7 @@ class _Job:
         if strange or len(set(partition_by)) < len(partition_by):
             raise ConfigError(f"partition_by={tuple(partition_by)!r}: each of {', '.join(_PARTS)} may be there once")
         named = columns if columns is not None else options.columns
-        chosen = check_columns(named)
+        chosen = check_columns(named, properties=options.include_properties)
         chosen = tuple(name for name in chosen if name not in partition_by)
         if not chosen:
             raise ConfigError("no column is left for the files: name one that is not in partition_by")
@@ -216,6 +216,7 @@ class _Job:
             "filter": options.filter,
             "tags": options.tags,
             "keys": None if options.keys is None else list(options.keys),
+            "body_as": options.body_as,
             "decompress": options.decompress,
         }
 
@@ -247,6 +248,8 @@ def _refuse(options: SourceOptions) -> None:
     options.refuse(
         ("startingOffsets", "startingGroup"), ": an export begins where the last one ended; `start` bounds the first"
     )
+    if options.read_by == "log":
+        raise ConfigError("option readBy=log: an export notes where it ended in each queue: use readBy=queue")
     if options.on_corrupt == "keep":
         raise ConfigError("option onCorrupt=keep: use onCorrupt=skip, which counts the damaged messages")
 
@@ -288,7 +291,7 @@ def _write(job: _Job, task: tuple[int, list[QueueSlice]]) -> _Written:
         waiting.clear()
 
     for piece in slices:
-        for batch in read_slices(options, columns, [piece], policy=policy):
+        for batch in read_slices(options, columns, options.body_as, [piece], policy=policy):
             messages += batch.num_rows
             record_bytes += pc.sum(batch.column("size")).as_py() or 0
             for day, rows in _by_day(batch) if by_day else [("", batch)]:

@@ -107,7 +107,7 @@ def _look(stores: Selection, key: str, name: StoreName) -> list[Hop]:
     )
     places: set[int] = set()
     for task in plan(chosen.options):
-        for batch in read_slices(chosen.options, ["physical_offset"], task):
+        for batch in read_slices(chosen.options, ["physical_offset"], "binary", task):
             places.update(batch.column(0).to_pylist())
     with open_store(name) as store:
         if len(places) > _MOST:

@@ -20,7 +20,7 @@ from typing import Final, Unpack
 from mqstore.broker.names import is_dlq_topic, is_system_topic
 from mqstore.errors import ConfigError
 from mqstore.jobs.runner import Runner, Where
-from mqstore.spark.options import SourceOptions, duration_s
+from mqstore.spark.options import SourceOptions, interval_ms
 from mqstore.spark.plan import QueueSlice
 from mqstore.spark.rows import OnCorrupt
 from mqstore.spark.selection import Selection, Shaped, Stores, select
@@ -102,7 +102,10 @@ def traffic_report(
 
     `jobs`, `spark` and `progress`: see `mqstore.jobs`. Raises ConfigError, and what reading raises.
     """
-    length_ms = _interval_ms(interval)
+    try:
+        length_ms = interval_ms(interval)
+    except ValueError as error:
+        raise ConfigError(f"interval={interval!r}: {error}; it is a length of time from 1s on (30s, 5m, 1h)") from error
     if isinstance(by, str) or set(by) - set(_BY) or len(set(by)) < len(by):
         raise ConfigError(f"by={by!r}: each of {', '.join(_BY)} may be there once")
     by = tuple(name for name in _BY if name in by)
@@ -132,22 +135,14 @@ def traffic_report(
     )
 
 
-def _interval_ms(interval: str) -> int:
-    try:
-        length_ms = round(duration_s(interval) * 1000)
-        if length_ms < 1000:
-            raise ValueError("too short")
-    except ValueError as error:
-        raise ConfigError(f"interval={interval!r}: {error}; it is a length of time from 1s on (30s, 5m, 1h)") from error
-    return length_ms
-
-
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
 def _tasks(selection: Selection, slots: int = 1) -> list[list[QueueSlice]]:
     """Slices of queues; of retry topics as well, if no topics are named."""
     options = selection.options
+    if options.read_by == "log":
+        raise ConfigError("option readBy=log: traffic is counted by queues: use readBy=queue")
     if options.topics or options.assign or options.topic_pattern or options.include_system_topics:
         return selection.queue_tasks(by_region=True, slots=slots)
     tasks = selection.with_options(include_system_topics=True).queue_tasks(by_region=True, slots=slots)

@@ -36,7 +36,7 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.reader import StoreReader
 from mqstore.log.tagfilter import TagFilter, parse_tags
 from mqstore.spark.arrow import cut, spread, text
-from mqstore.spark.rows import OnCorrupt, Piece, Policy, QueueScan, inflated, joined, merged
+from mqstore.spark.rows import OnCorrupt, Piece, Policy, QueueScan, inflated, joined, log_pieces, merged
 
 __all__ = [
     "ARROW_TYPES",
@@ -140,17 +140,17 @@ def as_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def default_columns(*, keep: bool = False) -> tuple[str, ...]:
-    """Return the columns of a row when none are chosen: `error` with `keep`."""
-    left_out = _ONLY_NAMED - ({"error"} if keep else set())
+def default_columns(*, keep: bool = False, properties: bool = True) -> tuple[str, ...]:
+    """Return the columns of a row when none are chosen: `error` with `keep`, and without `properties` not those."""
+    left_out = _ONLY_NAMED - ({"error"} if keep else set()) | (set() if properties else {"properties"})
     return tuple(name for name in COLUMNS if name not in left_out)
 
 
-def check_columns(columns: Sequence[str] | None, *, keep: bool = False) -> tuple[str, ...]:
+def check_columns(columns: Sequence[str] | None, *, keep: bool = False, properties: bool = True) -> tuple[str, ...]:
     """Return `columns` if there are such, the default ones for None, those of Spark's Kafka source for `kafka`.
-    ConfigError. `keep`: as of `default_columns`."""
+    ConfigError. `keep` and `properties`: as of `default_columns`."""
     if columns is None:
-        return default_columns(keep=keep)
+        return default_columns(keep=keep, properties=properties)
     if tuple(columns) == ("kafka",):
         return tuple(_KAFKA)
     unknown = [name for name in columns if name not in COLUMNS]
@@ -281,7 +281,17 @@ def _message_id(piece: Piece) -> Any:
     return pa.Array.from_buffers(_STRING, count, [None, pa.py_buffer(ends), pa.py_buffer(digits.view(np.uint8))])
 
 
+def _topic(piece: Piece) -> Any:
+    """Of a log scan, and of several queues: as the records have it."""
+    headers = piece.headers
+    at = headers.topic_position
+    coded = cut(piece.buffer, at, at + headers.topic_size).dictionary_encode()
+    return text(coded.dictionary).take(coded.indices)
+
+
 _OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
+    "topic": _topic,
+    "queue_id": _int("queue_id"),
     "body": lambda piece: piece.stored_bodies() if piece.bodies is None else piece.bodies,
     "keys": _property(KEYS),
     "tags": _property(TAGS),
@@ -306,10 +316,11 @@ class ColumnReader:
 
     `columns`: names of `COLUMNS`, None for all. `tags`: as for `MessageStore.read`; `where`: an SQL92 expression over
     properties; `keys`: keys or unique keys of which a message must bear one. `decompress` False leaves bodies as they
-    are stored. `policy.verify` compares checksums, which costs about as much as reading a body; without it every
-    length, magic and offset is still checked. `policy.on_corrupt`: "fail" raises CorruptStoreError at the first damaged
-    message, "skip" leaves such messages out (`policy.corrupt` counts them), "keep" gives a row that has what its unit
-    says, null elsewhere, and `error`. Columns that come from units alone are read without a look at the records.
+    are stored, `body_as` "string" makes them text. `policy.verify` compares checksums, which costs about as much as
+    reading a body; without it every length, magic and offset is still checked. `policy.on_corrupt`: "fail" raises
+    CorruptStoreError at the first damaged message, "skip" leaves such messages out (`policy.corrupt` counts them),
+    "keep" gives a row that has what its unit says, null elsewhere, and `error`. Columns that come from units alone are
+    read without a look at the records.
 
     Raises ConfigError for columns that there are not.
     """
@@ -323,6 +334,7 @@ class ColumnReader:
         where: str | None = None,
         keys: Sequence[str] | None = None,
         decompress: bool = True,
+        body_as: Literal["binary", "string"] = "binary",
         policy: Policy | None = None,
         store_id: str | None = None,
     ) -> None:
@@ -330,6 +342,9 @@ class ColumnReader:
         self.policy = policy or Policy()
         self.columns = check_columns(columns, keep=self.policy.on_corrupt == "keep")
         self.schema = arrow_schema(self.columns)
+        if body_as == "string" and "body" in self.columns:
+            at = self.columns.index("body")
+            self.schema = self.schema.set(at, pa.field("body", _STRING))
         self._tags = tags
         self._passes = _passes(where, keys)
         self._inflates = decompress and not {"body", "value"}.isdisjoint(self.columns)
@@ -338,6 +353,11 @@ class ColumnReader:
     def queue(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Any]:
         """Record batches of queue offsets [start, stop), in order; nothing for a queue that is not there."""
         return self.batches(self.queue_pieces(topic, queue_id, start, stop))
+
+    def log(self, start: int, stop: int, wanted: Callable[[str], bool] = lambda topic: True) -> Iterator[Any]:
+        """Record batches of the messages whose records begin at physical offsets [start, stop), in log order, of the
+        topics that `wanted` says yes to. `stop` lies at or below the end of what has been dispatched."""
+        return self.batches(self.log_pieces(start, stop, wanted))
 
     def queue_pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
         """Yield the pieces of a queue, checked and filtered, for `batches` or to be counted.
@@ -350,6 +370,11 @@ class ColumnReader:
         records = filtered or not costs <= {"unit"}
         scan = QueueScan(self.store, self.policy, records=records, bodies=bodies, headers=headers)
         return self._chosen(scan.pieces(topic, queue_id, start, stop, chosen), chosen)
+
+    def log_pieces(self, start: int, stop: int, wanted: Callable[[str], bool]) -> Iterator[Piece]:
+        """Yield the pieces of a log, checked and filtered, for `batches`."""
+        pieces = log_pieces(self.store, start, stop, self.policy, wanted)
+        return self._chosen(pieces, parse_tags(self._tags, ""))
 
     def _chosen(self, pieces: Iterable[Piece], tags: TagFilter | None) -> Iterator[Piece]:
         """Return the rows that pass the filters, and those that are damaged: nobody knows what they were."""
@@ -386,10 +411,10 @@ class ColumnReader:
         match name:
             case "store":
                 return pa.repeat(pa.scalar(self._store_id, _STRING), count)
-            case "topic":
+            case "topic" if piece.topic is not None:
                 topic = piece.topic.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
                 return pa.repeat(pa.scalar(topic, _STRING), count)
-            case "queue_id":
+            case "queue_id" if piece.queue_id is not None:
                 return pa.repeat(pa.scalar(piece.queue_id, pa.int32()), count)
             case "queue_offset":
                 return _or_null(piece.slots)
@@ -403,7 +428,12 @@ class ColumnReader:
                 return pa.repeat(pa.scalar(1, pa.int32()), count)
             case "error" if piece.errors:
                 return pa.array(piece.errors, _STRING)
-        return pa.nulls(count, COLUMNS[name].type) if piece.errors or name == "error" else _OF_RECORD[name](piece)
+        if name == "error" or piece.errors:
+            return pa.nulls(count, COLUMNS[name].type)
+        if name == "tags_code":  # of a log scan: what dispatch would put into the unit
+            rows = self.store.queue_table.rows_of(piece.buffer, piece.headers, piece.base)
+            return pa.array(rows.tags_code[: len(rows)])
+        return _OF_RECORD[name](piece)
 
 
 def _or_null(values: npt.NDArray[np.signedinteger[Any]]) -> Any:

@@ -114,14 +114,16 @@ class Encoder:
         version: int,
         partition: int,
         topic: str | None = None,
+        max_rows: int | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """`topic` wins over the column."""
+        """`topic` wins over the column. No piece that is handed out has more than `max_rows` rows."""
         self.rules = rules
         self.partition = partition
         self.row = 0
         """Rows that were encoded so far."""
         self.topic = topic
+        self._max_rows = min(max_rows or _SLICE_ROWS, _SLICE_ROWS)
         self.clock = clock
         self.prefix = np.frombuffer(derived_prefix(app, version, partition).encode(), np.uint8)
         first_turn = int.from_bytes(_digest(app, version, partition)[-4:], "big")
@@ -143,7 +145,7 @@ class Encoder:
         ends = np.cumsum(sizes_of(columns["record" if "record" in columns else "body"]))
         while start < len(batch):
             before = int(ends[start - 1]) if start else 0
-            stop = min(start + _SLICE_ROWS, int(np.searchsorted(ends, before + _SLICE_BYTES, "right")))
+            stop = min(start + self._max_rows, int(np.searchsorted(ends, before + _SLICE_BYTES, "right")))
             stop = min(max(stop, start + 1), len(batch))
             rows = stop - start
             yield kind(self, {name: each.slice(start, rows) for name, each in columns.items()}, rows).encode()

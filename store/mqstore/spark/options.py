@@ -28,12 +28,12 @@ if TYPE_CHECKING:  # it would need pyarrow, which planning does not
     from mqstore.spark.rows import OnCorrupt
 
 __all__ = [
-    *("ANY", "APP_NAME", "EARLIEST", "LATEST", "NOT_FOR_VIEWS", "ONLY_FOR_WRITING", "QUEUE_ID", "SINK_OPTIONS"),
-    *("SOURCE_OPTIONS", "Key", "Offsets", "SinkOptions", "SourceOptions", "checked_path", "duration_s"),
-    *("flat_offsets", "nested_offsets", "refuse_table"),
+    *("ANY", "APP_NAME", "EARLIEST", "LATEST", "ONLY_FOR_WRITING", "QUEUE_ID", "SINK_OPTIONS", "SOURCE_OPTIONS"),
+    *("Key", "Offsets", "SinkOptions", "SourceOptions", "checked_path", "duration_s", "flat_offsets", "interval_ms"),
+    *("nested_offsets", "not_for", "refuse_table"),
 ]
 
-View = Literal["messages", "queues", "groups"]
+View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "verify"]
 Target = Literal["store", "set", "inbox"]
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
@@ -56,20 +56,20 @@ LATEST: Final = -1
 
 
 class Key(NamedTuple):
-    """A queue of a store."""
+    """A queue; of a log, topic "" and queue -1."""
 
     store: str
     topic: str = ""
     queue_id: int = -1
 
     def __str__(self) -> str:
-        return f"{self.store}: {self.topic}, queue {self.queue_id}"
+        return f"{self.store}: {self.topic}, queue {self.queue_id}" if self.topic else f"{self.store}: the log"
 
 
 ANY: Final = Key("")
-"""Every queue that is not named."""
+"""Every queue and log that is not named."""
 Offsets = dict[Key, int]
-"""Queue offset of each queue."""
+"""Offset of each queue (queue offset) or log (physical offset)."""
 
 
 def nested_offsets(offsets: Mapping[Key, int]) -> dict[str, dict[str, dict[str, int]]]:
@@ -366,6 +366,18 @@ def _group(text: str) -> str:
     return group
 
 
+def interval_ms(value: str) -> int:
+    """Return the milliseconds by which traffic is added up. ValueError for less than a second.
+
+    >>> interval_ms("5m")
+    300000
+    """
+    found = round(duration_s(value) * 1000)
+    if found < 1000:
+        raise ValueError("too short")
+    return found
+
+
 def _paths(text: str) -> dict[str, str] | list[str]:
     value = _parsed(text)
     found = value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else []
@@ -452,12 +464,19 @@ class SourceOptions:
     starting_group: str | None = option(
         None, "a consumer group", "begin at its committed offsets, where it has none at the oldest message", text
     )
+    read_by: Literal["auto", "queue", "log"] = choice(
+        *("auto", "queue", "log"), meaning="by consume queues, or by the log; auto: by queues if any, and for a stream"
+    )
     columns: tuple[str, ...] | None = option(
         None,
         "names, separated by commas, or kafka",
         "which columns; kafka: those of Kafka's source",
         names,
         shown="all",
+    )
+    include_properties: bool = flag(True, "column `properties`")
+    body_as: Literal["binary", "string"] = choice(
+        "binary", "string", meaning="type of `body`; string puts U+FFFD for what is not UTF-8"
     )
     decompress: bool = flag(True, "inflate bodies that are stored compressed")
     verify: bool = flag(True, "compare each record's checksum; magic, offsets and lengths are compared always")
@@ -474,8 +493,14 @@ class SourceOptions:
     max_rows_per_batch: int = number(20_000, "rows of an Arrow batch", _BATCH_MAX)
     max_bytes_per_batch: int = number(8 << 20, "bytes of an Arrow batch; it has one message at least", _BATCH_MAX)
     view: View = choice(*get_args(View), meaning="which table")
+    interval_ms: int = option(
+        60_000, "a length of time from 1s (30s, 5m, 1h)", "of a row of the view `traffic`", interval_ms, shown="1m"
+    )
     max_offsets_per_trigger: int | None = number(
         None, "stream: at most so many messages a batch, shared among queues by what waits in each (pyspark 4.2)"
+    )
+    max_bytes_per_trigger: int | None = number(
+        None, "stream: at most so many bytes of records a batch, or a single message that is larger (pyspark 4.2)"
     )
     commit_group: str | None = option(
         None, "a consumer group", "stream: show its progress as that group's, in the lag of each store", _group
@@ -492,6 +517,8 @@ class SourceOptions:
         for several in _EXCLUSIVE:
             if len(both := options.set_among(several)) > 1:
                 raise ConfigError(f"options {' and '.join(both)} exclude each other; give one of them")
+        if not options.include_properties and "properties" in (options.columns or ()):
+            raise ConfigError("options columns, with properties, and includeProperties=false exclude each other")
         return options
 
     def set_among(self, options: Iterable[str]) -> list[str]:
@@ -509,7 +536,7 @@ class SourceOptions:
         """Return these options, for `spark.read`. ConfigError for what only a stream can do, and a view cannot."""
         if self.view != "messages":
             self.refuse(
-                NOT_FOR_VIEWS,
+                not_for(self.view),
                 f" is for messages, and the view {self.view} has a row for all of a queue or a store: leave it out, "
                 "and choose rows by where()",
             )
@@ -517,24 +544,35 @@ class SourceOptions:
         return self
 
     def for_stream(self) -> SourceOptions:
-        """Return these options, for `spark.readStream`. ConfigError for what only a batch can do."""
+        """Return these options, for `spark.readStream`. ConfigError for what only a batch can do, or only a stream of
+        queues."""
+        if self.read_by == "log":
+            self.refuse(_ONLY_STREAM, " goes by queues, and readBy=log has one position for a store: use readBy=queue")
         self.refuse(_ONLY_BATCH, " is for spark.read, not for spark.readStream: leave it out")
         return self
 
 
 SOURCE_OPTIONS: Final = OptionTable((*_PLACES, *options_of(SourceOptions)))
-NOT_FOR_VIEWS: Final = (
+_CHOOSING: Final = (
     *("tags", "filter", "keys", "isolation", "startingGroup", "startingOffsets", "endingOffsets"),
-    *("startingTimestamp", "endingTimestamp", "decompress", "minPartitions"),
+    *("startingTimestamp", "endingTimestamp", "readBy", "includeProperties", "bodyAs", "decompress", "minPartitions"),
 )
-"""Options that choose messages of queues, or say how they are read. The small tables refuse them. They accept
-`onCorrupt`, so that a session can give the same options to all tables."""
+"""Options that choose messages of queues, or say how they are read. The small tables refuse them. All tables accept
+`interval` and `onCorrupt`, which only some use, so that a session can give the same options to all of them."""
+_TOPICS: Final = ("subscribe", "subscribePattern", "assign", "includeSystemTopics")
+_OF_STORES: Final = ("segments", "delay", "verify")
 _EXCLUSIVE: Final = (
     ("subscribe", "subscribePattern", "assign"),
     ("startingGroup", "startingTimestamp"),
+    ("maxOffsetsPerTrigger", "maxBytesPerTrigger"),
 )
-_ONLY_BATCH: Final = ("endingOffsets", "endingTimestamp", "view")
-_ONLY_STREAM: Final = ("maxOffsetsPerTrigger", "commitGroup")
+_ONLY_BATCH: Final = ("endingOffsets", "endingTimestamp", "view", "interval")
+_ONLY_STREAM: Final = ("maxOffsetsPerTrigger", "maxBytesPerTrigger", "commitGroup")
+
+
+def not_for(view: View) -> tuple[str, ...]:
+    """Return the options that a small table does not go by, and refuses."""
+    return (*_CHOOSING, *_TOPICS) if view in _OF_STORES else _CHOOSING
 
 
 # -- the sink ----------------------------------------------------------------------------------------------------------
@@ -554,6 +592,12 @@ class SinkOptions:
         meaning="append to a store that is not open; add stores to a set; hand over to the process that has it open",
     )
     queues: int = number(8, "queues of a topic that is not there yet", QUEUES_MAX)
+    flush: Literal["commit", "none"] = choice(
+        "commit", "none", meaning="none changes nothing: all is on disk before it counts"
+    )
+    validate: bool = flag(
+        True, "false changes nothing: every rule of a put is checked. Column `record` copies messages as they are"
+    )
     txn_app_id: str | None = option(
         None,
         "1 to 100 letters, digits, '.', '_' and '-'; the first a letter or a digit",
@@ -561,11 +605,17 @@ class SinkOptions:
         _app,
     )
     txn_version: int | None = option(None, "a number from 0", "batch: see txnAppId", count(0, _LAST))
+    max_rows_per_shard: int | None = number(
+        None, "rows of a shard, which with target=set is a store: one task may make several", shown="no limit"
+    )
     lock_timeout_s: float = option(
         30.0, _DURATION, "how long to wait for a process that has the target open", duration_s, shown="30s"
     )
     staging_ttl_s: float = option(
         *(7 * 86400.0, _DURATION, "age at which the next job deletes what a crashed one left", duration_s), shown="7d"
+    )
+    confirm_overwrite: bool = flag(
+        False, "lets overwrite take the old messages of a store's topics from their consumers (target=store)"
     )
 
     @classmethod
@@ -589,12 +639,14 @@ class SinkOptions:
 
     def check_overwrite(self) -> None:
         """Raise ConfigError if `mode("overwrite")`, or output mode `complete`, would destroy what it may not."""
-        if self.target != "set":
+        if self.target == "store" and not self.confirm_overwrite:
             raise ConfigError(
-                "overwrite, which output mode complete is too, goes with target=set alone: a queue is not a table, and "
-                "its messages belong to their consumers. Write with mode('append'); to begin anew, delete the topic "
-                "first (`mqstore topics delete`)"
+                "overwrite, which output mode complete is too, would take the messages of the topics it writes from "
+                "every consumer: a queue is not a table. Write with mode('append'), or to target=set, or say "
+                "confirmOverwrite=true"
             )
+        if self.target == "inbox":
+            raise ConfigError("overwrite does not go with target=inbox: the store belongs to another; append to it")
 
 
 SINK_OPTIONS: Final = OptionTable([*options_of(SinkOptions)], _FOR_THE_STREAM)

@@ -23,30 +23,33 @@ batch once sees each message once. For that the first offset must be in the chec
 Spark asks for it anew until the first batch is done. So where it depends on the moment (latest, times, groups), the
 first batch ends where it begins: empty, it pins the position.
 
-An offset is `{"v":1,"s":{store:{topic:{queue:n}}}}`, n the queue offset of the next message. Spark compares offsets as
-text, so each has one spelling: sorted. A store without a name of its own goes by its absolute path, however the query
-spelled it.
+An offset is `{"v":1,"s":{store:{topic:{queue:n}}}}`, n the queue offset of the next message; with readBy=log, which has
+one position a store, `{"v":1,"p":{store:physical offset}}`. Spark compares offsets as text, so each has one spelling:
+sorted. A store without a name of its own goes by its absolute path, however the query spelled it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 from mqstore.broker.published import publish
 from mqstore.errors import ConfigError, NotAStoreError, TopicNotFoundError
 from mqstore.spark.options import ANY, LATEST, Key, Offsets, SourceOptions, flat_offsets, nested_offsets
-from mqstore.spark.pacing import admit
+from mqstore.spark.pacing import Limit, admit, costs_of
 from mqstore.spark.plan import (
     Bounds,
     Losses,
-    QueueSlice,
+    Slice,
+    SlicedStore,
     StoreName,
     Wanted,
     Weighed,
     bounds_of,
+    bounds_of_log,
     names_queue,
     open_sliced,
     open_store,
@@ -63,24 +66,35 @@ _VERSION = 1
 # -- offsets -----------------------------------------------------------------------------------------------------------
 
 
-def encode_offset(offsets: Mapping[Key, int]) -> dict[str, Any]:
+def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]:
     """Return the JSON of an offset, its names sorted.
 
-    >>> encode_offset({Key("s", "t", 10): 5, Key("s", "t", 9): 0})
+    >>> encode_offset({Key("s", "t", 10): 5, Key("s", "t", 9): 0}, by_log=False)
     {'v': 1, 's': {'s': {'t': {'9': 0, '10': 5}}}}
     """
+    if by_log:
+        return {"v": _VERSION, "p": {key.store: offsets[key] for key in sorted(offsets)}}
     return {"v": _VERSION, "s": nested_offsets(offsets)}
 
 
-def decode_offset(value: Any) -> Offsets:
-    """Return the offsets of such a JSON. ConfigError for another version, and for a damaged one."""
+def decode_offset(value: Any, *, by_log: bool) -> Offsets:
+    """Return the offsets of such a JSON. ConfigError for another version or `readBy`, and for a damaged one."""
     if not isinstance(value, dict) or value.get("v") != _VERSION:
         raise ConfigError(
             f"the checkpoint has no offset of this source in version {_VERSION}, but {value!r:.200}: use the mqstore "
             "that wrote it, or a new checkpoint"
         )
+    was, now = (("queue", "log")[log] for log in ("p" in value, by_log))
+    if was != now:
+        raise ConfigError(
+            f"the checkpoint is of a stream with readBy={was}, this one has readBy={now}: positions of one mean "
+            f"nothing to the other. Say readBy={was}, or take a new checkpoint"
+        )
     try:
-        found = flat_offsets(value["s"])
+        if by_log:
+            found = {Key(store): position for store, position in value["p"].items()}
+        else:
+            found = flat_offsets(value["s"])
         if not all(type(offset) is int and offset >= 0 for offset in found.values()):
             raise ValueError("an offset is a whole number from 0")
     except (KeyError, AttributeError, ValueError) as error:
@@ -129,9 +143,13 @@ def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
             absent.append(name.id)
             continue
         with store:
-            queues = queues_of(store)
-            chosen = (queue for queue in queues if names_it(*queue.ref))
-            here = {Key(name.id, *queue.ref): bounds_of(store, queue, options) for queue in chosen}
+            if options.read_by == "log":
+                here = {Key(name.id): bounds_of_log(store, options)}
+                queues = []
+            else:
+                queues = queues_of(store)
+                chosen = (queue for queue in queues if names_it(*queue.ref))
+                here = {Key(name.id, *queue.ref): bounds_of(store, queue, options) for queue in chosen}
             bounds |= here
             if wanted is not None:
                 wanted.open(store, queues)
@@ -190,6 +208,9 @@ class StreamProgress:
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
+        self._by_log = options.read_by == "log"
+        self._encode = partial(encode_offset, by_log=self._by_log)
+        self._decode = partial(decode_offset, by_log=self._by_log)
         self._initial: Offsets | None = None
         self._pin = False
         self._seen: Snapshot | None = None
@@ -207,7 +228,7 @@ class StreamProgress:
                 self._initial = {key: min(at, target[key]) for key, at in starts.items() if key in target}
             self._last = self._initial
             self._pin = self._moves_with_time()
-        return encode_offset(self._initial)
+        return self._encode(self._initial)
 
     def _moves_with_time(self) -> bool:
         """Return True if another moment would give another first offset, of messages that are there."""
@@ -220,35 +241,36 @@ class StreamProgress:
         self._seen = look(self._options)
         self._target = self._seen.ends
 
-    def latest(self, start: dict[str, Any] | None, most: int | None = None) -> dict[str, Any]:
-        """Return the offset that the next batch ends at, which has at most `most` messages; `start` itself if there is
-        nothing new. With `start` None the batch begins at the offset of the last call (Spark 4.1).
+    def latest(self, start: dict[str, Any] | None, limit: Limit | None = None) -> dict[str, Any]:
+        """Return the offset that the next batch ends at; `start` itself if there is nothing new. With None the batch
+        begins at the offset of the last call (Spark 4.1).
 
         Spark asks when the batch that ended at `start` is done, so `start` is committed, as by `commit`. Raises for
         lost messages, as the module says; ConfigError for a `start` of another kind of stream.
         """
-        begin = self._last if start is None else decode_offset(start)
+        begin = self._last if start is None else self._decode(start)
         if start is not None:
             self.commit(start)
         if self._pin:
             self._pin = False
             if self._initial == begin:
-                return encode_offset(begin)
+                return self._encode(begin)
         self._seen = look(self._options)
         at, end = advance(self._options, begin, self._seen, self._target)
-        if most is not None:
-            end = admit(at, end, most)
+        if limit is not None:
+            with costs_of(self._options, limit) as costs:
+                end = admit(at, end, limit.most, costs)
         self._last = end
-        return encode_offset(end)
+        return self._encode(end)
 
     def reported(self) -> dict[str, Any] | None:
         """Return the end of what there is, for the progress report of a query; as of the last call that looked."""
-        return None if self._seen is None else encode_offset({**self._last, **self._seen.ends})
+        return None if self._seen is None else self._encode({**self._last, **self._seen.ends})
 
-    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[list[QueueSlice]]:
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[list[Slice]]:
         """Return the messages from `start` to `end`, cut as a batch's are; [] if there are none. Raises as `latest`:
         retention goes on, and Spark may ask for a batch that it logged before it was stopped."""
-        begin, to = decode_offset(start), decode_offset(end)
+        begin, to = self._decode(start), self._decode(end)
         self._last = to
         self._pin = False  # the first batch is in the checkpoint
         names = {name.id: name for name in stores_of(self._options)}
@@ -258,7 +280,7 @@ class StreamProgress:
         for store_id, keys in groupby(moving, lambda key: key.store):
             name = names.get(store_id)
             try:
-                store = None if name is None else open_sliced(name)
+                store = None if name is None else open_store(name) if self._by_log else open_sliced(name)
             except NotAStoreError:
                 store = None
             if name is None or store is None:
@@ -267,11 +289,14 @@ class StreamProgress:
                 continue
             with store:
                 for key in keys:
-                    queue = store.load(key.topic, key.queue_id)
-                    if queue is None or not queue.next_offset:
+                    queue = store.load(key.topic, key.queue_id) if isinstance(store, SlicedStore) else None
+                    if queue is not None and queue.next_offset:
+                        bounds = Bounds(queue.min_offset, queue.max_offset, queue.max_offset)
+                    elif self._by_log:
+                        bounds = bounds_of_log(store, self._options)
+                    else:
                         _gone(losses, key, begin.get(key, 0), names, queue=True)
                         continue
-                    bounds = Bounds(queue.min_offset, queue.max_offset, queue.max_offset)
                     first, behind = (losses.clamp(key, at, bounds) for at in (begin.get(key, bounds.low), to[key]))
                     if first < behind:
                         found.append(weigh(name, queue, first, behind))
@@ -286,7 +311,7 @@ class StreamProgress:
             return
         names_it = names_queue(self._options)
         by_store: dict[str, dict[tuple[str, int], int]] = {}
-        for key, offset in decode_offset(end).items():
+        for key, offset in self._decode(end).items():
             if names_it(key.topic, key.queue_id):
                 by_store.setdefault(key.store, {})[key.topic, key.queue_id] = offset
         for name in stores_of(self._options):

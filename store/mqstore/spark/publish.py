@@ -21,9 +21,11 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from mqstore.broker.configchecks import OVERWRITE_FILE, check_overwrite
 from mqstore.broker.names import SCHEDULE_TOPIC, check_user_topic, is_dlq_topic, is_retry_topic, is_system_topic
 from mqstore.broker.parts import Parts, Tables, open_parts, open_tables
 from mqstore.broker.topics import TopicConfig
@@ -31,7 +33,7 @@ from mqstore.clock import SYSTEM_CLOCK, Clock
 from mqstore.errors import ConfigError, FlushFailedError, FormatError, MQStoreError, NotAStoreError, StoreLockedError
 from mqstore.files.beneath import resolved
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.jsonfile import save_json
+from mqstore.files.jsonfile import load_json, save_json
 from mqstore.files.lock import WriterLock, refuse_beside_writer, writer_alive
 from mqstore.layout.record import BLANK_BYTES
 from mqstore.log.bulk.inbox import topics_entered
@@ -67,7 +69,6 @@ class Commit:
     remembered: bool = True
     """Whether (app, version) may come again: a stream's batch, a `txnVersion`."""
     overwrite: bool = False
-    """Replace what a set holds."""
     query: bool = False
     """A batch of a streaming query. Such a batch comes again until the next one has come, and never after."""
 
@@ -253,13 +254,18 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
     try:
         with store:
             parts = open_parts(store)
+            _finish_overwrite(parts, root, fs)
             if (last := store.spliced_version(wanted.app)) >= wanted.version:
                 return _already(root, wanted, last)
             store.enter_topics_by(lambda noted: _enter(parts, noted))
             _admit(parts, wanted.topics, options)
+            if wanted.overwrite:
+                _note_overwrite(parts, root, wanted, fs)
             shards = [transaction_folder(root, wanted.app, wanted.version) / each.name for each in wanted.shards]
-            done = store.splice(shards, app=wanted.app, version=wanted.version, remembered=wanted.remembered)
-            written = done.records
+            # What an overwrite has still to do is done if its version is in, also by a later job.
+            remembered = wanted.remembered or wanted.overwrite
+            written = store.splice(shards, app=wanted.app, version=wanted.version, remembered=remembered).records
+            _finish_overwrite(parts, root, fs)
     except (OSError, MQStoreError) as error:
         if written is None:
             raise
@@ -324,6 +330,32 @@ def _refuse_altered(root: str | Path, topic: str, planned: TopicRule, now: Topic
             f"{root}: topic {topic!r} was altered while rows for it were written: it "
             f"{'may not be written to' if now.refused else what} now. Write them again"
         )
+
+
+def _note_overwrite(parts: Parts, root: Path, wanted: Commit, fs: FileSystem) -> None:
+    """Note, durably, where the topics end before the splice. What they hold is taken from their consumers only when
+    the new messages are in: who is killed in between leaves old and new, and a commit that is done again goes on."""
+    ends = {
+        name: {str(ref.queue_id): parts.store.offsets(*ref)[1] for ref in parts.store.queues(name)}
+        for name in wanted.topics
+        if not is_system_topic(name) and name in parts.store.topics()
+    }
+    path = root / OVERWRITE_FILE
+    make_folders(path.parent, fs)
+    note = {"version": 1, "app": wanted.app, "ver": wanted.version, "ends": ends}
+    save_json(path, note, fs, check=check_overwrite)
+
+
+def _finish_overwrite(parts: Parts, root: Path, fs: FileSystem) -> None:
+    """Let the queues of a noted overwrite begin, logically, where the note says, if its messages are in."""
+    path = root / OVERWRITE_FILE
+    note = load_json(path, writer=True, fs=fs, root=root, check=partial(check_overwrite, file=path)).value
+    if note is None or "ends" not in note:
+        return
+    if parts.store.spliced_version(note["app"]) >= note["ver"]:
+        ends = {name: {int(queue_id): end for queue_id, end in each.items()} for name, each in note["ends"].items()}
+        parts.offsets.bury(ends)
+    save_json(path, {"version": 1}, fs, check=check_overwrite)
 
 
 # -- target=set --------------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ Knows no pyspark: the session it is given does.
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from mqstore.spark.columns import default_columns
-from mqstore.spark.options import NOT_FOR_VIEWS
+from mqstore.spark.options import View, not_for
 from mqstore.spark.selection import Selection, Stores, select
 from mqstore.spark.views import VIEWS
 
@@ -43,8 +43,8 @@ def columns_of(query: str, *, keep: bool = False) -> tuple[str, ...] | None:
 
 
 def create_views(spark: Any, stores: Stores | Selection) -> tuple[str, ...]:
-    """Make `messages` and the small tables `queues` and `groups` temporary views of the session. Returns their names.
-    Raises ConfigError, and what Spark raises."""
+    """Make `messages` and each small table (`queues`, `segments`, `groups`, `delay`, `traffic`, `verify`) a temporary
+    view of the session, and return their names. Raises ConfigError, and what Spark raises."""
     return _create(spark, select(stores), (_MESSAGES, *VIEWS), None)
 
 
@@ -65,7 +65,7 @@ def _create(
 ) -> tuple[str, ...]:
     columns = columns or selection.options.columns
     for name in wanted:
-        unfit = {"columns", "view", *(option.lower() for option in NOT_FOR_VIEWS if name != _MESSAGES)}
+        unfit = {"columns", "view", *(option.lower() for option in not_for(cast(View, name)) if name != _MESSAGES)}
         source = spark.read.format("mqstore").option("view", name)
         source = source.options(**{key: value for key, value in selection.given.items() if key.lower() not in unfit})
         if name == _MESSAGES and columns is not None:

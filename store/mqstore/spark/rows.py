@@ -1,11 +1,16 @@
 """Which records a read comes upon, checked, before a column of them is made.
 
-    units of a queue -> where the records lie, segment by segment, in queue order -> `Piece`s -> `joined`: batches
+    queue scan   units of a queue -> where the records lie, segment by segment, in queue order
+    log scan     a range of the commitlog, cut anywhere -> the records that begin in it, in log order
 
-Batches are bounded in rows and bytes. Each record is checked before any of its bytes is used: it lies in what the file
-holds, its magic, its own offset, its inner lengths and what its unit says of it agree, and (`verify`) its checksum.
-What does not pass, or does not inflate, is damage, and `Policy` says what becomes of it. What retention has taken away
-is counted, and is no damage.
+Both give `Piece`s, which `joined` makes batches of bounded rows and bytes of. Each record is checked before any of its
+bytes is used: it lies in what the file holds, its magic, its own offset, its inner lengths and what its unit says of it
+agree, and (`verify`) its checksum. What does not pass, or does not inflate, is damage, and `Policy` says what becomes
+of it; what retention has taken away is counted, not damage.
+
+The log scan lists what dispatch would: no prepared or rolled back record, no queue that cannot be. It needs no consume
+queue. A range may begin in the middle of a record: the lengths of the records before it lead to the first one that
+begins there, so ranges that follow each other share no record and lose none.
 """
 
 from __future__ import annotations
@@ -28,17 +33,19 @@ from mqstore.files.segment import place_in_file
 from mqstore.layout.compression import MissingPackageError, inflate
 from mqstore.layout.consumequeue import is_void
 from mqstore.layout.pairs import Pairs
-from mqstore.layout.record import BODY_AT_V4, COMPRESSED
-from mqstore.layout.scan import Headers, gather, ordinary_bodies
+from mqstore.layout.record import BODY_AT_V4, COMPRESSED, TRANSACTION_COMMIT, TRANSACTION_MASK, check_record
+from mqstore.layout.scan import Headers, gather, ordinary_bodies, walk
 from mqstore.log.checking import sound_records
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.names import is_path_safe
 from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.report import Finding, Kind
+from mqstore.log.recovery.scanner import Bad, Good, scan_segment
 from mqstore.log.tagfilter import TagFilter
 from mqstore.native import kernel
 from mqstore.spark.arrow import cut, laid
 
-__all__ = ["OnCorrupt", "Piece", "Policy", "QueueScan", "inflated", "joined", "merged"]
+__all__ = ["OnCorrupt", "Piece", "Policy", "QueueScan", "inflated", "joined", "log_pieces", "merged"]
 
 OnCorrupt = Literal["fail", "skip", "keep"]
 _Int64s = npt.NDArray[np.int64]
@@ -65,7 +72,7 @@ class Policy:
     """Called with everything that `on_corrupt` "skip" or "keep" passes over."""
     corrupt: int = field(default=0, init=False)
     removed: int = field(default=0, init=False)
-    """Messages that retention took between planning and reading."""
+    """Messages that retention took between planning and reading; of a log scan, segments that held some."""
 
     def damage(self, finding: Finding) -> None:
         """Raise CorruptStoreError, or count."""
@@ -88,14 +95,17 @@ class Piece:
     `slots`, `physical`, `sizes`, `tags_codes` have an element a row; -1 stands for what nobody knows.
     """
 
-    topic: str
-    queue_id: int
+    topic: str | None
+    """None in a log scan, and of several queues: the records tell."""
+    queue_id: int | None
     slots: _Int64s
     physical: _Int64s
     sizes: _Int64s
     tags_codes: _Int64s | None
     buffer: _Buffer = b""
     """The segment that holds the records, or a copy of the records one behind the other."""
+    base: int = 0
+    """Of a log scan: the physical offset of the buffer's first byte."""
     positions: _Int64s | None = None
     """Position of each record in the buffer; None if no record was examined."""
     errors: Sequence[str] = ()
@@ -150,7 +160,7 @@ class Piece:
         """Some of the rows, without bodies."""
         codes, positions = (None if values is None else values[rows] for values in (self.tags_codes, self.positions))
         here = Piece(self.topic, self.queue_id, self.slots[rows], self.physical[rows], self.sizes[rows], codes)
-        return replace(here, buffer=self.buffer, positions=positions)
+        return replace(here, buffer=self.buffer, base=self.base, positions=positions)
 
     def only(self, passes: _Bools) -> Piece:
         """The rows that pass."""
@@ -254,14 +264,18 @@ def _with_bodies(piece: Piece, low: int, high: int, bodies: Mapping[int, bytes])
 
 
 def _not_inflated(piece: Piece, row: int, error: Exception, store: StoreReader, policy: Policy) -> Iterator[Piece]:
+    headers = piece.headers
     place = place_in_file(int(piece.physical[row]), store.manifest.commitlog_segment_bytes)
     kind: Kind = "not_inflated" if isinstance(error, MissingPackageError) else "bad_record"
-    where = f"{piece.topic}, queue {piece.queue_id}, offset {piece.slots[row]}"
+    at, size = int(headers.topic_position[row]), int(headers.topic_size[row])
+    damaged = piece.take(slice(row, row + 1))
+    damaged.topic, damaged.queue_id = str(piece.buffer[at : at + size], "utf-8", "replace"), int(headers.queue_id[row])
+    where = f"{damaged.topic}, queue {damaged.queue_id}, offset {headers.queue_offset[row]}"
     finding = Finding(kind, *place, int(piece.sizes[row]), f"{where}: its body does not inflate: {error}")
-    yield from piece.take(slice(row, row + 1)).damaged([finding], policy)
+    yield from damaged.damaged([finding], policy)
 
 
-# -- the scan ----------------------------------------------------------------------------------------------------------
+# -- queue scan --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,3 +440,78 @@ class QueueScan:
         if bodies is not None:
             piece.bodies = laid(bodies, ends - piece.positions - BODY_AT_V4)
         return True
+
+
+# -- log scan ----------------------------------------------------------------------------------------------------------
+
+
+def log_pieces(
+    store: StoreReader, start: int, stop: int, policy: Policy, wanted: Callable[[str], bool]
+) -> Iterator[Piece]:
+    """Messages, of the topics `wanted`, whose records begin at physical offsets [start, stop), in log order.
+
+    `stop` lies at or below the end of what has been dispatched, or in a segment's BLANK.
+    """
+    seen: dict[bytes, bool] = {}
+
+    def is_wanted(topic: bytes) -> bool:
+        if topic not in seen:
+            name = topic.decode("utf-8", "surrogateescape")
+            seen[topic] = is_path_safe(name) and wanted(name)
+        return seen[topic]
+
+    size = store.manifest.commitlog_segment_bytes
+    for base in range(start // size * size, stop, size):
+        low = max(start, base)
+        for found in _events(store, base, low, min(stop, base + size), policy):
+            if isinstance(found, Bad):
+                yield from _no_record(store, replace(found, start=max(found.start, low)), policy)
+                continue
+            headers, chosen = found.headers, _listed(found, is_wanted)
+            numbers = (headers.queue_offset, headers.physical_offset, headers.size.astype(np.int64))
+            whole = Piece(None, None, *numbers, None, found.buffer, base, headers.positions).take(chosen)
+            yield from map(whole.take, _spans(whole.sizes, policy.max_rows, policy.max_bytes))
+
+
+def _events(store: StoreReader, base: int, low: int, high: int, policy: Policy) -> Iterator[Good | Bad]:
+    """The records that begin in [low, high) of the segment at `base`, and the bytes that are none."""
+    there = store.records.checker.segment_at(low, high)
+    if there is None:
+        if low < store.min_offset:
+            policy.removed += 1  # at least: nobody knows how many they were
+        else:
+            yield Bad("missing_segment", low, high, "no file holds these bytes")
+        return
+    segment, buffer = there
+    run, checksum = store.log_files, store.checksum
+    # From the start of the segment: from `low` on, what the body of a record holds might be taken for one.
+    _, at = walk(buffer, 0, min(low - base, len(buffer)))
+    for event in scan_segment(run, segment, at, checksum, stop=low - base, checksums=False):
+        at = event.end - base
+    end = base + (yield from scan_segment(run, segment, at, checksum, stop=high - base, checksums=policy.verify))
+    if end < high:
+        yield Bad("bad_record", end, high, check_record(buffer, end - base, len(buffer), end, checksum).detail)
+
+
+def _listed(found: Good, is_wanted: Callable[[bytes], bool]) -> _Bools:
+    """Which records dispatch gives a unit, of the topics that are wanted."""
+    headers = found.headers
+    transaction = headers.sys_flag & TRANSACTION_MASK
+    chosen: _Bools = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
+    chosen &= headers.queue_id >= 0
+    at = headers.topic_position
+    topics = cut(found.buffer, at, at + headers.topic_size).dictionary_encode()
+    verdicts = np.array([is_wanted(topic) for topic in topics.dictionary.to_pylist()], np.bool_)
+    if not verdicts.all():
+        chosen &= verdicts[topics.indices.to_numpy()]
+    return chosen
+
+
+def _no_record(store: StoreReader, found: Bad, policy: Policy) -> Iterator[Piece]:
+    size, length = store.manifest.commitlog_segment_bytes, found.end - found.start
+    missing = store.records.missing_segment(found.start)
+    file, position = missing or f"commitlog/{found.start - found.start % size:020d}", found.start % size
+    kind: Kind = "bad_record" if missing is None else "missing_segment"
+    detail = f"{length} bytes hold no record: {found.detail or 'it is not what it should be'}"
+    piece = Piece(None, None, np.full(1, -1), np.full(1, found.start), np.full(1, length), None)
+    yield from piece.damaged([Finding(kind, file, position, length, detail)], policy)

@@ -79,7 +79,8 @@ class Selection:
         """Return the messages cut into tasks, as `plan.plan` does for a job that goes by queues, and raise as it does.
         ConfigError for a store that lacks queues."""
         self.stores()
-        return plan(self.options, after=after, by_region=by_region, slots=slots)
+        found = plan(self.options, after=after, only_queues=True, by_region=by_region, slots=slots)
+        return [[piece for piece in task if isinstance(piece, QueueSlice)] for task in found]
 
 
 def select(

@@ -31,7 +31,7 @@ from mqstore.spark.encode import Encoder
 from mqstore.spark.inputs import check_columns
 from mqstore.spark.options import APP_NAME, SinkOptions
 from mqstore.spark.publish import Commit, abort, check_lock, commit, make_member, plan_target
-from mqstore.spark.staging import ShardInfo, transaction_folder, write_shard
+from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
 from mqstore.spark.telling import plain_errors, settle
 
 __all__ = ["BATCH_PROPERTY", "QUERY_PROPERTY", "Staged", "batch_writer", "ordered", "stream_writer"]
@@ -48,8 +48,7 @@ class Staged(WriterCommitMessage):
     app: str
     version: int
     partition: int
-    shard: ShardInfo | None
-    """None for a task without rows."""
+    shards: tuple[ShardInfo, ...]
 
 
 @plain_errors()
@@ -102,13 +101,24 @@ class _Writer:
         assert context is not None, "write() runs in a task"
         app, version = _batch_of(context.getLocalProperty) if self.is_stream else self.batch
         options, partition = self.options, context.partitionId()
-        encoder = Encoder(self.rules, app=app, version=version, partition=partition, topic=options.topic)
+        max_rows = options.max_rows_per_shard
+        encoder = Encoder(
+            self.rules, app=app, version=version, partition=partition, topic=options.topic, max_rows=max_rows
+        )
         folder = transaction_folder(Path(options.path), app, version)
-        pieces = (piece for batch in iterator for piece in encoder.encode(batch))
-        shard = write_shard(pieces, folder, partition, context.attemptNumber(), profile=self.rules.profile)
-        if shard is not None and options.target == "set":
-            make_member(folder, shard, options)
-        return Staged(app, version, partition, shard)
+        shards = []
+        for shard in write_shards(
+            (piece for batch in iterator for piece in encoder.encode(batch)),
+            folder,
+            partition,
+            context.attemptNumber(),
+            profile=self.rules.profile,
+            max_rows=max_rows,
+        ):
+            if options.target == "set":
+                make_member(folder, shard, options)
+            shards.append(shard)
+        return Staged(app, version, partition, tuple(shards))
 
     @plain_errors()
     def commit(self, messages: Any, *batch_id: int) -> None:
@@ -129,7 +139,7 @@ class _Writer:
             Commit(
                 app,
                 version,
-                [each.shard for each in staged if each.shard is not None],
+                [shard for each in staged for shard in each.shards],
                 remembered=self.is_stream or self.options.txn_app_id is not None,
                 overwrite=self.overwrite,
                 query=self.is_stream,

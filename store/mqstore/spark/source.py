@@ -29,7 +29,7 @@ try:
         InputPartition,
     )
     from pyspark.sql.pandas.types import from_arrow_schema
-    from pyspark.sql.types import DataType, StructField, StructType
+    from pyspark.sql.types import BinaryType, DataType, StringType, StructField, StructType
 except ImportError as error:  # pragma: no cover
     raise ImportError("mqstore on Spark needs pyspark 4.1 or later: pip install 'mqstore[spark]'") from error
 
@@ -106,8 +106,8 @@ class MQStoreDataSource(DataSource):
     def reader(self, schema: StructType) -> DataSourceReader:
         settle()
         options = self._given.for_batch()
-        _check_schema(options, schema)
-        return MQStoreReader(options, schema.names)
+        body_as = _check_schema(options, schema)
+        return MQStoreReader(options, [field.name for field in schema.fields], body_as)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         from mqstore.spark.stream import RefusedStream, stream_reader
@@ -115,8 +115,7 @@ class MQStoreDataSource(DataSource):
         settle()
         try:
             options = self._given.for_stream()
-            _check_schema(options, schema)
-            return stream_reader(options, schema.names)
+            return stream_reader(options, [field.name for field in schema.fields], _check_schema(options, schema))
         except ConfigError as error:
             return RefusedStream(error)  # Spark would tell of another error than this
 
@@ -144,38 +143,46 @@ def _columns_of(options: SourceOptions) -> list[str]:
                 f"{', '.join(known)}"
             )
         return list(known if options.columns is None else check_once(options.columns))
-    return list(check_columns(options.columns, keep=options.on_corrupt == "keep"))
+    keep = options.on_corrupt == "keep"
+    return list(check_columns(options.columns, keep=keep, properties=options.include_properties))
 
 
 def _kinds(options: SourceOptions) -> dict[str, DataType]:
     """Every column that rows can have, with its type."""
     schema = arrow_schema(COLUMNS) if options.view == "messages" else VIEWS[options.view].schema
-    return {field.name: field.dataType for field in from_arrow_schema(schema)}
+    kinds = {field.name: field.dataType for field in from_arrow_schema(schema)}
+    return kinds | {"body": StringType()} if options.view == "messages" and options.body_as == "string" else kinds
 
 
-def _check_schema(options: SourceOptions, schema: StructType) -> None:
-    """Raise ConfigError unless rows can have this schema, which may be the user's."""
+def _check_schema(options: SourceOptions, schema: StructType) -> Any:
+    """Check that rows can have this schema, which may be the user's; return how bodies are read. ConfigError."""
     known = _kinds(options)
     if not schema.fields:
         raise ConfigError("schema: it has no column, and what has no column has no rows; queue_offset costs least")
     check_once(schema.names)
+    as_string = False
     for field in schema.fields:
         if field.name not in known:
             raise ConfigError(f"schema: no column {field.name!r}; there are {', '.join(known)}")
         kind = known[field.name]
+        if field.name == "body" and options.view == "messages" and field.dataType in (BinaryType(), StringType()):
+            kind = field.dataType
+            as_string = kind == StringType()
         if field.dataType != kind or not field.nullable:
             has, said = kind.simpleString(), field.dataType.simpleString() + " not null" * (not field.nullable)
             raise ConfigError(
                 f"schema: column {field.name!r} is {has}, not {said}; columns and their values can be null"
             )
+    return "string" if as_string else "binary"
 
 
 class MQStoreReader(DataSourceReader):
     """A query: plans on the driver, reads in tasks."""
 
-    def __init__(self, options: SourceOptions, columns: list[str]) -> None:
+    def __init__(self, options: SourceOptions, columns: list[str], body_as: Any) -> None:
         self._options = options
         self._columns = columns
+        self._body_as = body_as
 
     @plain_errors()
     def partitions(self) -> list[InputPartition]:
@@ -192,4 +199,4 @@ class MQStoreReader(DataSourceReader):
             if self._options.view != "messages":
                 yield view_batch(self._options.view, partition.value, self._options).select(self._columns)
                 return
-            yield from read_slices(self._options, self._columns, partition.value)
+            yield from read_slices(self._options, self._columns, self._body_as, partition.value)

@@ -17,8 +17,8 @@ import math
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,7 +32,7 @@ from mqstore.options import Profile
 from mqstore.spark.encode import Encoded
 from mqstore.spark.rules import TopicRule
 
-__all__ = ["STAGING", "ShardInfo", "clean", "folders", "make_folders", "transaction_folder", "write_shard"]
+__all__ = ["STAGING", "ShardInfo", "clean", "folders", "make_folders", "transaction_folder", "write_shards"]
 
 STAGING: Final = "_staging"
 _BUFFER_BYTES = 4 << 20
@@ -81,10 +81,11 @@ class ShardWriter:
         self._fds = [fs.open(self.folder / "records.bin", _NEW)]
 
     def abandon(self) -> None:
-        """Take the shard away, as far as that is possible."""
-        with suppress(OSError):
+        """Take the shard away unless it is finished."""
+        if self._fds:
             self._close(sync=False)
-            self._fs.remove_tree(self.folder)
+            with suppress(OSError):
+                self._fs.remove_tree(self.folder)
 
     def write(self, piece: Encoded) -> None:
         """Append records."""
@@ -125,27 +126,30 @@ class ShardWriter:
                 self._fs.close(fd)
 
 
-def write_shard(
+def write_shards(
     pieces: Iterable[Encoded],
     transaction: Path,
     partition: int,
     attempt: int,
     *,
     profile: Profile,
+    max_rows: int | None = None,
     fs: FileSystem = REAL,
-) -> ShardInfo | None:
-    """Stage what a task encoded, in the order of the rows; None if there are no rows. If this raises, it takes away the
-    shard that it has begun."""
-    writer: ShardWriter | None = None
-    try:
+) -> Iterator[ShardInfo]:
+    """Stage what a task encoded: one shard, or several of `max_rows` rows at most, in the order of the rows; none if
+    there are no rows. A shard that is begun and not finished is taken away again if this raises."""
+    with ExitStack() as begun:
+        writer: ShardWriter | None = None
         for piece in pieces:
-            writer = writer or ShardWriter(transaction, partition, attempt, fs)
+            if writer is not None and max_rows is not None and writer.records + piece.records > max_rows:
+                yield writer.finish(profile)
+                writer = None
+            if writer is None:
+                writer = ShardWriter(transaction, partition, attempt, fs)
+                begun.callback(writer.abandon)
             writer.write(piece)
-        return None if writer is None else writer.finish(profile)
-    except BaseException:
         if writer is not None:
-            writer.abandon()
-        raise
+            yield writer.finish(profile)
 
 
 # -- taking away -------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ except ImportError:  # pyspark 4.1
 
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.spark.options import SourceOptions
+from mqstore.spark.pacing import Limit
 from mqstore.spark.progress import StreamProgress
 from mqstore.spark.tasks import read_slices
 from mqstore.spark.telling import plain_errors, settle
@@ -41,9 +42,10 @@ __all__ = ["MQStoreStreamReader", "RefusedStream", "stream_reader"]
 class MQStoreStreamReader(DataSourceStreamReader):
     """A run of a streaming query, and in tasks what reads for it."""
 
-    def __init__(self, options: SourceOptions, columns: list[str]) -> None:
+    def __init__(self, options: SourceOptions, columns: list[str], body_as: Any) -> None:
         self._options = options
         self._columns = columns
+        self._body_as = body_as
         self._progress = StreamProgress(options)
 
     @plain_errors()
@@ -52,8 +54,7 @@ class MQStoreStreamReader(DataSourceStreamReader):
 
     @plain_errors()
     def latestOffset(self, start: dict[str, Any] | None = None, limit: Any = None) -> dict[str, Any]:
-        # A trigger may want all, whatever the options say.
-        return self._progress.latest(start, getattr(limit, "max_rows", None))
+        return self._progress.latest(start, _limit_of(limit))
 
     @plain_errors()
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
@@ -64,7 +65,7 @@ class MQStoreStreamReader(DataSourceStreamReader):
         if partition is None or partition.value is None:  # of a batch that is empty
             return
         with plain_errors():
-            yield from read_slices(self._options, self._columns, partition.value)
+            yield from read_slices(self._options, self._columns, self._body_as, partition.value)
 
     @plain_errors()
     def commit(self, end: dict[str, Any]) -> None:
@@ -84,6 +85,13 @@ class RefusedStream(DataSourceStreamReader):
     initialOffset = latestOffset = partitions = read = _refuse  # noqa: N815  (names of Spark)
 
 
+def _limit_of(limit: Any) -> Limit | None:
+    """What Spark says, which may be less than the options say: a trigger may want all."""
+    if hasattr(limit, "max_rows"):
+        return Limit(limit.max_rows, "messages")
+    return Limit(limit.max_bytes, "bytes") if hasattr(limit, "max_bytes") else None
+
+
 if limits is not None:
 
     class LimitedStreamReader(MQStoreStreamReader, limits.SupportsTriggerAvailableNow):
@@ -92,6 +100,8 @@ if limits is not None:
         def getDefaultReadLimit(self) -> Any:
             if self._options.max_offsets_per_trigger is not None:
                 return limits.ReadMaxRows(self._options.max_offsets_per_trigger)
+            if self._options.max_bytes_per_trigger is not None:
+                return limits.ReadMaxBytes(self._options.max_bytes_per_trigger)
             return limits.ReadAllAvailable()
 
         def reportLatestOffset(self) -> dict[str, Any] | None:
@@ -102,10 +112,12 @@ if limits is not None:
             self._progress.fix_target()
 
 
-def stream_reader(options: SourceOptions, columns: list[str]) -> DataSourceStreamReader:
+def stream_reader(options: SourceOptions, columns: list[str], body_as: Any) -> DataSourceStreamReader:
     """The reader that this pyspark can use. ConfigError for a limit where it knows none."""
     if limits is not None:
-        return LimitedStreamReader(options, columns)
-    if options.max_offsets_per_trigger is not None:
-        raise ConfigError("option maxOffsetsPerTrigger needs pyspark 4.2 or later: leave it out")
-    return MQStoreStreamReader(options, columns)
+        return LimitedStreamReader(options, columns, body_as)
+    if options.max_offsets_per_trigger is not None or options.max_bytes_per_trigger is not None:
+        raise ConfigError(
+            "options maxOffsetsPerTrigger and maxBytesPerTrigger need pyspark 4.2 or later: leave them out"
+        )
+    return MQStoreStreamReader(options, columns, body_as)

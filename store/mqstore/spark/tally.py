@@ -10,6 +10,7 @@ exact; percentiles are as near as a bin is narrow.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -93,7 +94,8 @@ class Bins:
 class Tally:
     """Sums over the messages of a queue, or of several. Goes from a task to the driver, and is small."""
 
-    def __init__(self, interval_ms: int) -> None:
+    def __init__(self, interval_ms: int, *, by_interval: bool = False) -> None:
+        """`by_interval`: count the sizes of each interval by itself too, for `rows`."""
         self.interval_ms = interval_ms
         self.sizes = Bins()
         """Sizes of bodies, as they are stored (bytes)."""
@@ -103,6 +105,7 @@ class Tally:
         """Messages that were delivered before."""
         self._messages: Counter[int] = Counter()
         self._bytes: Counter[int] = Counter()
+        self._sizes_of: dict[int, Bins] | None = {} if by_interval else None
 
     def add(self, piece: Piece) -> None:
         """Count the records of a piece, all of which it must have."""
@@ -118,6 +121,10 @@ class Tally:
         totals = np.bincount(which, weights=sizes, minlength=len(numbers)).astype(np.int64)
         self._messages.update(dict(zip(numbers, counts.tolist(), strict=True)))
         self._bytes.update(dict(zip(numbers, totals.tolist(), strict=True)))
+        if self._sizes_of is not None:
+            parts = np.split(sizes[np.argsort(which)], np.cumsum(counts)[:-1])
+            for number, part in zip(numbers, parts, strict=False):
+                self._sizes_of.setdefault(number, Bins()).add(part)
 
     def by_interval(self) -> list[tuple[int, int, int]]:
         """Return (number, messages, bytes) of each interval that has messages, in order of time. ConfigError for more
@@ -129,8 +136,14 @@ class Tally:
             )
         return [(number, count, self._bytes[number]) for number, count in sorted(self._messages.items())]
 
+    def rows(self) -> Iterator[tuple[int, int, int, Bins]]:
+        """Yield (number, messages, bytes, sizes) of each interval that has messages, in order of time."""
+        assert self._sizes_of is not None
+        for number, messages, size in self.by_interval():
+            yield number, messages, size, self._sizes_of[number]
+
     def merge(self, other: Tally) -> None:
-        """Add what another has counted."""
+        """Add what another, that has no sizes by interval, has counted."""
         assert self.interval_ms == other.interval_ms
         self.sizes.merge(other.sizes)
         self.delays.merge(other.delays)

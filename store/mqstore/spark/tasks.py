@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 from mqstore.errors import OffsetOutOfRangeError
 from mqstore.spark.columns import ColumnReader
 from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import QueueSlice, StoreName, open_sliced
+from mqstore.spark.plan import LogSlice, QueueSlice, Slice, StoreName, is_wanted, open_sliced
 from mqstore.spark.rows import Piece, Policy
 from mqstore.spark.tally import TALLIED
 from mqstore.spark.telling import of_store
@@ -39,7 +39,8 @@ def policy_of(options: SourceOptions) -> Policy:
 def read_slices(
     options: SourceOptions,
     columns: Sequence[str],
-    slices: Iterable[QueueSlice],
+    body_as: Literal["binary", "string"],
+    slices: Iterable[Slice],
     *,
     policy: Policy | None = None,
 ) -> Iterator[Any]:
@@ -53,7 +54,7 @@ def read_slices(
     policy = policy or policy_of(options)
     for name, run in groupby(slices, key=lambda piece: piece.store):
         before = policy.corrupt, policy.removed
-        with _opened(options, columns, name, policy) as (reader, pieces_of):
+        with _opened(options, columns, body_as, name, policy) as (reader, pieces_of):
             yield from reader.batches(piece for each in run for piece in pieces_of(each))
         if told:
             _tell_left_out(options, policy, name, before)
@@ -65,7 +66,7 @@ def read_pieces(
     """The records of each slice, checked and filtered, before columns are made of them: to be counted. Raises as
     `read_slices`."""
     for name, run in groupby(slices, key=lambda piece: piece.store):
-        with _opened(options, TALLIED, name, policy) as (_, pieces_of):
+        with _opened(options, TALLIED, "binary", name, policy) as (_, pieces_of):
             for each in run:
                 for piece in pieces_of(each):
                     yield each, piece
@@ -75,9 +76,10 @@ def read_pieces(
 def _opened(
     options: SourceOptions,
     columns: Sequence[str],
+    body_as: Literal["binary", "string"],
     name: StoreName,
     policy: Policy,
-) -> Iterator[tuple[ColumnReader, Callable[[QueueSlice], Iterator[Piece]]]]:
+) -> Iterator[tuple[ColumnReader, Callable[[Slice], Iterator[Piece]]]]:
     """A reader of an opened store, and what gives its pieces of a slice."""
     with of_store(name.path), open_sliced(name) as store:
         reader = ColumnReader(
@@ -87,12 +89,17 @@ def _opened(
             where=options.filter,
             keys=options.keys,
             decompress=options.decompress,
+            body_as=body_as,
             policy=policy,
             store_id=name.id,
         )
 
-        def pieces_of(each: QueueSlice) -> Iterator[Piece]:
-            for piece in reader.queue_pieces(each.topic, each.queue_id, each.start, each.stop):
+        def pieces_of(each: Slice) -> Iterator[Piece]:
+            if isinstance(each, QueueSlice):
+                pieces = reader.queue_pieces(each.topic, each.queue_id, each.start, each.stop)
+            else:
+                pieces = reader.log_pieces(each.start, each.stop, is_wanted(options))
+            for piece in pieces:
                 _check_loss(options, policy, each)
                 yield piece
             _check_loss(options, policy, each)
@@ -106,16 +113,21 @@ def _tell_left_out(options: SourceOptions, policy: Policy, name: StoreName, befo
     if corrupt and options.on_corrupt == "skip":
         _log.warning("mqstore: %s: %d damaged messages were left out (onCorrupt=skip)", name.id, corrupt)
     if removed:
+        what = "segments of messages" if options.read_by == "log" else "messages"
         _log.warning(
-            "mqstore: %s: %d messages that retention has deleted were left out (failOnDataLoss=false)", name.id, removed
+            "mqstore: %s: %d %s that retention has deleted were left out (failOnDataLoss=false)", name.id, removed, what
         )
 
 
-def _check_loss(options: SourceOptions, policy: Policy, piece: QueueSlice) -> None:
+def _check_loss(options: SourceOptions, policy: Policy, piece: Slice) -> None:
     if policy.removed and options.fail_on_data_loss:
+        if isinstance(piece, LogSlice):
+            what = f"the messages of {policy.removed} segments"
+        else:
+            what = f"{policy.removed} messages of {piece.topic}, queue {piece.queue_id}"
         raise OffsetOutOfRangeError(
-            f"{piece.store.id}: {policy.removed} messages of {piece.topic}, queue {piece.queue_id} were planned to be "
-            "read, but retention has deleted them meanwhile (failOnDataLoss=false reads what is left)",
+            f"{piece.store.id}: {what} were planned to be read, but retention has deleted them meanwhile "
+            "(failOnDataLoss=false reads what is left)",
             piece.start,
             piece.stop,
         )

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 
-from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
+from mqstore.broker.admin.inspect import delay_levels, group_names, lag_of, pop_view, timer_view
 from mqstore.broker.parts import open_tables
 from mqstore.errors import NotAStoreError
 from mqstore.layout.consumequeue import is_message
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.consumequeue import ConsumeQueue
 from mqstore.log.reader import StoreReader
-from mqstore.spark.columns import ARROW_TYPES
+from mqstore.log.recovery.scanner import Good, scan_log
+from mqstore.log.recovery.verify import verified_ranges
+from mqstore.spark.columns import ARROW_TYPES, ColumnReader
 from mqstore.spark.options import SourceOptions
 from mqstore.spark.plan import StoreName, Wanted, names_queue, open_store, queues_of, stores_of
+from mqstore.spark.tally import TALLIED, Tally
+from mqstore.spark.tasks import policy_of
 from mqstore.spark.telling import of_store, warn_once
 
 __all__ = ["VIEWS", "as_markdown", "view_batch", "view_stores"]
 
+_BY_QUEUE: Final = ("queues", "traffic")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 _Rows = Callable[[StoreReader, SourceOptions], Iterator[tuple[Any, ...]]]
@@ -59,7 +65,7 @@ def view_stores(options: SourceOptions) -> list[StoreName]:
     """The stores that a view is of. TopicNotFoundError for a topic or queue that is named and that no store has, as a
     query of messages has it; of `groups` it may have been deleted, and a group's progress be there still."""
     names = stores_of(options)
-    if options.view == "queues" and options.fail_on_data_loss:
+    if options.view in _BY_QUEUE and options.fail_on_data_loss:
         wanted = Wanted(options, names)
         for name in names:
             if wanted.missing:  # opening them all is work
@@ -127,6 +133,30 @@ def _time_of(store: StoreReader, ref: QueueRef, slots: range) -> datetime | None
 
 
 @_view(
+    "store string, file string, base bigint, used_bytes bigint, messages bigint, "
+    "first_store_timestamp timestamp, last_store_timestamp timestamp, sealed boolean, modified timestamp"
+)
+def _segments(store: StoreReader, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
+    segments = store.log_files.segments()
+    seen: dict[int, tuple[int, int, int, int]] = {}
+    events = scan_log(*(store.log_files, store.min_offset, store.checksum), checksums=False, on_front=lambda _: None)
+    for event in events if segments else ():
+        if isinstance(event, Good):
+            stamps = event.headers.store_timestamp_ms
+            count, first = seen.get(event.base, (0, 0, int(stamps[0])))[1:3]
+            seen[event.base] = (event.end - event.base, count + len(event.headers), first, int(stamps[-1]))
+    for segment in segments:
+        used, count, first_ms, last_ms = seen.get(segment.start, (0, 0, None, None))
+        try:
+            changed = _EPOCH + timedelta(microseconds=os.stat(segment.path).st_mtime_ns // 1000)
+        except FileNotFoundError:  # retention took it meanwhile
+            continue
+        sealed = segment is not segments[-1]
+        name = os.path.basename(segment.path)
+        yield name, segment.start, used, count, _instant(first_ms), _instant(last_ms), sealed, changed
+
+
+@_view(
     "store string, group string, topic string, queue_id int, committed_offset bigint, max_offset bigint, "
     "lag bigint, lag_seconds bigint, in_flight bigint, lost bigint, oldest_store_timestamp timestamp"
 )
@@ -144,6 +174,44 @@ def _groups(store: StoreReader, options: SourceOptions) -> Iterator[tuple[Any, .
                 *(group, lag.topic, lag.queue_id, lag.committed, lag.end, lag.messages, behind),
                 *(lag.in_flight, lag.lost, _instant(lag.oldest_ms)),
             )
+
+
+@_view(
+    "store string, level int, delay_ms bigint, delay_offset bigint, max_offset bigint, waiting bigint, "
+    "next_deliver_timestamp timestamp"
+)
+def _delay(store: StoreReader, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
+    """Levels, and a row without one: what waits for a moment of its own."""
+    tables = open_tables(store)
+    for level in delay_levels(tables):
+        yield level.level, level.delay_ms, level.offset, level.end, level.waiting, _instant(level.next_due_ms)
+    timer = timer_view(tables)
+    if timer.waiting:
+        yield None, None, None, None, timer.waiting, _instant(timer.next_due_ms)
+
+
+@_view(
+    "store string, topic string, queue_id int, interval_start timestamp, messages bigint, bytes bigint, "
+    "size_p50 bigint, size_p95 bigint, size_max bigint"
+)
+def _traffic(store: StoreReader, options: SourceOptions) -> Iterator[tuple[Any, ...]]:
+    policy = policy_of(replace(options, on_corrupt="fail" if options.on_corrupt == "fail" else "skip"))
+    for queue in _wanted(store, options):
+        tally = Tally(options.interval_ms, by_interval=True)
+        reader = ColumnReader(store, TALLIED, policy=policy)
+        for piece in reader.queue_pieces(*queue.ref, queue.min_offset, queue.max_offset):
+            tally.add(piece)
+        for number, messages, size, sizes in tally.rows():
+            start = _instant(number * options.interval_ms)
+            yield *queue.ref, start, messages, size, sizes.percentile(50), sizes.percentile(95), sizes.largest
+
+
+@_view("store string, file string, first bigint, end bigint, records bigint, errors bigint, first_error string")
+def _verify(store: StoreReader, _: SourceOptions) -> Iterator[tuple[Any, ...]]:
+    for result, errors, told in verified_ranges(store.verifier()):
+        base = result.range.base
+        begin = result.range.low if result.first is None else result.first
+        yield f"{base:020d}", base + begin, base + result.end, result.records, errors, told
 
 
 def as_markdown() -> str:

@@ -118,6 +118,12 @@ class RangeResult:
     queues: dict[QueueKey, QueuePart] = field(default_factory=dict)
     index: IndexTally = field(default_factory=IndexTally)
 
+    @property
+    def errors(self) -> int:
+        """Findings, listed or not."""
+        of_queues = sum(part.unlisted + len(part.findings) for part in self.queues.values())
+        return self.unlisted + len(self.bads) + of_queues
+
     def count_bad(self, bad: Bad, max_errors: int | None) -> None:
         """Note bytes that are no record."""
         if max_errors is None or len(self.bads) < max_errors:

@@ -12,9 +12,10 @@ tells of checksums, units (`compare`) and index entries (`tally`). What takes th
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ from mqstore.log.recovery.report import Finding, Kind, finding_of
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_segment, until_torn, used_end
 from mqstore.log.recovery.slots import Misnumbered, Placed, SlotAssigner, first_slot_in_range
 
-__all__ = ["Gap", "Verifier", "json_tables"]
+__all__ = ["Gap", "Verifier", "json_tables", "verified_ranges"]
 
 
 _ENTRIES_TALLIED = 1 << 20
@@ -519,3 +520,30 @@ class Verifier:
         """JSON files that do not decode, or say what they cannot mean."""
         found = bad_json(self._root, json_files(self._root, self._json_checks), self._fs)
         return (finding for finding, _ in found)
+
+
+def verified_ranges(verifier: Verifier) -> Iterator[tuple[RangeResult, int, str | None]]:
+    """Yield the ranges of a log as they fit together, each with how much is wrong in it, and what first: bytes that are
+    no record, up to where the next one begins or the log should have ended; wrong units; keys that the index lacks."""
+    fitting: list[RangeResult] = []
+    outside: list[tuple[int, Finding]] = []
+    for event in verifier.stitcher().events() if verifier.total_bytes else ():
+        if isinstance(event, SegmentParts):
+            fitting += event.results
+        elif isinstance(event, Bad):
+            outside.append((event.start, verifier.bad(event)))
+        else:
+            outside += [(event.position, finding) for finding in verifier.end(event)]
+    within = {bad.start for result in fitting for bad in result.bads}
+    starts = [result.range.base + result.range.low for result in fitting]
+    behind: dict[int, list[Finding]] = {}
+    for position, finding in outside:
+        if position not in within:  # it belongs to the range that it begins in, or lies behind
+            behind.setdefault(max(0, bisect_right(starts, position) - 1), []).append(finding)
+    for number, result in enumerate(fitting):
+        of_index = list(result.index.findings(verifier.index))
+        of_queues = (finding for part in result.queues.values() for finding in part.findings)
+        more = behind.get(number, [])
+        first = next(chain(map(verifier.bad, result.bads), more, of_queues, of_index), None)
+        told = None if first is None else f"{first.kind} at {first.position} of {first.file}: {first.detail}"
+        yield result, result.errors + len(more) + len(of_index), told
