@@ -169,7 +169,10 @@ def test_a_start_only_moves_forward(offsets: _Offsets) -> None:
     assert offsets.stored()["offsetTable"] == {f"t@{START_GROUP}": {"0": 5}}
 
 
-def test_deleting_topics_moves_starts_and_drops_progress_or_does_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("deleted", "left"), [(True, (None, None)), (False, (9, 11))])
+def test_burying_moves_starts_and_progress_at_once_or_not_at_all(
+    deleted: bool, left: tuple[int | None, int | None], tmp_path: Path
+) -> None:
     fs = FaultyFileSystem()
     offsets = _Offsets(tmp_path / "s", fs)
     offsets.fill("t", 0, 12)
@@ -177,12 +180,12 @@ def test_deleting_topics_moves_starts_and_drops_progress_or_does_nothing(tmp_pat
     offsets.table.commit("ahead", "t", 0, 11)
     fs.fail("create", errno.ENOSPC, path_part="consumerOffset")
     with pytest.raises(StoreFullError):
-        offsets.table.delete_topics({"t": {0: 9}})
+        offsets.table.bury({"t": {0: 9}}, deleted=deleted)
     assert (offsets.table.committed("g", "t", 0), offsets.table.start_of("t", 0)) == (4, 0)
     offsets.table.save()
     assert (offsets.again().committed("g", "t", 0), offsets.again().start_of("t", 0)) == (4, 0)
-    offsets.table.delete_topics({"t": {0: 9}})
-    assert [offsets.again().committed(group, "t", 0) for group in ("g", "ahead")] == [None, None]
+    offsets.table.bury({"t": {0: 9}}, deleted=deleted)
+    assert (offsets.again().committed("g", "t", 0), offsets.again().committed("ahead", "t", 0)) == left
     assert offsets.again().start_of("t", 0) == 9
     offsets.store.close()
 
@@ -793,7 +796,7 @@ class OffsetModel(RuleBasedStateMachine):
 
     @rule(topic=topic)
     def delete_topic(self, topic: str) -> None:
-        self.offsets.table.delete_topics({topic: {}})
+        self.offsets.table.bury({topic: {}}, deleted=True)
         self._drop(lambda key: key[1] == topic)
         self._note_saved()
 

@@ -270,20 +270,25 @@ class OffsetTable:
         self._changes += len(groups)
         self._forget(lambda key: key[1] == topic)
 
-    def delete_topics(self, ends: Mapping[str, Mapping[int, int]]) -> None:
-        """Forget all progress on topics that are deleted, on disk when this returns. `ends`: topic -> queue id -> end,
-        where the queue starts from now on, logically. What waits to come into the topics goes nowhere (`deleted_at`).
-        Errors as `save`; then nothing was forgotten and nothing moved."""
+    def bury(self, topics: Mapping[str, Mapping[int, int]], *, deleted: bool = False) -> None:
+        """Let the queues of these topics start, logically, at these offsets (topic -> queue id -> offset): on disk when
+        this returns. A group that is behind goes on there; what it has done beyond, as where this is done late, it does
+        not get again. With `deleted` every group's progress on the topics is forgotten, and what waits to come into
+        them is buried, too (`deleted_at`). Errors as `save`; then nothing was forgotten and nothing moved."""
         before: dict[str, dict[str, dict[int, int]]] = {}
         with self._lock:
             sent = dict(self._sent)
-            for topic, queues in ends.items():
-                before[topic] = {group: dict(each) for group, each in self._committed.get(topic, {}).items()}
-                self._remove_topic(topic)
-                for queue_id, offset in queues.items():
+            for topic, ends in topics.items():
+                before[topic] = {group: dict(queues) for group, queues in self._committed.get(topic, {}).items()}
+                if deleted:
+                    self._remove_topic(topic)
+                else:
+                    self._raise_to(topic, ends)
+                for queue_id, offset in ends.items():
                     self._move_start(topic, queue_id, offset)
-                self._queues_of(DELETED_GROUP, topic)[0] = self._store.max_offset
-                self._changes += 1
+                if deleted:
+                    self._queues_of(DELETED_GROUP, topic)[0] = self._store.max_offset
+                    self._changes += 1
         try:
             self.save()
         except BaseException:
@@ -292,6 +297,13 @@ class OffsetTable:
                 self._sent = sent
                 self._changes += 1
             raise
+
+    def _raise_to(self, topic: str, starts: Mapping[int, int]) -> None:
+        for group, queues in self._committed.get(topic, {}).items():
+            if _is_user(group):
+                queues.update({queue_id: max(starts.get(queue_id, 0), offset) for queue_id, offset in queues.items()})
+        self._changes += 1
+        self._forget(lambda key: key[1] == topic and key[2] in starts)
 
     def _forget(self, concerned: Callable[[tuple[str, str, int]], bool]) -> None:
         for table in (self._pulled, self.resets):
