@@ -42,6 +42,8 @@ def looking(store: object, copy: object, *, topic: str = "orders", group: str = 
         "recover, dry": "DIR --dry-run",
         "recover, dry, config": "DIR --dry-run --rebuild config",
         "recover, dry, index": "DIR --dry-run --rebuild index",
+        "produce, dry": f"DIR {topic} --dry-run --body hello",
+        "consume, dry": f"DIR {topic} --group {group} --dry-run",
         "topics create, dry": "DIR new --dry-run",
         "topics delete, dry": f"DIR {topic} --force --dry-run",
         "spark clean, dry": "DIR --older-than 0s --dry-run",

@@ -20,7 +20,7 @@ import mqstore as library
 from mqstore.layout.properties import DLQ_REASON
 from mqstore_tools.handled import _environment
 from tests.tools.brokers import behind
-from tests.tools.support import mqstore, mqstore_json, process, seen_on_a_terminal
+from tests.tools.support import mqstore, mqstore_json, process, seen_on_a_terminal, snapshot
 
 LIMIT_S = 60
 
@@ -433,9 +433,12 @@ def test_a_new_ordered_group_gets_a_limit_only_if_asked_for(store: Path) -> None
 def test_a_group_begins_where_it_was_made_to(store: Path) -> None:
     """`groups create --start latest` was ignored."""
     mqstore_fine("groups", "create", store, "late", "--start", "latest")
+    planned = mqstore_json("consume", store, "orders", "--group", "late", "--dry-run")
+    assert planned["messages"] == 0
     assert taken(store, group="late") == []
     mqstore_fine("groups", "create", store, "young", "--start", "1h")
-    assert len(taken(store, group="young")) == 10
+    planned = mqstore_json("consume", store, "orders", "--group", "young", "--dry-run")
+    assert planned["messages"] == 10
     mqstore_fine("groups", "create", store, "obeys", "--start", "latest")
     assert len(taken(store, "--from", "earliest", group="obeys")) == 10
 
@@ -537,6 +540,7 @@ def test_a_command_that_cannot_be_started_ends_the_run_and_fails_nothing(store: 
     result = mqstore("consume", store, "orders", "--group", "g", "--exec", command)
     assert result.exit_code == 3, result.output
     assert left(store) == 10
+    assert mqstore_json("consume", store, "orders", "--group", "g", "--dry-run")["messages"] == 10
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -594,9 +598,10 @@ def test_what_cannot_be_opened_is_3(tmp_path: Path, store: Path) -> None:
     assert mqstore("consume", tmp_path / "absent", "orders", "--group", "g").exit_code == 3
     assert not (tmp_path / "absent").exists()
     with library.open(store):
-        result = mqstore("consume", store, "orders", "--group", "g")
-        assert result.exit_code == 3
-        assert str(os.getpid()) in result.stderr
+        for more in ([], ["--dry-run"]):
+            result = mqstore("consume", store, "orders", "--group", "g", *more)
+            assert result.exit_code == 3
+            assert str(os.getpid()) in result.stderr
 
 
 def test_a_topic_that_is_not_there_is_told_and_waited_for(store: Path) -> None:
@@ -604,3 +609,33 @@ def test_a_topic_that_is_not_there_is_told_and_waited_for(store: Path) -> None:
 
     assert result.exit_code == 0
     assert "topic odrers is not there" in result.stderr
+
+
+# -- --dry-run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_what_is_before_the_group_and_changes_nothing(store: Path) -> None:
+    mqstore_fine("consume", store, "orders", "--group", "g", "--max-messages", 4)
+    before = snapshot(store)
+
+    known = mqstore_json("consume", store, "orders", "nonesuch", "--group", "g", "--dry-run")
+    new = [
+        mqstore_json("consume", store, "orders", "--group", "new", "--from", start, "--dry-run")
+        for start in ("earliest", "latest", "1h")
+    ]
+    shown = mqstore("consume", store, "orders", "--group", "g", "--dry-run")
+
+    assert (known["messages"], known["missing"]) == (6, ["nonesuch"])
+    assert sum(row["end"] - row["from"] for row in known["queues"] if row["topic"] == "orders") == 6
+    assert [each["messages"] for each in new] == [10, 0, 10]
+    assert "would consume 6 messages for group g" in shown.stdout
+    assert snapshot(store) == before
+
+
+def test_a_dry_run_counts_what_failed_before(store: Path) -> None:
+    taken(store, "--exec", "false", "--retry-delay", 0, "--max-messages", 10, exit_code=1)
+
+    found = mqstore_json("consume", store, "orders", "--group", "g", "--dry-run")
+
+    assert found["messages"] == left(store) > 0
+    assert {row["topic"] for row in found["queues"]} == {"orders", "%RETRY%g"}

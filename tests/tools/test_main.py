@@ -73,9 +73,7 @@ def test_wrong_usage_is_2() -> None:
 
 
 @pytest.mark.parametrize("number", ["nan", "inf"])
-@pytest.mark.parametrize(
-    "option", [("consume", "s", "orders", "--group", "g", "--idle-exit"), ("demo", "--limit-mb")], ids=lambda o: o[0]
-)
+@pytest.mark.parametrize("option", [("produce", "s", "orders", "--rate"), ("demo", "--limit-mb")], ids=lambda o: o[0])
 def test_numbers_that_are_none_are_wrong_usage(tmp_path: Path, option: tuple[str, ...], number: str) -> None:
     """nan is in every range, as click sees it."""
     name, *more = option

@@ -18,7 +18,7 @@ import mqstore as library
 from mqstore.client.producer import Producer
 from mqstore.layout.properties import SHARDINGKEY
 from mqstore_tools import produce as module
-from tests.tools.support import mqstore, mqstore_json, process
+from tests.tools.support import mqstore, mqstore_json, process, snapshot
 
 WAIT_S = 30
 
@@ -208,7 +208,7 @@ def test_json_tells_counts_and_first_and_last_of_each_queue(tmp_path: Path) -> N
     found = mqstore_json("produce", tmp_path / "s", "orders", tmp_path / "in", "--queue-id", 1)
 
     first, last = stored(tmp_path / "s")
-    assert (found["messages"], found["body_bytes"], found["bad_lines"]) == (2, 3, 0)
+    assert (found["messages"], found["body_bytes"], found["bad_lines"], found["dry_run"]) == (2, 3, 0, False)
     [queue] = found["queues"]
     assert (queue["topic"], queue["queue_id"], queue["messages"]) == ("orders", 1, 2)
     for row, message in ((queue["first"], first), (queue["last"], last)):
@@ -293,6 +293,7 @@ def test_of_many_bad_lines_only_the_first_are_shown(tmp_path: Path) -> None:
         ["--exported", "--format", "csv"],
         ["--queue-id", "4"],
         ["--queue-id", "16384"],
+        ["--rate", "0"],
         ["--delay", "-1"],
         ["--format", "xml"],
         ["--format", "file", "--key", "@id"],
@@ -327,8 +328,9 @@ def test_a_directory_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "letters" / "one").write_text("dear")
     with library.open(tmp_path / "held"):
         for name in ("held", "letters"):
-            result = mqstore("produce", tmp_path / name, "orders", stdin=b"x\n")
-            assert result.exit_code == 3, result.output
+            for option in ([], ["--dry-run"]):
+                result = mqstore("produce", tmp_path / name, "orders", *option, stdin=b"x\n")
+                assert result.exit_code == 3, result.output
     assert [file.name for file in (tmp_path / "letters").iterdir()] == ["one"]
 
 
@@ -341,7 +343,48 @@ def test_a_body_beyond_the_limit_is_refused(tmp_path: Path) -> None:
     assert "max_message_size is 4194304" in result.stderr
 
 
-# -- the end -----------------------------------------------------------------------------------------------------------
+# -- writing nothing ---------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_reads_and_checks_everything_and_writes_nothing(tmp_path: Path) -> None:
+    with library.open(tmp_path / "s") as store:
+        store.create_topic("orders", queues=2)
+    before = snapshot(tmp_path / "s")
+
+    good = run(tmp_path / "s", "a\nb\n", "--dry-run", "--queue-id", 1)
+    found = json.loads(run(tmp_path / "s", "a\nb\n", "--dry-run", "--json").stdout)
+    assert run(tmp_path / "s", "a\n", "--dry-run", "--queue-id", 2).exit_code == 2
+    assert run(tmp_path / "s", '{"body":1}\n{\n', "--dry-run", "--format", "jsonl").exit_code == 2
+    assert run(tmp_path / "s", '{"body":1}\n{\n', "--dry-run", "--format", "jsonl", "--skip-bad").exit_code == 1
+    assert run(tmp_path / "none", "a\n", "--dry-run", "--no-create").exit_code == 3
+    assert run(tmp_path / "none", "a\n", "--dry-run").exit_code == 0
+
+    assert "would send 2 messages, 2 B" in good.stdout
+    assert (found["messages"], found["dry_run"], found["queues"]) == (2, True, [])
+    assert snapshot(tmp_path / "s") == before
+    assert not (tmp_path / "none").exists()
+
+
+# -- pace, and the end -------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    sleeps: list[float] = []
+
+    def sleep(duration_s: float) -> None:
+        sleeps.append(duration_s)
+        now[0] += duration_s
+
+    monkeypatch.setattr("mqstore_tools.produce.time.sleep", sleep)
+    monkeypatch.setattr("mqstore_tools.produce.time.monotonic", lambda: now[0])
+    run(tmp_path / "s", b"x\n" * 25, "--rate", 50)
+
+    # Pieces of 5 ten times a second: the first at once, the last after 0.4 s.
+    assert sleeps == [pytest.approx(0.1)] * 4
+    sleeps.clear()
+    run(tmp_path / "s", b"x\n" * 3, "--rate", 0.5)
+    assert sleeps == [pytest.approx(2.0)] * 2
 
 
 @contextmanager
@@ -373,10 +416,10 @@ def follow(command: subprocess.Popen[bytes], path: Path, count: int) -> None:
     ("options", "text", "number"),
     [
         ([], b"one\ntwo\nunfinis", signal.SIGINT),
-        (["--flush"], b"one\ntwo\nunfinis", signal.SIGTERM),
+        (["--rate", "1000", "--flush"], b"one\ntwo\nunfinis", signal.SIGTERM),
         (["--format", "csv"], b'body\none\ntwo\n"three\nunfinis', signal.SIGINT),
     ],
-    ids=["lines", "flush", "csv"],
+    ids=["lines", "rate", "csv"],
 )
 def test_what_came_is_stored_before_more_is_waited_for_and_a_signal_tells_how_much(
     tmp_path: Path, options: list[str], text: bytes, number: int
@@ -396,6 +439,22 @@ def test_what_came_is_stored_before_more_is_waited_for_and_a_signal_tells_how_mu
     assert bodies(tmp_path / "s") == [b"one", b"two"]
     with library.engine.ReadOnlyMessageStore(tmp_path / "s") as store:
         assert store.clean_shutdown
+
+
+def test_ctrl_c_ends_the_wait_for_the_next_second(tmp_path: Path) -> None:
+    with running(tmp_path / "s", "orders", "--rate", "0.001") as command:
+        assert command.stdin is not None
+        command.stdin.write(b"one\ntwo\nthree\n")
+        command.stdin.flush()
+        follow(command, tmp_path / "s", 1)
+
+        command.send_signal(signal.SIGINT)
+        out, err = command.communicate(timeout=WAIT_S)
+
+    assert command.returncode == 130, err
+    assert b"interrupted; sent" in out
+    count = int(out.split(b"sent ")[1].split()[0])
+    assert len(bodies(tmp_path / "s")) == count < 3
 
 
 def test_a_store_that_fails_on_the_way_tells_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

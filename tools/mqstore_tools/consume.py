@@ -1,6 +1,7 @@
 """`mqstore consume`: the messages of topics in the name of a group: printed, or a command run for each.
 
-Here is what was asked for, and what is said about it; `taken` runs it, `handled` prints and runs commands.
+Here is what was asked for, what is said about it, and what would be done; `taken` runs it, `handled` prints and runs
+commands.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from datetime import datetime
 from functools import partial
@@ -20,13 +22,16 @@ import click
 import mqstore
 from mqstore import RetryPolicy
 from mqstore.admin import Broker
+from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
 from mqstore.broker.filters import as_filter
-from mqstore.broker.groups import default_retry
-from mqstore.broker.names import check_group, check_user_topic
+from mqstore.broker.groups import GroupConfig, default_retry
+from mqstore.broker.names import check_group, check_user_topic, pop_retry_topic, retry_topic
+from mqstore.broker.parts import Tables
+from mqstore.broker.reading import Reads
 from mqstore.errors import StoreClosedError
 from mqstore_tools.handled import Commands, Printer
-from mqstore_tools.opened import moment
-from mqstore_tools.render import VERSION, as_json, note, progress
+from mqstore_tools.opened import dry_run_option, moment, planning
+from mqstore_tools.render import VERSION, as_json, console, note, print_json, progress, table
 from mqstore_tools.shared import FINDINGS, NumberRange, StoreCommand, directory_argument, json_option, refuse_given
 from mqstore_tools.shown import body_bytes_option
 from mqstore_tools.taken import Asked, Run, Source, Start, quiet, supervise
@@ -59,6 +64,7 @@ Examples:
   mqstore consume var/mq orders --group billing --exec './book.sh' --workers 4 --max-attempts 5
   mqstore consume var/mq mail --group mailer --exec 'sendmail -t' --exec-timeout 60
   mqstore consume var/mq orders --group nightly --idle-exit 0    # what is there, then end
+  mqstore consume var/mq orders --group billing --dry-run
 
 \b
 A command has the body on stdin, and in its environment MQSTORE_TOPIC, MQSTORE_QUEUE_ID, MQSTORE_OFFSET,
@@ -135,6 +141,7 @@ cannot be opened.""",
     show_default=True,
     help="Exit code of a command that makes its message a dead letter.",
 )
+@dry_run_option
 @json_option
 @click.pass_context
 def consume(
@@ -157,6 +164,7 @@ def consume(
     shell: bool,
     exec_timeout: float | None,
     reject_code: int,
+    dry_run: bool,
     json_output: bool,
 ) -> None:
     """Take the messages of TOPICs in the store in DIR for a consumer group, and print them, or run a command for each.
@@ -172,6 +180,9 @@ def consume(
     if sql is not None and tags != "*":
         raise click.UsageError("--tags or --sql: one of them")
     argv = None if command is None else _argv(command, shell=shell)
+    if dry_run:
+        _dry_run(directory, dict.fromkeys(topics), group, start, json_output=json_output)
+        return
     asked = Asked(tuple(dict.fromkeys(topics)), group, ordered, tags, sql, start, workers)
     work = Printer(format_ == "jsonl", body_bytes) if argv is None else Commands(argv, group, exec_timeout, reject_code)
     run = Run(work, max_messages)
@@ -278,3 +289,58 @@ def _text(summary: dict[str, Any]) -> str:
         f"{summary['group']}: {summary['messages']} messages in {seconds:.1f} s{rate}: {', '.join(facts)}; "
         f"{summary['left']} left (stopped by {summary['stopped_by']})"
     )
+
+
+# -- what would be done ------------------------------------------------------------------------------------------------
+
+
+def _dry_run(directory: Path, topics: Iterable[str], group: str, start: Start | None, *, json_output: bool) -> None:
+    """Say what the group has before it; changes nothing."""
+    with planning(directory) as tables:
+        missing = [topic for topic in topics if tables.topics.get(topic) is None]
+        rows = _plan(tables, [topic for topic in topics if topic not in missing], group, start)
+    total = sum(row["messages"] for row in rows)
+    if json_output:
+        print_json({"dry_run": True, "group": group, "messages": total, "queues": rows, "missing": missing})
+        return
+    for topic in missing:
+        note(f"topic {topic} is not there; it would be waited for")
+    columns = ("topic", "queue>", "goes on at>", "end>", "messages>", "in flight>")
+    console().print(table(f"would consume {total} messages for group {group}", columns, [row.values() for row in rows]))
+
+
+def _plan(tables: Tables, topics: list[str], group: str, start: Start | None) -> list[dict[str, Any]]:
+    """A row a queue, those with what failed before included."""
+    begins = start or (tables.groups.get(group) or GroupConfig(group)).start
+    reads = Reads(tables)
+    pops = pop_view(tables, tables.clock.now_ms())
+    known = lag_of(tables, group, pops) if group in group_names(tables) else []
+    lags = {(each.topic, each.queue_id): each for each in known if each.committed is not None}
+    queues = [(topic, i) for topic in topics for i in range(tables.topics.need(topic).read_queues)]
+    again = {retry_topic(group), *(pop_retry_topic(group, topic) for topic in topics)}
+    queues += sorted(key for key in lags if key[0] in again)
+    rows = []
+    for topic, queue_id in queues:
+        lag = lags.get((topic, queue_id))
+        begin = _begin(reads, topic, queue_id, begins) if lag is None else max(lag.first, lag.committed or 0)
+        end = reads.max_offset(topic, queue_id)
+        rows.append(
+            {
+                "topic": topic,
+                "queue_id": queue_id,
+                "from": begin,
+                "end": end,
+                "messages": max(0, end - begin) if lag is None else lag.messages,
+                "in_flight": pops.count(group, topic, queue_id),
+            }
+        )
+    return rows
+
+
+def _begin(reads: Reads, topic: str, queue_id: int, start: Start | int) -> int:
+    """`start` as a group has it: an integer is ms since the epoch."""
+    if start == "earliest":
+        return reads.min_offset(topic, queue_id)
+    if start == "latest":
+        return reads.max_offset(topic, queue_id)
+    return reads.offset_for_time(topic, queue_id, start)

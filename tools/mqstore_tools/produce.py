@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
@@ -32,12 +31,13 @@ from mqstore import MQStoreError, OutgoingMessage, SendReceipt, StoreConfig
 from mqstore.broker.names import check_user_topic
 from mqstore.client.producer import Producer
 from mqstore.client.sendrules import check_size
-from mqstore.errors import InvalidMessageError
+from mqstore.errors import InvalidMessageError, NotAStoreError
 from mqstore.log.writer import MAX_QUEUE_ID
 from mqstore_tools.many import duration, pairs
+from mqstore_tools.opened import dry_run_option, planning
 from mqstore_tools.recipe import Format, NoMessage, Recipe, Record
 from mqstore_tools.render import note, print_json, progress, safe, show_bytes
-from mqstore_tools.shared import FINDINGS, INTERRUPTED, StoreCommand, directory_argument, json_option
+from mqstore_tools.shared import FINDINGS, INTERRUPTED, NumberRange, StoreCommand, directory_argument, json_option
 
 __all__ = ["produce"]
 
@@ -46,6 +46,8 @@ _PIECE_BYTES = 4 << 20
 _BLOCK_BYTES = 256 << 10
 _LINE_BYTES = 64 << 20
 """A line that is longer is none that was meant."""
+_PIECES_A_SECOND = 10
+"""With --rate."""
 _BAD_SHOWN = 10
 
 
@@ -58,9 +60,9 @@ Examples:
   mqstore produce var/mq orders invoice.pdf --format file
   seq 1000 | mqstore produce var/mq numbers
   mqstore produce var/mq orders orders.jsonl --format jsonl --key @id --message-group @customer
-  mqstore produce var/mq orders orders.csv --format csv --whole --tag imported
+  mqstore produce var/mq orders orders.csv --format csv --whole --tag imported --dry-run
   mqstore export var/old --topic orders | mqstore produce var/mq orders --exported
-  tail -f app.log | mqstore produce var/mq logs --flush""",
+  tail -f app.log | mqstore produce var/mq logs --rate 500 --flush""",
 )
 @directory_argument
 @click.argument("topic")
@@ -85,6 +87,8 @@ Examples:
 @click.option("--delay", type=duration, metavar="TIME", help="Deliver so much later: seconds, or 90s, 5m, 2h, 1d.")
 @click.option(
     "--body-field",
+    "--body-column",
+    "body_field",
     metavar="FIELD",
     default="body",
     show_default=True,
@@ -93,9 +97,11 @@ Examples:
 @click.option("--exported", is_flag=True, help="The lines are those of `mqstore export`; JSON lines, therefore.")
 @click.option("--whole", is_flag=True, help="The whole object or row is the body, as JSON.")
 @click.option("--queue-id", type=click.IntRange(0, MAX_QUEUE_ID), help="Put all to this queue.")
+@click.option("--rate", type=NumberRange(0, min_open=True), metavar="N", help="At most N messages a second.")
 @click.option("--flush", is_flag=True, help="Each piece is on disk before the next is sent.")
 @click.option("--skip-bad", is_flag=True, help="Leave bad lines out, and exit with 1, instead of stopping there.")
 @click.option("--create/--no-create", default=True, show_default=True, help="Make the store if DIR holds none.")
+@dry_run_option
 @json_option
 @click.pass_context
 def produce(
@@ -115,9 +121,11 @@ def produce(
     exported: bool,
     whole: bool,
     queue_id: int | None,
+    rate: float | None,
     flush: bool,
     skip_bad: bool,
     create: bool,
+    dry_run: bool,
     json_output: bool,
 ) -> None:
     """Send a message to TOPIC in the store in DIR for each line of the FILEs, or of stdin (-); or one --body.
@@ -151,22 +159,17 @@ def produce(
     done = _Done(topic)
     stop = _Interrupt()
     sources = _sources(files or (Path("-"),), done) if body is None else [("--body", io.BytesIO(os.fsencode(body)))]
-    with (
-        stop.installed(),
-        mqstore.open(directory, create=create) as store,
-        Producer(store.broker, "mqstore-produce", durability="flush" if flush else "append") as producer,
-    ):
-        send = partial(producer.send_many, topic, queue_id=queue_id)
+    with stop.installed(), _target(directory, topic, queue_id, dry_run=dry_run, create=create, flush=flush) as send:
         try:
-            _run(sources, recipe, done, stop, send, skip_bad=skip_bad)
+            _run(sources, recipe, done, stop, send, skip_bad=skip_bad, rate=rate if not dry_run else None)
         except MQStoreError as error:
             done.add(error.receipts)
             if json_output:
-                done.show(json_output=True, failed=str(error))
+                done.show(json_output=True, dry_run=dry_run, failed=str(error))
             if not isinstance(error, _BadLineError):
                 note(f"{done.messages} messages were stored before this:")
             raise
-    done.show(json_output=json_output, interrupted=stop.asked)
+    done.show(json_output=json_output, dry_run=dry_run, interrupted=stop.asked)
     if stop.asked:
         ctx.exit(INTERRUPTED)
     if done.bad:
@@ -181,9 +184,10 @@ def _run(
     send: _Send,
     *,
     skip_bad: bool,
+    rate: float | None,
 ) -> None:
     """Everything between reading and storing."""
-    sender = _Sender(send, done)
+    sender = _Sender(send, done, stop, rate)
     with progress(f"to {done.topic}", poll=(lambda: (done.read_bytes, done.total_bytes)) if done.total_bytes else None):
         for name, stream in sources:
             lines = Lines(stream, done, stop, sender.store)
@@ -211,30 +215,81 @@ def _run(
 _Send = Callable[[Sequence[OutgoingMessage]], Sequence[SendReceipt]]
 
 
-class _Sender:
-    """Gathers messages into pieces and stores them."""
+@contextmanager
+def _target(
+    directory: Path, topic: str, queue_id: int | None, *, dry_run: bool, create: bool, flush: bool
+) -> Iterator[_Send]:
+    """What stores a piece, and returns its receipts; none in a dry run."""
+    if dry_run:
+        _plan(directory, topic, queue_id, create=create)
+        yield lambda messages: ()
+        return
+    with (
+        mqstore.open(directory, create=create) as store,
+        Producer(store.broker, "mqstore-produce", durability="flush" if flush else "append") as producer,
+    ):
+        yield lambda messages: producer.send_many(topic, messages, queue_id=queue_id)
 
-    def __init__(self, send: _Send, done: _Done) -> None:
+
+def _plan(directory: Path, topic: str, queue_id: int | None, *, create: bool) -> None:
+    """Refuse what opening, and a put to that queue, would refuse."""
+    queues = StoreConfig().default_queues
+    try:
+        with planning(directory) as parts:
+            config = parts.topics.get(topic)
+            queues = queues if config is None else config.write_queues
+    except NotAStoreError:
+        if not create or (directory.exists() and not (directory.is_dir() and not any(directory.iterdir()))):
+            raise
+    if queue_id is not None and queue_id >= queues:
+        raise InvalidMessageError(
+            f"queue_id {queue_id} does not lie in 0..{queues - 1}, the queues of {topic!r}", "queue_id"
+        )
+
+
+class _Sender:
+    """Gathers messages into pieces and stores them, not faster than it may."""
+
+    def __init__(self, send: _Send, done: _Done, stop: _Interrupt, rate: float | None) -> None:
         self._send = send
         self._done = done
+        self._stop = stop
+        self._rate = rate
+        self._most = _PIECE if rate is None else max(1, min(_PIECE, int(rate / _PIECES_A_SECOND)))
         self._piece: list[OutgoingMessage] = []
         self._bytes = 0
+        self._begin: float | None = None
+        self._sent = 0
 
     def add(self, message: OutgoingMessage) -> None:
         self._piece.append(message)
         self._bytes += len(message.body)
-        if len(self._piece) >= _PIECE or self._bytes >= _PIECE_BYTES:
+        if len(self._piece) >= self._most or self._bytes >= _PIECE_BYTES:
             self.store()
 
     def store(self) -> None:
         """Store the piece."""
         if not self._piece:
             return
+        self._wait()
         piece, size = self._piece, self._bytes
         self._piece, self._bytes = [], 0
         receipts = self._send(piece)
+        self._sent += len(piece)
+        self._done.messages += len(piece) - len(receipts)  # a dry run has none
         self._done.body_bytes += size
         self._done.add(receipts)
+
+    def _wait(self) -> None:
+        if self._rate is None:
+            return
+        now = time.monotonic()
+        if self._begin is None:
+            self._begin = now
+        pause_s = self._begin + self._sent / self._rate - now
+        if pause_s > 0:
+            with self._stop.waiting(quietly=True):
+                time.sleep(pause_s)
 
 
 @dataclass
@@ -265,7 +320,7 @@ class _Done:
         elif self.bad == _BAD_SHOWN + 1:
             note("more bad lines follow, they are only counted")
 
-    def show(self, *, json_output: bool, interrupted: bool = False, failed: str | None = None) -> None:
+    def show(self, *, json_output: bool, dry_run: bool, interrupted: bool = False, failed: str | None = None) -> None:
         seconds = time.monotonic() - self.begin
         row: dict[str, Any] = {
             "topic": self.topic,
@@ -273,6 +328,7 @@ class _Done:
             "body_bytes": self.body_bytes,
             "bad_lines": self.bad,
             "seconds": round(seconds, 3),
+            "dry_run": dry_run,
             "interrupted": interrupted,
             "queues": [
                 {
@@ -288,8 +344,8 @@ class _Done:
         if failed is not None:
             row["failed"] = failed
         what = f"{self.messages} messages, {show_bytes(self.body_bytes)}"
-        verb = "interrupted; sent" if interrupted else "sent"
-        speed = "" if seconds <= 0 else f" in {seconds:.2f} s, {self.messages / seconds:,.0f} a second"
+        verb = "would send" if dry_run else "interrupted; sent" if interrupted else "sent"
+        speed = "" if dry_run or seconds <= 0 else f" in {seconds:.2f} s, {self.messages / seconds:,.0f} a second"
         lines = [f"{verb} {what}, to {self.topic}{speed}"]
         lines += [
             f"  {t}/{q}: {n}, offsets {a.offset}..{b.offset}" for (t, q), (n, a, b) in sorted(self.queues.items())
@@ -336,13 +392,16 @@ class _Interrupt:
             raise KeyboardInterrupt
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Here Ctrl-C strikes at once."""
+    def waiting(self, *, quietly: bool = False) -> Iterator[None]:
+        """Here Ctrl-C strikes at once; `quietly`: and only ends the wait."""
         self._waiting = True
         try:
             if self.asked:
                 raise KeyboardInterrupt
             yield
+        except KeyboardInterrupt:
+            if not quietly:
+                raise
         finally:
             self._waiting = False
 
