@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from mqstore.broker.delay.route import WINDOW_MS, due_of, placement, slot_of, timer_route
 from mqstore.broker.delay.timer import TimerService
-from mqstore.broker.delay.timercheck import Progress, TimerCheck
+from mqstore.broker.delay.timercheck import Progress
 from mqstore.broker.delay.timerfiles import decode_unit, encode_unit
 from mqstore.broker.names import TIMER_TOPIC, dlq_topic
 from mqstore.broker.parts import Parts
@@ -445,32 +445,6 @@ def test_a_message_that_is_overdue_when_it_is_placed_comes_at_once(timers: Timer
     timers.reopen()
     timers.pass_ms(5 * S)
     assert timers.delivered() == [("sooner", 300), ("overdue", 800), ("later", 800), ("new", 5800)]
-
-
-def test_a_second_that_an_earlier_version_was_reading_is_gone_on_with(timers: Timers) -> None:
-    """It read a second when that was over, from the oldest unit on, and its units named no millisecond."""
-    for body, wait_ms in (("a", 900), ("b", 100), ("c", 500), ("d", 1700)):
-        timers.put(body, wait_ms)
-    timers.pass_ms(0)
-    timers.close()
-    log = timers.path / "timerlog" / f"{0:020d}"
-    data = log.read_bytes()
-    units = [decode_unit(at, data[at : at + 52]) for at in range(0, 4 * 52, 52)]
-    with log.open("r+b") as file:
-        for at, unit in enumerate(units):
-            file.write(encode_unit(52 * at, unit._replace(write_ms=START_MS, delay_ms=unit.slot_ms - START_MS)))
-    check = TimerCheck(timers.path / "config" / "timercheck", FileSystem(), 0o600)
-    progress = check.load()
-    assert isinstance(progress, Progress)
-    check.save(progress._replace(read_ms=START_MS, slot_done=1), START_MS)  # "a" was delivered
-    timers.open()
-    timers.pass_ms(999)
-    assert timers.bodies() == []
-    timers.pass_ms(1)
-    assert timers.delivered() == [("b", 1000), ("c", 1000)]
-    timers.reopen()
-    timers.pass_ms(S)
-    assert timers.delivered() == [("b", 1000), ("c", 1000), ("d", 2000)]
 
 
 def test_what_another_program_reads_of_a_unit_is_its_slot(timers: Timers) -> None:

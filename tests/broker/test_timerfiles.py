@@ -13,6 +13,7 @@ import crc32c
 import numpy as np
 import pytest
 
+from mqstore.broker.delay import timercheck
 from mqstore.broker.delay.timercheck import JavaProgress, Progress, TimerCheck
 from mqstore.broker.delay.timerfiles import (
     CANCELS,
@@ -403,6 +404,15 @@ def test_a_java_brokers_checkpoint_is_told_apart(tmp_path: Path) -> None:
     page = struct.pack(">7q", 1_700_000_000_000, 5200, 42, 42, 0, 0, 0).ljust(4096, b"\0")
     (tmp_path / "config" / "timercheck").write_bytes(page)
     assert new_check(tmp_path).load() == JavaProgress(1_700_000_000_000, 5200, 42)
+
+
+def test_of_a_checkpoint_of_another_version_only_what_a_java_broker_reads_counts(tmp_path: Path) -> None:
+    """Version 1 counted the units of a slot in another order, so some would have been passed over."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timercheck, "_EXTENSION_VERSION", 1)
+        new_check(tmp_path).save(progress(5), 5)
+    p = progress(5)
+    assert new_check(tmp_path).load() == JavaProgress(p.read_ms, p.log_end, p.queue_offset)
 
 
 @pytest.mark.parametrize("fields", [(2, 0, 0), (0, 52, 0), (0, 0, 1)])

@@ -107,7 +107,7 @@ class Recipe:
             if value is not None:
                 options[name] = value
         keys = [key for each in self._keys if (key := _value(record, each)) is not None] or _own_keys(record)
-        if keys and (self._keys or keys):
+        if keys:
             options["keys"] = tuple(keys)
         properties = _own_properties(record)
         for name, given in self._properties.items():

@@ -92,6 +92,8 @@ class BrokerStats:
 class Broker(Sending):
     """Delivery on a store that is open for writing; closing it closes the store.
 
+    Long because the whole contract of clients is here: a method checks what it is given and passes it to a mechanism.
+
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.engine.MessageStore(folder)) as broker:
     ...     receipt = broker.put("orders", b"hello")

@@ -74,6 +74,8 @@ class OffsetTable:
 
     Changes are in memory at once and on disk with the next `save`: every `commit_interval` (`run_once`), at `close`, or
     before a `commit` returns that asks for "flush". The kernel has a `commit` about 100 ms later (`run_once`).
+
+    Long because its tables (progress, resets, logical starts, letters sent) lie in one file and change together.
     """
 
     def __init__(self, store: StoreReader) -> None:

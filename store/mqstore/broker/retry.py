@@ -27,7 +27,6 @@ import random
 from collections.abc import Mapping, MutableMapping
 from typing import Final
 
-from mqstore.broker.admin.statistics import DLQ_PUT_NUMS, SNDBCK2DLQ_TIMES, SNDBCK_PUT_NUMS
 from mqstore.broker.names import (
     dlq_topic,
     is_retry_topic,
@@ -138,7 +137,7 @@ class Retries:
         if delay_level < 0 or times > limit or config.retry_queues <= 0:
             reason = reason or _why(delay_level, times, limit)
             receipt = self.dead_letter(message, group, reason, reconsume_times=times, durability=durability)
-            parts.statistics.add(SNDBCK2DLQ_TIMES, _key(message, group))
+            parts.statistics.add("SNDBCK2DLQ_TIMES", _key(message, group))
             return receipt
         topic = retry_topic(group)
         queue_id = self._queue_of(topic, config.retry_queues)
@@ -155,9 +154,9 @@ class Retries:
             # Its own properties leave no room for the marks of a retry. No later try will fare better.
             reason = f"cannot be retried: {error}"
             receipt = self.dead_letter(message, group, reason, reconsume_times=times, durability=durability)
-            parts.statistics.add(SNDBCK2DLQ_TIMES, _key(message, group))
+            parts.statistics.add("SNDBCK2DLQ_TIMES", _key(message, group))
             return receipt
-        parts.statistics.add(SNDBCK_PUT_NUMS, _key(message, group))
+        parts.statistics.add("SNDBCK_PUT_NUMS", _key(message, group))
         return receipt
 
     def dead_letter(
@@ -199,7 +198,7 @@ class Retries:
         except InvalidMessageError:  # not the properties but the record is too long, as far as we can help it
             _shed(properties, 0)
             receipt = self._put_letter(topic, queue_id, message, properties, times, durability)
-        self._parts.statistics.add(DLQ_PUT_NUMS, f"{came_from}@{group}")
+        self._parts.statistics.add("DLQ_PUT_NUMS", f"{came_from}@{group}")
         return receipt
 
     def _put_letter(

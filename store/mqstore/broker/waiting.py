@@ -102,7 +102,10 @@ class _Bucket:
 
 
 class Waiters:
-    """All who wait on the queues of one store. Listens to `store.on_growth` from its construction to `close`."""
+    """All who wait on the queues of one store. Listens to `store.on_growth` from its construction to `close`.
+
+    Long because one lock guards all of it: who is parked where, when each is due, and who is chosen to wake.
+    """
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
         self._store = parts.store

@@ -103,7 +103,8 @@ class Producer:
         interceptors            are called around each message, in this order
         checker                 is asked what became of a transaction whose process died (`transaction`)
 
-    Each message gets a unique key, the same in all its copies: deduplicate on it. ConfigError for what cannot be.
+    Each message gets a unique key, the same in all its copies: deduplicate on it. ConfigError for what cannot be. Long
+    because sending one, many and later are here; `preparing` makes messages, and `submitter` is the queue of `submit`.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:

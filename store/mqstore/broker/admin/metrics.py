@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mqstore.broker.admin import statistics as names
 from mqstore.broker.admin.lag import Lag, measure
 from mqstore.broker.admin.statistics import CounterKey, Samples, labels_of
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC, is_dlq_topic, is_retry_topic, is_system_topic
@@ -141,20 +140,20 @@ class Metrics:
             of_topic[0] += messages
             of_topic[1] += size
             key = f"{topic}@{queue_id}"
-            yield names.QUEUE_PUT_NUMS, key, messages, messages
-            yield names.QUEUE_PUT_SIZE, key, size, messages
+            yield "QUEUE_PUT_NUMS", key, messages, messages
+            yield "QUEUE_PUT_SIZE", key, size, messages
         for topic, (messages, size) in by_topic.items():
-            yield names.TOPIC_PUT_NUMS, topic, messages, messages
-            yield names.TOPIC_PUT_SIZE, topic, size, messages
-            yield names.BROKER_PUT_NUMS, "", messages, messages
+            yield "TOPIC_PUT_NUMS", topic, messages, messages
+            yield "TOPIC_PUT_SIZE", topic, size, messages
+            yield "BROKER_PUT_NUMS", "", messages, messages
             if not is_system_topic(topic):
-                yield names.BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC, "", messages, messages
+                yield "BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC", "", messages, messages
 
     def _put_times(self) -> Iterator[_Item]:
         for (topic, queue_id), (took_ns, times) in self._store.take_put_times().items():
             rest_ns = self._put_rest_ns.get((topic, queue_id), 0)
             took_ms, self._put_rest_ns[topic, queue_id] = divmod(rest_ns + took_ns, _NS_A_MS)
-            yield names.TOPIC_PUT_LATENCY, f"{queue_id}@{topic}", took_ms, times
+            yield "TOPIC_PUT_LATENCY", f"{queue_id}@{topic}", took_ms, times
 
     def _came(self, topic: str, queue_id: int, begin: int, end: int) -> tuple[int, int]:
         """(messages, bytes) between two offsets of a queue. What was let go by retention since is counted, and not
@@ -183,8 +182,8 @@ class Metrics:
                 yield from _got(topic, group, queue_id, counts.pops, counts.messages, counts.size)
             # One checkpoint record for each batch that was popped.
             for name, of_broker, value in (
-                (names.GROUP_CK_NUMS, names.BROKER_CK_NUMS, counts.pops),
-                (names.GROUP_ACK_NUMS, names.BROKER_ACK_NUMS, counts.acked),
+                ("GROUP_CK_NUMS", "BROKER_CK_NUMS", counts.pops),
+                ("GROUP_ACK_NUMS", "BROKER_ACK_NUMS", counts.acked),
             ):
                 if value:
                     yield name, f"{topic}@{group}", value, value
@@ -197,9 +196,9 @@ class Metrics:
                 yield from _got(topic, group, queue_id, fetched.times, fetched.messages, fetched.size)
             place = f"{queue_id}@{topic}@{group}"
             took_ms, self._rest_ns[key] = divmod(self._rest_ns.get(key, 0) + fetched.took_ns, _NS_A_MS)
-            yield names.GROUP_GET_LATENCY, place, took_ms, fetched.reads
-            self._statistics.set(names.GROUP_GET_FALL_SIZE, place, fetched.behind_bytes)
-            self._statistics.set(names.GROUP_GET_FALL_TIME, place, fetched.behind_ms)
+            yield "GROUP_GET_LATENCY", place, took_ms, fetched.reads
+            self._statistics.set("GROUP_GET_FALL_SIZE", place, fetched.behind_bytes)
+            self._statistics.set("GROUP_GET_FALL_TIME", place, fetched.behind_ms)
 
     # -- measuring --------------------------------------------------------------------------------------------------
 
@@ -232,12 +231,12 @@ class Metrics:
             consumed = {topic for topic, _ in pairs}
             topics = [topic for topic in topics if topic in consumed]
         for topic in topics:
-            yield names.COMMIT_NUMS, topic
-            yield names.ROLLBACK_NUMS, topic
-            yield names.DELAY_LATENCY, topic
+            yield "COMMIT_NUMS", topic
+            yield "ROLLBACK_NUMS", topic
+            yield "DELAY_LATENCY", topic
         for topic, group in pairs:
             if not (is_retry_topic(topic) or is_dlq_topic(topic) or is_system_topic(topic)):
-                yield names.DLQ_PUT_NUMS, f"{topic}@{group}"
+                yield "DLQ_PUT_NUMS", f"{topic}@{group}"
 
     def _gauges(self, stats: StoreStats) -> dict[str, int | Samples]:
         """Series -> its samples, as of now. Costs a look at every queue that a group has progress in, two more where
@@ -307,10 +306,10 @@ class Metrics:
 
 def _got(topic: str, group: str, queue_id: int, times: int, messages: int, size: int) -> Iterator[_Item]:
     by_group, by_queue = f"{topic}@{group}", f"{topic}@{queue_id}@{group}"
-    yield names.GROUP_GET_NUMS, by_group, messages, times
-    yield names.GROUP_GET_SIZE, by_group, size, times
-    yield names.QUEUE_GET_NUMS, by_queue, messages, times
-    yield names.QUEUE_GET_SIZE, by_queue, size, times
-    yield names.BROKER_GET_NUMS, "", messages, times
+    yield "GROUP_GET_NUMS", by_group, messages, times
+    yield "GROUP_GET_SIZE", by_group, size, times
+    yield "QUEUE_GET_NUMS", by_queue, messages, times
+    yield "QUEUE_GET_SIZE", by_queue, size, times
+    yield "BROKER_GET_NUMS", "", messages, times
     if not is_system_topic(topic):
-        yield names.BROKER_GET_NUMS_WITHOUT_SYSTEM_TOPIC, "", messages, times
+        yield "BROKER_GET_NUMS_WITHOUT_SYSTEM_TOPIC", "", messages, times

@@ -41,32 +41,6 @@ from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_group, 
 from mqstore.clock import Clock
 
 __all__ = [
-    "BROKER_ACK_NUMS",
-    "BROKER_CK_NUMS",
-    "BROKER_GET_NUMS",
-    "BROKER_GET_NUMS_WITHOUT_SYSTEM_TOPIC",
-    "BROKER_PUT_NUMS",
-    "BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC",
-    "COMMIT_NUMS",
-    "DELAY_LATENCY",
-    "DLQ_PUT_NUMS",
-    "GROUP_ACK_NUMS",
-    "GROUP_CK_NUMS",
-    "GROUP_GET_FALL_SIZE",
-    "GROUP_GET_FALL_TIME",
-    "GROUP_GET_LATENCY",
-    "GROUP_GET_NUMS",
-    "GROUP_GET_SIZE",
-    "QUEUE_GET_NUMS",
-    "QUEUE_GET_SIZE",
-    "QUEUE_PUT_NUMS",
-    "QUEUE_PUT_SIZE",
-    "ROLLBACK_NUMS",
-    "SNDBCK2DLQ_TIMES",
-    "SNDBCK_PUT_NUMS",
-    "TOPIC_PUT_LATENCY",
-    "TOPIC_PUT_NUMS",
-    "TOPIC_PUT_SIZE",
     "Rate",
     "Samples",
     "Statistics",
@@ -75,32 +49,6 @@ __all__ = [
     "labels_of",
 ]
 
-TOPIC_PUT_NUMS: Final = "TOPIC_PUT_NUMS"
-TOPIC_PUT_SIZE: Final = "TOPIC_PUT_SIZE"
-TOPIC_PUT_LATENCY: Final = "TOPIC_PUT_LATENCY"
-GROUP_GET_NUMS: Final = "GROUP_GET_NUMS"
-GROUP_GET_SIZE: Final = "GROUP_GET_SIZE"
-GROUP_GET_LATENCY: Final = "GROUP_GET_LATENCY"
-GROUP_GET_FALL_SIZE: Final = "GROUP_GET_FALL_SIZE"
-GROUP_GET_FALL_TIME: Final = "GROUP_GET_FALL_TIME"
-QUEUE_PUT_NUMS: Final = "QUEUE_PUT_NUMS"
-QUEUE_PUT_SIZE: Final = "QUEUE_PUT_SIZE"
-QUEUE_GET_NUMS: Final = "QUEUE_GET_NUMS"
-QUEUE_GET_SIZE: Final = "QUEUE_GET_SIZE"
-GROUP_CK_NUMS: Final = "GROUP_CK_NUMS"
-GROUP_ACK_NUMS: Final = "GROUP_ACK_NUMS"
-BROKER_CK_NUMS: Final = "BROKER_CK_NUMS"
-BROKER_ACK_NUMS: Final = "BROKER_ACK_NUMS"
-SNDBCK_PUT_NUMS: Final = "SNDBCK_PUT_NUMS"
-SNDBCK2DLQ_TIMES: Final = "SNDBCK2DLQ_TIMES"
-DLQ_PUT_NUMS: Final = "DLQ_PUT_NUMS"
-BROKER_PUT_NUMS: Final = "BROKER_PUT_NUMS"
-BROKER_GET_NUMS: Final = "BROKER_GET_NUMS"
-BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC: Final = "BROKER_PUT_NUMS_WITHOUT_SYSTEM_TOPIC"
-BROKER_GET_NUMS_WITHOUT_SYSTEM_TOPIC: Final = "BROKER_GET_NUMS_WITHOUT_SYSTEM_TOPIC"
-COMMIT_NUMS: Final = "COMMIT_NUMS"
-ROLLBACK_NUMS: Final = "ROLLBACK_NUMS"
-DELAY_LATENCY: Final = "DELAY_LATENCY"
 
 CounterKey = tuple[str, str]
 """Name and key."""
@@ -214,10 +162,10 @@ class Statistics:
     >>> from mqstore.clock import SimulatedClock
     >>> clock = SimulatedClock()
     >>> statistics = Statistics(clock)
-    >>> statistics.add(TOPIC_PUT_NUMS, "orders", 50)
+    >>> statistics.add("TOPIC_PUT_NUMS", "orders", 50)
     >>> clock.advance(10_000)
     >>> _ = statistics.run_once(clock.now_ms())
-    >>> statistics.snapshot().minute[TOPIC_PUT_NUMS, "orders"].tps
+    >>> statistics.snapshot().minute["TOPIC_PUT_NUMS", "orders"].tps
     5.0
     """
 
@@ -348,18 +296,18 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
 }  # fmt: skip
 
 _COUNTED: Final[dict[str, str]] = {
-    TOPIC_PUT_NUMS: "rocketmq_messages_in_total",
-    GROUP_GET_NUMS: "rocketmq_messages_out_total",
-    TOPIC_PUT_SIZE: "rocketmq_throughput_in_total",
-    GROUP_GET_SIZE: "rocketmq_throughput_out_total",
-    DLQ_PUT_NUMS: "rocketmq_send_to_dlq_messages_total",
-    COMMIT_NUMS: "rocketmq_commit_messages_total",
-    ROLLBACK_NUMS: "rocketmq_rollback_messages_total",
+    "TOPIC_PUT_NUMS": "rocketmq_messages_in_total",
+    "GROUP_GET_NUMS": "rocketmq_messages_out_total",
+    "TOPIC_PUT_SIZE": "rocketmq_throughput_in_total",
+    "GROUP_GET_SIZE": "rocketmq_throughput_out_total",
+    "DLQ_PUT_NUMS": "rocketmq_send_to_dlq_messages_total",
+    "COMMIT_NUMS": "rocketmq_commit_messages_total",
+    "ROLLBACK_NUMS": "rocketmq_rollback_messages_total",
 }
 """Counter -> series; keys are `topic` or `topic@group`."""
 
 
-_FROM_THE_START: Final = (DLQ_PUT_NUMS, COMMIT_NUMS, ROLLBACK_NUMS)
+_FROM_THE_START: Final = ("DLQ_PUT_NUMS", "COMMIT_NUMS", "ROLLBACK_NUMS")
 
 
 def _counted(
@@ -368,18 +316,18 @@ def _counted(
     series: dict[str, _Series] = {}
     totals = {**dict.fromkeys(expected, _NOTHING), **snapshot.totals}
     for (name, key), total in totals.items():
-        if name not in _COUNTED and name != DELAY_LATENCY:
+        if name not in _COUNTED and name != "DELAY_LATENCY":
             continue
         of_key = labels_of(*key.split("@", 1))
-        if name in (TOPIC_PUT_NUMS, TOPIC_PUT_SIZE):
+        if name in ("TOPIC_PUT_NUMS", "TOPIC_PUT_SIZE"):
             of_key["message_type"] = type_of(key)
         labels = _labels(of_key)
         if name in _COUNTED:
             series.setdefault(_COUNTED[name], {})[labels] = total.value
-        if name == TOPIC_PUT_SIZE:
-            messages = snapshot.totals.get((TOPIC_PUT_NUMS, key), _NOTHING).value
+        if name == "TOPIC_PUT_SIZE":
+            messages = snapshot.totals.get(("TOPIC_PUT_NUMS", key), _NOTHING).value
             series.setdefault("rocketmq_message_size", {}).update(_summary(labels, total.value, messages))
-        if name == DELAY_LATENCY:
+        if name == "DELAY_LATENCY":
             series.setdefault("rocketmq_delay_message_latency", {}).update(_summary(labels, *total))
     for name in _FROM_THE_START:  # of a store that knows no topic and no group yet
         series.setdefault(_COUNTED[name], {"": 0})

@@ -46,7 +46,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mqstore.broker.admin.statistics import DELAY_LATENCY
 from mqstore.broker.configfile import QUICK_MS, ConfigFile, DataVersion, object_member
 from mqstore.broker.delay.route import DELAY_PIECE, TOUCHED_NAMES, level_properties, parted, restored_end
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC, TIMER_TOPIC
@@ -123,6 +122,8 @@ class DelayService:
     `dead_letter(message, group, reason)` stores a dead letter; it must leave out DELAY. Where the table no longer has a
     level in which messages wait, `orphan_level_policy="deliver_now"` delivers those at once, "keep" leaves them alone
     until the level is back. Raises CorruptStoreError when the progress file and its backup are damaged.
+
+    Long because delivering, rolling, skipping and saving all move the offset of a level, in the same order.
     """
 
     def __init__(self, parts: Parts, wake: Wake, dead_letter: Callable[[Message, str, str], object]) -> None:
@@ -490,7 +491,7 @@ class DelayService:
             late = sums.setdefault(topic, [0, 0])
             late[0] += sum([now_ms - due for due in due_ms if 0 < due < now_ms])
             late[1] += len(due_ms)
-        self._statistics.add_many((DELAY_LATENCY, topic, late_ms, count) for topic, (late_ms, count) in sums.items())
+        self._statistics.add_many(("DELAY_LATENCY", topic, late_ms, count) for topic, (late_ms, count) in sums.items())
 
     def _done(self, level: _Level, message: Message) -> None:
         """Go on behind `message`, which was dealt with."""

@@ -249,7 +249,7 @@ def due_of(properties: Mapping[str, str]) -> int:
     """Return when a message of the timer topic is due (delivery#timer-due). It must have a TIMER_OUT_MS.
 
     It is due at TIMER_DELIVER_MS. A record that does not name that moment, or one within its slot, is due at the end of
-    its slot: an earlier version wrote it, or a Java broker.
+    its slot: a Java broker wrote it.
 
     >>> due_of({"TIMER_OUT_MS": "2000", "TIMER_DELIVER_MS": "2345"}), due_of({"TIMER_OUT_MS": "2000"})
     (2345, 3000)

@@ -115,7 +115,10 @@ _JAVA_MARGIN_MS: Final = 60_000
 
 
 class TimerService:
-    """The mechanism. `recall`, `waiting` and `pins` may be called from any thread; the last two never wait."""
+    """The mechanism. `recall`, `waiting` and `pins` may be called from any thread; the last two never wait.
+
+    Long because placing, delivering, rolling and saving move one progress under one lock; the files have their own.
+    """
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
         self._parts = parts
@@ -479,11 +482,10 @@ class TimerService:
             log_end=self._log.end,
             queue_offset=self._queue_offset,
             log_low=self._units.low,
-            slot_done=0 if reading is None else reading.done_before,
+            slot_done=0 if reading is None else reading.done,
             skip_ms=self._skip_ms,
             skip_until=self._skip_until,
             late_offset=self._late_offset,
-            due_done=0 if reading is None else reading.done,
         )
         self._store.flush()
         self._log.write()
@@ -520,8 +522,8 @@ class TimerService:
             done_ms = self._units.load(found)
             if self._late_offset >= 0:
                 self._late_slot_ms = self._units.newest_ms  # which of them is late is forgotten; this is late enough
-            if found.slot_done or found.due_done:
-                self._reading = SlotReading(found.read_ms, self._units, found.slot_done, found.due_done, done_ms)
+            if found.slot_done:
+                self._reading = SlotReading(found.read_ms, self._units, found.slot_done, done_ms)
         except TimerFilesDamaged as damage:
             self._rebuild(damage)
             return

@@ -7,9 +7,6 @@
           1024   84        `_EXTENSION`: `Progress` and its CRC-32C              odd counters
           2048   84        the same                                              even counters
 
-The field `slot_done` on disk has `slot_done` in its lower 32 bits and `due_done` above them. Earlier versions wrote the
-former alone. To them a number above 32 bits is damage: they build log and wheel again, and repeat that one slot.
-
 Knows bytes and files, and nothing of units.
 """
 
@@ -33,7 +30,9 @@ __all__ = ["JavaPlaces", "JavaProgress", "Progress", "TimerCheck"]
 _JAVA: Final = struct.Struct(">7q")
 _EXTENSION: Final = struct.Struct(">iiq8q")
 _EXTENSION_MAGIC: Final = 0x4D51_5354
-_EXTENSION_VERSION: Final = 1
+_EXTENSION_VERSION: Final = 2
+"""A record of version 1 counted the units of a slot in another order. Its first bytes are gone on with, as a Java
+broker's, and one slot is repeated."""
 _CRC: Final = struct.Struct(">I")
 _EXTENSION_AT: Final = (2048, 1024)
 """By counter modulo 2: sectors of their own."""
@@ -51,15 +50,13 @@ class Progress(NamedTuple):
     log_low: int = 0
     """Every unit before this position is done, whatever its slot: it, or its message, was put again farther on."""
     slot_done: int = 0
-    """Number of units of slot `read_ms` that are done, counted from its oldest, as earlier versions read a slot."""
+    """Number of units of slot `read_ms` that are done, in the order of their due times."""
     skip_ms: int = 0
     skip_until: int = 0
     """Messages before `skip_until` whose slot lies before `skip_ms` are done, though `read_ms` may not say so: while
     the files are rebuilt, or after the clock was set back."""
     late_offset: int = NOWHERE
     """First message of those placed in a later slot than theirs and perhaps not done."""
-    due_done: int = 0
-    """Number of the other units of slot `read_ms` that are done, in the order of their due times."""
 
 
 class JavaProgress(NamedTuple):
@@ -152,8 +149,7 @@ class TimerCheck:
 
 
 def _encode_extension(page: bytearray, at: int, counter: int, progress: Progress) -> None:
-    stored = progress._replace(slot_done=progress.slot_done | progress.due_done << 32)[:-1]
-    _EXTENSION.pack_into(page, at, _EXTENSION_MAGIC, _EXTENSION_VERSION, counter, *stored)
+    _EXTENSION.pack_into(page, at, _EXTENSION_MAGIC, _EXTENSION_VERSION, counter, *progress)
     end = at + _EXTENSION.size
     _CRC.pack_into(page, end, crc32c.crc32c(bytes(page[at:end])))
 
@@ -164,5 +160,4 @@ def _decode_extension(page: bytearray, at: int) -> tuple[int, Progress] | None:
     whole = _CRC.unpack_from(page, end)[0] == crc32c.crc32c(bytes(page[at:end]))
     if magic != _EXTENSION_MAGIC or version != _EXTENSION_VERSION or not whole:
         return None
-    stored = Progress(*fields)
-    return counter, stored._replace(slot_done=stored.slot_done & 0xFFFF_FFFF, due_done=stored.slot_done >> 32)
+    return counter, Progress(*fields)

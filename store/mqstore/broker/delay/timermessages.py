@@ -15,7 +15,6 @@ import logging
 from collections.abc import Mapping
 from typing import Final
 
-from mqstore.broker.admin.statistics import DELAY_LATENCY
 from mqstore.broker.delay.route import (
     LEVEL_MARKS,
     PRECISION_MS,
@@ -93,7 +92,7 @@ class TimerMessages:
         placed_ms = unit.write_ms // PRECISION_MS * PRECISION_MS
         marks = {} if by_level else {TIMER_ENQUEUE_MS: str(placed_ms), TIMER_DEQUEUE_MS: str(now_ms)}
         self._put(message, topic, home, properties, without, marks)
-        self._parts.statistics.add(DELAY_LATENCY, topic, max(0, self._parts.clock.now_ms() - due_ms))
+        self._parts.statistics.add("DELAY_LATENCY", topic, max(0, self._parts.clock.now_ms() - due_ms))
 
     def _pass_over(self, message: Message, topic: str) -> None:
         _log.warning(

@@ -32,12 +32,10 @@ _POSITION: Final = (1 << _POSITION_BITS) - 1
 
 
 class SlotReading:
-    """A slot. Its `done_before` oldest units are done already, and the first `done` of the others by due time, the last
-    of them at `done_ms`."""
+    """A slot. Its first `done` units by due time are done already, the last of them at `done_ms`."""
 
-    def __init__(self, slot_ms: int, units: TimerUnits, done_before: int = 0, done: int = 0, done_ms: int = 0) -> None:
+    def __init__(self, slot_ms: int, units: TimerUnits, done: int = 0, done_ms: int = 0) -> None:
         self.slot_ms = slot_ms
-        self.done_before = done_before
         self.done = done
         self.earliest_ms = max(slot_ms + 1, done_ms)
         """Earliest due time that a unit may be added with."""
@@ -70,9 +68,7 @@ class SlotReading:
                 raise TimerFilesDamaged(
                     f"timer wheel: slot {self.slot_ms} does not hold the {self._looked} units of its chain"
                 )
-            turns = np.frombuffer(self._turns, np.int64)
-            others = turns[np.argsort(turns & _POSITION)[self.done_before :]]
-            self._turns = array("q", np.sort(others).tobytes())
+            self._turns = array("q", np.sort(np.frombuffer(self._turns, np.int64)).tobytes())
             self.complete = True
         return self._looked - begin
 

@@ -184,10 +184,8 @@ def waiting_units(units: npt.NDArray[np.void], progress: Progress) -> tuple[npt.
     are done of its slot, 0: none is). TimerFilesDamaged if the slot has fewer than are done."""
     waits: npt.NDArray[np.bool_] = units["magic"] & CANCELS == 0
     in_turn = np.flatnonzero((slots_of_units(units) == progress.read_ms) & in_order_of_due(units))
-    oldest, others = in_turn[: progress.slot_done], in_turn[progress.slot_done :]
-    order = np.argsort(due_times(units[others]), kind="stable")
-    done = np.concatenate((oldest, others[order][: progress.due_done]))
-    if len(done) < progress.slot_done + progress.due_done:
+    done = in_turn[np.argsort(due_times(units[in_turn]), kind="stable")][: progress.slot_done]
+    if len(done) < progress.slot_done:
         raise TimerFilesDamaged(f"timer log: more units of slot {progress.read_ms} are done than it has")
     waits[done] = False
     return waits, int(due_times(units[done]).max(initial=0))
