@@ -14,6 +14,7 @@ from mqstore.client.processqueue import Limits, ProcessQueue
 from mqstore.log.commitlog import QueueRef
 
 Q = QueueRef("orders", 0)
+MIB = 1 << 20
 
 
 def sized(messages: Sequence[Any]) -> int:
