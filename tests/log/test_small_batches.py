@@ -277,6 +277,21 @@ def test_ordinary_messages_are_read_by_compiled_code(filled: dict[str, bytes], t
             assert [m.body for m in result.messages] == [b"%d" % i * (i * 7) for i in range(offset, offset + count)]
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_unit_that_leads_to_the_record_of_another_queue_is_not_believed(
+    filled: dict[str, bytes], tmp_path: Path, verify: bool
+) -> None:
+    """One of a topic whose name begins alike, with the same queue id and slot."""
+    with open_store(write(tmp_path, filled), verify_reads=verify) as store:
+        store.put("tt", b"other")
+        ((physical, size, code),) = store.units("tt", 0, 0, 1).tolist()
+        queue = store.queue_table.get("t", 0)
+        assert queue is not None
+        queue.write(0, struct.pack(">qiq", physical, size, code))
+        assert [m.offset for m in store.get("t", 0, 0, 1).messages] == [1]
+        assert store.stats().bad_records == 1
+
+
 def test_without_verification_lengths_are_followed_all_the_same(filled: dict[str, bytes], tmp_path: Path) -> None:
     root = write(tmp_path, filled)
     flip(root / "commitlog" / f"{0:020d}", 84)  # the length of the first body: 16 MiB more
