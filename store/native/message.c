@@ -12,9 +12,8 @@ enum {
     MOST_BYTES = 4 << 20, /* read at once: others wait meanwhile */
 };
 
-static PyObject *buffer_name, *queue_name, *stored_body_name;
+static PyObject *buffer_name, *queue_name, *stored_body_name, *tag_name, *keys_name, *group_name;
 static int topic_index = 0, queue_id_index = 1;
-static char tag_name[] = "TAGS", group_name[] = "__SHARDINGKEY";
 
 static void located_dealloc(Located *self)
 {
@@ -93,18 +92,25 @@ static PyObject *located_encoded_properties(Located *self, void *closure)
 
 /* Whether the record has a property of this name, and its value: as `decode_properties` would have it, the last of its name
    that has one. -1 with an exception; else `view` is to be released. */
-static int find_property(Located *self, Py_buffer *view, const char *name, Py_ssize_t name_size, const char **value,
-                         Py_ssize_t *value_size)
+static int find_property(Located *self, PyObject *name, Py_buffer *view, const char **value, Py_ssize_t *value_size)
 {
     Parts parts;
+    Py_ssize_t name_size;
+    const char *wanted = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &name_size) : NULL;
+    if (!wanted) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "a property has a name");
+        return -1;
+    }
     if (open_record(self, view, &parts) < 0)
         return -1;
     const char *at = (const char *)view->buf + parts.properties, *end = at + parts.properties_size;
     *value = NULL;
+    *value_size = 0;
     while (at < end) {
         const char *closing = memchr(at, 2, (size_t)(end - at));
         Py_ssize_t size = (closing ? closing : end) - at;
-        if (size > name_size + 1 && at[name_size] == 1 && !memcmp(at, name, (size_t)name_size)) {
+        if (size > name_size + 1 && at[name_size] == 1 && !memcmp(at, wanted, (size_t)name_size)) {
             *value = at + name_size + 1;
             *value_size = size - name_size - 1;
         }
@@ -113,12 +119,12 @@ static int find_property(Located *self, Py_buffer *view, const char *name, Py_ss
     return *value != NULL;
 }
 
-static PyObject *property_of(Located *self, const char *name, Py_ssize_t name_size)
+static PyObject *located_stored_property(Located *self, PyObject *name)
 {
     Py_buffer view;
     const char *value;
-    Py_ssize_t size = 0;
-    int found = find_property(self, &view, name, name_size, &value, &size);
+    Py_ssize_t size;
+    int found = find_property(self, name, &view, &value, &size);
     if (found < 0)
         return NULL;
     PyObject *text = found ? PyUnicode_DecodeUTF8(value, size, "replace") : Py_NewRef(Py_None);
@@ -128,19 +134,7 @@ static PyObject *property_of(Located *self, const char *name, Py_ssize_t name_si
 
 static PyObject *located_property(Located *self, void *name)
 {
-    return property_of(self, name, (Py_ssize_t)strlen(name));
-}
-
-static PyObject *located_stored_property(Located *self, PyObject *name)
-{
-    Py_ssize_t size;
-    const char *wanted = PyUnicode_Check(name) ? PyUnicode_AsUTF8AndSize(name, &size) : NULL;
-    if (!wanted) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "a property has a name");
-        return NULL;
-    }
-    return property_of(self, wanted, size);
+    return located_stored_property(self, *(PyObject **)name);
 }
 
 /* The words of KEYS. */
@@ -148,8 +142,8 @@ static PyObject *located_keys(Located *self, void *closure)
 {
     Py_buffer view;
     const char *value;
-    Py_ssize_t size = 0, count = 0;
-    int found = find_property(self, &view, "KEYS", 4, &value, &size);
+    Py_ssize_t size, count = 0;
+    int found = find_property(self, keys_name, &view, &value, &size);
     if (found < 0)
         return NULL;
     const char *end = found ? value + size : NULL;
@@ -319,10 +313,10 @@ static PyGetSetDef located_attributes[] = {
     {"queue", (getter)located_queue, NULL, "The queue that this copy lies in.", NULL},
     {"topic", (getter)located_queue, NULL, "Topic of that queue.", &topic_index},
     {"queue_id", (getter)located_queue, NULL, "Number of that queue in its topic, from 0.", &queue_id_index},
-    {"tag", (getter)located_property, NULL, "Tag that consumers filter by, or None.", tag_name},
+    {"tag", (getter)located_property, NULL, "Tag that consumers filter by, or None.", &tag_name},
     {"keys", (getter)located_keys, NULL, "Keys that `find` looks the message up by, besides its unique key.", NULL},
     {"message_group", (getter)located_property, NULL,
-     "Name of the group whose messages keep their order, or None.", group_name},
+     "Name of the group whose messages keep their order, or None.", &group_name},
     NUMBER("size", size_field, "Bytes of the whole record."),
     NUMBER("flag", flag_field, "The sender's own number, 32 bits; 0 unless it was set."),
     NUMBER("physical_offset", physical_field, "Position of the record in the commitlog."),
@@ -363,7 +357,10 @@ int message_init(void)
     buffer_name = PyUnicode_InternFromString("buffer");
     queue_name = PyUnicode_InternFromString("queue");
     stored_body_name = PyUnicode_InternFromString("_stored_body");
-    return buffer_name && queue_name && stored_body_name ? PyType_Ready(&LocatedType) : -1;
+    tag_name = PyUnicode_InternFromString("TAGS");
+    keys_name = PyUnicode_InternFromString("KEYS");
+    group_name = PyUnicode_InternFromString("__SHARDINGKEY");
+    return buffer_name && queue_name && stored_body_name && tag_name && keys_name && group_name ? PyType_Ready(&LocatedType) : -1;
 }
 
 /* Whether its body needs nothing but a slice. */

@@ -444,20 +444,17 @@ static int run_of(const Claim *claims, int count)
     return run;
 }
 
-/* Whether several batches may be settled one after the other: each was popped, so that no receipt is found to be wrong in
-   the end, and Python would append the same records. */
-static bool are_runs(PyObject *states, const Claim *claims, int count)
+/* Whether several batches may be settled one by one: all messages were popped, so that no receipt is found to be wrong in the
+   end, and no batch comes twice, for Python puts that into one record. */
+static bool are_apart(PyObject *states, const Claim *claims, int count)
 {
-    for (int at = 0, run; at < count; at += run) {
-        run = run_of(claims + at, count - at);
-        const Lending *state = (const Lending *)PyList_GET_ITEM(states, claims[at].queue_id);
-        if (claims[at].in_order || !is_whole((PyObject *)state))
+    for (int i = 0; i < count; i++) {
+        PyObject *state = PyList_GET_ITEM(states, claims[i].queue_id);
+        if (claims[i].in_order || !is_whole(state) || claims[i].offset >= ((Lending *)state)->cursor)
             return false;
-        for (int i = 0; i < at; i++)
-            if (of_one_batch(claims + i, claims + at))
-                return false;
-        for (int i = at; i < at + run; i++)
-            if (claims[i].offset >= state->cursor)
+        bool begins = i && !of_one_batch(claims + i - 1, claims + i);
+        for (int j = 0; begins && j < i; j++)
+            if (of_one_batch(claims + j, claims + i))
                 return false;
     }
     return true;
@@ -505,7 +502,7 @@ static PyObject *desk_settle(Desk *self, PyObject *const *args, Py_ssize_t nargs
     for (int i = 0; i < count; i++)
         if (!claim_of(PyList_GET_ITEM(args[1], i), &claims[i]) || claims[i].queue_id >= PyList_GET_SIZE(args[0]))
             count = 0;
-    if (count && run_of(claims, count) < count && !are_runs(args[0], claims, count))
+    if (count && run_of(claims, count) < count && !are_apart(args[0], claims, count))
         count = 0;
     while (done < count) {
         int run = run_of(claims + done, count - done), settled = settle_run(self, args[0], claims + done, run);

@@ -400,8 +400,8 @@ def test_receipts_of_two_queues_and_the_same_one_twice(pair: Pair, way: str) -> 
 
 @compiled
 def test_batches_of_several_queues_are_settled_in_one_call(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by one record, in the order of the receipts. One batch in two places is for Python, which puts it together,
-    and so are receipts of which one is wrong: nothing is settled then."""
+    """Each by one record, in the order of the receipts. A batch in two places is for Python, which puts it together,
+    and so is a wrong receipt: nothing is settled then."""
     create(pair, 3)
     for queue_id in range(3):
         pair.do(lambda bench, queue_id=queue_id: bench.put("t", 40, queue_id=queue_id))
@@ -413,11 +413,11 @@ def test_batches_of_several_queues_are_settled_in_one_call(pair: Pair, monkeypat
     by_python: list[Any] = []
     real = StandardQueues.settle
     monkeypatch.setattr(StandardQueues, "settle", lambda *rest: by_python.append(rest[0]) or real(*rest))
-    wrong = receipts[0].rpartition(" ")[0] + " 1000"
+    wrong = " ".join(["1000", *receipts[3].split()[1:-1], "1000"])
     for chosen, *calls in (
         ([receipts[0], wrong], 0, 0),
-        ([receipts[0], receipts[3], receipts[1]], 3, 3),
-        ([*receipts[2:3], *receipts[4:]], 0, 5),
+        ([receipts[i] for i in (0, 6, 1)], 1, 1),
+        ([receipts[i] for i in (3, 9, 2, 7)], 0, 3),
         (receipts, 5, 5),
     ):
         by_python.clear()

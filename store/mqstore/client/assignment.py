@@ -66,8 +66,6 @@ PULL_IDLE_MS = 120_000
 class Service(Protocol):
     """What is done with the messages of a queue."""
 
-    ordered: bool
-
     def accept(self, worker: Worker, queue: ProcessQueue, messages: Sequence[Message], idle: bool) -> Flow[None]:
         """Messages were pulled and cached. Called by the worker that pulled, after the next pull is on its way. `idle`:
         no worker is at the queue, and the service is to see to it."""

@@ -64,8 +64,6 @@ class _Chunk(Chunk):
 class ConcurrentService:
     """What a push consumer does with messages unless it is ordered."""
 
-    ordered = False
-
     def __init__(
         self,
         broker: Broker,

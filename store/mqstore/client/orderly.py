@@ -69,8 +69,6 @@ class _Line(Chunk):
 class OrderlyService:
     """What an ordered push consumer does with messages."""
 
-    ordered = True
-
     def __init__(
         self,
         broker: Broker,
