@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -478,7 +478,6 @@ class StoreReader(ABC):
             bad_records=len(self.records.bad),
         )
 
-    @abstractmethod
     def verifier(
         self,
         json_checks: Mapping[str, Check] = NO_CHECKS,
@@ -491,6 +490,12 @@ class StoreReader(ABC):
         `until`: a writer has been at work since, and what lies at this physical offset or behind is not judged. Beside
         a writer that is there now it is the end of what queues list. `max_errors`: findings listed of a range of the
         log; None: all."""
+        self.check_open()
+        return self._verifier_until(until)(json_checks=json_checks, max_errors=max_errors)
+
+    @abstractmethod
+    def _verifier_until(self, until: int | None) -> Callable[..., Verifier]:
+        """Return the `Verifier` of this store, still without the other options of `verifier`."""
 
     def verify(self) -> Iterator[Finding]:
         """Everything in the store that is not as it should be (format#damage); nothing for one in order."""
