@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from mqstore.clock import SYSTEM_CLOCK
+from mqstore.closing import Closing
 from mqstore.errors import (
     ConfigError,
     FormatError,
@@ -100,7 +100,7 @@ def to_ms(when: datetime) -> int:
     return (when - _EPOCH) // timedelta(milliseconds=1)
 
 
-class StoreReader(ABC):
+class StoreReader(Closing):
     """What a store opened for reading and one opened for writing have in common: everything that changes nothing.
 
     `ReadOnlyMessageStore` and `MessageStore` are what a program opens. They differ in how they learn of new messages
@@ -161,14 +161,6 @@ class StoreReader(ABC):
     @abstractmethod
     def close(self, timeout: Duration = 30) -> None:
         """Give back all that the store holds."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {str(self.path)!r}{' closed' if self._closed else ''}>"
