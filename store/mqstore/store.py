@@ -217,7 +217,7 @@ class Store(Closing, Sending):
         Raises InvalidMessageError, TopicNotFoundError, NotPermittedError, StoreFullError (nothing was written then),
         FlushTimeoutError (stored, not known to be on disk), ReadOnlyStoreError.
         """
-        return self.broker.put(topic, body, queue_id=queue_id, **options)
+        return self.broker._parts.road.put(topic, body, queue_id=queue_id, **options)
 
     def put_many(
         self,

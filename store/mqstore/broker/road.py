@@ -101,6 +101,7 @@ class Road(Sending):
 
     def __init__(self, store: MessageStore, topics: TopicTable, offsets: OffsetTable) -> None:
         self._store = store
+        self._writer = store.writer
         self._topics = topics
         self._offsets = offsets
         self._clock = store.clock
@@ -108,7 +109,7 @@ class Road(Sending):
         self._max_delay_ms = milliseconds(store.config.max_delay, "max_delay")
         self._group_hash = store.manifest.group_hash
         self._turns = RoundRobin()
-        self._sender = store.writer.sender(
+        self._sender = self._writer.sender(
             topics=topics,
             counters=self._turns.counters,
             group_queue=group_queue,
@@ -148,7 +149,7 @@ class Road(Sending):
                 "queue_id",
             )
         if not options:
-            return self._store.put(topic, body, queue_id)
+            return self._writer.put(topic, body, queue_id)
         unknown = options.keys() - SendOptions.__annotations__.keys()
         if unknown:
             raise no_such_option(unknown, SendOptions.__annotations__)
