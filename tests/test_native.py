@@ -440,7 +440,7 @@ def test_queues_and_ways_that_are_odd_are_left_to_python(tmp_path: Path) -> None
 def test_a_put_that_syncs_is_written_by_a_call_and_a_long_one_by_python(tmp_path: Path) -> None:
     with MessageStore(tmp_path, durability="flush") as store:
         store.put("t", b"a")
-        queue, log = store._putters["t"][0], store._log
+        queue, log = store.writer._putters["t"][0], store._log
         assert log._put(queue, b"b", queue.plain_tail, None).offset == 1
         assert log._put(queue, bytes(1 << 14), queue.plain_tail, None) is None
         store.put("t", bytes(1 << 14))
@@ -448,7 +448,7 @@ def test_a_put_that_syncs_is_written_by_a_call_and_a_long_one_by_python(tmp_path
     fs = FaultyFileSystem()
     with MessageStore(tmp_path, durability="flush", fs=fs) as store:
         store.put("t", b"c")
-        queue, log = store._putters["t"][0], store._log
+        queue, log = store.writer._putters["t"][0], store._log
         assert log._put(queue, b"d", queue.plain_tail, None) is None, "this file system is to see what is written"
 
 
@@ -481,7 +481,7 @@ def test_a_call_that_fails_is_made_again_by_python_which_says_why(tmp_path: Path
 def test_a_put_is_left_to_python_where_another_thread_has_the_log(tmp_path: Path) -> None:
     with MessageStore(tmp_path, config=StoreConfig(clock=SimulatedClock())) as store:
         first = store.put("t", b"a")
-        queue, log = store._putters["t"][0], store._log
+        queue, log = store.writer._putters["t"][0], store._log
         real = log._acquire
         asked: list[Any] = []
 

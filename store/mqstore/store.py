@@ -14,12 +14,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import datetime
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NoReturn, Unpack
 from weakref import WeakSet
 
@@ -32,6 +30,7 @@ from mqstore.client.producer import Producer, ProducerOptions
 from mqstore.client.pullconsumer import PullConsumer, PullConsumerOptions
 from mqstore.client.pushconsumer import PushConsumer, PushConsumerOptions
 from mqstore.client.simpleconsumer import SimpleConsumer, SimpleConsumerOptions
+from mqstore.closing import Closing
 from mqstore.errors import ConfigError, OffsetOutOfRangeError, ReadOnlyStoreError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef, SendReceipt
 from mqstore.log.message import Message
@@ -80,7 +79,7 @@ def _in_time(end: Callable[[float], object], until: float) -> None:
     end(max(0.0, until - time.monotonic()))
 
 
-class Store(AbstractContextManager["Store"], Sending):
+class Store(Closing, Sending):
     """A store directory, opened by `mqstore.open`. Thread-safe.
 
     >>> import mqstore, tempfile
@@ -218,7 +217,7 @@ class Store(AbstractContextManager["Store"], Sending):
         Raises InvalidMessageError, TopicNotFoundError, NotPermittedError, StoreFullError (nothing was written then),
         FlushTimeoutError (stored, not known to be on disk), ReadOnlyStoreError.
         """
-        return self.broker.put(topic, body, queue_id=queue_id, **options)
+        return self.broker._parts.road.put(topic, body, queue_id=queue_id, **options)
 
     def put_many(
         self,
@@ -506,11 +505,6 @@ class Store(AbstractContextManager["Store"], Sending):
                 end()
             except Exception:  # a listener's, or a full disk: the store is closed all the same
                 _log.exception("%s: not all was well while closing", self.path)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Store {str(self.path)!r} {self.mode}{' closed' if self.closed else ''}>"

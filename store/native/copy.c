@@ -175,7 +175,7 @@ static PyObject *begin_of(PyObject *putters, PyObject *topic, PyObject *queue_id
 /* copy_parts(copies, first, putters, overhead, room, queues, heads, bodies, tails) -> (count, room)
 
    Of a list of copies as many, from index `first` on, as are ordinary and go to queues in `putters`: what
-   `StoreWriter.copy_many` does for each. Their queues and parts are appended to the four lists, a tail being the queue's
+   `LogWriter.copy_many` does for each. Their queues and parts are appended to the four lists, a tail being the queue's
    `plain_tail` with the length of the properties, and these. `room` is what is left of it after `overhead`, body and tail
    of each. */
 PyObject *native_copy_parts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

@@ -111,7 +111,7 @@ static PyObject *slot(PyObject *item, PyObject *slots, Py_ssize_t i)
 
 /* message_parts(items, first, topic, plain_tail, slots, reserved, bodies, tails, flags, unique) -> count
 
-   Of a list of bodies and messages as many, from index `first` on, as are ordinary: what `StoreWriter.put_many` does for each.
+   Of a list of bodies and messages as many, from index `first` on, as are ordinary: what `LogWriter.put_many` does for each.
    `slots` are the attributes of an `OutgoingMessage`, by their descriptors: those that are looked at, then the topic, then
    those that have to be None. Bodies, tails and flags are appended to the lists; `unique` gets the unique keys by index. */
 PyObject *native_message_parts(PyObject *module, PyObject *const *args, Py_ssize_t nargs)

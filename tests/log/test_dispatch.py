@@ -325,6 +325,19 @@ def test_waiting_ends_only_with_the_message_that_was_asked_for(tmp_path: Path) -
         assert seen == [(True, 4)]
 
 
+@pytest.mark.parametrize(("durability", "chunks", "seen"), [("append", 1, 0), ("append", 2, 20), ("flush", 2, 20)])
+def test_a_batch_of_several_chunks_is_dispatched_when_put_many_returns(
+    tmp_path: Path, durability: Any, chunks: int, seen: int
+) -> None:
+    config = StoreConfig(clock=SimulatedClock(), max_message_size=4096)  # no thread dispatches
+    with MessageStore(tmp_path / "s", durability=durability, config=config) as store:
+        store.put_many("t", [bytes(100 * chunks)] * 20)
+        queue = store.queue_table.get("t", 0)
+        assert queue is not None
+        assert queue.max_offset == seen
+        assert len(store.read("t", 0, 0)) == 20
+
+
 @pytest.mark.parametrize("durability", ["append", "flush"])
 def test_no_wake_up_is_lost(tmp_path: Path, durability: Any) -> None:
     """Ping-pong over two queues: each put answers what the other side has waited for. One lost wake-up ends it."""

@@ -24,6 +24,7 @@ from mqstore import Message, OutgoingMessage, SendReceipt, SimulatedClock
 from mqstore.engine import MessageStore
 from mqstore.errors import (
     ConfigError,
+    FlushFailedError,
     InvalidMessageError,
     StoreBusyError,
     StoreClosedError,
@@ -645,6 +646,26 @@ def test_an_error_told_many_times_does_not_grow(tmp_path: Path) -> None:
             store.put("t", b"x")
         depths.add(len(traceback.extract_tb(caught.value.__traceback__)))
     assert len(depths) == 1
+
+
+def test_after_a_failed_sync_nothing_is_written_until_reopened(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    store = open_store(tmp_path / "s", fs=fs)
+    store.put("t", b"durable", durability="flush")
+    fs.fail("fdatasync", errno.EIO, path_part="commitlog")
+    with pytest.raises(FlushFailedError):
+        store.put("t", b"who knows", durability="flush")
+    end = store.max_offset
+    for put in (lambda: store.put("t", b"x"), lambda: store.put_many("t", [b"x"]), store.flush):
+        with pytest.raises(FlushFailedError):
+            put()
+    assert (store.max_offset, store.stats().failed_puts) == (end, 3)
+    assert store.read("t")[0].body == b"durable"
+    store.close()
+    with open_store(tmp_path / "s") as again:
+        assert again.clean_shutdown is False
+        assert again.read("t")[0].body == b"durable"
+        assert again.put("t", b"goes on").offset == 2
 
 
 def test_every_put_with_durability_flush_has_its_bytes_synced_when_it_returns(tmp_path: Path) -> None:

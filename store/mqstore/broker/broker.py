@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime
-from types import TracebackType
 from typing import Any, Literal, Unpack
 
 from mqstore.broker.admin.metrics import Metrics
@@ -47,6 +46,7 @@ from mqstore.broker.road import SendOptions
 from mqstore.broker.topics import QUEUES_MAX, TopicTable
 from mqstore.broker.transactions import Transactions
 from mqstore.broker.waiting import Callback, Waiter, Waiters
+from mqstore.closing import Closing
 from mqstore.errors import (
     ConfigError,
     GroupInUseError,
@@ -89,7 +89,7 @@ class BrokerStats:
     """What stopped a mechanism in its last run."""
 
 
-class Broker(Sending):
+class Broker(Closing, Sending):
     """Delivery on a store that is open for writing; closing it closes the store.
 
     Long because the whole contract of clients is here: a method checks what it is given and passes it to a mechanism.
@@ -666,14 +666,6 @@ class Broker(Sending):
                     _log.exception("%s: %s: not persisted", self.store.path, name)
         finally:
             self.store.close(timeout)
-
-    def __enter__(self) -> Broker:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Broker on {str(self.store.path)!r}{' closed' if self._closed else ''}>"

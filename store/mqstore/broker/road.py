@@ -53,7 +53,7 @@ from mqstore.log.outgoing import (
     refuse_options,
 )
 from mqstore.log.store import MessageStore
-from mqstore.log.writer import MAX_QUEUE_ID, PutOptions, Sending, compiled_put
+from mqstore.log.writer import MAX_QUEUE_ID, PutOptions, RecordOptions, Sending, compiled_put, fields_of
 from mqstore.native import kernel
 from mqstore.options import Durability, Duration, milliseconds
 
@@ -101,6 +101,7 @@ class Road(Sending):
 
     def __init__(self, store: MessageStore, topics: TopicTable, offsets: OffsetTable) -> None:
         self._store = store
+        self._writer = store.writer
         self._topics = topics
         self._offsets = offsets
         self._clock = store.clock
@@ -108,7 +109,7 @@ class Road(Sending):
         self._max_delay_ms = milliseconds(store.config.max_delay, "max_delay")
         self._group_hash = store.manifest.group_hash
         self._turns = RoundRobin()
-        self._sender = store.sender(
+        self._sender = self._writer.sender(
             topics=topics,
             counters=self._turns.counters,
             group_queue=group_queue,
@@ -148,7 +149,7 @@ class Road(Sending):
                 "queue_id",
             )
         if not options:
-            return self._store.put(topic, body, queue_id)
+            return self._writer.put(topic, body, queue_id)
         unknown = options.keys() - SendOptions.__annotations__.keys()
         if unknown:
             raise no_such_option(unknown, SendOptions.__annotations__)
@@ -189,38 +190,11 @@ class Road(Sending):
     # -- any record -------------------------------------------------------------------------------------------------
 
     def append(
-        self,
-        topic: str,
-        queue_id: int,
-        body: Body,
-        properties: Mapping[str, str],
-        *,
-        flag: int = 0,
-        sys_flag: int = 0,
-        born_timestamp_ms: int | None = None,
-        born_host: str | None = None,
-        reconsume_times: int = 0,
-        prepared_transaction_offset: int = 0,
-        durability: Durability | None = None,
-        copied: bool = False,
+        self, topic: str, queue_id: int, body: Body, properties: Mapping[str, str], **options: Unpack[RecordOptions]
     ) -> SendReceipt:
-        """Append a record with every field given, reserved properties included, to where it belongs now (`route`).
-        `copied`: as `MessageStore.append` says."""
-        where, at, stored = self.route(topic, queue_id, properties, sys_flag)
-        receipt = self._store.append(
-            where,
-            at,
-            body,
-            properties=stored,
-            flag=flag,
-            sys_flag=sys_flag,
-            born_timestamp_ms=born_timestamp_ms,
-            born_host=born_host,
-            reconsume_times=reconsume_times,
-            prepared_transaction_offset=prepared_transaction_offset,
-            durability=durability,
-            copied=copied,
-        )
+        """Append a record with every field given, reserved properties included, to where it belongs now (`route`)."""
+        where, at, stored = self.route(topic, queue_id, properties, options.get("sys_flag", 0))
+        receipt = self._store.append(where, at, body, properties=stored, **options)
         if where != TIMER_TOPIC or topic == TIMER_TOPIC:
             return receipt
         return DelayedReceipt((*receipt, topic, int(stored[TIMER_OUT_MS]) + 1))  # type: ignore[arg-type]  # two more
@@ -231,13 +205,10 @@ class Road(Sending):
         topic: str,
         queue_id: int,
         properties: Mapping[str, str],
-        *,
-        reconsume_times: int | None = None,
-        sys_flag: int | None = None,
-        prepared_transaction_offset: int = 0,
-        durability: Durability | None = "append",
+        **options: Unpack[RecordOptions],
     ) -> SendReceipt:
         """Append `message` again, elsewhere: its body as stored, born where and when it was, with these properties.
+        `options` replace fields of the message.
 
         A message that came without a unique key gets its first address as ORIGIN_MESSAGE_ID: its copies are then known
         as one. Does not wait for the disk, since what it is copied from is there as well; whoever lets go of that
@@ -245,20 +216,8 @@ class Road(Sending):
         """
         if UNIQ_KEY not in properties and ORIGIN_MESSAGE_ID not in properties:
             properties = {**properties, ORIGIN_MESSAGE_ID: message.message_id}
-        return self.append(
-            topic,
-            queue_id,
-            bytes(message.body_view),
-            properties,
-            flag=message.flag,
-            sys_flag=message.sys_flag if sys_flag is None else sys_flag,
-            born_timestamp_ms=message.born_timestamp_ms,
-            born_host=message.born_host,
-            reconsume_times=message.reconsume_times if reconsume_times is None else reconsume_times,
-            prepared_transaction_offset=prepared_transaction_offset,
-            durability=durability,
-            copied=True,
-        )
+        fields: RecordOptions = {**fields_of(message), "durability": "append", "copied": True, **options}
+        return self.append(topic, queue_id, bytes(message.body_view), properties, **fields)
 
     def home(self, message: Message, topic: str, queue_id: int) -> int | None:
         """In which queue of `topic` a message goes on that waited to come to `queue_id`: another if that is none by

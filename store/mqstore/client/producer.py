@@ -19,7 +19,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError
-from types import TracebackType
 from typing import Final, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, Unpack, cast
 
 from mqstore.broker.broker import Broker
@@ -33,6 +32,7 @@ from mqstore.client.preparing import Batch, Preparer, Ready, Selector, go_togeth
 from mqstore.client.sendrules import check_limits, one_of
 from mqstore.client.submitter import Submitter
 from mqstore.client.transaction import Checker, GroupChecks, Transaction, checks_of
+from mqstore.closing import Closing
 from mqstore.errors import (
     ConfigError,
     FlushFailedError,
@@ -91,7 +91,7 @@ class ProducerOptions(TypedDict, total=False):
     checker: Checker | None
 
 
-class Producer:
+class Producer(Closing):
     """Sends messages for a group of producers. Thread-safe; a context manager.
 
         retries, timeout        attempts after the first, within so many seconds, of what met a store that was busy
@@ -545,14 +545,6 @@ class Producer:
             )
         what = f"producer {self.group!r}" if self._closed else str(self._broker.store.path)
         raise StoreClosedError(f"{what} was closed")
-
-    def __enter__(self) -> Producer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Producer {self.group!r} on {str(self._broker.store.path)!r}{' closed' if self.closed else ''}>"

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import TypedDict
 
 from mqstore.broker.broker import Broker, Start
@@ -34,6 +33,7 @@ from mqstore.client.membership import client_id_of
 from mqstore.client.popsource import PopSource
 from mqstore.client.waits import Wait
 from mqstore.client.wanted import wanted
+from mqstore.closing import Closing
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.log.commitlog import QueueRef
 from mqstore.options import Duration, check_whole, seconds
@@ -79,7 +79,7 @@ class SimpleConsumerOptions(TypedDict, total=False):
     interceptors: Sequence[Interceptor]
 
 
-class SimpleConsumer:
+class SimpleConsumer(Closing):
     """Receives messages of a group, each invisible to the others for `visibility` seconds. Thread-safe.
 
         topics       topic -> tags ("*": all), as by `subscribe`; then the group is joined here, not at first `receive`
@@ -280,14 +280,6 @@ class SimpleConsumer:
         settled, and comes again if it is not. Again is harmless."""
         self._source.leave()
         self._log.close()
-
-    def __enter__(self) -> SimpleConsumer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         topics = ", ".join(sorted(self._source.wanted)) or "nothing"

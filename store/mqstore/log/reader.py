@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from mqstore.clock import SYSTEM_CLOCK
+from mqstore.closing import Closing
 from mqstore.errors import (
     ConfigError,
     FormatError,
@@ -100,7 +100,7 @@ def to_ms(when: datetime) -> int:
     return (when - _EPOCH) // timedelta(milliseconds=1)
 
 
-class StoreReader(ABC):
+class StoreReader(Closing):
     """What a store opened for reading and one opened for writing have in common: everything that changes nothing.
 
     `ReadOnlyMessageStore` and `MessageStore` are what a program opens. They differ in how they learn of new messages
@@ -161,14 +161,6 @@ class StoreReader(ABC):
     @abstractmethod
     def close(self, timeout: Duration = 30) -> None:
         """Give back all that the store holds."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {str(self.path)!r}{' closed' if self._closed else ''}>"
@@ -479,7 +471,6 @@ class StoreReader(ABC):
             bad_records=len(self.records.bad),
         )
 
-    @abstractmethod
     def verifier(
         self,
         json_checks: Mapping[str, Check] = NO_CHECKS,
@@ -492,6 +483,12 @@ class StoreReader(ABC):
         `until`: a writer has been at work since, and what lies at this physical offset or behind is not judged. Beside
         a writer that is there now it is the end of what queues list. `max_errors`: findings listed of a range of the
         log; None: all."""
+        self.check_open()
+        return self._verifier_until(until)(json_checks=json_checks, max_errors=max_errors)
+
+    @abstractmethod
+    def _verifier_until(self, until: int | None) -> Callable[..., Verifier]:
+        """Return the `Verifier` of this store, still without the other options of `verifier`."""
 
     def verify(self) -> Iterator[Finding]:
         """Everything in the store that is not as it should be (format#damage); nothing for one in order."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import ClassVar, Literal
 
 from mqstore.files.abort import AbortMark
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.jsonfile import NO_CHECKS, Check
 from mqstore.files.lock import writer_alive
 from mqstore.log import manifest as manifests
 from mqstore.log.bulk.splice import would_undo
@@ -161,14 +161,7 @@ class ReadOnlyMessageStore(StoreReader):
         wanted: Callable[[str], bool] = (lambda topic: True) if topics is None else topics.__contains__
         return unlisted_queue(self.parts, wanted, whole=self.clean_shutdown and self.parts.has_lost_queues())
 
-    def verifier(
-        self,
-        json_checks: Mapping[str, Check] = NO_CHECKS,
-        *,
-        until: int | None = None,
-        max_errors: int | None = None,
-    ) -> Verifier:
-        self.check_open()
+    def _verifier_until(self, until: int | None) -> Callable[..., Verifier]:
         if until is None and writer_alive(self.path, self.fs):
             self.news.catch_up(None)
             for queue in self.queue_table:
@@ -178,14 +171,13 @@ class ReadOnlyMessageStore(StoreReader):
             self.stop_at(until)
         self.place_segments()
         pending = self.pending_splice
-        return Verifier(
+        return partial(
+            Verifier,
             self.parts,
             live=until is not None,
             until=until,
             problems=[*self.parts.load_problems, *self.parts.missing_in_front(), *self.parts.misplaced()],
             unfinished=[] if pending is None else would_undo(pending, self.log_files, self.fs).findings,
-            json_checks=json_checks,
-            max_errors=max_errors,
         )
 
     def close(self, timeout: Duration = 30) -> None:

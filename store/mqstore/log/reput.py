@@ -5,7 +5,8 @@
 It runs in passes, each over what was appended since the last: read, units by queue, index entries, wake who waits.
 The one message that somebody waits for takes the same steps without arrays (`dispatch.few`). Who calls it does not
 matter, a background thread or a reader that wants to see its own put: one lock, one order.
-A put never waits for it. If a write fails, nothing is lost: `position` stays, and the next pass does it again.
+A put does not wait for it; only a `put_many` of several chunks dispatches what is left before it returns. If a write
+fails, nothing is lost: `position` stays, and the next pass does it again.
 """
 
 from __future__ import annotations

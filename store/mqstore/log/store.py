@@ -17,22 +17,16 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 from mqstore.clock import SYSTEM_CLOCK
-from mqstore.errors import (
-    MQStoreError,
-    StoreBusyError,
-    StoreClosedError,
-)
+from mqstore.errors import StoreBusyError, StoreClosedError
 from mqstore.files.abort import AbortMark
 from mqstore.files.filesystem import REAL, FileSystem
-from mqstore.files.flusher import GroupCommit
-from mqstore.files.jsonfile import NO_CHECKS, Check
 from mqstore.files.lock import WriterLock
 from mqstore.layout.hosts import encode_host
 from mqstore.log import manifest as manifests
@@ -47,20 +41,24 @@ from mqstore.log.news import OwnNews
 from mqstore.log.opening import Opening
 from mqstore.log.own import check_own
 from mqstore.log.parts import StoreParts
+from mqstore.log.reader import StoreReader
 from mqstore.log.recovery.recover import Progress, RecoverOptions
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.reput import Dispatcher
 from mqstore.log.retention import Retainer
 from mqstore.log.stats import StoreStats
+from mqstore.log.syncs import LogSyncs
 from mqstore.log.taskerrors import TaskErrors
 from mqstore.log.wakeups import PagesAhead, Wakeups
-from mqstore.log.writer import StoreWriter
+from mqstore.log.writer import LogWriter, Sending, compiled_put
 from mqstore.options import Durability, Duration, Profile, Retention, StoreConfig, check_durability, seconds
 from mqstore.signalsafe import is_held_here
 
 __all__ = ["MessageStore"]
 
 _log = logging.getLogger("mqstore")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _RETENTION_MS = 10_000
 _INBOX_MS = 2_000
@@ -87,7 +85,17 @@ atexit.register(_close_all)
 os.register_at_fork(after_in_child=_disown_all)
 
 
-class MessageStore(StoreWriter):
+def _by_writer(method: Callable[Concatenate[LogWriter, _P], _R]) -> Callable[Concatenate[MessageStore, _P], _R]:
+    """Return the method of a store that calls `method` of its writer."""
+
+    @wraps(method)
+    def call(self: MessageStore, /, *args: _P.args, **options: _P.kwargs) -> _R:
+        return method(self.writer, *args, **options)
+
+    return call
+
+
+class MessageStore(StoreReader, Sending):
     """A store directory, opened. Use `mqstore.open`.
 
     >>> import mqstore, tempfile
@@ -120,9 +128,8 @@ class MessageStore(StoreWriter):
         config = self.config
         self._background = config.clock is None
         self._errors = TaskErrors(self.path)
-        self.manifest = manifests.resolve(
-            self.path, writer=True, create=create, profile=profile, config=config, clock=self.clock, fs=fs
-        )
+        resolve = partial(manifests.resolve, writer=True, create=create, profile=profile, config=config, fs=fs)
+        self.manifest = resolve(self.path, clock=self.clock)
         self._abort = AbortMark(self.path, fs, config.file_mode)
         self._lock: WriterLock | None = None
         check_own(self.path, fs)
@@ -132,9 +139,7 @@ class MessageStore(StoreWriter):
         try:
             self._lock.acquire(seconds(lock_timeout, "lock_timeout"))
             # Another process may have made the store while we waited.
-            self.manifest = manifests.resolve(
-                self.path, writer=True, create=create, profile=profile, config=config, clock=self.clock, fs=fs
-            )
+            self.manifest = resolve(self.path, clock=self.clock)
             self._open_for_writing(recover_options or RecoverOptions(), progress)
             self._closed = self._released = False
             _open_stores.add(self)
@@ -150,39 +155,42 @@ class MessageStore(StoreWriter):
 
     # -- opening ----------------------------------------------------------------------------------------------------
 
-    def _build(self) -> None:
+    def _build(self, txn: TxnFile) -> None:
         """Make what works on the parts."""
-        parts, config = self.parts, self.config
-        self._store_host = encode_host(config.store_host)
+        parts, config, errors = self.parts, self.config, self._errors
         pages = PagesAhead(parts.log_writer, self.clock)
-        after_sync = self.durability == "flush"
-        self.wakeups = Wakeups(pages, background=self._background, after_sync=after_sync)
+        flushes = self.durability == "flush"
+        self.wakeups = Wakeups(pages, background=self._background, after_sync=flushes)
         self._log = self.wakeups.log = CommitLog(
             parts.log_writer,
             checksum=parts.checksum,
             clock=self.clock,
-            store_host=self._store_host,
+            store_host=encode_host(config.store_host),
             on_alarm=self.wakeups.passed,
         )
-        self._commit = GroupCommit(self._sync)
+        self._syncs = LogSyncs(parts, self._log, self.wakeups, by_default=flushes)
+        self._commit = self._syncs.commit
+        visible_end = self._syncs.visible_end
         self._dispatcher = Dispatcher(
-            self._log, parts.queue_table, parts.index, checksum=parts.checksum, end_of=self._visible_end
+            self._log, parts.queue_table, parts.index, checksum=parts.checksum, end_of=visible_end
         )
         self.on_growth = self._dispatcher.listeners
         self.retention_bound: Callable[[Retention], int] | None = None
         """What a broker above still needs: `clean` deletes nothing at or behind this physical offset."""
-        self._init_writer()
-        self._read_by(
-            OwnNews(self._dispatcher, self.wakeups, visible_end=self._visible_end, check_open=self.check_open)
-        )
-
-    def _build_background(self, txn: TxnFile) -> None:
-        """Make what only a store for writing has: background work, retention, bulk appends."""
-        parts, config, errors = self.parts, self.config, self._errors
+        self._read_by(OwnNews(self._dispatcher, self.wakeups, visible_end=visible_end, check_open=self.check_open))
         self._checkpointer = Checkpointer(parts, self._dispatcher, errors)
         self.background = BackgroundWork(
             parts, self._commit, self._dispatcher, self._checkpointer, self.wakeups, errors
         )
+        self.writer = LogWriter(
+            parts,
+            self._log,
+            self._syncs,
+            flush_soon=self.background.flush_soon,
+            check_open=self.check_open,
+            dispatch=self._dispatcher.catch_up,
+        )
+        self._sender = self.writer.sender()
         self._retainer = Retainer(
             parts,
             self._log,
@@ -194,9 +202,9 @@ class MessageStore(StoreWriter):
             parts,
             txn,
             self._log,
-            queue_of=self._queue_to_put,
-            sync=self._sync_beyond,
-            poison=self._poison,
+            queue_of=self.writer.queue_to_put,
+            sync=self._syncs.sync_beyond,
+            poison=self._syncs.poison,
             stopping=lambda: self.wakeups.stopping,
         )
         self._bulk = BulkAppender(parts, splicer, self._commit, appended=self.wakeups.passed)
@@ -212,8 +220,7 @@ class MessageStore(StoreWriter):
         opened = Opening(parts, txn, self._abort).run(options, progress)
         outcome, end = opened.outcome, opened.outcome.end
         self.recovery = outcome.report
-        self._build()
-        self._build_background(txn)
+        self._build(txn)
         self._log.reset(end)
         self._commit.flushed = end
         self._first_put_position = end
@@ -235,6 +242,20 @@ class MessageStore(StoreWriter):
         if opened.went_down:
             self._abort.set(os.getpid())
         self.wakeups.set()
+
+    # -- putting: documented in `LogWriter` -------------------------------------------------------------------------
+
+    put = compiled_put(_by_writer(LogWriter.put))
+    put_many = _by_writer(LogWriter.put_many)
+    append = _by_writer(LogWriter.append)
+    copy_many = _by_writer(LogWriter.copy_many)
+    outlet = _by_writer(LogWriter.outlet)
+    take_put_times = _by_writer(LogWriter.take_put_times)
+
+    def flush(self) -> None:
+        """Return once everything put before is on disk. Raises FlushFailedError, FlushTimeoutError."""
+        self.check_open()
+        self._syncs.flush()
 
     # -- dispatch and waiting ---------------------------------------------------------------------------------------
 
@@ -316,19 +337,6 @@ class MessageStore(StoreWriter):
         spliced without a broker at once (spark#splice)."""
         self._bulk.enter_topics_by(create_topics, self._errors)
 
-    def _sync_beyond(self, end: int) -> None:
-        """Make the log durable up to `end`, which lies beyond its end. As any sync it has to be the only one: an error
-        is told once, and to one caller (format#flush)."""
-        self._sync_to = end
-        try:
-            self._commit.sync_now()
-        finally:
-            self._sync_to = 0
-
-    def _poison(self, error: MQStoreError) -> None:
-        self._log.poison(error)
-        self._commit.poison(error)
-
     # -- retention --------------------------------------------------------------------------------------------------
 
     def drop_before(self, physical_offset: int) -> list[str]:
@@ -374,10 +382,10 @@ class MessageStore(StoreWriter):
             puts=sum(queue.next_offset for queue in self.queue_table) - self._numbered_before,
             put_bytes=self._log.end - self._first_put_position,
             dispatched=self._dispatcher.dispatched,
-            failed_puts=self._failed_puts,
-            put_latency_ns=self._put_latency.buckets(),
-            put_longest_ns=self._put_latency.longest_ns,
-            flush_latency_ns=self._flush_latency.buckets(),
+            failed_puts=self.writer.failed_puts,
+            put_latency_ns=self.writer.latency.buckets(),
+            put_longest_ns=self.writer.latency.longest_ns,
+            flush_latency_ns=self._syncs.latency.buckets(),
             dispatch_lag_bytes=max(0, self._log.end - self._dispatcher.position),
             flush_lag_bytes=max(0, self._log.end - self._commit.flushed),
             index_pending=self.index.pending,
@@ -386,23 +394,10 @@ class MessageStore(StoreWriter):
             errors=errors,
         )
 
-    def verifier(
-        self,
-        json_checks: Mapping[str, Check] = NO_CHECKS,
-        *,
-        until: int | None = None,
-        max_errors: int | None = None,
-    ) -> Verifier:
-        self.check_open()
+    def _verifier_until(self, until: int | None) -> Callable[..., Verifier]:
         self._dispatcher.catch_up()
-        return Verifier(
-            self.parts,
-            live=True,
-            until=until,
-            problems=[*self.parts.missing_in_front(), *self.parts.misplaced()],
-            json_checks=json_checks,
-            max_errors=max_errors,
-        )
+        problems = [*self.parts.missing_in_front(), *self.parts.misplaced()]
+        return partial(Verifier, self.parts, live=True, until=until, problems=problems)
 
     # -- closing ----------------------------------------------------------------------------------------------------
 

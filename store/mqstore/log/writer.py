@@ -5,8 +5,7 @@
     append     one record with every field given, for the engine's own copies and for imports
     copy_many  stored records once more, each to another queue, built together from their bytes
 
-Checks come before anything is written; a put with durability "flush" syncs in its own thread, or waits for the thread
-that is already doing it for all.
+Checks come before anything is written.
 """
 
 from __future__ import annotations
@@ -20,14 +19,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypedDict, TypeVar, 
 
 import numpy as np
 
-from mqstore.errors import (
-    FlushFailedError,
-    FlushTimeoutError,
-    InvalidMessageError,
-    MQStoreError,
-)
-from mqstore.files.filesystem import SyncNotBegunError
-from mqstore.files.flusher import GroupCommit
+from mqstore.errors import InvalidMessageError, MQStoreError
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
 from mqstore.layout.encode import lengths_of
 from mqstore.layout.hosts import encode_host
@@ -38,9 +30,9 @@ from mqstore.layout.properties import (
     decode_properties,
 )
 from mqstore.layout.record import BLANK_BYTES, INNER_BATCH, MAGIC_V1, MAGIC_V2, MAX_TOPIC_BYTES_V1, unreadable_number
-from mqstore.log.background import BackgroundWork
 from mqstore.log.commitlog import ALLOWANCE, ORDINARY, CommitLog, Fields, SendReceipt, SendReceipts
 from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.message import Message
 from mqstore.log.names import check_topic
 from mqstore.log.outgoing import (
     SLOTS,
@@ -55,20 +47,21 @@ from mqstore.log.outgoing import (
     tail_of_bytes,
     user_properties,
 )
-from mqstore.log.reader import StoreReader
+from mqstore.log.parts import StoreParts
 from mqstore.log.stats import Histogram
+from mqstore.log.syncs import LogSyncs
 from mqstore.log.tip import Numbered, QueueRef, Tip
-from mqstore.log.wakeups import Wakeups
 from mqstore.native import kernel
-from mqstore.options import Durability, StoreConfig, seconds, waits_for_disk
+from mqstore.options import Durability, waits_for_disk
 
-__all__ = ["MAX_QUEUE_ID", "Outlet", "Sending", "StoreWriter", "Way", "compiled_put"]
+__all__ = ["MAX_QUEUE_ID", "LogWriter", "Outlet", "RecordOptions", "Sending", "Way", "compiled_put", "fields_of"]
 
 MAX_QUEUE_ID = 16_383
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Put = TypeVar("_Put", bound=Callable[..., SendReceipt])
 _INNER = b"INNER_"
+_FIELD_BITS = {"flag": 32, "sys_flag": 32, "reconsume_times": 32, "prepared_transaction_offset": 64}
 
 
 class MessageOptions(TypedDict, total=False):
@@ -88,6 +81,32 @@ class PutOptions(MessageOptions, total=False):
     durability: Durability | None
 
 
+class RecordOptions(TypedDict, total=False):
+    """What `append` takes beside properties: the `Fields` of a record, and how it is put."""
+
+    flag: int
+    sys_flag: int
+    """Compression and transaction bits are the caller's."""
+    born_timestamp_ms: int | None
+    born_host: str | None
+    reconsume_times: int
+    prepared_transaction_offset: int
+    durability: Durability | None
+    copied: bool
+    """The body was taken once, and may be larger than `max_message_size` is by now."""
+
+
+def fields_of(message: Message) -> RecordOptions:
+    """Return the fields that a copy of `message` has, too."""
+    return {
+        "flag": message.flag,
+        "sys_flag": message.sys_flag,
+        "born_timestamp_ms": message.born_timestamp_ms,
+        "born_host": message.born_host,
+        "reconsume_times": message.reconsume_times,
+    }
+
+
 class Way(NamedTuple):
     """What an `Outlet` puts by."""
 
@@ -101,29 +120,29 @@ class Way(NamedTuple):
 class Outlet:
     """Puts to one queue whose messages all bear the same properties, which are encoded once."""
 
-    __slots__ = ("_append", "_max_body", "_queue", "_store", "_tail")
+    __slots__ = ("_append", "_max_body", "_queue", "_tail", "_writer")
 
-    def __init__(self, store: StoreWriter, queue: ConsumeQueue, tail: bytes) -> None:
-        self._store = store
+    def __init__(self, writer: LogWriter, queue: ConsumeQueue, tail: bytes) -> None:
+        self._writer = writer
         self._queue = queue
         self._tail = tail
-        self._append = store._log.append
-        self._max_body = store._max_body
+        self._append = writer._log.append
+        self._max_body = writer._max_body
 
     def put(self, body: bytes, durability: Durability | None = None) -> SendReceipt:
-        """Append one message. Errors as of `StoreWriter.put`."""
-        store = self._store
+        """Append one message. Errors as of `LogWriter.put`."""
+        writer = self._writer
         if len(body) > self._max_body:
-            store._refuse_body(len(body))
-        waits = durability != "append" and store._waits(durability)
+            writer._refuse_body(len(body))
+        waits = durability != "append" and writer._waits(durability)
         receipt = self._append(self._queue, body, self._tail)
-        store._after_put(receipt if waits else None)
+        writer._after_put(receipt if waits else None)
         return receipt
 
     def way(self) -> Way | None:
         """For compiled callers, which store records themselves; None where a put is more than storing."""
-        store = self._store
-        return None if store._flush_by_default else Way(store._log, self._queue, self._tail, self._max_body)
+        writer = self._writer
+        return None if writer._syncs.by_default else Way(writer._log, self._queue, self._tail, self._max_body)
 
 
 class Sending:
@@ -132,7 +151,7 @@ class Sending:
     __slots__ = ("_sender",)
 
     _sender: object
-    """A result of `StoreWriter.sender`."""
+    """A result of `LogWriter.sender`."""
 
 
 def compiled_put(put: _Put) -> _Put:
@@ -144,49 +163,52 @@ def compiled_put(put: _Put) -> _Put:
 
 
 def _counts_failures(
-    put: Callable[Concatenate[StoreWriter, _P], _R],
-) -> Callable[Concatenate[StoreWriter, _P], _R]:
+    put: Callable[Concatenate[LogWriter, _P], _R],
+) -> Callable[Concatenate[LogWriter, _P], _R]:
     @wraps(put)
-    def counted(self: StoreWriter, /, *args: _P.args, **options: _P.kwargs) -> _R:
+    def counted(self: LogWriter, /, *args: _P.args, **options: _P.kwargs) -> _R:
         try:
             return put(self, *args, **options)
         except Exception:
-            self._failed_puts += 1
+            self.failed_puts += 1
             raise
 
     return counted
 
 
-class StoreWriter(StoreReader, Sending):
-    """The putting half of `MessageStore`."""
+class LogWriter:
+    """What puts to a log. `flush_soon` has the flusher sync at once; `check_open` raises if the store is closed;
+    `dispatch` makes visible what was put."""
 
-    config: StoreConfig
-    durability: Durability
-    _log: CommitLog
-    _commit: GroupCommit
-    _store_host: bytes
-    wakeups: Wakeups
-    background: BackgroundWork
-
-    def _init_writer(self) -> None:
-        self._put_latency = Histogram()
-        self._flush_latency = Histogram()
+    def __init__(
+        self,
+        parts: StoreParts,
+        log: CommitLog,
+        syncs: LogSyncs,
+        *,
+        flush_soon: Callable[[], None],
+        check_open: Callable[[], None],
+        dispatch: Callable[[], object],
+    ) -> None:
+        self.failed_puts = 0
+        self.latency = Histogram()
+        """Durations of the puts that were sampled."""
         self._put_times: dict[QueueRef, list[int]] = {}
         """Nanoseconds and number of the puts that were sampled in a queue since somebody asked."""
         self._put_times_lock = threading.RLock()  # a signal handler may put in the middle of it
-        self._failed_puts = 0
-        self._flush_by_default = self.durability == "flush"
-        self._log.group = self._commit if self._flush_by_default else None
-        self._flush_timeout_s = seconds(self.config.flush_timeout, "flush_timeout")
-        self._max_body = min(self.config.max_message_size, self._log.max_record_bytes)
+        self._queue_table = parts.queue_table
+        self._segment_bytes = parts.log_files.segment_bytes
+        self._store_host = encode_host(parts.config.store_host)
+        self._log = log
+        self._syncs = syncs
+        self._flush_soon = flush_soon
+        self._check_open = check_open
+        self._dispatch = dispatch
+        self._max_message_size = parts.config.max_message_size
+        self._max_body = min(self._max_message_size, log.max_record_bytes)
+        self._max_chunk = min(self._max_message_size + ALLOWANCE, log.max_record_bytes)
         self._putters: dict[str, dict[int, ConsumeQueue]] = {}
-        self._sender = self.sender()
-        self._sync_to = 0
-        """What lies beyond the end of the log and is to be synced with it: a splice that is not in yet."""
 
-    # -- putting ----------------------------------------------------------------------------------------------------
-
-    @compiled_put
     @_counts_failures
     def put(self, topic: str, body: Body, queue_id: int = 0, **options: Unpack[PutOptions]) -> SendReceipt:
         """Append one message to a queue of `topic`, which comes into being with its first message.
@@ -197,10 +219,10 @@ class StoreWriter(StoreReader, Sending):
         unknown), FlushFailedError, ReadOnlyStoreError, StoreClosedError; StoreBusyError to a signal handler that
         interrupted a put which is just writing.
         """
-        queue = self._queue_to_put(topic, queue_id)
+        queue = self.queue_to_put(topic, queue_id)
         body = self._checked_body(body)
         if not options:
-            return self._put_record(queue, body, queue.plain_tail, ORDINARY, None, self._flush_by_default)
+            return self._put_record(queue, body, queue.plain_tail, ORDINARY, None, self._syncs.by_default)
         waits = self._waits(options.pop("durability", None))
         unknown = options.keys() - MessageOptions.__annotations__.keys()
         if unknown:
@@ -232,7 +254,7 @@ class StoreWriter(StoreReader, Sending):
         self, topic: str, queue_id: int, body: bytes, properties: bytes, key: str | None, *numbers: int
     ) -> SendReceipt:
         """Put what a sender has checked and encoded, and could not store. `numbers`: flag, system flag, 1 to wait."""
-        queue = self._queue_to_put(topic, queue_id)
+        queue = self.queue_to_put(topic, queue_id)
         flag, sys_flag, waits = numbers
         tail = tail_of_bytes(queue.plain_tail, properties)
         return self._put_record(queue, body, tail, Fields(flag, sys_flag), key, bool(waits))
@@ -246,16 +268,16 @@ class StoreWriter(StoreReader, Sending):
             tip=self._log,
             putters=self._putters,
             finish=self._put_encoded,
-            after=_counts_failures(type(self)._after_put).__get__(self),
+            after=self._after_stored,
             note=self._note_put,
             reserved=RESERVED,
             max_body=self._max_body,
-            flushes=self._flush_by_default,
+            flushes=self._syncs.by_default,
             **more,
         )
 
     def _note_put(self, queue: ConsumeQueue, took_ns: int) -> None:
-        self._put_latency.add(took_ns)
+        self.latency.add(took_ns)
         with self._put_times_lock:
             times = self._put_times.setdefault(queue.ref, [0, 0])
             times[0] += took_ns
@@ -269,7 +291,7 @@ class StoreWriter(StoreReader, Sending):
 
     def outlet(self, topic: str, queue_id: int = 0, properties: Mapping[str, str] | None = None) -> Outlet:
         """A quick road for who puts often with the same properties, reserved names included."""
-        queue = self._queue_to_put(topic, queue_id)
+        queue = self.queue_to_put(topic, queue_id)
         return Outlet(self, queue, self._checked_tail(queue, properties or {}))
 
     def _checked_tail(self, queue: ConsumeQueue, properties: Mapping[str, str]) -> bytes:
@@ -288,34 +310,23 @@ class StoreWriter(StoreReader, Sending):
         body: Body,
         *,
         properties: Mapping[str, str] | None = None,
-        flag: int = 0,
-        sys_flag: int = 0,
-        born_timestamp_ms: int | None = None,
-        born_host: str | None = None,
-        reconsume_times: int = 0,
-        prepared_transaction_offset: int = 0,
-        durability: Durability | None = None,
-        copied: bool = False,
+        **options: Unpack[RecordOptions],
     ) -> SendReceipt:
-        """Append a record with every field given: for copies that an engine makes (delay, retry, half messages) and for
-        imports. `properties` may bear reserved names; compression and transaction bits of `sys_flag` are the caller's.
-        What is `copied` was taken once, and may be larger than `max_message_size` is by now. Errors as of `put`."""
-        queue = self._queue_to_put(topic, queue_id)
-        flat = flat_body(body) if copied else self._checked_body(body)
-        host = None if born_host is None else encode_host(born_host)
-        fields = Fields(flag, sys_flag, born_timestamp_ms, host, reconsume_times, prepared_transaction_offset)
+        """Append a record with every field given (`RecordOptions`): for copies that an engine makes (delay, retry, half
+        messages) and for imports. `properties` may have reserved names. Errors as of `put`."""
+        queue = self.queue_to_put(topic, queue_id)
+        flat = flat_body(body) if options.pop("copied", False) else self._checked_body(body)
+        waits = self._waits(options.pop("durability", None))
+        host = options.pop("born_host", None)
+        fields = Fields(**options)  # type: ignore[arg-type, misc]  # what is no field is taken out
+        if host is not None:
+            fields = fields._replace(born_host=encode_host(host))
         if fields != ORDINARY:
-            for name, value, bits in (
-                ("flag", flag, 32),
-                ("sys_flag", sys_flag, 32),
-                ("reconsume_times", reconsume_times, 32),
-                ("prepared_transaction_offset", prepared_transaction_offset, 64),
-                ("born_timestamp_ms", born_timestamp_ms or 0, 64),
-            ):
-                check_integer(value, bits, name)
-            if sys_flag & INNER_BATCH:
+            for name, bits in _FIELD_BITS.items():
+                check_integer(getattr(fields, name), bits, name)
+            check_integer(fields.born_timestamp_ms or 0, 64, "born_timestamp_ms")
+            if fields.sys_flag & INNER_BATCH:
                 raise InvalidMessageError("a batch in one record is not written: no queue would list it", "sys_flag")
-        waits = self._waits(durability)
         properties = properties or {}
         tail = self._checked_tail(queue, properties)
         return self._put_record(queue, flat, tail, fields, properties.get(UNIQ_KEY), waits)
@@ -331,7 +342,7 @@ class StoreWriter(StoreReader, Sending):
     ) -> SendReceipts:
         """Append many messages with one flush wait. They lie together, and become visible together, in chunks of about
         `max_message_size` bytes; all are checked before the first is written. Errors as of `put`."""
-        queue = self._queue_to_put(topic, queue_id)
+        queue = self.queue_to_put(topic, queue_id)
         waits = self._waits(durability)
         items = list(bodies)  # ours: another thread may change the caller's
         tails: list[bytes] | bytes = queue.plain_tail
@@ -366,7 +377,7 @@ class StoreWriter(StoreReader, Sending):
 
         Raises as `append`, for the first copy: what is wrong with a later one shows when that is the first.
         """
-        room = min(self.config.max_message_size + ALLOWANCE, self._log.max_record_bytes)
+        room = self._max_chunk
         overhead = self._log.header_bytes
         queues: list[ConsumeQueue] = []
         heads: list[bytes] = []
@@ -380,7 +391,7 @@ class StoreWriter(StoreReader, Sending):
                     continue
             message, topic, queue_id, properties = copies[at]
             try:
-                queue = self._queue_to_put(topic, queue_id)
+                queue = self.queue_to_put(topic, queue_id)
                 parts = message.plain_parts()
                 if parts is None:
                     break
@@ -401,8 +412,7 @@ class StoreWriter(StoreReader, Sending):
             self._copy_one(copies[0])
             return 1
         self._log.append_copies(queues, heads, bodies, tails)
-        if self._flush_by_default:
-            self.background.flush_soon()
+        self._after_put(None)
         return len(heads)
 
     def _copied_tail(self, queue: ConsumeQueue, properties: bytes) -> bytes:
@@ -419,18 +429,8 @@ class StoreWriter(StoreReader, Sending):
     def _copy_one(self, copy: Copy) -> None:
         """The long way, which knows every kind of record."""
         message, topic, queue_id, properties = copy
-        self.append(
-            topic,
-            queue_id,
-            bytes(message.body_view),
-            properties=decode_properties(properties),
-            flag=message.flag,
-            sys_flag=message.sys_flag,
-            born_timestamp_ms=message.born_timestamp_ms,
-            born_host=message.born_host,
-            reconsume_times=message.reconsume_times,
-            durability="append",
-        )
+        fields: RecordOptions = {**fields_of(message), "durability": "append"}
+        self.append(topic, queue_id, bytes(message.body_view), properties=decode_properties(properties), **fields)
 
     def _put_flat(
         self,
@@ -451,11 +451,10 @@ class StoreWriter(StoreReader, Sending):
         if longest > self._max_body:
             self._refuse_body(longest)
         overhead = self._log.header_bytes + (len(tails) if isinstance(tails, bytes) else max(map(len, tails)))
-        room = min(self.config.max_message_size + ALLOWANCE, self._log.max_record_bytes)
         # Most batches fit as they are: only count bytes one by one when the cheap bound says that this one may not.
         cuts = [0, len(bodies)]
-        if (longest + overhead) * len(bodies) > room:
-            cuts = self._cuts(bodies, tails, room)
+        if (longest + overhead) * len(bodies) > self._max_chunk:
+            cuts = self._cuts(bodies, tails)
         try:
             for start, stop in pairwise(cuts):
                 receipts.add(
@@ -470,10 +469,12 @@ class StoreWriter(StoreReader, Sending):
             error.receipts = receipts
             raise
         self._after_put(receipts[-1] if waits else None)
+        if len(cuts) > 2:  # the first reader of a large batch would have to do it, and wait for milliseconds
+            self._dispatch()
         return receipts
 
-    def _cuts(self, bodies: list[bytes], tails: list[bytes] | bytes, room: int) -> list[int]:
-        """Indices that cut a batch into chunks of records of at most `room` bytes each."""
+    def _cuts(self, bodies: list[bytes], tails: list[bytes] | bytes) -> list[int]:
+        """Indices that cut a batch into chunks of records of at most `_max_chunk` bytes each."""
         count = len(bodies)
         sizes = np.fromiter(map(len, bodies), np.int64, count) + self._log.header_bytes
         sizes += len(tails) if isinstance(tails, bytes) else np.fromiter(map(len, tails), np.int64, count)
@@ -483,10 +484,11 @@ class StoreWriter(StoreReader, Sending):
         cuts = [0]
         while (start := cuts[-1]) < count:
             before = int(ends[start - 1]) if start else 0
-            cuts.append(max(start + 1, int(np.searchsorted(ends, before + room, "right"))))
+            cuts.append(max(start + 1, int(np.searchsorted(ends, before + self._max_chunk, "right"))))
         return cuts
 
-    def _queue_to_put(self, topic: str, queue_id: int) -> ConsumeQueue:
+    def queue_to_put(self, topic: str, queue_id: int) -> ConsumeQueue:
+        """Return the queue, which is made if it is not there. InvalidMessageError for a name or id that is none."""
         try:
             return self._putters[topic][queue_id]
         except (KeyError, TypeError):
@@ -494,16 +496,15 @@ class StoreWriter(StoreReader, Sending):
         return self._putter(topic, queue_id)
 
     def _putter(self, topic: str, queue_id: int) -> ConsumeQueue:
-        """The queue to put to, after every check of its name."""
-        self.check_open()
+        self._check_open()
         name = check_topic(topic)
-        if topic in self.queue_table.batch_topics:
+        if topic in self._queue_table.batch_topics:
             raise InvalidMessageError(
                 f"topic {topic!r} has batch queues, which only RocketMQ writes; put to another topic", "topic"
             )
         if type(queue_id) is not int or not 0 <= queue_id <= MAX_QUEUE_ID:
             raise InvalidMessageError(f"queue_id {queue_id!r} does not lie in 0..{MAX_QUEUE_ID}", "queue_id")
-        queue = self.queue_table.create(topic, queue_id)
+        queue = self._queue_table.create(topic, queue_id)
         v1 = len(name) <= MAX_TOPIC_BYTES_V1
         queue.magic = MAGIC_V1 if v1 else MAGIC_V2
         queue.plain_tail = len(name).to_bytes(1 if v1 else 2, "big") + name + b"\0\0"
@@ -511,63 +512,29 @@ class StoreWriter(StoreReader, Sending):
         return queue
 
     def _refuse_body(self, size: int) -> None:
-        limit = self.config.max_message_size
+        limit = self._max_message_size
         if size > limit:
             raise InvalidMessageError(f"the body has {size} bytes; max_message_size is {limit}", "body")
         self._refuse_record(size)
 
     def _refuse_record(self, size: int) -> None:
         raise InvalidMessageError(
-            f"a record of {size} bytes or more does not fit a segment of {self.log_files.segment_bytes} "
+            f"a record of {size} bytes or more does not fit a segment of {self._segment_bytes} "
             f"with its end mark of {BLANK_BYTES}; create the store with larger segment_bytes",
             "body",
         )
 
     def _waits(self, durability: Durability | None) -> bool:
-        return waits_for_disk(durability, self._flush_by_default)
-
-    # -- durability -------------------------------------------------------------------------------------------------
-
-    def _visible_end(self) -> int:
-        """Readers see messages below this: in a store with durability "flush" only what a crash cannot take back."""
-        return self._commit.flushed if self._flush_by_default else self._log.end
-
-    def _sync(self, flushed: int) -> int:
-        """Make everything appended so far durable; the group commit calls it, one thread at a time."""
-        begin = time.perf_counter_ns()
-        end = self._log.end
-        try:
-            self._log.run.sync(flushed, max(end, self._sync_to))
-        except SyncNotBegunError:
-            raise
-        except Exception as error:
-            self._log.poison(
-                FlushFailedError(f"a sync of {self.path} failed ({error}); close the store and open it again")
-            )
-            raise
-        self._flush_latency.add(time.perf_counter_ns() - begin)
-        return end
+        return waits_for_disk(durability, self._syncs.by_default)
 
     def _after_put(self, awaited: SendReceipt | None) -> None:
         """Wait until `awaited` is on disk, or have it flushed soon."""
         if awaited is not None:
-            self._wait_flushed(awaited.physical_offset + awaited.size, awaited)
-        elif self._flush_by_default:
-            self.background.flush_soon()
+            self._syncs.flush(awaited)
+        elif self._syncs.by_default:
+            self._flush_soon()
 
-    def _wait_flushed(self, position: int, receipt: SendReceipt | None) -> None:
-        try:
-            done = self._commit.wait_until(position, self._flush_timeout_s)
-        except SyncNotBegunError as error:  # to raise this would say that nothing was stored
-            raise FlushTimeoutError(f"stored, but not known to be on disk yet: {error}", receipt) from error
-        if not done:
-            raise FlushTimeoutError(
-                f"stored, but not known to be on disk after {self._flush_timeout_s} s (flush_timeout)", receipt
-            )
-        self.wakeups.synced()
-
-    def flush(self) -> None:
-        """Return once everything put before is on disk. Raises FlushFailedError, FlushTimeoutError."""
-        self.check_open()
-        if self._log.end > self._commit.flushed:
-            self._wait_flushed(self._log.end, None)
+    @_counts_failures
+    def _after_stored(self, awaited: SendReceipt | None) -> None:
+        """As `_after_put`, for compiled parts, which have stored the message."""
+        self._after_put(awaited)

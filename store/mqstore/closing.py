@@ -1,0 +1,25 @@
+"""What is closed at the end of its `with` block."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Self
+
+__all__ = ["Closing"]
+
+
+class Closing(ABC):
+    """Base of an object that is closed at the end of its `with` block, also after an exception."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back all that it holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
