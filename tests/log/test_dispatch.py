@@ -331,7 +331,7 @@ def test_a_batch_of_several_chunks_is_dispatched_when_put_many_returns(
 ) -> None:
     config = StoreConfig(clock=SimulatedClock(), max_message_size=4096)  # no thread dispatches
     with MessageStore(tmp_path / "s", durability=durability, config=config) as store:
-        store.put_many("t", [bytes(100 * chunks)] * 20)
+        store.put_many("t", [bytes(2000 * chunks)] * 20)
         queue = store.queue_table.get("t", 0)
         assert queue is not None
         assert queue.max_offset == seen
