@@ -77,7 +77,8 @@ def test_only_the_message_that_kills_the_process_is_a_dead_letter(tmp_path: Path
         attempts[text].append(int(attempt))
     assert attempts.pop("kill") == [1, 2, 3]
     assert set(attempts) == set(GOOD)
-    assert max(max(each) for each in attempts.values()) <= 2  # beside it when the process was killed, once
+    # Suspected after the first kill, so alone before the second. It may be beside the killing one again at the third.
+    assert max(max(each) for each in attempts.values()) <= 3
     with mqstore.open(path) as store:
         [letter] = store.dead_letters("g")
         assert (letter.text(), letter.reconsume_times, letter.properties["dlq_reason"]) == ("kill", 3, PROCESS_ENDED)

@@ -222,6 +222,7 @@ class ChunkRunner(Generic[C]):
                 items.extendleft(reversed(batch))
                 raise
             if alone:
+                worker.rest()  # before the next suspected message, which may end the process, begins elsewhere
                 handling.has_handled(chunk, batch)
             self.pace_ms += (took_ms - self.pace_ms) / 16
             if home.dropped or (worker.lapsed == worker.calls and not ordered):
