@@ -13,6 +13,8 @@ timer. Whoever takes one of these away puts the next in its place.
 A queue that is to go is closed first: nothing of it is started any more, and what runs still counts. Once nothing runs
 it is dropped and its lock given back: no queue is given up under a running handler. As long as one runs the lock does
 not run out, either (`enter`).
+
+The file is long because rebalance and pull change the same state of a queue under one lock.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ is full, is tried again after 0.1 to 1 s until the consumer stops; the next of i
 
 A standard handler that takes longer than `consume_timeout` is given up: its message comes again, its result counts for
 nothing. Of an ordered one it is only told: if its message came again meanwhile, two would be at the same queue.
+
+The class is long because fetching, handling and settling share one lock and the room that is left.
 """
 
 from __future__ import annotations

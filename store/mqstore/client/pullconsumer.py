@@ -9,6 +9,8 @@ poll's messages one by one). The broker is in this process: a read costs less th
 
 Locks are kept by polling. Who polls again after more than 60 s may find queues gone: another has gone on from what was
 committed. Then they are dropped as they are, `on_revoke` is told, and nothing of them is committed.
+
+The file is long because polls, assignment, seeks and commits change the same positions under one lock.
 """
 
 from __future__ import annotations

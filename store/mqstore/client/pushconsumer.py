@@ -12,6 +12,8 @@ A `start` that fails leaves nothing behind: another engine stands ready for the 
 
 `stop` starts nothing any more, lets the handlers that run end, and then returns what is left: queues with their
 positions on disk, or deliveries. What handlers do after its time is up counts for nothing.
+
+The class is long because it documents and checks all options; the work is done by the classes of the table above.
 """
 
 from __future__ import annotations

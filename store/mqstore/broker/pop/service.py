@@ -20,6 +20,8 @@
 Nothing here blocks but `wait_for` and a pop that is given time. Locks: one for each (topic, group, queue); under it the
 tables' own, then the store's. No callback is called under one. What a call appends it appends with durability "append",
 and waits for the disk, if that is asked for, after letting go of its locks.
+
+The class is long because each operation on a receipt is a method here; what the methods need is in the modules above.
 """
 
 from __future__ import annotations
