@@ -21,6 +21,7 @@ from mqstore.errors import StoreFullError
 from mqstore.layout.hosts import encode_host
 from mqstore.layout.record import encode_record
 from mqstore.layout.spares import Spares
+from mqstore.log import index as index_module
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.reput import Dispatcher
@@ -283,6 +284,33 @@ def test_keys_that_found_no_room_until_the_end_are_found_after_the_next_opening(
     with open_store(tmp_path / "s") as store:
         assert store.clean_shutdown is False
         assert [[m.offset for m in store.find("t", key=f"k{i}")] for i in range(60)] == [[i] for i in range(60)]
+
+
+@pytest.mark.parametrize("entries", [5, 40])
+def test_ctrl_c_right_behind_the_index_leaves_each_key_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int
+) -> None:
+    """Also where the entries have filled their file."""
+    put_entries = index_module.put_entries
+
+    def put_and_raise(*arguments: Any) -> int:
+        monkeypatch.undo()
+        put_entries(*arguments)
+        raise KeyboardInterrupt
+
+    config = StoreConfig(clock=SimulatedClock(), index_slots=7, index_entries=entries)
+    with MessageStore(tmp_path / "s", config=config) as store:
+        for i in range(20):
+            store.put("t", b"", keys=[f"k{i}"])
+        monkeypatch.setattr(index_module, "put_entries", put_and_raise)
+        with pytest.raises(KeyboardInterrupt):
+            store.dispatch()
+        store.put("t", b"", keys=["last"])
+        for i in range(20):
+            assert [message.offset for message in store.find("t", key=f"k{i}")] == [i]
+        assert len(store.find("t", key="last")) == 1
+        assert not list(store.verifier().findings())
+        assert sum(header.next_entry - 1 for _, header in store.index.headers()) == 21
 
 
 def test_an_index_file_that_is_full_is_followed_by_one_of_a_later_name(tmp_path: Path) -> None:

@@ -147,9 +147,10 @@ def put_entries(
 
     Entries are stored before the header that counts them, and that before the slots, with a fence between: a reader
     that takes slot, header and entry in this order never meets a number that is not there yet. If a signal handler
-    raises in between, header and slots are put back, so that the caller can put the same entries again; compiled code
-    cannot be interrupted. Header and slots are assigned whole: `pack_into` clears what it will write to, and a reader
-    in another process that looked in between would find no entry at all.
+    raises in between, header and slots are put back, so that the caller can put the same entries again. If it raises
+    behind compiled code, which cannot be interrupted, all are in: the header says so. Header and slots are assigned
+    whole: `pack_into` clears what it will write to, and a reader in another process that looked in between would find
+    no entry at all.
 
     Raises ValueError for a negative hash or unequal lengths, FormatError for a short buffer or a header whose
     indexCount no file of this shape has; nothing was written then.

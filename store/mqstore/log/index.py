@@ -242,6 +242,8 @@ class Index:
         self._sync_lock = threading.Lock()
         self.files: list[IndexFile] = []
         self._pending: list[_Entries] = []
+        self._begun: tuple[IndexFile, int] | None = None
+        """File and entry number at which the first of these begin, once they are being put."""
         self._end = 0
         """Entries of records below this physical offset were put."""
         self.dropped_entries = 0
@@ -364,6 +366,7 @@ class Index:
             self._pending += ((hashes, physical_offsets, store_timestamps_ms),)
             self._end = end
         while len(self._pending) > 1 and self.pending > _MAX_PENDING:
+            self._begun = None
             self.dropped_entries += len(self._pending.pop(0)[0])
         self.put_pending()
 
@@ -373,14 +376,22 @@ class Index:
             while self._pending:
                 hashes, physical, stamps = self._pending[0]
                 count = len(hashes)
-                file = self._current()
+                if self._begun is None:
+                    file = self._current()
+                    self._begun = file, file.header.next_entry
+                file, number = self._begun
                 file.dirty = True
-                done = put_entries(file.mapping, self.slots, self.entries_per_file, hashes, physical, stamps)
-                # No call here: a signal handler cannot raise before the entries that are in have left the list.
+                if (
+                    file.header.next_entry == number
+                ):  # else they are in, and a signal handler raised before the next lines
+                    put_entries(file.mapping, self.slots, self.entries_per_file, hashes, physical, stamps)
+                done = file.header.next_entry - number
+                # No call from here on: a signal handler cannot raise.
                 if done == count:
                     del self._pending[0]
                 else:
                     self._pending[0] = (hashes[done:], physical[done:], stamps[done:])
+                self._begun = None
 
     @property
     def pending(self) -> int:
