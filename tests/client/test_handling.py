@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mqstore.broker.begun import Suspects
 from mqstore.client.handling import (
     CONSUME_FAILED,
     CONSUME_OK,
@@ -250,3 +251,17 @@ def test_a_message_that_came_back_is_shown_as_it_was_sent(bench: PushBench, give
     assert shown.queue.topic == "%RETRY%g"
     assert shown.physical_offset == copy.physical_offset
     assert as_sent(given[0], "g") is given[0]
+
+
+def test_a_worker_that_comes_after_the_end_keeps_no_suspected_message_from_others(bench: PushBench) -> None:
+    suspects, told = Suspects(), []
+    first, second = (
+        Handling("g", bench.clock, batch=False, ordered=False, interceptors=Interceptors(()), suspects=suspects)
+        for _ in range(2)
+    )
+    first.in_turn("a", lambda: told.append("a"))
+    first.close()
+    first.in_turn("b", lambda: told.append("b"))  # its job is forgotten
+    second.in_turn("c", lambda: told.append("c"))
+    assert told[-1] == "c"
+    assert second.is_in_turn("c")

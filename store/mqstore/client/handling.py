@@ -109,6 +109,7 @@ class Handling:
         self._on_error = on_error
         self._suspects = Suspects() if suspects is None else suspects
         """Messages of which one is in a handler at a time."""
+        self.is_closed = False
 
     def watches(self) -> bool:
         """Whether messages of the group are suspected of having ended the process."""
@@ -126,6 +127,8 @@ class Handling:
         """Call `turn()` once `key` may have a suspected message handled: now, or later. `has_handled` or `leave` must
         follow."""
         self._suspects.come(key, self, turn)
+        if self.is_closed:  # a worker that was about to come when the consumer stopped: nobody would end its turn
+            self._suspects.desert(self)
 
     def is_in_turn(self, key: object) -> bool:
         """Whether it may, and has not."""
@@ -142,6 +145,7 @@ class Handling:
 
     def close(self) -> None:
         """No other consumer waits for a suspected message of this one any more."""
+        self.is_closed = True
         self._suspects.desert(self)
 
     def call(self, worker: Worker, subscription: Subscription, messages: Sequence[Message]) -> Ended | Flow[Ended]:
