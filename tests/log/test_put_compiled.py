@@ -244,9 +244,8 @@ def test_put_says_what_it_does_and_takes(door: Any) -> None:
     kinds = {name: parameter.kind for name, parameter in inspect.signature(door.put).parameters.items()}
     assert list(kinds) == ["self", "topic", "body", "queue_id", "options"]
     assert kinds["options"] is inspect.Parameter.VAR_KEYWORD
-    assert re.search(
-        r"(?s)^ \|  put\(self, topic.*? \|      Append one message", pydoc.plain(pydoc.render_doc(door)), re.MULTILINE
-    )
+    helped = re.sub(r"[\s|]+", " ", pydoc.plain(pydoc.render_doc(door)))  # 3.13 gives each parameter a line
+    assert re.search(r" put\( ?self, topic[^)]*\) -> [^)]*? Append one message", helped)
 
 
 def test_put_on_what_is_no_open_store_is_an_error(tmp_path: Path) -> None:
