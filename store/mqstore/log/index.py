@@ -311,19 +311,20 @@ class Index:
                 return header.end_physical_offset
         return -1
 
-    def _current(self) -> IndexFile:
-        """The file to put into; a new one when the newest is full."""
+    def _current(self) -> tuple[IndexFile, int]:
+        """Return the file to put into, a new one if the newest is full, and the number of its next entry."""
         if self.files:
             file = self.files[-1]
-            if file.header.next_entry < self.entries_per_file:
+            number = file.header.next_entry
+            if number < self.entries_per_file:
                 if not file.writable:
                     self.files[-1] = file = self._open(file.path, writable=True)
-                return file
+                return file, number
         if len(self.files) >= _MAX_UNSYNCED and self.files[-_MAX_UNSYNCED].writable:
             self.sync()
         file = self._create()
         self.files.append(file)
-        return file
+        return file, file.header.next_entry
 
     def _create(self) -> IndexFile:
         fs = self._fs
@@ -377,15 +378,13 @@ class Index:
                 hashes, physical, stamps = self._pending[0]
                 count = len(hashes)
                 if self._begun is None:
-                    file = self._current()
-                    self._begun = file, file.header.next_entry
-                file, number = self._begun
-                file.dirty = True
-                if (
-                    file.header.next_entry == number
-                ):  # else they are in, and a signal handler raised before the next lines
-                    put_entries(file.mapping, self.slots, self.entries_per_file, hashes, physical, stamps)
-                done = file.header.next_entry - number
+                    self._begun = self._current()
+                    file, _ = self._begun
+                    file.dirty = True
+                    done = put_entries(file.mapping, self.slots, self.entries_per_file, hashes, physical, stamps)
+                else:  # a signal handler has raised in the lines above; the entries may be in
+                    file, number = self._begun
+                    done = file.header.next_entry - number
                 # No call from here on: a signal handler cannot raise.
                 if done == count:
                     del self._pending[0]
