@@ -1,4 +1,4 @@
-"""What is closed at the end of its `with` block."""
+"""Base class of objects that are closed at the end of their `with` block."""
 
 from __future__ import annotations
 

@@ -30,12 +30,14 @@ from mqstore.client.workers import Flow, Worker, Workers
 from mqstore.clock import Clock
 from mqstore.log.message import Message
 
-__all__ = ["Chunk", "ChunkOwner", "ChunkRunner", "Home", "next_of"]
+__all__ = ["NOBODY_AGAIN_MS", "Chunk", "ChunkOwner", "ChunkRunner", "Home", "next_of"]
 
 SETTLE_S = 0.01
 """The longest time that a message which is done waits to be settled together with more."""
 WORTH_MS = 1.0
 """Handling that takes so long is worth another thread."""
+NOBODY_AGAIN_MS = 1_000
+"""Pause before the next look for a subscriber of messages that have none. By then their queue has left, as a rule."""
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Chunk")
@@ -71,6 +73,10 @@ class Chunk:
         """Return True if messages are still begun, though the home is closing."""
         return False
 
+    def take_rest(self) -> list[Message]:
+        """Take all messages that are not begun."""
+        return next_of(self.items, len(self.items))
+
     def take_done(self) -> tuple[list[Message], float]:
         """Take the messages that are to be settled, and the milliseconds that their handlers took."""
         messages: list[Message] = []
@@ -85,7 +91,7 @@ class ChunkOwner(Protocol[C]):
     """Decides what becomes of messages."""
 
     def run(self, chunk: C, worker: Worker) -> Flow[None]:
-        """Have the worker do what is left of a chunk, by `ChunkRunner.work`."""
+        """Have the worker handle the rest of a chunk by `ChunkRunner.work`."""
 
     def part(self, chunk: C, messages: Sequence[Message]) -> C:
         """Return a chunk with `messages`, which were taken from the given one."""
@@ -140,11 +146,11 @@ class ChunkRunner(Generic[C]):
     # -- workers at a chunk -----------------------------------------------------------------------------------------
 
     def submit(self, chunk: C) -> None:
-        """Have some worker do what is left of a chunk."""
+        """Have any worker handle the rest of a chunk."""
         self._workers.submit(partial(self._owner.run, chunk))
 
     def begin(self, chunk: C, worker: Worker) -> Flow[None]:
-        """Have a worker begin a chunk, and ask as many others to it as are worth it."""
+        """Have a worker begin a chunk. If handlers are slow, ask other workers to help."""
         if not self._ordered:
             batches = -(-len(chunk.items) // self._batch_size)
             self._ask(chunk, min(batches - 1, int(batches * self.pace_ms / WORTH_MS)))
@@ -211,7 +217,7 @@ class ChunkRunner(Generic[C]):
                     continue
                 return
             if watches and (alone := handling.is_suspect(batch[0])) and not handling.is_in_turn(chunk):
-                rest = next_of(items, len(items)) if ordered else []
+                rest = chunk.take_rest() if ordered else []
                 part = owner.part(chunk, [*batch, *rest])
                 handling.in_turn(part, partial(self.submit, part))
                 continue

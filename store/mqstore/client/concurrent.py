@@ -20,7 +20,7 @@ from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.broker import Broker
 from mqstore.broker.names import is_dlq_topic
 from mqstore.client.assignment import Assignment
-from mqstore.client.chunks import Chunk, ChunkRunner
+from mqstore.client.chunks import NOBODY_AGAIN_MS, Chunk, ChunkRunner
 from mqstore.client.handling import Failure, Handling
 from mqstore.client.interceptors import Settled
 from mqstore.client.processqueue import ProcessQueue
@@ -32,8 +32,6 @@ from mqstore.log.message import Message
 __all__ = ["ConcurrentService"]
 
 SEND_BACK_AGAIN_MS = 5_000
-NOBODY_AGAIN_MS = 1_000
-"""When to look again whether anybody handles what nobody did: by then its queue is gone, as a rule."""
 _HAND_OVER_S = 0.4
 
 
@@ -50,9 +48,10 @@ class _Chunk(Chunk):
         """When to leave it undone, once its queue is to go."""
 
     def may_end(self) -> bool:
-        """Of a queue that is to go, what stands before a later chunk that was begun is done, too: else the position
-        would stay here, and the next owner would do all of that again. For a moment: a handler that is slow must not
-        keep `stop` waiting for as many messages as there are."""
+        """Return True for a short time if a later chunk of the queue was begun.
+
+        The position would stay before this chunk otherwise, and the next owner of the queue would handle the later
+        messages again. The time is short because `stop` waits: a slow handler must not be given all messages."""
         if self.queue.dropped or self.first >= self.queue.begun:
             return False
         now = time.perf_counter()
@@ -126,7 +125,7 @@ class ConcurrentService:
     # -- a worker at a chunk ----------------------------------------------------------------------------------------
 
     def run(self, chunk: _Chunk, worker: Worker) -> Flow[None]:
-        """Have the worker do what is left of a chunk."""
+        """Have the worker handle the rest of a chunk."""
         if not chunk.items or not self.assignment.enter(chunk.queue, chunk.first):
             self._handling.leave(chunk)
             return

@@ -109,7 +109,7 @@ class Handling:
         self._on_error = on_error
         self._suspects = Suspects() if suspects is None else suspects
         """Messages of which one is in a handler at a time."""
-        self.is_closed = False
+        self._is_closed = False
 
     def watches(self) -> bool:
         """Whether messages of the group are suspected of having ended the process."""
@@ -127,8 +127,8 @@ class Handling:
         """Call `turn()` once `key` may have a suspected message handled: now, or later. `has_handled` or `leave` must
         follow."""
         self._suspects.come(key, self, turn)
-        if self.is_closed:  # a worker that was about to come when the consumer stopped: nobody would end its turn
-            self._suspects.desert(self)
+        if self._is_closed:  # a worker that was about to come when the consumer stopped: nobody would end its turn
+            self.desert()
 
     def is_in_turn(self, key: object) -> bool:
         """Whether it may, and has not."""
@@ -143,10 +143,14 @@ class Handling:
         """If it is the turn of `key`, it does not use it."""
         self._suspects.leave(key)
 
-    def close(self) -> None:
-        """No other consumer waits for a suspected message of this one any more."""
-        self.is_closed = True
+    def desert(self) -> None:
+        """Give up all turns: no other consumer waits for a suspected message of this one."""
         self._suspects.desert(self)
+
+    def close(self) -> None:
+        """Give up all turns, those too that a worker asks for from now on."""
+        self._is_closed = True
+        self.desert()
 
     def call(self, worker: Worker, subscription: Subscription, messages: Sequence[Message]) -> Ended | Flow[Ended]:
         """Hand `messages` (one, unless handlers take batches) to the handler on this thread: its end; or, of a handler

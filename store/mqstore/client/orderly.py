@@ -26,7 +26,7 @@ from mqstore.broker.begun import PROCESS_ENDED
 from mqstore.broker.broker import Broker
 from mqstore.broker.pop.orderinfo import OrderInfoTable
 from mqstore.client.assignment import Assignment
-from mqstore.client.chunks import Chunk, ChunkRunner
+from mqstore.client.chunks import NOBODY_AGAIN_MS, Chunk, ChunkRunner
 from mqstore.client.handling import Failure, Handling
 from mqstore.client.outcome import shortened
 from mqstore.client.processqueue import ProcessQueue
@@ -37,8 +37,6 @@ from mqstore.log.message import Message
 
 __all__ = ["OrderlyService"]
 
-NOBODY_AGAIN_MS = 1_000
-"""When to look again whether anybody handles what nobody did: by then its queue is gone, as a rule."""
 SUSPEND_MIN_MS, SUSPEND_MAX_MS = 10, 60_000
 SLICE_MS = 60_000
 """After this time a queue lets others have the thread."""
@@ -138,7 +136,7 @@ class OrderlyService:
         return _Line(queue, taken, failed)
 
     def run(self, first: _Line, worker: Worker) -> Flow[None]:
-        """Have the worker handle the messages of a queue, a line and what follows, until there is a reason to stop."""
+        """Have the worker handle a line, then the next lines of its queue, until there is a reason to stop."""
         queue, begin_ms = first.queue, self._clock.monotonic_ms()
         if not self.assignment.enter(queue):
             self._handling.leave(first)

@@ -72,7 +72,7 @@ class Overdue(Generic[T]):
         self._at[worker] = None
 
     def at_work(self) -> list[T]:
-        """What workers are at now."""
+        """Return the work in hand, one item for each busy worker."""
         return [at for at in self._at.values() if at is not None]
 
     def _begin_ticks(self) -> None:

@@ -1,4 +1,4 @@
-"""What a push consumer holds in mode "pop": units of work, and settlements that are not through."""
+"""Items that a push consumer holds in mode "pop": units of work, and settlements to be tried again."""
 
 from __future__ import annotations
 

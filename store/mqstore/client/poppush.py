@@ -34,7 +34,7 @@ from mqstore.broker.broker import Broker, Start
 from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.names import is_retry_topic
 from mqstore.broker.pop import service as pop
-from mqstore.client.chunks import WORTH_MS, ChunkRunner, next_of
+from mqstore.client.chunks import WORTH_MS, ChunkRunner
 from mqstore.client.delivery import as_delivered, fail
 from mqstore.client.handling import Failure, Handling, Subscription
 from mqstore.client.interceptors import Settled
@@ -110,9 +110,9 @@ class PopEngine:
         )
         self.closing = False
         self.dropped = False
-        """As of a queue (processqueue.py)."""
+        """States of a `Home` (chunks.py)."""
         self._lock = threading.Lock()
-        """Of all below, but for what the renewer holds."""
+        """Guards the attributes below, except the renewer's."""
         self._units: dict[Unit, None] = {}
         """Units with messages that were not begun."""
         self._size = 0
@@ -164,7 +164,7 @@ class PopEngine:
         for settling in settlings:
             self._go_through(settling, last=True)
         for unit in units:
-            self._release(unit, next_of(unit.items, len(unit.items)))
+            self._release(unit, unit.take_rest())
         self._renewer.clear()  # handlers that hang: nobody renews their messages, so they come again
         self._source.leave()
 
@@ -328,7 +328,7 @@ class PopEngine:
         messages = [message for unit in units for message in unit.items]
         left = set(map(id, self._handling.hooks.receiving(messages)))
         for unit in units:
-            all_of_it = next_of(unit.items, len(unit.items))
+            all_of_it = unit.take_rest()
             unit.items.extend(message for message in all_of_it if id(message) in left)
             out = [message for message in all_of_it if id(message) not in left]
             if out:
@@ -342,12 +342,12 @@ class PopEngine:
     # -- as the owner of units (chunks.py) ----------------------------------------------------------------------------
 
     def run(self, unit: Unit, worker: Worker) -> Flow[None]:
-        """Have the worker do what is left of a unit."""
+        """Have the worker handle the rest of a unit."""
         try:
             yield from self._runner.work(unit, worker)
         finally:
             if self.closing:
-                self._release(unit, next_of(unit.items, len(unit.items)))
+                self._release(unit, unit.take_rest())
             if not unit.items:
                 with self._lock:
                     self._units.pop(unit, None)
@@ -372,13 +372,13 @@ class PopEngine:
 
     def unwanted(self, unit: Unit, messages: Sequence[Message]) -> bool:
         """Nobody subscribes to the topic of these messages: all that is left of the unit is released."""
-        self._release(unit, [*messages, *next_of(unit.items, len(unit.items))])
+        self._release(unit, [*messages, *unit.take_rest()])
         return False
 
     def broke(self, unit: Unit, error: Exception) -> None:
         """Release what is left of the unit."""
         self._handling.report(error, "what is to be done around handlers failed")
-        self._release(unit, next_of(unit.items, len(unit.items)))
+        self._release(unit, unit.take_rest())
 
     # -- settling ---------------------------------------------------------------------------------------------------
 
@@ -405,7 +405,7 @@ class PopEngine:
             delay_s = max(delay_s, SUSPEND_MIN_S)
         outcome = fail(self._broker, self._group, delivery, failure.reason, delay_s)
         if self._ordered and outcome == "retry":
-            self._release(unit, next_of(unit.items, len(unit.items)))
+            self._release(unit, unit.take_rest())
         return outcome
 
     def _go_through(self, settling: Settling, last: bool = False) -> bool:
@@ -423,7 +423,7 @@ class PopEngine:
                 outcome = "ack"  # those of the call that were in time
                 log.say(logging.WARNING, "handled too late, it comes again", at=messages[0], error=error)
                 if self._ordered:  # to another, and what stands behind it after it
-                    self._release(unit, next_of(unit.items, len(unit.items)))
+                    self._release(unit, unit.take_rest())
             except StoreClosedError:
                 settling.steps.clear()
                 return False

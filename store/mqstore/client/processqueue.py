@@ -81,7 +81,7 @@ class QueueInfo:
     first: int | None
     """Offset of the first of them."""
     taken: int
-    """Of these: taken by the worker of an ordered consumer."""
+    """Number of these that the worker of an ordered consumer has taken."""
     next_offset: int
     """Where the next pull begins."""
     throttled: bool

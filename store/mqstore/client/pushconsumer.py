@@ -401,8 +401,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
         finally:
             self._workers.forget()
             self._forget_notes()
-            self._handling.close()
-            self._handling.is_closed = False
+            self._handling.desert()
             self._engine = self._new_engine()
             self._engine.pause_as(failed)  # type: ignore[arg-type]  # of the same kind
 

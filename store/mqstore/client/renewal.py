@@ -48,8 +48,8 @@ class Held:
 
 
 class Renewer:
-    """What one consumer of `group` holds, each delivery for `loan_ms` at a time. Thread-safe, but that one thread at a
-    time calls `run_once`.
+    """Deliveries that one consumer of `group` holds, renewed for `loan_ms` at a time. Thread-safe, except that only one
+    thread at a time may call `run_once`.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:

@@ -38,7 +38,7 @@ def register(cache: _Cache) -> None:
 
 
 def give_back() -> None:
-    """Let every cache give back its descriptors."""
+    """Make every cache give back its descriptors."""
     for reference in _caches.valuerefs():
         cache = reference()
         if cache is not None:
