@@ -124,7 +124,7 @@ var/rocketmq-%/fetched: tests/interop/pom.xml
 KILLED := inbox recovery snapshot watermark
 
 crash: $(VENV)/stamp-dev
-	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash $(KILLED:%=tests/log/test_%.py) tests/broker/test_cut.py tests/broker/test_popjava.py tests/spark/test_publish.py
+	MQSTORE_CRASH_IMAGES=$(N) $(BIN)/python -m pytest -q tests/crash $(KILLED:%=tests/log/test_%.py) tests/broker/test_cut.py tests/broker/test_popjava.py tests/jobs/test_publish.py
 
 descriptors: $(VENV)/stamp-dev
 	MQSTORE_CAMPAIGN_ROUNDS=$(N) $(BIN)/python -m pytest -q -n $(JOBS) tests/campaigns/test_descriptors.py

@@ -24,12 +24,12 @@ from typing import Any
 
 from bench.goals import ROUNDS, measure, report
 from mqstore import OutgoingMessage, StoreConfig
+from mqstore.columnar.columns import ColumnReader
+from mqstore.columnar.rows import Policy
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.layout.record import Record, check_record, decode_record
 from mqstore.log.message import row_of
 from mqstore.log.tip import QueueRef
-from mqstore.spark.columns import ColumnReader
-from mqstore.spark.rows import Policy
 
 FOUR = ("topic", "queue_id", "queue_offset", "body")
 _RUN = 50

@@ -26,8 +26,8 @@ from typing import Any
 
 from bench.goals import ROUNDS, SOCKETS, measure, report
 from bench.spark_columns import make
-from mqstore.jobs import export_parquet, traffic_report
-from mqstore.spark import select, session
+from mqstore.jobs import export_parquet, select, traffic_report
+from mqstore.spark import session
 
 FIVE = ("topic", "queue_id", "queue_offset", "store_timestamp", "body")
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from bench.goals import ROUNDS, Side, measure, report
 from mqstore import StoreConfig
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
-from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import plan
+from mqstore.jobs.options import SourceOptions
+from mqstore.jobs.plan import plan
 
 
 def make(folder: Path, stores: int, queues: int) -> None:

@@ -28,12 +28,12 @@ from typing import Any
 import pyarrow as pa
 
 from bench.goals import ROUNDS, SOCKETS, measure, report
+from mqstore.columnar.encode import Encoder
+from mqstore.columnar.rules import Rules
 from mqstore.layout.hosts import LOCAL_HOST
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import MAGIC_V1, header_struct, record_bytes
 from mqstore.log.outgoing import user_properties
-from mqstore.spark.encode import Encoder
-from mqstore.spark.rules import Rules
 
 _SEED = 20_240_229
 _BATCH = 10_000

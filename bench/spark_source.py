@@ -28,11 +28,11 @@ from typing import Any
 
 from bench.goals import ROUNDS, SOCKETS, WARM_UPS, Side, measure, report
 from bench.spark_columns import decoded, make
+from mqstore.columnar.columns import ColumnReader, default_columns
 from mqstore.engine import ReadOnlyMessageStore
+from mqstore.jobs.options import SourceOptions
+from mqstore.jobs.plan import QueueSlice, open_store, plan
 from mqstore.log.tip import QueueRef
-from mqstore.spark.columns import ColumnReader, default_columns
-from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import QueueSlice, open_store, plan
 from mqstore.spark.sessions import session
 
 FOUR = "topic,queue_id,queue_offset,body"

@@ -61,7 +61,7 @@ _NAME = re.compile(r"(?!NAME)(?:\w+\.)*(\w*[A-Z_]\w*)")
 
 
 def test_each_name_in_a_list_of_contributing_is_in_one_of_the_files_beside_it() -> None:
-    """A step such as "`spark/columns.py`: a row in `_TABLE`" leads to a name, which somebody may have changed."""
+    """A step such as "`columnar/columns.py`: a row in `_TABLE`" leads to a name, which somebody may have changed."""
     missing = []
     for step in _STEP.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")):
         spans = re.findall(r"`([^`\n]+)`", step)

@@ -317,7 +317,7 @@ class Store(Closing, Sending):
         "fail" raises CorruptStoreError at a damaged message, "skip" leaves it out, "keep" gives a row whose `error`
         says what it is. Raises TopicNotFoundError, ConfigError, FilterError; ImportError without pyarrow.
         """
-        from mqstore.spark.columns import table_of
+        from mqstore.columnar.columns import table_of
 
         if self._is_empty(topic, queue_id):
             return table_of(self.log, [], columns, start, stop, tags, on_corrupt)

@@ -1,4 +1,4 @@
-/* Many records at once, read: the counterparts of functions in store/mqstore/layout/scan.py and spark/arrow.py.
+/* Many records at once, read: the counterparts of functions in store/mqstore/layout/scan.py and columnar/arrow.py.
 
    Fed damaged bytes on purpose: nothing reads outside the buffer, and no length is trusted before it was compared with
    the room there is. */

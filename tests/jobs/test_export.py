@@ -19,10 +19,10 @@ from mqstore.errors import ConfigError, CorruptStoreError, OffsetOutOfRangeError
 from mqstore.jobs import export as module
 from mqstore.jobs import export_parquet
 from mqstore.jobs.export import read_manifest
-from mqstore.spark import select
+from mqstore.jobs.selection import select
+from tests.columnar.support import SEGMENT, Odd, as_exported, as_row, exported, many, write_store
 from tests.conftest import Golden
 from tests.log.support import flip
-from tests.spark.support import SEGMENT, Odd, as_exported, as_row, exported, many, write_store
 
 DAY_MS = 86_400_000
 T0 = 1_700_000_000_000

@@ -16,10 +16,10 @@ from mqstore.broker.deadletters import DeadLetters
 from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError
 from mqstore.jobs import dlq_report, dlq_resend, lag_report, trace
-from mqstore.spark import select
-from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import StoreName
-from mqstore.spark.views import view_batch
+from mqstore.jobs.options import SourceOptions
+from mqstore.jobs.plan import StoreName
+from mqstore.jobs.selection import select
+from mqstore.jobs.views import view_batch
 from tests.conftest import Golden
 from tests.tools.brokers import broker
 

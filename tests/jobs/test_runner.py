@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from mqstore.errors import ConfigError, CorruptStoreError, MQStoreError, OffsetOutOfRangeError, StoreIOError
+from mqstore.jobs.plan import StoreName
 from mqstore.jobs.runner import Runner
-from mqstore.spark.plan import StoreName
 from tests.tools.support import environment
 
 NAMES = [StoreName(str(number), f"/stores/{number}") for number in range(3)]

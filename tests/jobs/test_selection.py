@@ -20,10 +20,10 @@ import mqstore.spark
 from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError, NotAStoreError
 from mqstore.jobs import export_parquet, lag_report, traffic_report, verify
+from mqstore.jobs.selection import Shaped, select
+from mqstore.jobs.shipping import pack
 from mqstore.spark.queries import columns_of
-from mqstore.spark.selection import Shaped, select
-from mqstore.spark.shipping import pack
-from tests.spark.support import many, write_store
+from tests.columnar.support import many, write_store
 
 T0 = 1_700_000_000_000
 

@@ -14,8 +14,8 @@ from mqstore.errors import CorruptStoreError
 from mqstore.jobs import dlq_report, dlq_resend, export_parquet, lag_report, select, trace, traffic_report, verify
 from mqstore.jobs.export import read_manifest
 from mqstore.jobs.runner import Runner
+from tests.columnar.support import many, write_store
 from tests.log.support import flip
-from tests.spark.support import many, write_store
 from tests.tools.brokers import broker
 
 pytestmark = pytest.mark.spark

@@ -15,14 +15,14 @@ from mqstore import Message
 from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError
 from mqstore.jobs import traffic_report
+from mqstore.jobs.options import SourceOptions
+from mqstore.jobs.plan import StoreName
+from mqstore.jobs.selection import select
 from mqstore.jobs.traffic import TrafficReport
-from mqstore.spark import select
-from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import StoreName
-from mqstore.spark.views import view_batch
+from mqstore.jobs.views import view_batch
+from tests.columnar.support import Odd, many, odd_records, write_store
 from tests.conftest import Golden
 from tests.log.support import flip
-from tests.spark.support import Odd, many, odd_records, write_store
 
 T0 = 1_700_000_000_000
 YEAR_1_MS, YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999

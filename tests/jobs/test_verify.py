@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from mqstore.engine import Finding, MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError
 from mqstore.jobs import verifying as job
+from mqstore.jobs.options import SourceOptions
+from mqstore.jobs.plan import StoreName
 from mqstore.jobs.verifying import VerifyReport, verify
+from mqstore.jobs.views import view_batch
 from mqstore.layout.record import encode_record
 from mqstore.layout.scan import find_next
 from mqstore.log.recovery.ranges import LogRange, RangeResult
 from mqstore.log.recovery.verify import Verifier, verified_ranges
-from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import StoreName
-from mqstore.spark.views import view_batch
+from tests.columnar.support import SEGMENT, Odd, many, write_store
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.support import files, flip, open_store
-from tests.spark.support import SEGMENT, Odd, many, write_store
 
 Told = tuple[str, str, int, int, str]
 

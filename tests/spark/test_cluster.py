@@ -24,9 +24,9 @@ import pytest
 
 from mqstore.engine import ReadOnlyMessageStore
 from mqstore.spark import java
+from tests.columnar.support import many, write_store
 from tests.spark import speculation_job
 from tests.spark.conftest import BRIEF, _unavailable, spark_home
-from tests.spark.support import many, write_store
 
 pytestmark = [pytest.mark.spark_alone, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parent.parent.parent

@@ -18,14 +18,14 @@ from mqstore import StoreConfig
 from mqstore.engine import MessageStore
 from mqstore.errors import CorruptStoreError
 from mqstore.jobs import export_parquet
+from mqstore.jobs.options import SourceOptions
+from mqstore.jobs.plan import StoreName, plan
+from mqstore.jobs.tasks import read_slices
+from mqstore.jobs.views import VIEWS, view_batch
 from mqstore.log.commitlog import QueueRef
-from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import StoreName, plan
-from mqstore.spark.tasks import read_slices
-from mqstore.spark.views import VIEWS, view_batch
+from tests.columnar.support import SEGMENT, Odd, many, query, rows_of, write_store
 from tests.holding import held, linux_only, open_files
-from tests.log.support import flip
-from tests.spark.damages import (
+from tests.jobs.damages import (
     DAMAGES,
     Damage,
     Row,
@@ -35,7 +35,7 @@ from tests.spark.damages import (
     spoil_body,
     spoil_segment,
 )
-from tests.spark.support import SEGMENT, Odd, many, query, rows_of, write_store
+from tests.log.support import flip
 
 NAMES = ("topic", "queue_id", "queue_offset", "body")
 
@@ -86,7 +86,7 @@ def test_who_owns_the_store_keeps_its_lock_while_it_is_queried_in_the_same_proce
 
 LIMITED = """
 import resource, sys
-from tests.spark.support import query
+from tests.columnar.support import query
 from pathlib import Path
 query(Path(sys.argv[1]), subscribe="seed")  # all modules are there
 with open("/proc/self/statm") as file:

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from mqstore.spark.java import MISSING, find
-from tests.spark.support import java_at
+from tests.columnar.support import java_at
 
 
 @pytest.fixture

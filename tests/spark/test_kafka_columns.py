@@ -11,15 +11,15 @@ import pyarrow as pa
 import pytest
 
 from mqstore.broker.selection import group_queue
+from mqstore.columnar.encode import Encoder
+from mqstore.columnar.inputs import check_columns
+from mqstore.columnar.rules import Rules
 from mqstore.engine import ReadOnlyMessageStore
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import encode_properties
 from mqstore.layout.record import Record, decode_record
-from mqstore.spark.encode import Encoder
-from mqstore.spark.inputs import check_columns
-from mqstore.spark.rules import Rules
-from tests.spark.staged import records
-from tests.spark.support import Odd, instant, read_all, write_store
+from tests.columnar.support import Odd, instant, read_all, write_store
+from tests.jobs.staged import records
 
 HEADERS = pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))
 TYPES = {"key": pa.binary(), "value": pa.binary(), "topic": pa.string(), "partition": pa.int32(), "headers": HEADERS}

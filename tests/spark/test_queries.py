@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from mqstore import SimulatedClock
-from mqstore.spark import create_views, select, session, sql
-from mqstore.spark.shipping import pack, ship
-from mqstore.spark.views import VIEWS
+from mqstore.jobs import select
+from mqstore.jobs.shipping import pack, ship
+from mqstore.jobs.views import VIEWS
+from mqstore.spark import create_views, session, sql
 from tests.tools.brokers import broker
 from tests.tools.support import mqstore
 

@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 
 from mqstore import StoreConfig
 from mqstore.broker.names import is_system_topic
+from mqstore.columnar.encode import Encoder
+from mqstore.columnar.inputs import check_columns
+from mqstore.columnar.rows import Policy
+from mqstore.columnar.rules import Rules, TopicRule
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError
+from mqstore.jobs.options import SinkOptions
+from mqstore.jobs.publish import Commit, commit
 from mqstore.layout.properties import CRC_TAIL_BYTES, decode_crc_tail, encode_properties
 from mqstore.layout.record import Record, decode_record, encode_record
-from mqstore.spark.encode import Encoder
-from mqstore.spark.inputs import check_columns
-from mqstore.spark.options import SinkOptions
-from mqstore.spark.publish import Commit, commit
-from mqstore.spark.rows import Policy
-from mqstore.spark.rules import Rules, TopicRule
+from tests.columnar.support import Odd, many, odd_records, read_all, write_store
 from tests.conftest import GOLDEN_NAMES, Golden
-from tests.spark.staged import records, stage
-from tests.spark.support import Odd, many, odd_records, read_all, write_store
+from tests.jobs.staged import records, stage
 
 Queues = dict[tuple[str, int], list[Record]]
 

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from mqstore.spark.java import find
+from tests.columnar.support import java_at, many, write_store
+from tests.jobs.staged import bodies
 from tests.spark.conftest import BRIEF
-from tests.spark.staged import bodies
-from tests.spark.support import java_at, many, write_store
 
 pytestmark = [pytest.mark.spark_alone, pytest.mark.usefixtures("spark_environment")]
 
@@ -30,7 +30,7 @@ import sys
 sys.path[:0] = {paths!r}
 from mqstore.jobs import traffic_report
 from mqstore.spark import session
-from mqstore.spark.shipping import ship
+from mqstore.jobs.shipping import ship
 conf = {{"spark.master": "local[1]", "spark.driver.memory": "512m", "spark.sql.shuffle.partitions": "1"}}
 spark = session("mine", conf)
 assert spark.conf.get("spark.sql.session.timeZone") == "UTC"

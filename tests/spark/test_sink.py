@@ -20,7 +20,7 @@ import mqstore
 from mqstore import SimulatedClock, StoreConfig
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import ConfigError
-from tests.spark.staged import bodies, manifest, set_bodies
+from tests.jobs.staged import bodies, manifest, set_bodies
 
 pytestmark = pytest.mark.spark
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
+from tests.columnar.support import Odd, as_exported, as_row, exported, many, write_store
 from tests.conftest import Golden
 from tests.log.support import flip
-from tests.spark.support import Odd, as_exported, as_row, exported, many, write_store
 
 pytestmark = pytest.mark.spark
 PUSH_DOWN = "spark.sql.python.filterPushdown.enabled"

@@ -14,12 +14,12 @@ import pytest
 
 from mqstore.engine import MessageStore
 from mqstore.errors import ConfigError, CorruptStoreError, NotAStoreError, StoreIOError, UnsupportedStoreError
+from mqstore.jobs import telling
+from mqstore.jobs.options import SourceOptions
+from mqstore.jobs.plan import StoreName, open_store, plan
+from mqstore.jobs.telling import of_store, plain_errors, warn_once
 from mqstore.log.news import FileNews
-from mqstore.spark import telling
-from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import StoreName, open_store, plan
-from mqstore.spark.telling import of_store, plain_errors, warn_once
-from tests.spark.support import many, write_store
+from tests.columnar.support import many, write_store
 
 
 def raises_deep_below(error: Exception) -> None:
@@ -52,7 +52,7 @@ def test_a_worker_of_spark_is_told_to_hide_the_traceback(tmp_path: Path) -> None
     (tmp_path / "pyspark" / "worker.py").write_text(
         "import os\n"
         "from mqstore.errors import ConfigError\n"
-        "from mqstore.spark.telling import plain_errors\n"
+        "from mqstore.jobs.telling import plain_errors\n"
         "for error in (ValueError(), ConfigError('x')):\n"
         "    try:\n"
         "        with plain_errors():\n"

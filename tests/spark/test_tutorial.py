@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.spark.copies import Copy, Queues, messages
+from mqstore.engine import ReadOnlyMessageStore
 
 _ROOT = Path(__file__).parent.parent.parent
 _TYPIST = r"""
@@ -36,6 +37,48 @@ for language, block in re.findall(r"^```(py|sh)\n(.*?)^```$", open(sys.argv[1]).
 """Types the blocks of a page as one session. A block that fails ends it, and so does one that echoes a value."""
 
 pytestmark = [pytest.mark.spark_alone, pytest.mark.usefixtures("spark_environment")]
+
+
+class Copy(NamedTuple):
+    """What a copy has in common with its original."""
+
+    body: bytes
+    properties: tuple[tuple[str, str], ...]
+    flag: int
+    sys_flag: int
+    born_ms: int
+    born_host: str
+    attempts: int
+
+
+Queues = dict[tuple[str, int], list[Copy]]
+
+
+def messages(path: Path) -> Queues:
+    """By queue, in order. The store verifies, to the last byte."""
+    found: Queues = {}
+    with ReadOnlyMessageStore(path) as store:
+        assert [*store.verify()] == []
+        for topic in store.topics():
+            if not topic.startswith("%"):
+                for ref in store.queues(topic):
+                    copies = [_copy(message) for message in store.iter(*ref)]
+                    if copies:
+                        found[ref.topic, ref.queue_id] = copies
+    return found
+
+
+def _copy(message: Any) -> Copy:
+    properties = message.stored_properties()
+    return Copy(
+        bytes(message.body_view),
+        tuple((name, value) for name, value in properties.items() if name != "__CRC32#"),
+        message.flag,
+        message.sys_flag,
+        message.born_timestamp_ms,
+        str(message.born_host),
+        message.reconsume_times,
+    )
 
 
 def _type(folder: Path) -> str:

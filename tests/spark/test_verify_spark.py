@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.columnar.support import many, write_store
 from tests.log.support import flip
-from tests.spark.support import many, write_store
 
 pytestmark = pytest.mark.spark
 

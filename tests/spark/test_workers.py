@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from mqstore.jobs import telling
 from mqstore.jobs.runner import Runner
+from mqstore.jobs.telling import settle
 from mqstore.log.ahead import Ahead
-from mqstore.spark import telling
-from mqstore.spark.telling import settle
 
 
 def run(spark: Any, tasks: list[Any], function: Any) -> list[Any]:

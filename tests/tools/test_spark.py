@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mqstore.engine import MessageStore
+from mqstore.jobs.publish import Commit, commit
+from mqstore.jobs.staging import STAGING
 from mqstore.spark import java
-from mqstore.spark.publish import Commit, commit
-from mqstore.spark.staging import STAGING
-from tests.spark.staged import batch_of, options_of, set_bodies, stage, write
+from tests.jobs.staged import batch_of, options_of, set_bodies, stage, write
 from tests.tools.brokers import filled
 from tests.tools.support import mqstore, mqstore_json
 

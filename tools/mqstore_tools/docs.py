@@ -60,7 +60,8 @@ _TABLE = re.compile(r"(<!-- table: ([a-z ]+) -->\n)\n*(?:\|.*\n)*\n*")
 
 def with_tables(text: str) -> str:
     """Return the text of spark-options.md with each table, which follows a comment with its name, as it is now."""
-    from mqstore.spark import columns, inputs, options, views
+    from mqstore.columnar import columns, inputs
+    from mqstore.jobs import options, views
 
     tables = {
         "source options": options.SOURCE_OPTIONS.as_markdown,

@@ -20,11 +20,11 @@ from mqstore.engine import Finding, ReadOnlyMessageStore, StoreReader
 from mqstore.errors import FormatError
 from mqstore.files.quiet import QUIET
 from mqstore.files.segment import place_in_file
+from mqstore.jobs.selection import Selection
 from mqstore.layout.compression import MissingPackageError
 from mqstore.log.recovery.verify import Verifier
 from mqstore.log.stretch import Stretch
 from mqstore.log.walk import in_log_order, walk_log
-from mqstore.spark.selection import Selection
 from mqstore_tools.many import Messages, jobs_option, message_options, names, usable
 from mqstore_tools.render import Told, as_json, console, note, print_json, progress, show_bytes, table
 from mqstore_tools.shared import FINDINGS, StoreCommand, findings_told, note_front, refuse_given, within

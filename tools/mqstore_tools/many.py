@@ -14,7 +14,7 @@ import click
 from mqstore_tools.opened import moment
 
 if TYPE_CHECKING:
-    from mqstore.spark.selection import Selection
+    from mqstore.jobs.selection import Selection
 
 __all__ = [
     "Messages",
@@ -57,7 +57,7 @@ class Messages:
     def select(self) -> Selection:
         """Return the messages that are meant. Raises ConfigError."""
         with usable():
-            from mqstore.spark.selection import select
+            from mqstore.jobs.selection import select
         options = pairs("--option", self.options)
         topics = self.topics or None
         return select(self.stores, topics=topics, start=self.start, stop=self.stop, where=self.where, options=options)
@@ -102,7 +102,7 @@ def duration(value: Any) -> float:
     """Convert the value of an option: a length of time, in seconds."""
     if isinstance(value, float):
         return value
-    from mqstore.spark.options import duration_s
+    from mqstore.jobs.options import duration_s
 
     try:
         return duration_s(value)

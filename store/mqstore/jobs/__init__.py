@@ -14,6 +14,13 @@ paths by the names that reports call them, or a `select`ion of messages. Work is
 process, in a pool of `jobs` processes, or on the executors of the session `spark` (`mqstore.jobs.runner`). A task opens
 the stores it needs, and returns little; the results are the same wherever it runs.
 
+The data source of Spark (`mqstore.spark`) stands on the same modules:
+
+    reading   options, selection (which stores, which messages) -> plan (which ranges) -> tasks; keyindex, views
+    streams   progress, pacing
+    writing   options, staging -> publish; sets
+    workers   telling, shipping
+
 Nothing is imported here: pyarrow is needed only by the jobs that read messages, pyspark by none.
 """
 
@@ -29,10 +36,10 @@ if TYPE_CHECKING:
     from mqstore.jobs.export import export_parquet as export_parquet
     from mqstore.jobs.lag import lag_report as lag_report
     from mqstore.jobs.recovering import recover as recover
+    from mqstore.jobs.selection import select as select
     from mqstore.jobs.tracing import trace as trace
     from mqstore.jobs.traffic import traffic_report as traffic_report
     from mqstore.jobs.verifying import verify as verify
-    from mqstore.spark.selection import select as select
 
 _LAZY: Final = {
     "dlq_report": ".dlq",
@@ -40,7 +47,7 @@ _LAZY: Final = {
     "export_parquet": ".export",
     "lag_report": ".lag",
     "recover": ".recovering",
-    "select": "mqstore.spark.selection",
+    "select": ".selection",
     "trace": ".tracing",
     "traffic_report": ".traffic",
     "verify": ".verifying",

@@ -38,14 +38,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from mqstore.columnar.columns import check_columns
 from mqstore.errors import ConfigError
+from mqstore.jobs.options import Key, SourceOptions, flat_offsets, nested_offsets
+from mqstore.jobs.plan import QueueSlice
 from mqstore.jobs.runner import Runner, Where
-from mqstore.spark.columns import check_columns
-from mqstore.spark.options import Key, SourceOptions, flat_offsets, nested_offsets
-from mqstore.spark.plan import QueueSlice
-from mqstore.spark.selection import Selection, Shaped, Stores, local_path, select
-from mqstore.spark.staging import STAGING, clean
-from mqstore.spark.tasks import policy_of, read_slices
+from mqstore.jobs.selection import Selection, Shaped, Stores, local_path, select
+from mqstore.jobs.staging import STAGING, clean
+from mqstore.jobs.tasks import policy_of, read_slices
 
 __all__ = ["ExportResult", "export_parquet", "read_manifest"]
 

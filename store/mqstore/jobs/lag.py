@@ -14,10 +14,10 @@ from typing import Any, Unpack
 from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
 from mqstore.broker.parts import open_tables
 from mqstore.broker.pop.state import QueueKey
+from mqstore.jobs.options import SourceOptions
+from mqstore.jobs.plan import StoreName, names_queue, open_store
 from mqstore.jobs.runner import Runner, Where
-from mqstore.spark.options import SourceOptions
-from mqstore.spark.plan import StoreName, names_queue, open_store
-from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, check_known, select
+from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, check_known, select
 
 __all__ = ["GroupLag", "LagReport", "QueueRow", "Unlisted", "lag_report"]
 

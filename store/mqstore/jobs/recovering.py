@@ -10,12 +10,12 @@ from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import REAL
 from mqstore.files.quiet import QUIET
+from mqstore.jobs.plan import StoreName
 from mqstore.jobs.runner import Progress, Runner, Where
+from mqstore.jobs.selection import Selection, Stores, check_followed, select
 from mqstore.log.recovery.recover import RecoverOptions
 from mqstore.log.recovery.repair import recover_store
 from mqstore.log.recovery.report import RecoveryReport
-from mqstore.spark.plan import StoreName
-from mqstore.spark.selection import Selection, Stores, check_followed, select
 
 __all__ = ["Recovered", "recover"]
 

@@ -24,10 +24,10 @@ from queue import SimpleQueue
 from typing import Any, TypedDict, TypeVar
 
 from mqstore.errors import ConfigError, MQStoreError
+from mqstore.jobs.plan import StoreName
+from mqstore.jobs.shipping import ship
+from mqstore.jobs.telling import settle
 from mqstore.log.ahead import stay_alone
-from mqstore.spark.plan import StoreName
-from mqstore.spark.shipping import ship
-from mqstore.spark.telling import settle
 
 __all__ = ["Progress", "Runner", "Where"]
 

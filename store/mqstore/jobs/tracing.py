@@ -1,7 +1,7 @@
 """One key or unique key on its way through topics, retries, delays and dead letters of all stores, in time order.
 
 A task looks into one store, and reads every queue, those of the engine too, with the Spark source's option `keys`:
-index files say where to look, and what they do not answer for is searched (`mqstore.spark.keyindex`). What a
+index files say where to look, and what they do not answer for is searched (`mqstore.jobs.keyindex`). What a
 crash left in no queue is not found; a warning says so.
 """
 
@@ -24,12 +24,12 @@ from mqstore.broker.names import (
 )
 from mqstore.broker.parts import Tables, open_tables
 from mqstore.errors import ConfigError
+from mqstore.jobs.plan import StoreName, open_store, plan
 from mqstore.jobs.runner import Runner, Where
+from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, select
+from mqstore.jobs.tasks import read_slices
 from mqstore.layout.properties import DLQ_ORIGIN_TOPIC, DLQ_REASON, REAL_TOPIC, RETRY_TOPIC, TIMER_OUT_MS, UNIQ_KEY
 from mqstore.log.message import Message
-from mqstore.spark.plan import StoreName, open_store, plan
-from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, select
-from mqstore.spark.tasks import read_slices
 
 __all__ = ["Hop", "Trace", "trace"]
 

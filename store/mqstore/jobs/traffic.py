@@ -1,6 +1,6 @@
 """How many messages, how large, when.
 
-A task adds up the records of its slices as arrays (`mqstore.spark.tally`) and gives back sums of intervals and
+A task adds up the records of its slices as arrays (`mqstore.columnar.tally`) and gives back sums of intervals and
 histograms, so its result does not grow with what it read. The driver adds these up.
 
 Bodies are never touched: a record's header says its size, and is compared with where it lies and what its unit says;
@@ -18,14 +18,14 @@ from functools import partial
 from typing import Final, Unpack
 
 from mqstore.broker.names import is_dlq_topic, is_system_topic
+from mqstore.columnar.rows import OnCorrupt
+from mqstore.columnar.tally import Tally
 from mqstore.errors import ConfigError
+from mqstore.jobs.options import SourceOptions, interval_ms
+from mqstore.jobs.plan import QueueSlice
 from mqstore.jobs.runner import Runner, Where
-from mqstore.spark.options import SourceOptions, interval_ms
-from mqstore.spark.plan import QueueSlice
-from mqstore.spark.rows import OnCorrupt
-from mqstore.spark.selection import Selection, Shaped, Stores, select
-from mqstore.spark.tally import Tally
-from mqstore.spark.tasks import policy_of, read_pieces
+from mqstore.jobs.selection import Selection, Shaped, Stores, select
+from mqstore.jobs.tasks import policy_of, read_pieces
 
 __all__ = ["TrafficPoint", "TrafficReport", "TrafficRow", "traffic_report"]
 

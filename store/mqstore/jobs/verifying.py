@@ -21,12 +21,12 @@ from typing import Unpack
 from mqstore.broker.configchecks import CONFIG_CHECKS
 from mqstore.errors import ConfigError, MQStoreError
 from mqstore.files.lock import writer_alive
+from mqstore.jobs.plan import StoreName, open_store
 from mqstore.jobs.runner import Runner, Where
+from mqstore.jobs.selection import Selection, Shaped, Stores, check_followed, select
 from mqstore.log.recovery.known import load_known
 from mqstore.log.recovery.ranges import RANGE_BYTES, LogRange, RangeResult
 from mqstore.log.recovery.report import Finding, Kind
-from mqstore.spark.plan import StoreName, open_store
-from mqstore.spark.selection import Selection, Shaped, Stores, check_followed, select
 
 __all__ = ["VerifiedStore", "VerifyFinding", "VerifyReport", "verify"]
 

@@ -1,11 +1,13 @@
-"""Stores as tables: the columnar reader (`columns`; numpy and pyarrow, no Spark), and the data source for PySpark.
+"""The data source for PySpark: the only room that imports pyspark. What it reads and writes by is in `mqstore.jobs`
+(options, plans, tasks, commits) and `mqstore.columnar` (records as columns).
 
-    reading   options, selection -> plan -> tasks -> source, and for streams progress and stream; queries: SQL views
-    writing   inputs, encode -> staging -> publish, under sink
-    sessions  a session with settings that suit; java, shipping: what it needs
+    source, stream   batches and streams of messages, and the small tables
+    sink             rows become messages
+    queries          stores as views of SQL
+    sessions, java   a session with settings that suit, and the Java that it needs
 
 Reads stores without a lock and without a trace. This module imports nothing heavy: Spark's workers import it to find
-the data source, and `Store.to_arrow` to find the reader.
+the data source.
 """
 
 from __future__ import annotations
@@ -19,14 +21,12 @@ if TYPE_CHECKING:
 
     from mqstore.spark.queries import create_views as create_views
     from mqstore.spark.queries import sql as sql
-    from mqstore.spark.selection import select as select
     from mqstore.spark.sessions import session as session
     from mqstore.spark.sink import ordered as ordered
 
 _LAZY: Final = {
     "create_views": ".queries",
     "ordered": ".sink",
-    "select": ".selection",
     "session": ".sessions",
     "sql": ".queries",
 }
@@ -43,7 +43,7 @@ def register(spark: SparkSession) -> None:
     are sent it first (numpy, pyarrow and crc32c they need to have). No setting of the session is changed.
     ImportError says what to install.
     """
-    from mqstore.spark.shipping import ship
+    from mqstore.jobs.shipping import ship
     from mqstore.spark.source import register_source
 
     context = getattr(spark, "sparkContext", None)  # a Connect client has none: there the server brings the package

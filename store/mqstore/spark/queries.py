@@ -12,10 +12,10 @@ from __future__ import annotations
 import re
 from typing import Any, Final, cast
 
-from mqstore.spark.columns import default_columns
-from mqstore.spark.options import View, not_for
-from mqstore.spark.selection import Selection, Stores, select
-from mqstore.spark.views import VIEWS
+from mqstore.columnar.columns import default_columns
+from mqstore.jobs.options import View, not_for
+from mqstore.jobs.selection import Selection, Stores, select
+from mqstore.jobs.views import VIEWS
 
 __all__ = ["columns_of", "create_views", "sql"]
 

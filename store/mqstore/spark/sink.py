@@ -26,13 +26,13 @@ from pyspark.sql import DataFrame
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
+from mqstore.columnar.encode import Encoder
+from mqstore.columnar.inputs import check_columns
 from mqstore.errors import ConfigError, MQStoreError
-from mqstore.spark.encode import Encoder
-from mqstore.spark.inputs import check_columns
-from mqstore.spark.options import APP_NAME, SinkOptions
-from mqstore.spark.publish import Commit, abort, check_lock, commit, make_member, plan_target
-from mqstore.spark.staging import ShardInfo, transaction_folder, write_shards
-from mqstore.spark.telling import plain_errors, settle
+from mqstore.jobs.options import APP_NAME, SinkOptions
+from mqstore.jobs.publish import Commit, abort, check_lock, commit, make_member, plan_target
+from mqstore.jobs.staging import ShardInfo, transaction_folder, write_shards
+from mqstore.jobs.telling import plain_errors, settle
 
 __all__ = ["BATCH_PROPERTY", "QUERY_PROPERTY", "Staged", "batch_writer", "ordered", "stream_writer"]
 

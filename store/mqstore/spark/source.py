@@ -33,9 +33,9 @@ try:
 except ImportError as error:  # pragma: no cover
     raise ImportError("mqstore on Spark needs pyspark 4.1 or later: pip install 'mqstore[spark]'") from error
 
+from mqstore.columnar.columns import COLUMNS, arrow_schema, check_columns, check_once
 from mqstore.errors import ConfigError
-from mqstore.spark.columns import COLUMNS, arrow_schema, check_columns, check_once
-from mqstore.spark.options import (
+from mqstore.jobs.options import (
     ONLY_FOR_WRITING,
     SINK_OPTIONS,
     SOURCE_OPTIONS,
@@ -43,10 +43,10 @@ from mqstore.spark.options import (
     SourceOptions,
     refuse_table,
 )
-from mqstore.spark.plan import plan
-from mqstore.spark.tasks import read_slices
-from mqstore.spark.telling import plain_errors, settle
-from mqstore.spark.views import VIEWS, view_batch, view_stores
+from mqstore.jobs.plan import plan
+from mqstore.jobs.tasks import read_slices
+from mqstore.jobs.telling import plain_errors, settle
+from mqstore.jobs.views import VIEWS, view_batch, view_stores
 
 __all__ = ["MQStoreDataSource", "register_source"]
 

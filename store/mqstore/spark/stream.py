@@ -30,11 +30,11 @@ except ImportError:  # pyspark 4.1
     limits = None
 
 from mqstore.errors import ConfigError, MQStoreError
-from mqstore.spark.options import SourceOptions
-from mqstore.spark.pacing import Limit
-from mqstore.spark.progress import StreamProgress
-from mqstore.spark.tasks import read_slices
-from mqstore.spark.telling import plain_errors, settle
+from mqstore.jobs.options import SourceOptions
+from mqstore.jobs.pacing import Limit
+from mqstore.jobs.progress import StreamProgress
+from mqstore.jobs.tasks import read_slices
+from mqstore.jobs.telling import plain_errors, settle
 
 __all__ = ["MQStoreStreamReader", "RefusedStream", "stream_reader"]
 

@@ -39,7 +39,7 @@ def clean(targets: tuple[Path, ...], older_than: float, dry_run: bool, json_outp
     stagingTtl by themselves.
     """
     with usable():
-        from mqstore.spark.publish import clean_target
+        from mqstore.jobs.publish import clean_target
     found: list[Path] = []
     for target in targets:
         if not target.is_dir():

@@ -1,0 +1,491 @@
+"""Messages as Arrow record batches, straight from the mapped log: numpy and pyarrow, no Spark.
+
+The rows of `spark.read.format("mqstore")`, of `Store.to_arrow` and of `mqstore export --to`. A column costs
+what it needs, and only if it is asked for:
+
+    unit         20 bytes of the consume queue a message; no record is looked at, so none is found damaged
+    header       one or two cache lines of each record
+    body         its bytes, copied once
+    properties   its bytes, copied once and taken apart for all messages together
+    record       all its bytes, copied once
+
+Values are those of `mqstore export`, row by row; times are UTC timestamps in place of milliseconds. A time outside the
+years 1 to 9999, which only a damaged or foreign record has, is null.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mqstore.broker import sql92
+from mqstore.columnar.arrow import cut, spread, text
+from mqstore.columnar.rows import OnCorrupt, Piece, Policy, QueueScan, inflated, joined, log_pieces, merged
+from mqstore.errors import ConfigError
+from mqstore.layout.hosts import IPV4_BYTES, decode_host
+from mqstore.layout.messageid import encode_message_id
+from mqstore.layout.properties import KEYS, TAGS, UNIQ_KEY, decode_properties, is_reserved
+from mqstore.layout.record import BORN_HOST_AT, BORN_HOST_V6, STORE_HOST_AT_V4, STORE_HOST_V6
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.reader import StoreReader
+from mqstore.log.tagfilter import TagFilter, parse_tags
+
+__all__ = [
+    "ARROW_TYPES",
+    "COLUMNS",
+    "Column",
+    "ColumnReader",
+    "arrow_schema",
+    "as_markdown",
+    "check_columns",
+    "check_once",
+    "default_columns",
+    "table_of",
+]
+
+Cost = Literal["unit", "header", "body", "properties", "record"]
+_Int64s = npt.NDArray[np.int64]
+_YEAR_1_MS, _YEAR_9999_MS = -62_135_596_800_000, 253_402_300_799_999
+
+_STRING, _TIME = pa.string(), pa.timestamp("us", tz="UTC")
+_HEADERS: Final = "array<struct<key:string,value:binary>>"
+ARROW_TYPES: Final[Mapping[str, Any]] = {
+    "string": _STRING,
+    "binary": pa.binary(),
+    "boolean": pa.bool_(),
+    "int": pa.int32(),
+    "bigint": pa.int64(),
+    "timestamp": _TIME,
+    "map<string,string>": pa.map_(_STRING, _STRING),
+    _HEADERS: pa.list_(pa.struct([("key", _STRING), ("value", pa.binary())])),
+}
+"""The types of columns and views, as SQL and as Arrow have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column: its type in SQL, what it costs, and what it holds."""
+
+    name: str
+    sql: str
+    cost: Cost
+    meaning: str
+
+    @property
+    def type(self) -> Any:
+        """Its Arrow type."""
+        return ARROW_TYPES[self.sql]
+
+
+_TABLE: Final[tuple[tuple[str, str, Cost, str], ...]] = (
+    ("store", "string", "unit", "the store's id: its name in a set, else its absolute path"),
+    ("topic", "string", "unit", "the topic"),
+    ("queue_id", "int", "unit", "the queue of the topic"),
+    ("queue_offset", "bigint", "unit", "the position in the queue"),
+    ("body", "binary", "body", "the message as it was sent, inflated if it was stored compressed"),
+    ("keys", "string", "properties", "the keys it can be found by, separated by spaces"),
+    ("tags", "string", "properties", "its tag"),
+    ("properties", "map<string,string>", "properties", "all its properties"),
+    ("born_timestamp", "timestamp", "header", "when the producer made it"),
+    ("store_timestamp", "timestamp", "header", "when it was stored"),
+    ("born_host", "string", "header", "`ip:port` of the producer"),
+    ("store_host", "string", "header", "`ip:port` of the store"),
+    ("reconsume_times", "int", "header", "how often it was delivered before"),
+    ("flag", "int", "header", "the user's number"),
+    ("sys_flag", "int", "header", "the stored bits: compression, transaction, host kinds"),
+    ("body_crc", "int", "header", "the stored checksum; profile `mqstore` has it over the whole record"),
+    ("message_id", "string", "header", "address of this stored copy"),
+    ("unique_key", "string", "properties", "what stays the same in every copy, if the producer set it"),
+    ("physical_offset", "bigint", "unit", "position of the record in the commitlog"),
+    ("size", "int", "unit", "bytes of the whole record"),
+    ("tags_code", "bigint", "unit", "hash of the tag; of a delayed message the time of its delivery"),
+    ("error", "string", "unit", "why the row has no record; only with onCorrupt `keep`"),
+    ("record", "binary", "record", "the stored bytes, for a copy; only if it is named"),
+    ("key", "binary", "properties", "Kafka's name of `keys`; this one and the rest only if named"),
+    ("value", "binary", "body", "Kafka's name of `body`"),
+    ("partition", "int", "unit", "Kafka's name of `queue_id`"),
+    ("offset", "bigint", "unit", "Kafka's name of `queue_offset`"),
+    ("timestamp", "timestamp", "header", "Kafka's name of `store_timestamp`"),
+    ("timestampType", "int", "unit", "1: `timestamp` is the time when the message was stored"),
+    ("headers", _HEADERS, "properties", "the properties that are the user's own, in their order; null if none"),
+)
+COLUMNS: Final[Mapping[str, Column]] = {row[0]: Column(*row) for row in _TABLE}
+"""Every column, in the order of a row."""
+_KAFKA: Final = {
+    "key": "keys",
+    "value": "body",
+    "topic": "topic",
+    "partition": "queue_id",
+    "offset": "queue_offset",
+    "timestamp": "store_timestamp",
+    "timestampType": "timestampType",
+    "headers": "headers",
+}
+"""The columns of Spark's Kafka source, in its order, and those of ours that have their values."""
+_ONLY_NAMED: Final = {"error", "record", *_KAFKA} - {"topic"}
+
+
+def as_markdown() -> str:
+    """The columns, for the documentation."""
+    lines = ["| Column | Type | Cost | What it is |", "|---|---|---|---|"]
+    lines += [f"| `{c.name}` | `{c.sql}` | {c.cost} | {c.meaning} |" for c in COLUMNS.values()]
+    return "\n".join(lines) + "\n"
+
+
+def default_columns(*, keep: bool = False, properties: bool = True) -> tuple[str, ...]:
+    """Return the columns of a row when none are chosen: `error` with `keep`, and without `properties` not those."""
+    left_out = _ONLY_NAMED - ({"error"} if keep else set()) | (set() if properties else {"properties"})
+    return tuple(name for name in COLUMNS if name not in left_out)
+
+
+def check_columns(columns: Sequence[str] | None, *, keep: bool = False, properties: bool = True) -> tuple[str, ...]:
+    """Return `columns` if there are such, the default ones for None, those of Spark's Kafka source for `kafka`.
+    ConfigError. `keep` and `properties`: as of `default_columns`."""
+    if columns is None:
+        return default_columns(keep=keep, properties=properties)
+    if tuple(columns) == ("kafka",):
+        return tuple(_KAFKA)
+    unknown = [name for name in columns if name not in COLUMNS]
+    if unknown:
+        raise ConfigError(f"columns: no column {', '.join(map(repr, unknown))}; there are {', '.join(COLUMNS)}")
+    return check_once(columns)
+
+
+def check_once(columns: Sequence[str]) -> tuple[str, ...]:
+    """`columns` if none is there twice. ConfigError."""
+    if len(set(columns)) < len(columns):
+        raise ConfigError(f"columns: a column is named twice in {', '.join(columns)}; leave one out")
+    return tuple(columns)
+
+
+def arrow_schema(columns: Iterable[str]) -> Any:
+    """The Arrow schema of batches with these columns."""
+    return pa.schema([(name, COLUMNS[name].type) for name in columns])
+
+
+# -- columns of a piece ------------------------------------------------------------------------------------------------
+# Each gives the values of records that are sound.
+
+
+def _int(name: str) -> Callable[[Piece], Any]:
+    return lambda piece: pa.array(getattr(piece.headers, name))
+
+
+def _time(name: str) -> Callable[[Piece], Any]:
+    def column(piece: Piece) -> Any:
+        stamps: _Int64s = getattr(piece.headers, name)
+        strange = (stamps < _YEAR_1_MS) | (stamps > _YEAR_9999_MS)
+        if not strange.any():
+            return pa.array(stamps * 1000).view(_TIME)
+        return pa.array(np.where(strange, 0, stamps) * 1000, mask=strange).view(_TIME)
+
+    return column
+
+
+def _properties(piece: Piece) -> Any:
+    pairs, count = piece.pairs, len(piece)
+    names = text(cut(pairs.data, pairs.start, pairs.start + pairs.name_size))
+    values = text(cut(pairs.data, pairs.value, pairs.value + pairs.value_size))
+    blob = pairs.blob
+    kept = None if pairs.distinct else _last_of_equal_names(blob, names)
+    if kept is not None:
+        first, last = kept
+        names, values, blob = names.take(pa.array(first)), values.take(pa.array(last)), blob[first]
+    offsets = np.zeros(count + 1, np.int32)
+    np.cumsum(np.bincount(blob, minlength=count), out=offsets[1:])
+    return pa.MapArray.from_arrays(pa.array(offsets), names, values)
+
+
+def _last_of_equal_names(blob: _Int64s, names: Any) -> tuple[_Int64s, _Int64s] | None:
+    """(pairs whose names stay, pairs whose values they get) where a name stands twice in a message: a dict keeps the
+    place of the first and the value of the last. None: nowhere."""
+    if not len(blob):
+        return None
+    coded = names.dictionary_encode()
+    codes = coded.indices.to_numpy().astype(np.int64)
+    _, first, which = np.unique(blob * len(coded.dictionary) + codes, return_index=True, return_inverse=True)
+    if len(first) == len(blob):
+        return None
+    last = np.zeros(len(first), np.int64)
+    last[which] = np.arange(len(blob))  # of equal ones the last assignment stays
+    first = np.sort(first)
+    return first, last[which[first]]
+
+
+def _user_headers(piece: Piece) -> Any:
+    properties = _properties(piece)
+    names = properties.keys.dictionary_encode()
+    own = np.array([not is_reserved(name) for name in names.dictionary.to_pylist()], np.bool_)
+    kept = own[names.indices.to_numpy()]
+    edges = np.append(0, np.cumsum(kept))[properties.offsets.to_numpy()].astype(np.int32)
+    mask = pa.array(kept)
+    columns = [properties.keys.filter(mask), properties.items.filter(mask).cast(pa.binary())]
+    structs = pa.StructArray.from_arrays(columns, ["key", "value"])
+    return pa.ListArray.from_arrays(pa.array(edges), structs, mask=pa.array(np.diff(edges) == 0))
+
+
+def _property(name: str) -> Callable[[Piece], Any]:
+    encoded = name.encode()
+
+    def column(piece: Piece) -> Any:
+        pairs = piece.pairs
+        chosen = pairs.named(encoded)
+        starts = pairs.value[chosen]
+        values = cut(pairs.data, starts, starts + pairs.value_size[chosen])
+        return text(spread(values, pairs.blob[chosen], len(piece)))
+
+    return column
+
+
+def _host(*, store: bool) -> Callable[[Piece], Any]:
+    def column(piece: Piece) -> Any:
+        headers = piece.headers
+        if (headers.sys_flag & (BORN_HOST_V6 | STORE_HOST_V6)).any():
+            at = BORN_HOST_AT if not store else STORE_HOST_AT_V4 - IPV4_BYTES + headers.born_host_size
+            sizes = headers.store_host_size if store else headers.born_host_size
+            coded = cut(piece.buffer, headers.positions + at, headers.positions + at + sizes).dictionary_encode()
+            raw = coded.dictionary.to_pylist()
+        else:
+            words = headers.head_words(STORE_HOST_AT_V4 if store else BORN_HOST_AT)
+            coded = pa.array(words.copy()).dictionary_encode()
+            raw = [value.to_bytes(IPV4_BYTES, sys.byteorder) for value in coded.dictionary.to_pylist()]
+        return pa.array([decode_host(host) for host in raw], _STRING).take(coded.indices)
+
+    return column
+
+
+_HEX: Final = np.frombuffer(b"".join(b"%02X" % i for i in range(256)), np.uint16)
+
+
+def _message_id(piece: Piece) -> Any:
+    headers = piece.headers
+    count = len(headers)
+    if not count or (headers.sys_flag & (BORN_HOST_V6 | STORE_HOST_V6)).any():
+        at = headers.positions + (STORE_HOST_AT_V4 - IPV4_BYTES) + headers.born_host_size
+        hosts = cut(piece.buffer, at, at + headers.store_host_size).to_pylist()
+        places = headers.physical_offset.tolist()
+        return pa.array([encode_message_id(h, p) for h, p in zip(hosts, places, strict=True)], _STRING)
+    raw = np.empty((count, 2), np.uint64)
+    raw[:, 0] = headers.head_words(STORE_HOST_AT_V4)
+    raw[:, 1] = headers.physical_offset.astype(">i8").view(np.uint64)
+    digits = _HEX[raw.view(np.uint8)]
+    ends = np.arange(count + 1, dtype=np.int32) * (2 * raw.itemsize * raw.shape[1])
+    return pa.Array.from_buffers(_STRING, count, [None, pa.py_buffer(ends), pa.py_buffer(digits.view(np.uint8))])
+
+
+def _topic(piece: Piece) -> Any:
+    """Of a log scan, and of several queues: as the records have it."""
+    headers = piece.headers
+    at = headers.topic_position
+    coded = cut(piece.buffer, at, at + headers.topic_size).dictionary_encode()
+    return text(coded.dictionary).take(coded.indices)
+
+
+_OF_RECORD: Final[Mapping[str, Callable[[Piece], Any]]] = {
+    "topic": _topic,
+    "queue_id": _int("queue_id"),
+    "body": lambda piece: piece.stored_bodies() if piece.bodies is None else piece.bodies,
+    "keys": _property(KEYS),
+    "tags": _property(TAGS),
+    "properties": _properties,
+    "born_timestamp": _time("born_timestamp_ms"),
+    "store_timestamp": _time("store_timestamp_ms"),
+    "born_host": _host(store=False),
+    "store_host": _host(store=True),
+    "reconsume_times": _int("reconsume_times"),
+    "flag": _int("flag"),
+    "sys_flag": _int("sys_flag"),
+    "body_crc": _int("checksum"),
+    "message_id": _message_id,
+    "unique_key": _property(UNIQ_KEY),
+    "record": lambda piece: cut(piece.buffer, piece.headers.positions, piece.headers.positions + piece.sizes),
+    "headers": _user_headers,
+}
+
+
+class ColumnReader:
+    """Reads one store by columns. Not for several threads.
+
+    `columns`: names of `COLUMNS`, None for all. `tags`: as for `MessageStore.read`; `where`: an SQL92 expression over
+    properties; `keys`: keys or unique keys of which a message must bear one. `decompress` False leaves bodies as they
+    are stored, `body_as` "string" makes them text. `policy.verify` compares checksums, which costs about as much as
+    reading a body; without it every length, magic and offset is still checked. `policy.on_corrupt`: "fail" raises
+    CorruptStoreError at the first damaged message, "skip" leaves such messages out (`policy.corrupt` counts them),
+    "keep" gives a row that has what its unit says, null elsewhere, and `error`. Columns that come from units alone are
+    read without a look at the records.
+
+    Raises ConfigError for columns that there are not.
+    """
+
+    def __init__(
+        self,
+        store: StoreReader,
+        columns: Sequence[str] | None = None,
+        *,
+        tags: str | None = None,
+        where: str | None = None,
+        keys: Sequence[str] | None = None,
+        decompress: bool = True,
+        body_as: Literal["binary", "string"] = "binary",
+        policy: Policy | None = None,
+        store_id: str | None = None,
+    ) -> None:
+        self.store = store
+        self.policy = policy or Policy()
+        self.columns = check_columns(columns, keep=self.policy.on_corrupt == "keep")
+        self.schema = arrow_schema(self.columns)
+        if body_as == "string" and "body" in self.columns:
+            at = self.columns.index("body")
+            self.schema = self.schema.set(at, pa.field("body", _STRING))
+        self._tags = tags
+        self._passes = _passes(where, keys)
+        self._inflates = decompress and not {"body", "value"}.isdisjoint(self.columns)
+        self._store_id = str(store.path) if store_id is None else store_id
+
+    def queue(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Any]:
+        """Record batches of queue offsets [start, stop), in order; nothing for a queue that is not there."""
+        return self.batches(self.queue_pieces(topic, queue_id, start, stop))
+
+    def log(self, start: int, stop: int, wanted: Callable[[str], bool] = lambda topic: True) -> Iterator[Any]:
+        """Record batches of the messages whose records begin at physical offsets [start, stop), in log order, of the
+        topics that `wanted` says yes to. `stop` lies at or below the end of what has been dispatched."""
+        return self.batches(self.log_pieces(start, stop, wanted))
+
+    def queue_pieces(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Piece]:
+        """Yield the pieces of a queue, checked and filtered, for `batches` or to be counted.
+
+        Records are looked at if a column needs them."""
+        chosen = parse_tags(self._tags, topic)
+        costs = {COLUMNS[name].cost for name in self.columns}
+        filtered = chosen is not None or self._passes is not None
+        bodies, headers = "body" in costs and not filtered, filtered or not costs <= {"unit", "body"}
+        records = filtered or not costs <= {"unit"}
+        scan = QueueScan(self.store, self.policy, records=records, bodies=bodies, headers=headers)
+        return self._chosen(scan.pieces(topic, queue_id, start, stop, chosen), chosen)
+
+    def log_pieces(self, start: int, stop: int, wanted: Callable[[str], bool]) -> Iterator[Piece]:
+        """Yield the pieces of a log, checked and filtered, for `batches`."""
+        pieces = log_pieces(self.store, start, stop, self.policy, wanted)
+        return self._chosen(pieces, parse_tags(self._tags, ""))
+
+    def _chosen(self, pieces: Iterable[Piece], tags: TagFilter | None) -> Iterator[Piece]:
+        """Return the rows that pass the filters, and those that are damaged: nobody knows what they were."""
+        for piece in pieces:
+            if not piece.errors and tags is not None:
+                piece = piece.only(pc.is_in(_property(TAGS)(piece), pa.array(sorted(tags.tags))).to_numpy(False))
+            if not piece.errors and self._passes is not None:
+                piece = piece.only(_passing(piece, self._passes))
+            if len(piece):
+                yield piece
+
+    def batches(self, pieces: Iterable[Piece]) -> Iterator[Any]:
+        """Record batches of pieces of this reader, small ones together."""
+        if self._inflates:
+            pieces = inflated(pieces, self.store, self.policy)
+        for group in joined(pieces, self.policy):
+            yield self._batch(group)
+
+    def _batch(self, pieces: list[Piece]) -> Any:
+        arrays = []
+        together = merged(pieces)
+        for field in self.schema:
+            name = _KAFKA.get(field.name, field.name)
+            # Each piece knows its own queue.
+            parts = [self._column(piece, name) for piece in (pieces if name in ("topic", "queue_id") else together)]
+            array = parts[0] if len(parts) == 1 else pa.concat_arrays(parts)
+            if array.type != field.type:
+                array = text(array) if pa.types.is_string(field.type) else array.cast(field.type)
+            arrays.append(array)
+        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+
+    def _column(self, piece: Piece, name: str) -> Any:
+        count = len(piece)
+        match name:
+            case "store":
+                return pa.repeat(pa.scalar(self._store_id, _STRING), count)
+            case "topic" if piece.topic is not None:
+                topic = piece.topic.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+                return pa.repeat(pa.scalar(topic, _STRING), count)
+            case "queue_id" if piece.queue_id is not None:
+                return pa.repeat(pa.scalar(piece.queue_id, pa.int32()), count)
+            case "queue_offset":
+                return _or_null(piece.slots)
+            case "physical_offset":
+                return _or_null(piece.physical)
+            case "size":
+                return _or_null(piece.sizes.astype(np.int32))
+            case "tags_code" if piece.tags_codes is not None:
+                return pa.array(piece.tags_codes)
+            case "timestampType":
+                return pa.repeat(pa.scalar(1, pa.int32()), count)
+            case "error" if piece.errors:
+                return pa.array(piece.errors, _STRING)
+        if name == "error" or piece.errors:
+            return pa.nulls(count, COLUMNS[name].type)
+        if name == "tags_code":  # of a log scan: what dispatch would put into the unit
+            rows = self.store.queue_table.rows_of(piece.buffer, piece.headers, piece.base)
+            return pa.array(rows.tags_code[: len(rows)])
+        return _OF_RECORD[name](piece)
+
+
+def _or_null(values: npt.NDArray[np.signedinteger[Any]]) -> Any:
+    """Null in place of -1, which stands for what nobody knows."""
+    absent = values == -1
+    return pa.array(values, mask=absent) if absent.any() else pa.array(values)
+
+
+def _passing(piece: Piece, passes: Callable[[dict[str, str]], bool]) -> npt.NDArray[np.bool_]:
+    """Which records have properties that pass; each distinct set of properties is asked for once."""
+    starts = piece.headers.properties_position
+    coded = cut(piece.buffer, starts, starts + piece.headers.properties_size).dictionary_encode()
+    verdicts = np.array([passes(decode_properties(blob)) for blob in coded.dictionary.to_pylist()], np.bool_)
+    found: npt.NDArray[np.bool_] = verdicts[coded.indices.to_numpy()]
+    return found
+
+
+def _passes(where: str | None, keys: Sequence[str] | None) -> Callable[[dict[str, str]], bool] | None:
+    """What the properties of a message must fulfil; None: nothing. FilterError."""
+    if where is None and keys is None:
+        return None
+    matches = sql92.compile(where).matches if where is not None else lambda properties: True
+    wanted = None if keys is None else frozenset(keys) - {""}
+
+    def passes(properties: dict[str, str]) -> bool:
+        if wanted is not None and wanted.isdisjoint((*properties.get(KEYS, "").split(" "), properties.get(UNIQ_KEY))):
+            return False
+        return matches(properties)
+
+    return passes
+
+
+def table_of(
+    store: StoreReader,
+    refs: Sequence[QueueRef],
+    columns: Sequence[str] | None,
+    start: datetime | int | None,
+    stop: datetime | int | None,
+    tags: str | None,
+    on_corrupt: OnCorrupt,
+) -> Any:
+    """The messages of these queues, one queue behind the other, as a table; see `Store.to_arrow`."""
+    if len(refs) > 1 and (isinstance(start, int) or isinstance(stop, int)):
+        raise ConfigError("start and stop as offsets belong to one queue: give queue_id, or times")
+    policy = Policy(verify=store.config.verify_reads, on_corrupt=on_corrupt)
+    batches: list[Any] = []
+    reader = ColumnReader(store, columns, tags=tags, policy=policy)
+    for ref in refs:
+        low, high = store.offsets(*ref)
+        bounds = [
+            bound if at is None else at if isinstance(at, int) else store.offset_at(*ref, at)
+            for at, bound in ((start, low), (stop, high))
+        ]
+        batches += reader.queue(*ref, max(low, bounds[0]), min(high, bounds[1]))
+    return pa.Table.from_batches(batches, reader.schema)

@@ -1,0 +1,517 @@
+"""Which records a read comes upon, checked, before a column of them is made.
+
+    queue scan   units of a queue -> where the records lie, segment by segment, in queue order
+    log scan     a range of the commitlog, cut anywhere -> the records that begin in it, in log order
+
+Both give `Piece`s, which `joined` makes batches of bounded rows and bytes of. Each record is checked before any of its
+bytes is used: it lies in what the file holds, its magic, its own offset, its inner lengths and what its unit says of it
+agree, and (`verify`) its checksum. What does not pass, or does not inflate, is damage, and `Policy` says what becomes
+of it; what retention has taken away is counted, not damage.
+
+The log scan lists what dispatch would: no prepared or rolled back record, no queue that cannot be. It needs no consume
+queue. A range may begin in the middle of a record: the lengths of the records before it lead to the first one that
+begins there, so ranges that follow each other share no record and lose none.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from mqstore.columnar.arrow import cut, laid
+from mqstore.errors import CorruptStoreError, FormatError
+from mqstore.files.segment import place_in_file
+from mqstore.layout.compression import MissingPackageError, inflate
+from mqstore.layout.consumequeue import is_void
+from mqstore.layout.pairs import Pairs
+from mqstore.layout.record import BODY_AT_V4, COMPRESSED, TRANSACTION_COMMIT, TRANSACTION_MASK, check_record
+from mqstore.layout.scan import Headers, gather, walk
+from mqstore.log.checking import ordinary_bodies, sound_records
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.names import is_path_safe
+from mqstore.log.reader import StoreReader
+from mqstore.log.recovery.report import Finding, Kind
+from mqstore.log.recovery.scanner import Bad, Good, scan_segment
+from mqstore.log.tagfilter import TagFilter
+from mqstore.native import kernel
+
+__all__ = ["OnCorrupt", "Piece", "Policy", "QueueScan", "inflated", "joined", "log_pieces", "merged"]
+
+OnCorrupt = Literal["fail", "skip", "keep"]
+_Int64s = npt.NDArray[np.int64]
+_Bools = npt.NDArray[np.bool_]
+_Buffer = mmap.mmap | bytes
+_CHUNK_UNITS = 1 << 16
+_FAR_BYTES = 16 << 10
+"""The system maps some 64 KiB at a touch."""
+_MOST_FILES = 32
+_ENOUGH_ROWS = 4096
+"""A batch of so many rows costs little more a row than a larger one."""
+
+
+@dataclass(slots=True)
+class Policy:
+    """What a read does, whatever its columns. Counts what it left out."""
+
+    max_rows: int = 20_000
+    max_bytes: int = 8 << 20
+    """Of records; a batch has at least one row."""
+    verify: bool = True
+    on_corrupt: OnCorrupt = "fail"
+    tell: Callable[[Finding], None] | None = None
+    """Called with everything that `on_corrupt` "skip" or "keep" passes over."""
+    corrupt: int = field(default=0, init=False)
+    removed: int = field(default=0, init=False)
+    """Messages that retention took between planning and reading; of a log scan, segments that held some."""
+
+    def damage(self, finding: Finding) -> None:
+        """Raise CorruptStoreError, or count."""
+        if self.on_corrupt == "fail":
+            raise CorruptStoreError(
+                f"{finding.kind}: {finding.place}: {finding.detail} (onCorrupt 'skip' leaves such messages out, 'keep' "
+                "gives a row that says so; see also `mqstore verify`)",
+                finding.file,
+                finding.position,
+            )
+        self.corrupt += 1
+        if self.tell is not None:
+            self.tell(finding)
+
+
+@dataclass
+class Piece:
+    """Messages whose records lie in one buffer, or messages that are damaged: `errors` then says of each why.
+
+    `slots`, `physical`, `sizes`, `tags_codes` have an element a row; -1 stands for what nobody knows.
+    """
+
+    topic: str | None
+    """None in a log scan, and of several queues: the records tell."""
+    queue_id: int | None
+    slots: _Int64s
+    physical: _Int64s
+    sizes: _Int64s
+    tags_codes: _Int64s | None
+    buffer: _Buffer = b""
+    """The segment that holds the records, or a copy of the records one behind the other."""
+    base: int = 0
+    """Of a log scan: the physical offset of the buffer's first byte."""
+    positions: _Int64s | None = None
+    """Position of each record in the buffer; None if no record was examined."""
+    errors: Sequence[str] = ()
+    bodies: Any = None
+    """The bodies as an Arrow array, if they have been copied or inflated already."""
+
+    def __len__(self) -> int:
+        return len(self.physical)
+
+    @property
+    def records(self) -> bool:
+        """Whether the records were looked at, and are sound."""
+        return self.positions is not None
+
+    @cached_property
+    def headers(self) -> Headers:
+        """Header fields of the records. Raises CorruptStoreError if they have changed since they were checked."""
+        assert self.positions is not None
+        headers = gather(self.buffer, self.positions)
+        if not (headers.ok & (headers.physical_offset == self.physical)).all():
+            raise CorruptStoreError(
+                f"records behind {int(self.physical[0])} have changed since they were checked, as the recovery of "
+                "another process changes them; read again",
+                "commitlog",
+                int(self.physical[0]),
+            )
+        return headers
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """The properties of all records."""
+        starts = self.headers.properties_position
+        ends = starts + self.headers.properties_size
+        if not len(starts) or int(ends.max()) >= len(self.buffer):
+            return Pairs.of([self.buffer[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
+        # With the byte behind each, which then becomes the 02 that closes it.
+        blobs = cut(self.buffer, starts, ends + 1)
+        _, offsets, data = blobs.buffers()
+        closing = np.frombuffer(offsets, np.int32, len(blobs) + 1)[1:].astype(np.int64) - 1
+        text = np.frombuffer(data, np.uint8, int(closing[-1]) + 1)
+        if not text.flags.writeable:
+            text = text.copy()
+        text[closing] = 2
+        return Pairs(text, closing)
+
+    def stored_bodies(self) -> Any:
+        """The bodies as they are stored, as an Arrow array."""
+        starts = self.headers.body_position
+        return cut(self.buffer, starts, starts + self.headers.body_size)
+
+    def take(self, rows: slice | npt.NDArray[Any]) -> Piece:
+        """Some of the rows, without bodies."""
+        codes, positions = (None if values is None else values[rows] for values in (self.tags_codes, self.positions))
+        here = Piece(self.topic, self.queue_id, self.slots[rows], self.physical[rows], self.sizes[rows], codes)
+        return replace(here, buffer=self.buffer, base=self.base, positions=positions)
+
+    def only(self, passes: _Bools) -> Piece:
+        """The rows that pass."""
+        return self if passes.all() else self.take(passes)
+
+    def damaged(self, findings: Sequence[Finding], policy: Policy) -> Iterator[Piece]:
+        """Report one finding a row; the rows without their records, if they are kept."""
+        for finding in findings:
+            policy.damage(finding)
+        if policy.on_corrupt == "keep":
+            yield replace(self, positions=None, bodies=None, errors=[finding.detail for finding in findings])
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------
+
+
+def _spans(sizes: _Int64s, max_rows: int, max_bytes: int) -> Iterator[slice]:
+    """The rows of each batch."""
+    low, count = 0, len(sizes)
+    ends = np.cumsum(sizes)
+    while low < count:
+        before = int(ends[low - 1]) if low else 0
+        high = int(np.searchsorted(ends, before + max_bytes, side="right"))
+        high = min(count, max(low + 1, high), low + max_rows)
+        yield slice(low, high)
+        low = high
+
+
+def joined(pieces: Iterable[Piece], policy: Policy) -> Iterator[list[Piece]]:
+    """Pieces by batches: small ones together, each as it comes once there are enough rows. Joining costs a copy."""
+    group: list[Piece] = []
+    rows = size = 0
+    for piece in pieces:
+        more = int(piece.sizes.sum()) if piece.records else 0
+        if piece.bodies is not None:
+            more = max(more, piece.bodies.nbytes)  # what was stored small may be large
+        if group and (rows >= _ENOUGH_ROWS or rows + len(piece) > policy.max_rows or size + more > policy.max_bytes):
+            yield group
+            group, rows, size = [], 0, 0
+        group.append(piece)
+        rows += len(piece)
+        size += more
+    if group:
+        yield group
+
+
+def merged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbours whose records lie in one buffer as one piece, that of the first one's queue: a column costs a piece of
+    one row as much time as one of hundreds, and small batches of a stream have a message or two of each of many queues.
+    """
+    found: list[Piece] = []
+    for (_, records, stored), run in groupby(pieces, lambda each: (id(each.buffer), each.records, each.bodies is None)):
+        first, *others = run
+        if others and records:
+            same = [first, *others]
+            names = ["slots", "physical", "sizes", "positions"] + ["tags_codes"] * (first.tags_codes is not None)
+            arrays: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in same]) for name in names}
+            bodies = None if stored else pa.concat_arrays([each.bodies for each in same])
+            first, others = replace(first, **arrays, bodies=bodies), []
+        found += [first, *others]
+    return found
+
+
+def inflated(pieces: Iterable[Piece], store: StoreReader, policy: Policy) -> Iterator[Piece]:
+    """`pieces` with compressed bodies inflated, cut where these would make a batch too large. A body that does not
+    inflate is damage of its message."""
+    for piece in pieces:
+        if not piece.records or piece.bodies is not None:
+            yield piece
+            continue
+        headers, low, size = piece.headers, 0, 0
+        bodies: dict[int, bytes] = {}
+        for row in np.flatnonzero(headers.sys_flag & COMPRESSED).tolist():
+            at, stored = int(headers.body_position[row]), int(headers.body_size[row])
+            try:
+                body = inflate(int(headers.sys_flag[row]), piece.buffer[at : at + stored])
+            except (FormatError, MissingPackageError) as error:
+                yield from _with_bodies(piece, low, row, bodies)
+                yield from _not_inflated(piece, row, error, store, policy)
+                low, size, bodies = row + 1, 0, {}
+                continue
+            if size and size + len(body) > policy.max_bytes:
+                yield from _with_bodies(piece, low, row, bodies)
+                low, size, bodies = row, 0, {}
+            bodies[row] = body
+            size += len(body)
+        yield from _with_bodies(piece, low, len(piece), bodies)
+
+
+def _with_bodies(piece: Piece, low: int, high: int, bodies: Mapping[int, bytes]) -> Iterator[Piece]:
+    """The rows [low, high), if there are any, with these bodies in place of the stored ones."""
+    if low == high:
+        return
+    part = piece if high - low == len(piece) else piece.take(slice(low, high))
+    if bodies:
+        index = np.arange(len(part), dtype=np.int32)
+        index[[row - low for row in bodies]] = np.arange(len(part), len(part) + len(bodies), dtype=np.int32)
+        values = pa.concat_arrays([part.stored_bodies(), pa.array([*bodies.values()], pa.binary())])
+        part.bodies = values.take(pa.array(index))
+    yield part
+
+
+def _not_inflated(piece: Piece, row: int, error: Exception, store: StoreReader, policy: Policy) -> Iterator[Piece]:
+    headers = piece.headers
+    place = place_in_file(int(piece.physical[row]), store.manifest.commitlog_segment_bytes)
+    kind: Kind = "not_inflated" if isinstance(error, MissingPackageError) else "bad_record"
+    at, size = int(headers.topic_position[row]), int(headers.topic_size[row])
+    damaged = piece.take(slice(row, row + 1))
+    damaged.topic, damaged.queue_id = str(piece.buffer[at : at + size], "utf-8", "replace"), int(headers.queue_id[row])
+    where = f"{damaged.topic}, queue {damaged.queue_id}, offset {headers.queue_offset[row]}"
+    finding = Finding(kind, *place, int(piece.sizes[row]), f"{where}: its body does not inflate: {error}")
+    yield from damaged.damaged([finding], policy)
+
+
+# -- queue scan --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class QueueScan:
+    """Reads queues of one store."""
+
+    store: StoreReader
+    policy: Policy
+    records: bool = True
+    """Look at the records; else units alone are read."""
+    bodies: bool = False
+    """Keep the bodies of the records that are checked, if the check can: it saves a second look at them."""
+    headers: bool = True
+    """Likewise their headers."""
+
+    def pieces(self, topic: str, queue_id: int, start: int, stop: int, tags: TagFilter | None) -> Iterator[Piece]:
+        """Messages of queue offsets [start, stop), in order. `tags` lets pass what its hash lets pass, so some that it
+        would not."""
+        store, policy = self.store, self.policy
+        known = store.queue_table.get(topic, queue_id)
+        # Its bounds matter only where units are missing: to find them takes longer than to read a few messages.
+        queue = known or ConsumeQueue(store.queue_table, topic, queue_id)
+        while start < stop:
+            count = min(_CHUNK_UNITS, stop - start)
+            units = queue.units(start, count)
+            physical, sizes, codes = (units[name].astype(np.int64) for name in ("physical_offset", "size", "tags_code"))
+            slots = np.arange(start, start + count, dtype=np.int64)
+            whole = Piece(topic, queue_id, slots, physical, sizes, codes)
+            live = (whole.sizes > 0) & (whole.physical >= 0)
+            if not live.all():
+                store.news.list_again()
+                if known is None:
+                    queue.load(exact=False)
+                    if not queue.list_files():
+                        return  # the queue was deleted
+                queue.correct_min(store.min_offset)  # retention may have taken the file they were in
+                gone = ~live & (whole.slots < queue.min_offset)
+                if live[0] or gone[0]:
+                    # Up to the first hole; what comes behind is looked at next, so that rows stay in order.
+                    count = int(np.argmax(~live & ~gone)) or count
+                else:
+                    count = int(np.argmax(live)) or count
+                    yield from self._holes(queue, whole.slots[:count])
+                policy.removed += int(gone[:count].sum())
+                units, whole, live = units[:count], whole.take(slice(count)), live[:count]
+            live &= ~is_void(units)
+            if tags is not None:
+                live &= tags.units(units["tags_code"].astype(np.int64))
+            whole = whole.only(live)
+            if self.records:
+                yield from self._looked_up(queue, whole, apart=tags is not None)
+            else:
+                yield from map(whole.take, _spans(whole.sizes, policy.max_rows, 1 << 62))
+            start += count
+
+    def _holes(self, queue: ConsumeQueue, slots: _Int64s) -> Iterator[Piece]:
+        """Units that are not there, though later ones are."""
+        for slot in slots.tolist():
+            nowhere = np.full(1, -1, np.int64)
+            piece = Piece(*queue.ref, np.full(1, slot), nowhere, nowhere, None)
+            yield from piece.damaged([queue.missing_units(slot, slot)], self.policy)
+
+    def _looked_up(self, queue: ConsumeQueue, whole: Piece, *, apart: bool) -> Iterator[Piece]:
+        """The records of `whole`, checked: by the segments that they lie in, or copied together if they lie `apart`."""
+        store, policy = self.store, self.policy
+        if apart:
+            for rows in _spans(whole.sizes, policy.max_rows, policy.max_bytes):
+                piece = whole.take(rows)
+                if self._copy(piece):
+                    yield from self._checked(queue, piece)
+                else:
+                    yield from self._looked_up(queue, piece, apart=False)
+            return
+        size = store.manifest.commitlog_segment_bytes
+        segments = whole.physical // size
+        for part in np.split(np.arange(len(whole)), np.flatnonzero(np.diff(segments)) + 1) if len(whole) else ():
+            first, last = int(part[0]), int(part[-1]) + 1
+            here = slice(first, last)
+            there = store.records.checker.segment_at(
+                int(whole.physical[first]), int((whole.physical[here] + whole.sizes[here]).max())
+            )
+            if there is None and int(whole.physical[first]) < store.min_offset:
+                policy.removed += last - first
+                continue
+            buffer = b"" if there is None else there[1]
+            for rows in _spans(whole.sizes[here], policy.max_rows, policy.max_bytes):
+                piece = whole.take(slice(first + rows.start, first + rows.stop))
+                piece.buffer, piece.positions = buffer, piece.physical - int(segments[first]) * size
+                yield from self._checked(queue, piece)
+
+    def _copy(self, piece: Piece) -> bool:
+        """Copy the records of a piece together, each with a read of its own: where they lie far apart, to map the pages
+        of each costs several times that. False: they do not, or lie in many files, or a file does not have them, or one
+        claims to be too large."""
+        parts, size = self.store.parts, self.store.manifest.commitlog_segment_bytes
+        numbers, which = np.unique(piece.physical // size, return_inverse=True)
+        far = int(np.ptp(piece.physical)) >= len(piece) * _FAR_BYTES
+        if kernel is None or not far or len(numbers) > _MOST_FILES or int(piece.sizes.sum()) > self.policy.max_bytes:
+            return False
+        with ExitStack() as files:
+            descriptors = []
+            for number in numbers.tolist():
+                segment = parts.log_files.find(number * size)
+                if segment is None:
+                    return False
+                try:
+                    descriptors.append(files.enter_context(parts.fs.opened(segment.path, os.O_RDONLY)))
+                except FileNotFoundError:  # retention took it
+                    return False
+            data = kernel.read_at(
+                np.array(descriptors)[which], piece.physical % size, np.ascontiguousarray(piece.sizes)
+            )
+        if data is None:
+            return False
+        piece.buffer, piece.positions = data, np.cumsum(piece.sizes) - piece.sizes
+        return True
+
+    def _checked(self, queue: ConsumeQueue, piece: Piece) -> Iterator[Piece]:
+        """The records of a piece, to which units lead, and the damaged messages apart from them."""
+        assert piece.positions is not None
+        if self._are_ordinary(queue, piece):
+            yield piece
+            return
+        checksum = self.store.checksum if self.policy.verify else None
+        units = piece.physical, piece.sizes, piece.slots
+        rows, headers = sound_records(queue, piece.buffer, piece.positions, *units, checksum)
+        if len(rows) == len(piece):
+            piece.headers = headers
+            yield piece
+            return
+        sound = np.isin(np.arange(len(piece)), rows)
+        for run in np.split(np.arange(len(piece)), np.flatnonzero(np.diff(sound)) + 1):
+            part = piece.take(run)
+            if sound[run[0]]:
+                yield part
+            else:
+                places = zip(part.physical.tolist(), part.sizes.tolist(), part.slots.tolist(), strict=True)
+                findings = [
+                    self.store.records.loss_at(physical, size, queue.ref, slot) for physical, size, slot in places
+                ]
+                yield from part.damaged(findings, self.policy)
+
+    def _are_ordinary(self, queue: ConsumeQueue, piece: Piece) -> bool:
+        """Whether all records are sound and nothing rare, by compiled parts: one pass, in which is kept what is wanted.
+        Of all else, `_checked` finds out what it is."""
+        verifies = self.policy.verify
+        assert piece.positions is not None
+        if verifies and self.store.checksum != "crc32c-record":
+            return False
+        found = ordinary_bodies(
+            *(piece.buffer, piece.positions, piece.physical, piece.sizes, piece.slots),
+            *(queue.queue_id, queue.topic_bytes),
+            copied=self.bodies,
+            headers=self.headers,
+            checksums=verifies,
+        )
+        if found is None:
+            return False
+        ends, bodies, headers = found
+        if headers is not None:
+            piece.headers = headers
+        if bodies is not None:
+            piece.bodies = laid(bodies, ends - piece.positions - BODY_AT_V4)
+        return True
+
+
+# -- log scan ----------------------------------------------------------------------------------------------------------
+
+
+def log_pieces(
+    store: StoreReader, start: int, stop: int, policy: Policy, wanted: Callable[[str], bool]
+) -> Iterator[Piece]:
+    """Messages, of the topics `wanted`, whose records begin at physical offsets [start, stop), in log order.
+
+    `stop` lies at or below the end of what has been dispatched, or in a segment's BLANK.
+    """
+    seen: dict[bytes, bool] = {}
+
+    def is_wanted(topic: bytes) -> bool:
+        if topic not in seen:
+            name = topic.decode("utf-8", "surrogateescape")
+            seen[topic] = is_path_safe(name) and wanted(name)
+        return seen[topic]
+
+    size = store.manifest.commitlog_segment_bytes
+    for base in range(start // size * size, stop, size):
+        low = max(start, base)
+        for found in _events(store, base, low, min(stop, base + size), policy):
+            if isinstance(found, Bad):
+                yield from _no_record(store, replace(found, start=max(found.start, low)), policy)
+                continue
+            headers, chosen = found.headers, _listed(found, is_wanted)
+            numbers = (headers.queue_offset, headers.physical_offset, headers.size.astype(np.int64))
+            whole = Piece(None, None, *numbers, None, found.buffer, base, headers.positions).take(chosen)
+            yield from map(whole.take, _spans(whole.sizes, policy.max_rows, policy.max_bytes))
+
+
+def _events(store: StoreReader, base: int, low: int, high: int, policy: Policy) -> Iterator[Good | Bad]:
+    """The records that begin in [low, high) of the segment at `base`, and the bytes that are none."""
+    there = store.records.checker.segment_at(low, high)
+    if there is None:
+        if low < store.min_offset:
+            policy.removed += 1  # at least: nobody knows how many they were
+        else:
+            yield Bad("missing_segment", low, high, "no file holds these bytes")
+        return
+    segment, buffer = there
+    run, checksum = store.log_files, store.checksum
+    # From the start of the segment: from `low` on, what the body of a record holds might be taken for one.
+    _, at = walk(buffer, 0, min(low - base, len(buffer)))
+    for event in scan_segment(run, segment, at, checksum, stop=low - base, checksums=False):
+        at = event.end - base
+    end = base + (yield from scan_segment(run, segment, at, checksum, stop=high - base, checksums=policy.verify))
+    if end < high:
+        yield Bad("bad_record", end, high, check_record(buffer, end - base, len(buffer), end, checksum).detail)
+
+
+def _listed(found: Good, is_wanted: Callable[[bytes], bool]) -> _Bools:
+    """Which records dispatch gives a unit, of the topics that are wanted."""
+    headers = found.headers
+    transaction = headers.sys_flag & TRANSACTION_MASK
+    chosen: _Bools = (transaction == 0) | (transaction == TRANSACTION_COMMIT)
+    chosen &= headers.queue_id >= 0
+    at = headers.topic_position
+    topics = cut(found.buffer, at, at + headers.topic_size).dictionary_encode()
+    verdicts = np.array([is_wanted(topic) for topic in topics.dictionary.to_pylist()], np.bool_)
+    if not verdicts.all():
+        chosen &= verdicts[topics.indices.to_numpy()]
+    return chosen
+
+
+def _no_record(store: StoreReader, found: Bad, policy: Policy) -> Iterator[Piece]:
+    size, length = store.manifest.commitlog_segment_bytes, found.end - found.start
+    missing = store.records.missing_segment(found.start)
+    file, position = missing or f"commitlog/{found.start - found.start % size:020d}", found.start % size
+    kind: Kind = "bad_record" if missing is None else "missing_segment"
+    detail = f"{length} bytes hold no record: {found.detail or 'it is not what it should be'}"
+    piece = Piece(None, None, np.full(1, -1), np.full(1, found.start), np.full(1, length), None)
+    yield from piece.damaged([Finding(kind, file, position, length, detail)], policy)

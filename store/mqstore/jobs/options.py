@@ -1,0 +1,656 @@
+"""The options of `spark.read`, `readStream`, `write` and `writeStream` with format mqstore.
+
+Two tables, one for the source and one for the sink, check the options and document them. Spark hands options over as
+strings under case-insensitive names. A name that is not in the table is refused, with the nearest that is, or all if
+none is near; a value that does not fit is refused with its option, itself and what would fit. Knows no Spark.
+
+Long because the tables are the documentation, too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+
+from mqstore.broker import sql92
+from mqstore.broker.names import check_group, is_system_group
+from mqstore.broker.topics import QUEUES_MAX
+from mqstore.errors import ConfigError
+from mqstore.files.beneath import resolved
+from mqstore.log.tagfilter import parse_tags
+
+if TYPE_CHECKING:  # it would need pyarrow, which planning does not
+    from mqstore.columnar.rows import OnCorrupt
+
+__all__ = [
+    *("ANY", "APP_NAME", "EARLIEST", "LATEST", "ONLY_FOR_WRITING", "QUEUE_ID", "SINK_OPTIONS", "SOURCE_OPTIONS"),
+    *("Key", "Offsets", "SinkOptions", "SourceOptions", "checked_path", "duration_s", "flat_offsets", "interval_ms"),
+    *("nested_offsets", "not_for", "refuse_table"),
+]
+
+View = Literal["messages", "queues", "segments", "groups", "delay", "traffic", "verify"]
+Target = Literal["store", "set", "inbox"]
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+QUEUE_ID: Final = re.compile("0|[1-9][0-9]{0,9}")
+"""The spelling by which queues are looked up. Another spelling of a number would name none of them."""
+APP_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+"""A `txnAppId`: it begins the names of folders, and some that begin otherwise mean something else."""
+_BATCH_MAX: Final = 1 << 30
+"""Arrow counts the bytes of a column of a batch in 32 bits (`arrow.laid`). Half of them: a batch may have as much again
+in bodies that were stored compressed."""
+_FOR_THE_STREAM: Final = frozenset({"checkpointlocation", "queryname"})
+"""Options of a `writeStream` that Spark reads for itself."""
+_LAST: Final = (1 << 63) - 1
+
+
+# -- offsets -----------------------------------------------------------------------------------------------------------
+
+EARLIEST: Final = -2
+LATEST: Final = -1
+"""Stand for an offset in the options, as in those of Kafka's source."""
+
+
+class Key(NamedTuple):
+    """A queue; of a log, topic "" and queue -1."""
+
+    store: str
+    topic: str = ""
+    queue_id: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.store}: {self.topic}, queue {self.queue_id}" if self.topic else f"{self.store}: the log"
+
+
+ANY: Final = Key("")
+"""Every queue and log that is not named."""
+Offsets = dict[Key, int]
+"""Offset of each queue (queue offset) or log (physical offset)."""
+
+
+def nested_offsets(offsets: Mapping[Key, int]) -> dict[str, dict[str, dict[str, int]]]:
+    """Return offsets of queues by store, topic and queue id, as JSON has them, sorted.
+
+    >>> nested_offsets({Key("s", "t", 10): 5, Key("s", "t", 9): 0})
+    {'s': {'t': {'9': 0, '10': 5}}}
+    """
+    stores: dict[str, dict[str, dict[str, int]]] = {}
+    for key in sorted(offsets):
+        stores.setdefault(key.store, {}).setdefault(key.topic, {})[str(key.queue_id)] = offsets[key]
+    return stores
+
+
+def flat_offsets(stores: Mapping[str, Mapping[str, Mapping[str, int]]]) -> Offsets:
+    """Return the offsets by queue of what `nested_offsets` returned. ValueError or AttributeError for another form."""
+    found: Offsets = {}
+    for store, topics in stores.items():
+        for topic, queues in topics.items():
+            for queue_id, offset in queues.items():
+                if not QUEUE_ID.fullmatch(queue_id):
+                    raise ValueError(f"{queue_id!r} is no queue id")
+                found[Key(store, topic, int(queue_id))] = offset
+    return found
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option. `accepts` and `meaning` are texts of the documentation and of errors."""
+
+    name: str
+    field: str
+    """Field of the dataclass that the table fills."""
+    default: str
+    accepts: str
+    meaning: str
+    parse: Callable[[str], Any]
+    """Raises ValueError for a value that does not fit."""
+
+
+def option(
+    default: Any, accepts: str, meaning: str, parse: Callable[[str], Any], *, name: str = "", shown: str | None = None
+) -> Any:
+    """Return a field of a dataclass that is an option.
+
+    The option has the field's name in camel case, without its unit (`_ms`, `_s`), unless `name` is another. `shown` is
+    the default as the documentation has it, if that is not its value.
+    """
+    return field(default=default, metadata={"option": (name, shown, accepts, meaning, parse)})
+
+
+def flag(default: bool, meaning: str) -> Any:
+    """Return a field that is true or false, as `option` does."""
+    return option(default, "true or false", meaning, lambda value: word("true", "false")(value) == "true")
+
+
+def choice(*words: str, meaning: str) -> Any:
+    """Return a field that is one of these words, in any case, as `option` does. The first word is the default."""
+    return option(words[0], f"{', '.join(words[:-1])} or {words[-1]}", meaning, word(*words))
+
+
+def number(default: int | None, meaning: str, most: int = 0, *, shown: str | None = None) -> Any:
+    """Return a field that is a whole number from 1, to `most`, as `option` does."""
+    accepts = "a number from 1" + (f" to {most}" if most else "")
+    return option(default, accepts, meaning, count(1, most or _LAST), shown=shown)
+
+
+def options_of(table: type) -> Iterator[Option]:
+    """Return the options among the fields of a dataclass, in their order."""
+    for each in fields(table):
+        if "option" in each.metadata:
+            name, shown, accepts, meaning, parse = each.metadata["option"]
+            if shown is None:
+                shown = "" if each.default is None else str(each.default).lower()
+            name = name or re.sub("_(.)", lambda found: found[1].upper(), re.sub("_m?s$", "", each.name))
+            yield Option(name, each.name, shown, accepts, meaning, parse)
+
+
+class OptionTable:
+    """Options by their names, in any case."""
+
+    def __init__(self, options: Sequence[Option], passed_over: frozenset[str] = frozenset()) -> None:
+        """`passed_over`: names, in small letters, of options that Spark itself reads, and hands on."""
+        self.options: Mapping[str, Option] = {option.name: option for option in options}
+        self.passed_over = passed_over
+        self._by_name = {option.name.lower(): option for option in options}
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.lower() in self._by_name
+
+    def parse(self, given: Mapping[str, str]) -> dict[str, Any]:
+        """Return the values, by field, of options as Spark gives them. ConfigError for a wrong name or value."""
+        values: dict[str, Any] = {}
+        said: dict[str, str] = {}
+        for name, value in given.items():
+            option = self._by_name.get(name.lower())
+            if option is None:
+                if name.lower() in self.passed_over:
+                    continue
+                there = self.nearest(name) or f"; there are {', '.join(self.options)}"
+                raise ConfigError(f"no option {name!r}{there}")
+            if option.field in said:
+                raise ConfigError(f"options {said[option.field]!r} and {name!r} are the same; give one of them")
+            said[option.field] = name
+            try:
+                values[option.field] = option.parse(value)
+            except RecursionError:  # of json or re; its traceback would be as long as that
+                what = "it is nested too deeply"
+                raise ConfigError(f"option {option.name}={value!r:.200}: {what}; {option.accepts}") from None
+            except ValueError as error:
+                raise ConfigError(f"option {option.name}={value!r:.200}: {error}; {option.accepts}") from error
+        return values
+
+    def nearest(self, name: str) -> str:
+        """Return `; did you mean 'columns'?`, or nothing."""
+        found = difflib.get_close_matches(name.lower(), self._by_name, 1, 0.6)
+        return f"; did you mean {self._by_name[found[0]].name!r}?" if found else ""
+
+    def as_markdown(self) -> str:
+        """Return the table of the documentation."""
+        lines = ["| Option | Default | Accepts | Meaning |", "|---|---|---|---|"]
+        for option in self.options.values():
+            cells = [f"`{option.name}`", option.default or "-", option.accepts, option.meaning]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        return "\n".join(lines) + "\n"
+
+
+def refuse_table(given: Iterable[str]) -> None:
+    """Raise ConfigError if the names of options are those of a table that Spark is to keep: a query would get none."""
+    # `CREATE TABLE ... USING` and `saveAsTable` add this one; nothing else does.
+    if any(name.lower() == "provider" for name in given):
+        raise ConfigError(
+            "Spark keeps the options of a table (CREATE TABLE, saveAsTable), but passes none of them to a query of it: "
+            "use CREATE TEMPORARY VIEW name USING mqstore OPTIONS (path '...'), or .save(PATH) to write"
+        )
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def word(*words: str) -> Callable[[str], str]:
+    """Return a parser of one of these words, which are in small letters, in any case."""
+
+    def parse(value: str) -> str:
+        if value.lower() not in words:
+            raise ValueError("no such word")
+        return value.lower()
+
+    return parse
+
+
+def count(least: int, most: int) -> Callable[[str], int]:
+    """Return a parser of a whole number from `least` to `most`."""
+
+    def parse(value: str) -> int:
+        number = int(value)
+        if not least <= number <= most:
+            raise ValueError("out of range")
+        return number
+
+    return parse
+
+
+def names(value: str) -> tuple[str, ...]:
+    """Parse names that are separated by commas."""
+    found = tuple(name.strip() for name in value.split(",") if name.strip())
+    if not found:
+        raise ValueError("it names nothing")
+    return found
+
+
+def text(value: str) -> str:
+    """Parse anything but blanks."""
+    if not value.strip():
+        raise ValueError("it is empty")
+    return value
+
+
+_SCHEME: Final = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]*:|file://(?!/)")
+
+
+def checked_path(value: str) -> str:
+    """Return a path of a mounted file system, without `file:` before it. ValueError for any other scheme, which would
+    be taken for a folder's name: a job would write below its driver's working directory, and say done.
+
+    >>> checked_path("file:///var/mq")
+    '/var/mq'
+    """
+    if found := _SCHEME.match(value):
+        raise ValueError(f"only local paths, of a mounted file system; {found[0]!r} leads elsewhere (a folder: ./NAME)")
+    if value.startswith("~"):
+        raise ValueError("'~' is not replaced here: give the whole path (a folder: ./NAME)")
+    return text(value.removeprefix("file://") if value.startswith("file://") else value.removeprefix("file:"))
+
+
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def duration_s(value: str) -> float:
+    """Return a length of time in seconds. ValueError for what is none.
+
+    >>> duration_s("30"), duration_s("1.5 h"), duration_s("7d")
+    (30.0, 5400.0, 604800.0)
+    """
+    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*(ms|s|m|h|d)?", value.strip().lower())
+    if found is None:
+        raise ValueError("no length of time")
+    return float(found[1]) * _UNITS[found[2] or "s"]
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(f"no regular expression: {error}") from error
+
+
+def _sql(text: str) -> str:
+    sql92.compile(text)
+    return text
+
+
+def _tags(value: str) -> str:
+    parse_tags(text(value), "")
+    return value
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of JSON. ValueError for a name that stands twice, of which the last one would win."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise ValueError(f"{name!r} is there twice")
+            found[name] = value
+        return found
+
+    return json.loads(text, object_pairs_hook=once)
+
+
+def _assign(text: str) -> dict[str, list[int]]:
+    value = _parsed(text)
+    if not isinstance(value, dict) or not value:
+        raise ValueError("not that form")
+    if not all(isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids) for ids in value.values()):
+        raise ValueError("not that form")
+    return value
+
+
+def _offsets(others: int) -> Callable[[str], Offsets]:
+    """Return a parser of offsets by queue. `ANY` is the offset of the queues that the text does not name: `others`,
+    unless the text is earliest or latest. The store of a queue is "" if the text does not name it."""
+
+    def parse(text: str) -> Offsets:
+        words = {"earliest": EARLIEST, "latest": LATEST}
+        found = {ANY: words.get(text.lower(), others)}
+
+        def add(value: Any, *names: str) -> None:
+            if isinstance(value, dict) and value and len(names) < 3:
+                for name, inner in value.items():
+                    add(inner, *names, name)
+            elif type(value) is int and value >= EARLIEST and len(names) > 1:
+                *store, topic, queue_id = names
+                if not QUEUE_ID.fullmatch(queue_id):
+                    raise ValueError(f"{queue_id!r} is no queue id")
+                found[Key("".join(store), topic, int(queue_id))] = value
+            else:
+                raise ValueError("not that form")
+
+        if text.lower() not in words:
+            add(_parsed(text))
+        return found
+
+    return parse
+
+
+def _instant(text: str) -> int:
+    if re.fullmatch(r"-?\d{1,18}", text):
+        return int(text)
+    when = datetime.fromisoformat(text)
+    when = when if when.tzinfo is not None else when.replace(tzinfo=UTC)
+    # The first millisecond that is not before it: store times are whole milliseconds.
+    return -((_EPOCH - when) // timedelta(milliseconds=1))
+
+
+def _group(text: str) -> str:
+    group = check_group(text)
+    if is_system_group(group):
+        raise ValueError("that is the engine's own bookkeeping")
+    return group
+
+
+def interval_ms(value: str) -> int:
+    """Return the milliseconds by which traffic is added up. ValueError for less than a second.
+
+    >>> interval_ms("5m")
+    300000
+    """
+    found = round(duration_s(value) * 1000)
+    if found < 1000:
+        raise ValueError("too short")
+    return found
+
+
+def _paths(text: str) -> dict[str, str] | list[str]:
+    value = _parsed(text)
+    found = value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else []
+    if not found or not all(isinstance(path, str) for path in found):
+        raise ValueError("not that form")
+    paths = [checked_path(path) for path in found]
+    return dict(zip(value, paths, strict=True)) if isinstance(value, dict) else paths
+
+
+def _paths_file(text: str) -> dict[str, str] | list[str]:
+    try:
+        with open(text, encoding="utf-8") as file:
+            return _paths(file.read())
+    except OSError as error:
+        raise ValueError(f"it cannot be read: {error}") from error
+
+
+def _path(value: str) -> str:
+    return resolved(checked_path(value))
+
+
+def _app(value: str) -> str:
+    if not APP_NAME.fullmatch(value):
+        raise ValueError("no such name")
+    return value
+
+
+# -- the source --------------------------------------------------------------------------------------------------------
+
+
+_WHERE = "earliest, latest, or JSON {topic: {queue id: offset}} with -2 for earliest and -1 for latest"
+_BEGIN = "earliest; of a stream: latest"
+_WHEN = "milliseconds since 1970, or ISO 8601, UTC unless it says otherwise"
+_PATHS = 'a JSON array of paths, or {"id": "path"}'
+
+_PLACES: Final = (
+    Option(
+        *("path", "paths", "", "a path", "a store, a store set, or a glob of stores (as does `.load(path)`)"),
+        lambda path: [checked_path(path)],
+    ),
+    Option(
+        *("paths", "paths", "", _PATHS, "many of them; the ids become column `store` (as does `.load([a, b])`)"), _paths
+    ),
+    Option(
+        *("pathsFile", "paths", "", f"a file that holds {_PATHS}", "the same from a file: a fleet's catalogue"),
+        _paths_file,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """The options of a query, checked. Each field is the option of the same name, unless it says another."""
+
+    paths: dict[str, str] | list[str] = field(default_factory=list)
+    """Value of option `path`, `paths` or `pathsFile`."""
+    topics: tuple[str, ...] | None = option(
+        None, "names, separated by commas", "which topics", names, name="subscribe", shown="all topics of users"
+    )
+    topic_pattern: re.Pattern[str] | None = option(
+        None, "a regular expression", "which topics; the whole name fits", _pattern, name="subscribePattern"
+    )
+    assign: dict[str, list[int]] | None = option(None, 'JSON {"topic": [queue id, ...]}', "which queues", _assign)
+    include_system_topics: bool = flag(False, "the engine's own topics, retries and dead letters as well")
+    tags: str | None = option(
+        None, "`A || B`, or `*`", "only messages with these tags: by hash, then by the record", _tags, shown="*"
+    )
+    filter: str | None = option(None, "an SQL92 expression", "over properties, evaluated in the task", _sql)
+    keys: tuple[str, ...] | None = option(
+        None, "keys, separated by commas", "only messages that have one of these keys", names
+    )
+    starting_offsets: Offsets | None = option(
+        None, _WHERE, "where to begin; several stores: their id on top", _offsets(EARLIEST), shown=_BEGIN
+    )
+    ending_offsets: Offsets | None = option(
+        None, _WHERE, "where to end, exclusive; likewise", _offsets(LATEST), shown="latest"
+    )
+    starting_timestamp_ms: int | None = option(
+        None, _WHEN, "from the first message stored at or after it; wins over startingOffsets", _instant
+    )
+    ending_timestamp_ms: int | None = option(
+        None, _WHEN, "up to the first message stored at or after it; wins over endingOffsets", _instant
+    )
+    starting_group: str | None = option(
+        None, "a consumer group", "begin at its committed offsets, where it has none at the oldest message", text
+    )
+    read_by: Literal["auto", "queue", "log"] = choice(
+        *("auto", "queue", "log"), meaning="by consume queues, or by the log; auto: by queues if any, and for a stream"
+    )
+    columns: tuple[str, ...] | None = option(
+        None,
+        "names, separated by commas, or kafka",
+        "which columns; kafka: those of Kafka's source",
+        names,
+        shown="all",
+    )
+    include_properties: bool = flag(True, "column `properties`")
+    body_as: Literal["binary", "string"] = choice(
+        "binary", "string", meaning="type of `body`; string puts U+FFFD for what is not UTF-8"
+    )
+    decompress: bool = flag(True, "inflate bodies that are stored compressed")
+    verify: bool = flag(True, "compare each record's checksum; magic, offsets and lengths are compared always")
+    isolation: Literal["dispatched", "flushed"] = choice(
+        "dispatched", "flushed", meaning="flushed: only what no power cut can take back, by the store's checkpoint"
+    )
+    on_corrupt: OnCorrupt = choice(
+        *("fail", "skip", "keep"), meaning="for damaged messages; keep: a row with nulls, and why in column `error`"
+    )
+    fail_on_data_loss: bool = flag(True, "fail if wanted messages, or a wanted queue, are gone; else read what is left")
+    min_partitions: int = number(
+        1, "least number of tasks, if there are as many messages", shown="one per 128 MiB or 500 000 messages"
+    )
+    max_rows_per_batch: int = number(20_000, "rows of an Arrow batch", _BATCH_MAX)
+    max_bytes_per_batch: int = number(8 << 20, "bytes of an Arrow batch; it has one message at least", _BATCH_MAX)
+    view: View = choice(*get_args(View), meaning="which table")
+    interval_ms: int = option(
+        60_000, "a length of time from 1s (30s, 5m, 1h)", "of a row of the view `traffic`", interval_ms, shown="1m"
+    )
+    max_offsets_per_trigger: int | None = number(
+        None, "stream: at most so many messages a batch, shared among queues by what waits in each (pyspark 4.2)"
+    )
+    max_bytes_per_trigger: int | None = number(
+        None, "stream: at most so many bytes of records a batch, or a single message that is larger (pyspark 4.2)"
+    )
+    commit_group: str | None = option(
+        None, "a consumer group", "stream: show its progress as that group's, in the lag of each store", _group
+    )
+
+    @classmethod
+    def parse(cls, given: Mapping[str, str]) -> SourceOptions:
+        """Parse options as Spark gives them. ConfigError names option, value and what is accepted."""
+        options = cls(**SOURCE_OPTIONS.parse(given))
+        if not options.paths:
+            raise ConfigError(
+                "no store: give .load(PATH), or one of the options path, paths, pathsFile; to write, .save(PATH)"
+            )
+        for several in _EXCLUSIVE:
+            if len(both := options.set_among(several)) > 1:
+                raise ConfigError(f"options {' and '.join(both)} exclude each other; give one of them")
+        if not options.include_properties and "properties" in (options.columns or ()):
+            raise ConfigError("options columns, with properties, and includeProperties=false exclude each other")
+        return options
+
+    def set_among(self, options: Iterable[str]) -> list[str]:
+        """Return those of these options that do not have their default."""
+        plain = SourceOptions()
+        of = {name: SOURCE_OPTIONS.options[name].field for name in options}
+        return [name for name in of if getattr(self, of[name]) != getattr(plain, of[name])]
+
+    def refuse(self, options: Iterable[str], why: str) -> None:
+        """Raise ConfigError if one of these options does not have its default."""
+        for name in self.set_among(options):
+            raise ConfigError(f"option {name}{why}")
+
+    def for_batch(self) -> SourceOptions:
+        """Return these options, for `spark.read`. ConfigError for what only a stream can do, and a view cannot."""
+        if self.view != "messages":
+            self.refuse(
+                not_for(self.view),
+                f" is for messages, and the view {self.view} has a row for all of a queue or a store: leave it out, "
+                "and choose rows by where()",
+            )
+        self.refuse(_ONLY_STREAM, " is for spark.readStream, not for spark.read: leave it out")
+        return self
+
+    def for_stream(self) -> SourceOptions:
+        """Return these options, for `spark.readStream`. ConfigError for what only a batch can do, or only a stream of
+        queues."""
+        if self.read_by == "log":
+            self.refuse(_ONLY_STREAM, " goes by queues, and readBy=log has one position for a store: use readBy=queue")
+        self.refuse(_ONLY_BATCH, " is for spark.read, not for spark.readStream: leave it out")
+        return self
+
+
+SOURCE_OPTIONS: Final = OptionTable((*_PLACES, *options_of(SourceOptions)))
+_CHOOSING: Final = (
+    *("tags", "filter", "keys", "isolation", "startingGroup", "startingOffsets", "endingOffsets"),
+    *("startingTimestamp", "endingTimestamp", "readBy", "includeProperties", "bodyAs", "decompress", "minPartitions"),
+)
+"""Options that choose messages of queues, or say how they are read. The small tables refuse them. All tables accept
+`interval` and `onCorrupt`, which only some use, so that a session can give the same options to all of them."""
+_TOPICS: Final = ("subscribe", "subscribePattern", "assign", "includeSystemTopics")
+_OF_STORES: Final = ("segments", "delay", "verify")
+_EXCLUSIVE: Final = (
+    ("subscribe", "subscribePattern", "assign"),
+    ("startingGroup", "startingTimestamp"),
+    ("maxOffsetsPerTrigger", "maxBytesPerTrigger"),
+)
+_ONLY_BATCH: Final = ("endingOffsets", "endingTimestamp", "view", "interval")
+_ONLY_STREAM: Final = ("maxOffsetsPerTrigger", "maxBytesPerTrigger", "commitGroup")
+
+
+def not_for(view: View) -> tuple[str, ...]:
+    """Return the options that a small table does not go by, and refuses."""
+    return (*_CHOOSING, *_TOPICS) if view in _OF_STORES else _CHOOSING
+
+
+# -- the sink ----------------------------------------------------------------------------------------------------------
+
+
+_DURATION: Final = "seconds, or a number with ms, s, m, h or d"
+
+
+@dataclass(frozen=True, slots=True)
+class SinkOptions:
+    """The options of a write, checked."""
+
+    path: str = option("", "a path", "the store, or the store set (as does `.save(path)`)", _path)
+    topic: str | None = option(None, "a topic", "where all rows go; wins over the column", text, shown="column `topic`")
+    target: Target = choice(
+        *("store", "set", "inbox"),
+        meaning="append to a store that is not open; add stores to a set; hand over to the process that has it open",
+    )
+    queues: int = number(8, "queues of a topic that is not there yet", QUEUES_MAX)
+    flush: Literal["commit", "none"] = choice(
+        "commit", "none", meaning="none changes nothing: all is on disk before it counts"
+    )
+    validate: bool = flag(
+        True, "false changes nothing: every rule of a put is checked. Column `record` copies messages as they are"
+    )
+    txn_app_id: str | None = option(
+        None,
+        "1 to 100 letters, digits, '.', '_' and '-'; the first a letter or a digit",
+        "batch: who writes. With txnVersion: a version that was written, or a smaller one, is not written again",
+        _app,
+    )
+    txn_version: int | None = option(None, "a number from 0", "batch: see txnAppId", count(0, _LAST))
+    max_rows_per_shard: int | None = number(
+        None, "rows of a shard, which with target=set is a store: one task may make several", shown="no limit"
+    )
+    lock_timeout_s: float = option(
+        30.0, _DURATION, "how long to wait for a process that has the target open", duration_s, shown="30s"
+    )
+    staging_ttl_s: float = option(
+        *(7 * 86400.0, _DURATION, "age at which the next job deletes what a crashed one left", duration_s), shown="7d"
+    )
+    confirm_overwrite: bool = flag(
+        False, "lets overwrite take the old messages of a store's topics from their consumers (target=store)"
+    )
+
+    @classmethod
+    def parse(cls, given: Mapping[str, str]) -> SinkOptions:
+        """Parse options as Spark gives them. ConfigError names option, value and what is accepted."""
+        options = cls(**SINK_OPTIONS.parse(given))
+        if not options.path:
+            raise ConfigError("no target: give .save(PATH), or .option('path', PATH)")
+        if (options.txn_app_id is None) != (options.txn_version is None):
+            missing = "txnVersion" if options.txn_version is None else "txnAppId"
+            raise ConfigError(f"options txnAppId and txnVersion go together; {missing} is missing")
+        return options
+
+    def check_stream(self) -> None:
+        """Raise ConfigError for options that only a batch job can have."""
+        if self.txn_app_id is not None:
+            raise ConfigError(
+                "options txnAppId and txnVersion belong to batch writes: a stream is known by its checkpoint, and each "
+                "batch by its number; leave them out"
+            )
+
+    def check_overwrite(self) -> None:
+        """Raise ConfigError if `mode("overwrite")`, or output mode `complete`, would destroy what it may not."""
+        if self.target == "store" and not self.confirm_overwrite:
+            raise ConfigError(
+                "overwrite, which output mode complete is too, would take the messages of the topics it writes from "
+                "every consumer: a queue is not a table. Write with mode('append'), or to target=set, or say "
+                "confirmOverwrite=true"
+            )
+        if self.target == "inbox":
+            raise ConfigError("overwrite does not go with target=inbox: the store belongs to another; append to it")
+
+
+SINK_OPTIONS: Final = OptionTable([*options_of(SinkOptions)], _FOR_THE_STREAM)
+"""Every option of the sink."""
+ONLY_FOR_WRITING: Final = frozenset(name.lower() for name in SINK_OPTIONS.options) - {"path"} | _FOR_THE_STREAM
+"""Names in small letters. Spark makes one object for a format's options, and does not say whether to read or to write;
+one of these tells."""

@@ -1,0 +1,593 @@
+"""Choice of the messages that a query reads, and their partitions. Knows no Spark.
+
+    stores      a path, a glob, a store set, many of these with ids
+    snapshot    the bounds of every queue, once for a query: what a writer adds meanwhile is not read
+    regions     a query that reads whole queues reads those that share a log side by side, a region of it at a time
+    partitions  lists of slices: small queues together, large ones cut, about 128 MiB or 500 000 messages each,
+                four times that where a tag is asked for
+
+A slice names a store by its path, so every task opens what it needs; nothing but plain values travels.
+
+`readBy=auto` reads by queues wherever there are any. Reading the log in its order touches each page once, but every
+record has to be found by walking: measured from the page cache, it reaches 0.5 to 1.0 of the rate of the queues.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from mqstore.broker.names import DLQ_PREFIX, RETRY_PREFIX, is_system_topic
+from mqstore.broker.parts import open_tables
+from mqstore.errors import ConfigError, MQStoreError, NotAStoreError, OffsetOutOfRangeError, TopicNotFoundError
+from mqstore.files.quiet import QUIET
+from mqstore.jobs.keyindex import KeyIndex
+from mqstore.jobs.options import ANY, EARLIEST, LATEST, Key, Offsets, SourceOptions
+from mqstore.jobs.sets import SET_FILE, read_set
+from mqstore.jobs.telling import of_store, warn_once
+from mqstore.layout.consumequeue import UNIT
+from mqstore.layout.dispatch import LIGHT_PREFIX
+from mqstore.log.commitlog import QueueRef
+from mqstore.log.consumequeue import ConsumeQueue
+from mqstore.log.names import is_path_safe
+from mqstore.log.reader import StoreReader
+from mqstore.log.readonly import ReadOnlyMessageStore
+from mqstore.options import StoreConfig
+
+__all__ = [
+    "Bounds",
+    "LogSlice",
+    "Losses",
+    "QueueSlice",
+    "SlicedStore",
+    "StoreName",
+    "Wanted",
+    "Weighed",
+    "bounds_of",
+    "bounds_of_log",
+    "is_wanted",
+    "mean_size",
+    "names_queue",
+    "open_sliced",
+    "open_store",
+    "partitions",
+    "plan",
+    "queues_of",
+    "stores_of",
+    "weigh",
+]
+
+_ENGINES = (RETRY_PREFIX, DLQ_PREFIX, LIGHT_PREFIX)
+"""Beginnings of the engine's names. Messages of a light queue are in their own topic as well."""
+_PARTITION_BYTES = 128 << 20
+_PARTITION_MESSAGES = 500_000
+_LEAST_PARTITION = 0.5
+"""Share of the usual partition that is still worth a task."""
+_FEW_MAPPINGS = StoreConfig(max_mappings=4)
+"""Mapped pages count as memory of a worker, and a mapping keeps the disk space of a segment that is deleted."""
+_REGION_BYTES = 64 << 20
+_MAX_REGION_BYTES = 128 << 20
+"""A segment that was left may not be mapped any more when the next queue comes to it."""
+_REGION_MESSAGES = 4096
+"""Messages of a queue in a region, on average: each slice costs as much as reading some hundred."""
+_MOST_SLICES = 100_000
+_TAGGED = 0.25
+"""Cost of a message if a tag is asked for: its unit is read, and its record only sometimes."""
+_GO_ON = " (failOnDataLoss=false goes on with what is left)"
+_FOR_QUEUES = ("endingOffsets", "startingTimestamp", "endingTimestamp", "startingGroup", "assign")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreName:
+    """A store and its id in rows: a name that it was given, else its path. The path is absolute, since executors have
+    working directories of their own."""
+
+    id: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSlice:
+    """Queue offsets [start, stop) of a queue."""
+
+    store: StoreName
+    topic: str
+    queue_id: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogSlice:
+    """Records that begin at physical offsets [start, stop)."""
+
+    store: StoreName
+    start: int
+    stop: int
+
+
+Slice = QueueSlice | LogSlice
+
+
+class Bounds(NamedTuple):
+    """Bounds of a queue (queue offsets) or log (physical offsets): [low, top) is there, and [low, high) may be read."""
+
+    low: int
+    high: int
+    top: int
+
+
+# -- stores ------------------------------------------------------------------------------------------------------------
+
+
+def stores_of(options: SourceOptions) -> list[StoreName]:
+    """Return the stores that the options name, in their order. ConfigError: a glob fits none, an id stands twice."""
+    if isinstance(options.paths, dict):
+        found = [_named(name, os.path.abspath(path)) for name, path in options.paths.items()]
+    else:
+        found = [store for path in options.paths for store in _stores_at(path)]
+    if twice := sorted(name for name, number in Counter(store.id for store in found).items() if number > 1):
+        raise ConfigError(
+            f"two stores have the id {', '.join(map(repr, twice))}; give ids: paths={{'id': 'path', ...}}"
+        )
+    return found
+
+
+def _named(name: str, path: str) -> StoreName:
+    """Return a store under the id that it was given. Several stores would be taken for a store that is gone."""
+    if os.path.exists(os.path.join(path, SET_FILE)) or (glob.has_magic(path) and not os.path.isdir(path)):
+        raise ConfigError(
+            f"option paths: the id {name!r} is given to {path}, which is a glob or a store set: name it in an array"
+        )
+    return StoreName(name, path)
+
+
+def _stores_at(path: str) -> Iterator[StoreName]:
+    """Return the store at a path, or those of a set or a glob."""
+    folders = [path]
+    if glob.has_magic(path) and not os.path.isdir(path):
+        folders = [each for each in sorted(glob.glob(path)) if os.path.isdir(each)]
+    if not folders:
+        raise ConfigError(
+            f"no folder fits the glob {path!r}: give one that finds stores where the query is planned, or their paths"
+        )
+    for folder in folders:
+        place = os.path.abspath(folder)
+        if (manifest := read_set(Path(folder))) is not None:
+            yield from (StoreName(name, os.path.join(place, where)) for name, where in manifest["stores"].items())
+        else:
+            # A checkpoint keeps positions by ids: a store that is named in another way next time is to be the same one.
+            # It goes into columns and checkpoints, which are text: bytes of a path that are none show as \xff.
+            yield StoreName(os.fsencode(place).decode("utf-8", "backslashreplace"), place)
+
+
+def open_store(store: StoreName, config: StoreConfig | None = None) -> ReadOnlyMessageStore:
+    """Return the store, opened for reading, without a lock or a trace. NotAStoreError and others name the path."""
+    with of_store(store.path):
+        return ReadOnlyMessageStore(store.path, config=config, fs=QUIET)
+
+
+class SlicedStore(ReadOnlyMessageStore):
+    """A store of which slices are planned or read. It knows no queue before `load` is asked for it: to find the ends of
+    all queues can take longer than to read a few messages of one."""
+
+    def _load_queues(self) -> None:
+        pass
+
+    def load(self, topic: str, queue_id: int) -> ConsumeQueue | None:
+        """Return a queue, with its bounds as opening finds them. None: it is not there."""
+        queue = self.queue_table.get(topic, queue_id)
+        # A checkpoint may have any name.
+        place = ConsumeQueue(self.queue_table, topic, queue_id).directory if is_path_safe(topic) else ""
+        if queue is None and os.path.isdir(place):
+            queue = self.queue_table.create(topic, queue_id)
+            queue.load(exact=not self.clean_shutdown)
+            self._bound(queue)
+        return queue
+
+
+def open_sliced(store: StoreName) -> SlicedStore:
+    """Return the store, opened as by `open_store`, to read slices."""
+    with of_store(store.path):
+        return SlicedStore(store.path, fs=QUIET, config=_FEW_MAPPINGS)
+
+
+def queues_of(store: StoreReader) -> list[ConsumeQueue]:
+    """Return the queues of a store that was opened a moment ago, by topic and queue id, with their bounds as of then.
+    `topics`, `queues` and `offsets` of the store look for news with every call: half the time of planning a fleet."""
+    return sorted((queue for queue in store.queue_table if queue.next_offset), key=lambda queue: queue.ref)
+
+
+# -- planning ----------------------------------------------------------------------------------------------------------
+
+
+def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
+    """Return a function that says whether the options name a topic."""
+    named = options.topics if options.topics is not None else options.assign
+    if named is not None:
+        return frozenset(named).__contains__
+    pattern, system = options.topic_pattern, options.include_system_topics
+
+    def wanted(topic: str) -> bool:
+        if not system and (is_system_topic(topic) or topic.startswith(_ENGINES)):
+            return False
+        return pattern is None or pattern.fullmatch(topic) is not None
+
+    return wanted
+
+
+def names_queue(options: SourceOptions) -> Callable[[str, int], bool]:
+    """Return a function that says whether the options name a queue, by its topic and id; and any log (topic "")."""
+    wanted, assign = is_wanted(options), options.assign
+    return lambda topic, queue_id: not topic or (wanted(topic) and (assign is None or queue_id in assign[topic]))
+
+
+def bounds_of(store: StoreReader, queue: ConsumeQueue, options: SourceOptions) -> Bounds:
+    """Return the bounds of a queue that was found a moment ago."""
+    low, top = queue.min_offset, queue.max_offset
+    return Bounds(low, min(top, _flushed(store, queue.ref, low, top)) if options.isolation == "flushed" else top, top)
+
+
+def bounds_of_log(store: StoreReader, options: SourceOptions) -> Bounds:
+    """Return the bounds of the records that queues list. ConfigError for options that only queues can follow."""
+    by_queue = ["startingOffsets"] if len(options.starting_offsets or ()) > 1 else []
+    options.refuse(
+        [*_FOR_QUEUES, *by_queue],
+        ": readBy='log' reads whole logs and knows no bounds of queues: leave the option out, or give readBy=queue",
+    )
+    low, listed = store.min_offset, store.parts.listed_end()
+    # Queues may have listed more once: a topic that is deleted leaves its records in the log.
+    top = max(listed, store.parts.readable_end(max(low, listed)))
+    if options.isolation == "flushed" and not store.clean_shutdown:
+        return Bounds(low, min(listed, store.parts.checkpoint.flushed or 0), top)
+    return Bounds(low, listed, top)
+
+
+class Weighed(NamedTuple):
+    """A slice, and what reading it costs."""
+
+    slice: Slice
+    each: float
+    """Share of a partition that a unit of the slice (a message, a byte) takes."""
+
+
+def weigh(name: StoreName, queue: ConsumeQueue | None, start: int, stop: int, scale: float = 1.0) -> Weighed:
+    """Return messages [start, stop) of a queue, at least one, or without a queue the records that begin there in the
+    log. `scale` is the cost of a message, compared with reading it whole."""
+    if queue is None:
+        return Weighed(LogSlice(name, start, stop), 1 / _PARTITION_BYTES)
+    each = max(mean_size(queue, start, stop) / _PARTITION_BYTES, 1 / _PARTITION_MESSAGES)
+    return Weighed(QueueSlice(name, queue.topic, queue.queue_id, start, stop), each * scale)
+
+
+def plan(
+    options: SourceOptions,
+    *,
+    after: Mapping[Key, int] | None = None,
+    only_queues: bool = False,
+    by_region: bool = False,
+    slots: int = 1,
+) -> list[list[Slice]]:
+    """Return the partitions of a query, cut for `slots` tasks at once. [] if there is nothing to read.
+
+    `after`: offsets that an earlier run has read up to, in queues that may be gone by now. Nothing before them is read.
+    `only_queues`: refuse a store that lacks queues, which a query would read by its log. `by_region`: queues that share
+    a log in alternation, for a query that reads every record; each queue stays in order.
+
+    Raises TopicNotFoundError for a topic or queue that is named and that no store has, OffsetOutOfRangeError for
+    messages that are gone (both only with `fail_on_data_loss`) and for a queue that ends before `after`, ConfigError,
+    and what opening a store raises.
+    """
+    stores = stores_of(options)
+    wanted = Wanted(options, stores)
+    names = names_queue(options)
+    found: list[Weighed] = []
+    for name in stores:
+        try:
+            store = open_store(name)
+        except NotAStoreError:
+            if options.fail_on_data_loss:
+                raise
+            continue
+        with store:
+            queues = queues_of(store)
+            if only_queues:
+                _check_queues(name, store, queues, options)
+            if (queues or options.read_by == "queue") and store.has_unlisted():
+                warn_once(
+                    f"mqstore: a crash left messages in the log of {name.path} that its queues do not list: open it "
+                    "for writing once, or `mqstore recover` it; a query does not see them"
+                )
+            if options.read_by == "log" or (options.read_by == "auto" and not queues and not only_queues):
+                wanted.missing = {}  # nobody knows the topics of a log before it is read
+                start, stop = wanted.part(Key(name.id), bounds_of_log(store, options))
+                found += [weigh(name, None, start, stop)] if start < stop else []
+                continue
+            wanted.open(store, queues)
+            # With `keep` a damaged message has a row, whatever its keys were.
+            by_key = KeyIndex(store, options.keys) if options.keys and options.on_corrupt != "keep" else None
+            mine: list[Weighed] = []
+            for queue in (queue for queue in queues if names(*queue.ref)):
+                key, bounds = Key(name.id, *queue.ref), bounds_of(store, queue, options)
+                start, stop = wanted.part(key, bounds)
+                if after and key in after:
+                    start = max(start, _resumed(key, after[key], bounds, wanted.losses))
+                if start < stop:
+                    parts = [(start, stop)] if by_key is None else _by_key(by_key, store, queue, start, stop)
+                    mine += [weigh(name, queue, *part, _TAGGED if options.tags else 1.0) for part in parts]
+            found += _by_region(store, mine) if by_region and not options.tags and not options.keys else mine
+    wanted.check("reads what there is")
+    return [*partitions(found, options.min_partitions, slots)]
+
+
+def _check_queues(name: StoreName, store: StoreReader, queues: Sequence[object], options: SourceOptions) -> None:
+    """Raise ConfigError for a store that lost some of its queues, or, unless the user has said readBy=queue, that has
+    records and no queue. A job that notes how far it has come would pass over them once they are back."""
+    none = options.read_by == "auto" and not queues and store.parts.has_records()
+    if none or (store.clean_shutdown and store.parts.has_lost_queues()):
+        raise ConfigError(
+            f"consume queues of {name.path} are lost, so messages would be missing: `mqstore recover` rebuilds them"
+        )
+
+
+def _resumed(key: Key, at: int, bounds: Bounds, losses: Losses) -> int:
+    """Return where a run goes on. Beyond the end it would pass over what comes until the queue is as long as before."""
+    if at > bounds.top:
+        raise OffsetOutOfRangeError(
+            f"{key} ends at {bounds.top}, and was read up to {at} before: start over, in another place, or give the "
+            "store another name",
+            bounds.low,
+            bounds.top,
+        )
+    return losses.clamp(key, at, bounds)
+
+
+class Losses:
+    """Messages that a query or stream wants and that are gone: they fail it, unless data loss is allowed."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._fails = options.fail_on_data_loss
+        self._found: dict[Key, tuple[Callable[[str], MQStoreError], str, str]] = {}
+        """The error, its text, and what the user can do."""
+
+    def add(self, key: Key, error: Callable[[str], MQStoreError], text: str, remedy: str = _GO_ON) -> None:
+        """Note that messages of a queue or log are gone."""
+        self._found.setdefault(key, (error, text, remedy))
+
+    def clamp(self, key: Key, at: int, bounds: Bounds) -> int:
+        """Return a wanted offset (`EARLIEST` and `LATEST` included), or the nearest one that is there."""
+        low, high, top = bounds
+        at = {EARLIEST: low, LATEST: high}.get(at, at)
+        lost, what = (low - at if at < low else at - top), "messages" if key.topic else "bytes"
+        if lost > 0:
+            text = f"{key}: offset {at} is wanted, but there are {low} to {top}: {lost} {what} are "
+            beyond = "not there (any more). Was the store restored, or its tail lost in a power cut? "
+            text += "lost" if at < low else f"{beyond}isolation=flushed reads no such tail"
+            self.add(key, partial(OffsetOutOfRangeError, min_offset=low, max_offset=top), text)
+        return min(max(at, low), top)
+
+    def settle(self) -> None:
+        """Raise the error of the first loss, or warn of it."""
+        if self._found:
+            error, text, remedy = next(iter(self._found.values()))
+            more = len(self._found) - 1
+            text += f". {more} more queues have lost messages" if more else ""
+            if self._fails:
+                raise error(f"{text}{remedy}")
+            warn_once(f"{text}; passed over, as failOnDataLoss=false has it")
+
+
+class Wanted:
+    """Queues and offsets that the options of a query choose, in stores that are opened one after the other.
+
+    It knows where reading a queue starts and stops, and which topics and queues the options name that no store has: to
+    read nothing of a misspelt topic would look as if all were well. A queue exists once it has had a message, or if the
+    topic is entered with that many queues.
+    """
+
+    def __init__(self, options: SourceOptions, stores: Sequence[StoreName], default: int = EARLIEST) -> None:
+        """`default`: where reading starts if the options do not say. ConfigError for offsets of a store that is not
+        among `stores`."""
+        self._options = options
+        self._starting = _of_stores("startingOffsets", options.starting_offsets or {ANY: default}, stores)
+        self._ending = _of_stores("endingOffsets", options.ending_offsets or {ANY: LATEST}, stores)
+        self._committed: dict[tuple[str, int], int] = {}
+        self._knows_group = options.starting_group is None
+        self.losses = Losses(options)
+        self.missing: dict[tuple[str, int | None], str] = {}
+        """(topic, queue id, or None for any) -> the option that names it."""
+        if options.read_by != "log":
+            by_time = options.starting_timestamp_ms is not None or options.starting_group is not None
+            ending = self._ending if options.ending_timestamp_ms is None else {}
+            self.missing |= {(key.topic, key.queue_id): "endingOffsets" for key in ending if key.topic}
+            starting = {} if by_time else self._starting
+            self.missing |= {(key.topic, key.queue_id): "startingOffsets" for key in starting if key.topic}
+            self.missing |= {(topic, i): "assign" for topic, ids in (options.assign or {}).items() for i in ids}
+            self.missing |= {(topic, None): "subscribe" for topic in options.topics or ()}
+
+    def open(self, store: StoreReader, queues: Iterable[ConsumeQueue]) -> None:
+        """Go on with this store. `queues` are those of its queues that have had a message."""
+        self._store = store
+        if self._options.starting_group is not None:
+            self._committed = open_tables(store).offsets.of_group(self._options.starting_group)
+            self._knows_group |= bool(self._committed)
+        refs = {queue.ref for queue in queues} if self.missing else set()
+        there: set[tuple[str, int | None]] = {*refs, *((ref.topic, None) for ref in refs)}
+        if left := self.missing.keys() - there:
+            table = open_tables(store).topics
+            for topic, queue_id in left:
+                config = table.get(topic)
+                if config is not None and (queue_id or 0) < max(config.read_queues, config.write_queues):
+                    there.add((topic, queue_id))
+        self.missing = {key: option for key, option in self.missing.items() if key not in there}
+
+    def start(self, key: Key, bounds: Bounds) -> int:
+        """Return where reading a queue of the store, or its log, starts."""
+        options, ref = self._options, (key.topic, key.queue_id)
+        at = self._starting.get(key, self._starting[ANY])
+        if options.starting_timestamp_ms is not None:
+            at = self._store.offset_at(*ref, options.starting_timestamp_ms)
+        elif options.starting_group is not None:
+            at = self._committed.get(ref, EARLIEST)
+        return self.losses.clamp(key, at, bounds)
+
+    def part(self, key: Key, bounds: Bounds) -> tuple[int, int]:
+        """Return where reading a queue of the store, or its log, starts and stops: not below, for nothing."""
+        at = self._ending.get(key, self._ending[ANY])
+        if self._options.ending_timestamp_ms is not None:
+            at = self._store.offset_at(key.topic, key.queue_id, self._options.ending_timestamp_ms)
+        return self.start(key, bounds), min(self.losses.clamp(key, at, bounds), bounds.high)
+
+    def check(self, goes_on: str) -> None:
+        """After the last store, raise ConfigError for a group that none knows, TopicNotFoundError for topics and queues
+        that are `missing`, and what `Losses` says. If data loss is allowed, warn: the query `goes_on`."""
+        if not self._knows_group:
+            raise ConfigError(
+                f"option startingGroup={self._options.starting_group!r}: no store knows progress of that group; "
+                "`mqstore lag` lists those that there are, and without the option reading begins at the oldest"
+            )
+        if self.missing:
+            option = next(iter(self.missing.values()))
+            names = [
+                repr(topic) if queue_id is None else f"{topic!r}, queue {queue_id}"
+                for (topic, queue_id), each in self.missing.items()
+                if each == option
+            ]
+            text = f"no store has the topic {'; '.join(names)}, which option {option} names"
+            if self._options.fail_on_data_loss:
+                raise TopicNotFoundError(f"{text} (failOnDataLoss=false {goes_on})")
+            warn_once(f"{text}; failOnDataLoss=false {goes_on}")
+        self.losses.settle()
+
+
+def _of_stores(option: str, offsets: Offsets, stores: Sequence[StoreName]) -> Offsets:
+    """Return offsets by queue with the ids of the stores. ConfigError for an id that is none, or that is missing."""
+    ids = [store.id for store in stores]
+    alone = ids[0] if len(ids) == 1 else ""
+    found = {key._replace(store=key.store or alone) if key.topic else key: at for key, at in offsets.items()}
+    if unknown := sorted({key.store for key in found if key.topic} - {*ids}):
+        raise ConfigError(
+            f"option {option} names queues of the stores {', '.join(map(repr, unknown))}; there are "
+            f"{', '.join(map(repr, ids))}. With several stores their ids are on top: "
+            "{store: {topic: {queue id: offset}}}"
+        )
+    return found
+
+
+def _by_key(index: KeyIndex, store: StoreReader, queue: ConsumeQueue, start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the parts of [start, stop) where messages with the wanted keys can be."""
+    vouched = []
+    at = start
+    for low, high in index.answered:
+        first = _slot_at(store, queue.ref, at, stop, low)
+        at = _slot_at(store, queue.ref, first, stop, high)
+        vouched.append((first, at))
+    return [*index.narrowed(queue.ref, start, stop, vouched)]
+
+
+def _by_region(store: StoreReader, found: list[Weighed]) -> list[Weighed]:
+    """Return the same messages cut where their records pass from one region of the log to the next, region by region:
+    each page is then mapped and fetched once, and not once for each queue with a record in it. The cuts need not be
+    exact."""
+    if len(found) < 2:
+        return found
+    pieces = [each.slice for each in found if isinstance(each.slice, QueueSlice)]
+    refs = [QueueRef(piece.topic, piece.queue_id) for piece in pieces]
+    ends = [
+        [int(store.units(*ref, slot, 1)["physical_offset"][0]) for slot in (piece.start, piece.stop - 1)]
+        for piece, ref in zip(pieces, refs, strict=True)
+    ]
+    low, high = min(min(places) for places in ends), max(max(places) for places in ends)
+    messages = sum(piece.stop - piece.start for piece in pieces)
+    regions = min((high - low) // _REGION_BYTES, min(messages // _REGION_MESSAGES, _MOST_SLICES) // len(pieces))
+    if regions < 2 or (high - low) // regions > _MAX_REGION_BYTES:
+        return found
+    edges = [low + (high - low) * (region + 1) // regions for region in range(regions - 1)]
+    cut: list[tuple[int, Weighed]] = []
+    for weighed, piece, ref, (first, last) in zip(found, pieces, refs, ends, strict=True):
+        at = [piece.start]
+        for edge in edges:
+            near = _REGION_MESSAGES // 4
+            inside = _slot_at(store, ref, at[-1], piece.stop, edge, near) if first < edge <= last else at[-1]
+            at.append(piece.stop if edge > last else inside)
+        for region, (start, stop) in enumerate(pairwise([*at, piece.stop])):
+            if start < stop:
+                cut.append((region, Weighed(replace(piece, start=start, stop=stop), weighed.each)))
+    return [each for _, each in sorted(cut, key=lambda pair: pair[0])]
+
+
+def mean_size(queue: ConsumeQueue, start: int, stop: int) -> float:
+    """Return the mean size of the records in [start, stop), from a few samples: planning looks at every queue."""
+    places = (start,) if stop - start <= 256 else (start, (start + stop) // 2, stop - 32)
+    units = b"".join([queue.read(at, min(32, stop - at)) for at in places])
+    sizes = [size for _, size, _ in UNIT.iter_unpack(units) if 0 < size < 1 << 30]  # few: no work for arrays
+    return sum(sizes) / len(sizes) if sizes else 1.0
+
+
+def _slot_at(
+    store: StoreReader, ref: QueueRef, low: int, high: int, physical: int, near: int = 0, *, ends: bool = False
+) -> int:
+    """Return the first slot of [low, high) whose record begins (with `ends`: ends) at or behind `physical`, or up to
+    `near` slots before it. Void units count as before it."""
+    while high - low > near:
+        middle = (low + high) // 2
+        at, value = middle, -1
+        while at < high:
+            unit = store.units(*ref, at, 1)[0]
+            value = int(unit["physical_offset"]) + (int(unit["size"]) if ends else 0)
+            if 0 < int(unit["size"]) < 0x7FFF_FFFF:
+                break
+            at += 1
+        if at < high and value < physical:
+            low = at + 1
+        else:
+            high = middle
+    return low
+
+
+def _flushed(store: StoreReader, ref: QueueRef, low: int, high: int) -> int:
+    """Return the offset behind the last message that is known to be on disk."""
+    if store.clean_shutdown:
+        return high
+    checkpoint = store.parts.checkpoint
+    if checkpoint.flushed is not None:
+        return _slot_at(store, ref, low, high, checkpoint.flushed + 1, ends=True)
+    return store.offset_at(*ref, checkpoint.physic_msg_timestamp_ms)
+
+
+def partitions(found: Sequence[Weighed], least: int, slots: int = 1) -> Iterator[list[Slice]]:
+    """Return the slices, in their order, in partitions of about equal weight: `least` at least. With more than one of
+    `slots` they run in full rounds, of half to one and a half of the usual weight."""
+    total = sum((piece.stop - piece.start) * each for piece, each in found)
+    if not total:
+        return
+    number = max(least, -int(-total // 1))
+    if slots > 1:
+        rounds = max(1, round(total / slots))
+        number = max(least, 1, min(rounds * slots, int(total / _LEAST_PARTITION)))
+    group: list[Slice] = []
+    room, left = (full := total / number), total
+    for piece, each in found:
+        start, stop = piece.start, piece.stop
+        while start < stop:
+            fits = max(1, round(room / each))
+            # What would be left over is not worth a cut.
+            end = stop if (stop - start - fits) * each < full / 64 else start + fits
+            group.append(replace(piece, start=start, stop=end))
+            room -= (end - start) * each
+            left -= (end - start) * each
+            start = end
+            if room < full / 64 <= left and number > 1:
+                yield group
+                # Computed again: a message may weigh more than a partition, and the others share what is left.
+                number -= 1
+                group, room = [], (full := left / number)
+    if group:
+        yield group

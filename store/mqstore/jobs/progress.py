@@ -1,0 +1,329 @@
+"""How far a stream has come, and what its next batch is (spark#stream-calls, spark#stream). Knows no Spark.
+
+    offset      where each queue of each store goes on: what Spark keeps in its checkpoint, and gives back
+    snapshot    the bounds of every queue at a moment
+    latest      offset + snapshot + limit (`pacing`) -> the next offset
+    partitions  what lies between two offsets, by the same road as a batch's (`plan`)
+
+===========================  =========================================================================================
+a queue                      goes on
+===========================  =========================================================================================
+first seen later             at its oldest message
+below its oldest message     there; the messages between are lost
+beyond its end               at its end: the store was restored, or lost its tail in a power cut; that much is lost
+not there, or not its store  nowhere, its position is kept: it goes on if it comes back; what it had is lost
+no longer wanted             likewise, and nothing is lost
+===========================  =========================================================================================
+
+Lost messages fail the stream, unless `fail_on_data_loss` is off. Looked for when the next offset is asked for, and
+again when a batch is planned, for Spark may plan one that it has logged long ago. Tasks look a third time (`tasks`).
+
+Between two offsets there is one sequence of messages, whoever asks and however often, so that a sink which takes a
+batch once sees each message once. For that the first offset must be in the checkpoint before a message is read, but
+Spark asks for it anew until the first batch is done. So where it depends on the moment (latest, times, groups), the
+first batch ends where it begins: empty, it pins the position.
+
+An offset is `{"v":1,"s":{store:{topic:{queue:n}}}}`, n the queue offset of the next message; with readBy=log, which has
+one position a store, `{"v":1,"p":{store:physical offset}}`. Spark compares offsets as text, so each has one spelling:
+sorted. A store without a name of its own goes by its absolute path, however the query spelled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from mqstore.broker.published import publish
+from mqstore.errors import ConfigError, NotAStoreError, TopicNotFoundError
+from mqstore.jobs.options import ANY, LATEST, Key, Offsets, SourceOptions, flat_offsets, nested_offsets
+from mqstore.jobs.pacing import Limit, admit, costs_of
+from mqstore.jobs.plan import (
+    Bounds,
+    Losses,
+    Slice,
+    SlicedStore,
+    StoreName,
+    Wanted,
+    Weighed,
+    bounds_of,
+    bounds_of_log,
+    names_queue,
+    open_sliced,
+    open_store,
+    partitions,
+    queues_of,
+    stores_of,
+    weigh,
+)
+
+__all__ = ["Snapshot", "StreamProgress", "advance", "decode_offset", "encode_offset", "look"]
+
+_VERSION = 1
+
+# -- offsets -----------------------------------------------------------------------------------------------------------
+
+
+def encode_offset(offsets: Mapping[Key, int], *, by_log: bool) -> dict[str, Any]:
+    """Return the JSON of an offset, its names sorted.
+
+    >>> encode_offset({Key("s", "t", 10): 5, Key("s", "t", 9): 0}, by_log=False)
+    {'v': 1, 's': {'s': {'t': {'9': 0, '10': 5}}}}
+    """
+    if by_log:
+        return {"v": _VERSION, "p": {key.store: offsets[key] for key in sorted(offsets)}}
+    return {"v": _VERSION, "s": nested_offsets(offsets)}
+
+
+def decode_offset(value: Any, *, by_log: bool) -> Offsets:
+    """Return the offsets of such a JSON. ConfigError for another version or `readBy`, and for a damaged one."""
+    if not isinstance(value, dict) or value.get("v") != _VERSION:
+        raise ConfigError(
+            f"the checkpoint has no offset of this source in version {_VERSION}, but {value!r:.200}: use the mqstore "
+            "that wrote it, or a new checkpoint"
+        )
+    was, now = (("queue", "log")[log] for log in ("p" in value, by_log))
+    if was != now:
+        raise ConfigError(
+            f"the checkpoint is of a stream with readBy={was}, this one has readBy={now}: positions of one mean "
+            f"nothing to the other. Say readBy={was}, or take a new checkpoint"
+        )
+    try:
+        if by_log:
+            found = {Key(store): position for store, position in value["p"].items()}
+        else:
+            found = flat_offsets(value["s"])
+        if not all(type(offset) is int and offset >= 0 for offset in found.values()):
+            raise ValueError("an offset is a whole number from 0")
+    except (KeyError, AttributeError, ValueError) as error:
+        raise ConfigError(f"the checkpoint has a damaged offset ({error}): {value!r:.200}") from error
+    return found
+
+
+# -- what there is -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All queues of all stores at a moment."""
+
+    bounds: dict[Key, Bounds]
+    starts: Offsets = field(default_factory=dict)
+    """Offsets at which a new stream begins; only if that was asked for."""
+    stores: Mapping[str, StoreName] = field(default_factory=dict)
+    """The stores that the options name, by id."""
+    absent: frozenset[str] = frozenset()
+    """Ids of the stores that the options name and that do not exist."""
+
+    @property
+    def ends(self) -> Offsets:
+        return {key: bounds.high for key, bounds in self.bounds.items()}
+
+
+def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
+    """Return the stores as they are now, each opened and closed again; with `first` also where a new stream begins.
+
+    ConfigError. With `first` as `plan`: NotAStoreError, TopicNotFoundError, OffsetOutOfRangeError. Later it is for
+    `advance` to judge what is absent.
+    """
+    names = stores_of(options)
+    names_it = names_queue(options)
+    wanted = Wanted(options, names, LATEST) if first else None
+    bounds: dict[Key, Bounds] = {}
+    starts: Offsets = {}
+    absent = []
+    for name in names:
+        try:
+            store = open_store(name)
+        except NotAStoreError:
+            if first and options.fail_on_data_loss:
+                raise
+            absent.append(name.id)
+            continue
+        with store:
+            if options.read_by == "log":
+                here = {Key(name.id): bounds_of_log(store, options)}
+                queues = []
+            else:
+                queues = queues_of(store)
+                chosen = (queue for queue in queues if names_it(*queue.ref))
+                here = {Key(name.id, *queue.ref): bounds_of(store, queue, options) for queue in chosen}
+            bounds |= here
+            if wanted is not None:
+                wanted.open(store, queues)
+                starts |= {key: wanted.start(key, each) for key, each in here.items()}
+    if wanted is not None:
+        wanted.check("waits for it, and so does subscribePattern")
+    return Snapshot(bounds, starts, {name.id: name for name in names}, frozenset(absent))
+
+
+# -- the next offset ---------------------------------------------------------------------------------------------------
+
+
+def _gone(losses: Losses, key: Key, wanted: int, stores: Mapping[str, StoreName], *, queue: bool = False) -> None:
+    """Note the loss of a store, or with `queue` of a queue of it. `stores`: those that the options name, by id."""
+    text = f"{key} is wanted from offset {wanted}, but "
+    name = stores.get(key.store)
+    if name is None:  # to go on would read what may be the same store, under another id, a second time
+        there = ", ".join(map(repr, list(stores)[:5]))  # some stores of a fleet
+        text += f"no option names store {key.store!r} any more"
+        remedy = (
+            f". There are {there}: use the path or id that the query was started with, or paths={{{key.store!r}: path}}"
+        )
+        losses.add(key, NotAStoreError, text, remedy)
+    elif queue:
+        losses.add(key, TopicNotFoundError, f"{text}is not in {name.path} any more")
+    else:
+        losses.add(key, NotAStoreError, f"{text}{name.path} is no store any more")
+
+
+def advance(
+    options: SourceOptions, start: Mapping[Key, int], now: Snapshot, target: Mapping[Key, int] | None = None
+) -> tuple[Offsets, Offsets]:
+    """Return where each queue goes on, and how far it could go; the table of the module. `target`: not beyond these,
+    and no queue that is not among them. Raises for lost messages."""
+    names_it = names_queue(options)
+    losses = Losses(options)
+    begin: Offsets = {}
+    end: Offsets = {}
+    new = {key: each.low for key, each in now.bounds.items() if key not in start and (target is None or key in target)}
+    for key, position in {**start, **new}.items():
+        begin[key] = end[key] = position
+        if (bounds := now.bounds.get(key)) is not None:
+            begin[key] = losses.clamp(key, position, bounds)
+            end[key] = max(begin[key], bounds.high if target is None else min(bounds.high, target.get(key, 0)))
+        elif names_it(key.topic, key.queue_id):
+            _gone(losses, key, position, now.stores, queue=key.store not in now.absent)
+    losses.settle()
+    return begin, end
+
+
+# -- a stream ----------------------------------------------------------------------------------------------------------
+
+
+class StreamProgress:
+    """One run of a stream: what Spark asks of it, offset by offset. Keeps no store open between two calls."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+        self._by_log = options.read_by == "log"
+        self._encode = partial(encode_offset, by_log=self._by_log)
+        self._decode = partial(decode_offset, by_log=self._by_log)
+        self._initial: Offsets | None = None
+        self._pin = False
+        self._seen: Snapshot | None = None
+        self._target: Offsets | None = None
+        self._last: Offsets = {}
+        self._published: dict[str, dict[tuple[str, int], int]] = {}
+
+    def initial(self) -> dict[str, Any]:
+        """Return where a new stream begins; the same however often it is asked for in a run. Raises as `look`."""
+        if self._initial is None:
+            self._seen = look(self._options, first=True)
+            self._initial = dict(self._seen.starts)
+            if self._target is not None:
+                starts, target = self._initial, self._target
+                self._initial = {key: min(at, target[key]) for key, at in starts.items() if key in target}
+            self._last = self._initial
+            self._pin = self._moves_with_time()
+        return self._encode(self._initial)
+
+    def _moves_with_time(self) -> bool:
+        """Return True if another moment would give another first offset, of messages that are there."""
+        options = self._options
+        by_time = options.starting_timestamp_ms is not None or options.starting_group is not None
+        return by_time or LATEST in (options.starting_offsets or {ANY: LATEST}).values()
+
+    def fix_target(self) -> None:
+        """Leave out whatever is stored later: for a run that ends with what there is."""
+        self._seen = look(self._options)
+        self._target = self._seen.ends
+
+    def latest(self, start: dict[str, Any] | None, limit: Limit | None = None) -> dict[str, Any]:
+        """Return the offset that the next batch ends at; `start` itself if there is nothing new. With None the batch
+        begins at the offset of the last call (Spark 4.1).
+
+        Spark asks when the batch that ended at `start` is done, so `start` is committed, as by `commit`. Raises for
+        lost messages, as the module says; ConfigError for a `start` of another kind of stream.
+        """
+        begin = self._last if start is None else self._decode(start)
+        if start is not None:
+            self.commit(start)
+        if self._pin:
+            self._pin = False
+            if self._initial == begin:
+                return self._encode(begin)
+        self._seen = look(self._options)
+        at, end = advance(self._options, begin, self._seen, self._target)
+        if limit is not None:
+            with costs_of(self._options, limit) as costs:
+                end = admit(at, end, limit.most, costs)
+        self._last = end
+        return self._encode(end)
+
+    def reported(self) -> dict[str, Any] | None:
+        """Return the end of what there is, for the progress report of a query; as of the last call that looked."""
+        return None if self._seen is None else self._encode({**self._last, **self._seen.ends})
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[list[Slice]]:
+        """Return the messages from `start` to `end`, cut as a batch's are; [] if there are none. Raises as `latest`:
+        retention goes on, and Spark may ask for a batch that it logged before it was stopped."""
+        begin, to = self._decode(start), self._decode(end)
+        self._last = to
+        self._pin = False  # the first batch is in the checkpoint
+        names = {name.id: name for name in stores_of(self._options)}
+        losses = Losses(self._options)
+        found: list[Weighed] = []
+        moving = sorted(key for key in to if begin.get(key, -1) < to[key])
+        for store_id, keys in groupby(moving, lambda key: key.store):
+            name = names.get(store_id)
+            try:
+                store = None if name is None else open_store(name) if self._by_log else open_sliced(name)
+            except NotAStoreError:
+                store = None
+            if name is None or store is None:
+                for key in keys:
+                    _gone(losses, key, begin.get(key, 0), names)
+                continue
+            with store:
+                for key in keys:
+                    queue = store.load(key.topic, key.queue_id) if isinstance(store, SlicedStore) else None
+                    if queue is not None and queue.next_offset:
+                        bounds = Bounds(queue.min_offset, queue.max_offset, queue.max_offset)
+                    elif self._by_log:
+                        bounds = bounds_of_log(store, self._options)
+                    else:
+                        _gone(losses, key, begin.get(key, 0), names, queue=True)
+                        continue
+                    first, behind = (losses.clamp(key, at, bounds) for at in (begin.get(key, bounds.low), to[key]))
+                    if first < behind:
+                        found.append(weigh(name, queue, first, behind))
+        losses.settle()
+        return [*partitions(found, self._options.min_partitions)]
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Tell the stores that everything before `end` is processed, if `commit_group` names a group. Only queues that
+        the options name count: others are not read, so they would lag for good. ConfigError if it cannot be written."""
+        group = self._options.commit_group
+        if group is None:
+            return
+        names_it = names_queue(self._options)
+        by_store: dict[str, dict[tuple[str, int], int]] = {}
+        for key, offset in self._decode(end).items():
+            if names_it(key.topic, key.queue_id):
+                by_store.setdefault(key.store, {})[key.topic, key.queue_id] = offset
+        for name in stores_of(self._options):
+            offsets = by_store.get(name.id)
+            if offsets and self._published.get(name.id) != offsets:
+                try:
+                    publish(name.path, group, offsets)
+                except FileNotFoundError:
+                    continue  # the store is gone: what that means, the next batch decides
+                except OSError as error:
+                    raise ConfigError(
+                        f"option commitGroup={group!r}: the progress cannot be written to {name.path}: {error}. Let "
+                        "the user that Spark runs as write in config/spark, or leave the option out"
+                    ) from error
+                self._published[name.id] = offsets

@@ -1,0 +1,159 @@
+"""Messages and stores that a job reads, and the form of its results.
+
+select(...)  -> Selection       options, checked before anything is opened
+Selection    -> tasks           lists of slices (`mqstore.jobs.plan`), or stores
+Shaped.to_dict()                plain values for JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from typing import Any
+
+from mqstore.errors import ConfigError
+from mqstore.jobs.options import SOURCE_OPTIONS, Key, SourceOptions, checked_path
+from mqstore.jobs.plan import QueueSlice, StoreName, plan, stores_of
+
+__all__ = [
+    "Bound",
+    "Selection",
+    "Shaped",
+    "Stores",
+    "check_followed",
+    "check_known",
+    "local_path",
+    "select",
+]
+
+Stores = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | os.PathLike[str]]
+"""A store, a store set or a glob of stores; several; or paths by the ids that rows and reports call them."""
+Bound = datetime | str | None
+"""Store time at which reading begins, or ends before: UTC, if it does not say. Text as the options have it."""
+
+_NAMED = 20
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+class Shaped:
+    """A result: a frozen dataclass whose fields are its documented shape. Times are ms since the epoch."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON: fields by name, tuples as lists, keys of mappings as text."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # type: ignore[call-overload]
+        return found
+
+
+# -- which messages ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which messages of which stores. Made by `select`; paths are absolute, for tasks run elsewhere."""
+
+    options: SourceOptions
+    given: Mapping[str, str] = field(default_factory=dict)
+    """`options` as Spark is told them."""
+
+    def stores(self) -> list[StoreName]:
+        """Return the stores, one at least. ConfigError, as `plan.stores_of`, and for store sets that have no member: a
+        job that looked at nothing must not say that all is well."""
+        found = stores_of(self.options)
+        if not found:
+            paths = self.options.paths
+            raise ConfigError(f"paths={paths}: a store set that has no stores yet; give one that has, or a store")
+        return found
+
+    def with_options(self, **values: Any) -> Selection:
+        """Return the selection with other fields of `SourceOptions`; `given` stays as it was."""
+        return replace(self, options=replace(self.options, **values))
+
+    def queue_tasks(
+        self, *, after: Mapping[Key, int] | None = None, by_region: bool = False, slots: int = 1
+    ) -> list[list[QueueSlice]]:
+        """Return the messages cut into tasks, as `plan.plan` does for a job that goes by queues, and raise as it does.
+        ConfigError for a store that lacks queues."""
+        self.stores()
+        found = plan(self.options, after=after, only_queues=True, by_region=by_region, slots=slots)
+        return [[piece for piece in task if isinstance(piece, QueueSlice)] for task in found]
+
+
+def select(
+    stores: Stores | Selection,
+    *,
+    topics: str | Sequence[str] | None = None,
+    start: Bound = None,
+    stop: Bound = None,
+    where: str | None = None,
+    options: Mapping[str, str] | None = None,
+) -> Selection:
+    """Choose the messages of `topics` (all topics of users) in `stores`, stored from `start` up to before `stop`, whose
+    properties fulfil `where` (SQL92). `options` are further ones of the Spark source (`docs/spark-options.md`); those
+    for queue offsets are `startingOffsets` and `endingOffsets`.
+
+    A selection is returned as it is, which then has to say everything. Raises ConfigError.
+    """
+    if isinstance(stores, Selection):
+        if (topics, start, stop, where, options) != (None,) * 5:
+            raise ConfigError("a selection says all of it: give topics, bounds and options to `select`")
+        return stores
+    given = dict(options or {})
+    arguments = {
+        "subscribe": topics if topics is None or isinstance(topics, str) else ",".join(topics),
+        "filter": where,
+        "startingTimestamp": _time("start", start, "startingOffsets"),
+        "endingTimestamp": _time("stop", stop, "endingOffsets"),
+        "paths": json.dumps(_paths(stores)),
+    }
+    for name, value in arguments.items():
+        if value is not None:
+            if name.lower() in {each.lower() for each in given}:
+                raise ConfigError(f"option {name!r} is given twice: by its argument, and among the options")
+            given[name] = value
+    checked = SourceOptions.parse(given).for_batch()
+    if checked.view != "messages":
+        raise ConfigError(f"option view={checked.view!r}: a job reads messages")
+    return Selection(checked, given)
+
+
+def _time(name: str, bound: Bound, by_offset: str) -> str | None:
+    if not isinstance(bound, datetime | str | None):
+        raise ConfigError(f"{name}={bound!r} is no time; for queue offsets use the option {by_offset}")
+    return bound.isoformat() if isinstance(bound, datetime) else bound
+
+
+def _paths(stores: Stores) -> list[str] | dict[str, str]:
+    if isinstance(stores, Mapping):
+        return {name: local_path(path) for name, path in stores.items()}
+    return [local_path(path) for path in ([stores] if isinstance(stores, str | os.PathLike) else stores)]
+
+
+def check_followed(selection: Selection, *followed: str) -> None:
+    """Raise ConfigError for options of the source that a job does not go by: what was to leave messages out must not be
+    passed over. `followed`: the fields of `SourceOptions` that it goes by."""
+    unused = [name for name, option in SOURCE_OPTIONS.options.items() if option.field not in ("paths", *followed)]
+    selection.options.refuse(unused, ": this job does not go by it; leave it out")
+
+
+def check_known(what: str, wanted: Iterable[str], known: Iterable[str]) -> None:
+    """Raise ConfigError for names of groups or topics (`what`) that no store has, with those that there are: a misspelt
+    name must not look like one that has nothing to report."""
+    there = sorted({*known})
+    unknown = sorted({*wanted} - {*there})
+    if unknown:
+        more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
+        names = f"there are {', '.join(map(repr, there[:_NAMED]))}{more}" if there else "there is none"
+        raise ConfigError(f"no store knows the {what} {', '.join(map(repr, unknown))}; {names}")
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path: executors have working directories of their own. ConfigError for any other URL."""
+    try:
+        return os.path.abspath(checked_path(os.fspath(path)))
+    except ValueError as error:
+        raise ConfigError(f"{os.fspath(path)!r} is no path to read stores from or write files to: {error}") from error

@@ -1,0 +1,82 @@
+"""The manifest of a store set: which stores a folder holds (spark#options). Only those it names count.
+
+mqstore-set.json
+{"version": 1,
+ "stores":   {ID: "path relative to the folder"},      in it: absolute ones and `..` are refused
+ "recorded": {APP: n}}                                the last version that each application has written (`publish`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from mqstore.errors import ConfigError
+from mqstore.files.jsonfile import decode_json
+from mqstore.jobs.telling import of_store
+
+__all__ = ["MEMBERS", "RECORDED", "SET_FILE", "read_set"]
+
+SET_FILE = "mqstore-set.json"
+RECORDED = "recorded"
+MEMBERS: Final = "shards"
+"""Folder of a set in which the stores lie that the sink made. It never deletes any other."""
+
+
+def read_set(root: Path) -> dict[str, Any] | None:
+    """Return the manifest of the set in `root`, members of newer programs included; None if there never was one.
+
+    ConfigError for a manifest that is damaged, or was lost: taken for an empty one, its stores would be lost, too.
+    StoreIOError for no permission.
+    """
+    path = root / SET_FILE
+    try:
+        with of_store(str(root)):
+            value = decode_json(path.read_bytes())
+        _check(value)
+        return value
+    except (FileNotFoundError, NotADirectoryError):
+        members = root / MEMBERS
+        if not Path(f"{path}.bak").exists() and not (members.is_dir() and any(members.iterdir())):
+            return None
+        what = "is missing"
+    except ValueError as error:
+        what = f"is no manifest of a store set: {error}"
+    raise ConfigError(
+        f"{path} {what}. Mend it by hand, or copy {path}.bak over it, the manifest before, and add the stores in "
+        f"{root / MEMBERS} that were written last: mqstore spark clean deletes those that are not named"
+    )
+
+
+def _check(value: Mapping[str, Any]) -> None:
+    """ValueError for another shape; ConfigError for that of a newer program. Strict, since of what passes folders are
+    read, and deleted by an overwrite, and a version that is not seen has its rows written twice."""
+    version, stores, recorded = value.get("version"), value.get("stores"), value.get(RECORDED, {})
+    if type(version) is int and version > 1:
+        raise ConfigError(f"{SET_FILE} is of version {version}; this mqstore knows 1: upgrade it")
+    for holds, rule in (
+        (type(version) is int and version == 1, "version must be 1"),
+        (
+            isinstance(stores, dict) and all(map(_is_inside, stores, stores.values())),
+            "stores must be paths in the folder",
+        ),
+        (isinstance(recorded, dict) and all(map(_is_version, recorded.values())), f"{RECORDED} must be numbers from 0"),
+    ):
+        if not holds:
+            raise ValueError(rule)
+
+
+def _is_inside(name: str, where: Any) -> bool:
+    """Return True if a store of this name can have this path in the folder. Links are not followed."""
+    if not isinstance(where, str) or "\0" in where or where.startswith("/") or ".." in where.split("/"):
+        return False
+    try:  # JSON may hold halves of characters (`"\ud800"`), and neither a file system nor a column takes those
+        (name + where).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_version(value: Any) -> bool:
+    return type(value) is int and value >= 0

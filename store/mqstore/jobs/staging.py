@@ -1,0 +1,194 @@
+"""Shards: what a task of a write leaves for the commit, and how what was never committed goes (spark#stage, step 1).
+
+    <root>/_staging/<app>-<version>/<partition>-<attempt>-<random>/
+        records.bin    adjacent records, places not known
+        shard.json     what they are; written last, then the folder is synced
+        store/         target=set: in place of these, the same as a store
+
+`root` is the store, or the set: a commit is renames within one file system. What lies in `_staging` is nobody's message
+yet. Attempts number from 0 again in each Spark application; the random part tells those of a restarted job apart.
+Of two attempts only one is named by a commit; the others go with the folder of their transaction. If two drivers are at
+one (app, version), and one is aborted, the commit of the other finds that its shards are gone, and says so.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import crc32c
+
+from mqstore.clock import SYSTEM_CLOCK, Clock
+from mqstore.columnar.encode import Encoded
+from mqstore.columnar.rules import TopicRule
+from mqstore.files.filesystem import REAL, FileSystem
+from mqstore.log.bulk.shard import shard_json
+from mqstore.options import Profile
+
+__all__ = ["STAGING", "ShardInfo", "clean", "folders", "make_folders", "transaction_folder", "write_shards"]
+
+STAGING: Final = "_staging"
+_BUFFER_BYTES = 4 << 20
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """A finished shard, as a task tells the commit of it. Small and plain: it travels."""
+
+    name: str
+    """Of its folder, within that of its transaction."""
+    records: int
+    bytes: int
+    largest: int
+    queues: dict[tuple[str, int], int]
+    """(topic, queue id) -> records."""
+    topics: dict[str, TopicRule | None]
+    """As those of `Encoded`."""
+
+
+def transaction_folder(root: Path, app: str, version: int) -> Path:
+    """Return the folder in which the tasks of (app, version) stage. `app` is a good name (`options.APP_NAME`)."""
+    return root / STAGING / f"{app}-{version}"
+
+
+def make_folders(path: Path, fs: FileSystem = REAL) -> None:
+    """Make `path` and what is missing above it, each durable in the one above."""
+    if not fs.make_folders(path):
+        fs.sync_directory(path.parent)  # whoever made it may have been killed before it was durable
+
+
+class ShardWriter:
+    """Writes one shard. `abandon` before `finish` takes it away; what a kill leaves `clean` finds."""
+
+    def __init__(self, transaction: Path, partition: int, attempt: int, fs: FileSystem) -> None:
+        self.folder = transaction / f"{partition}-{attempt}-{secrets.token_hex(6)}"
+        self.records = 0
+        self._fs = fs
+        self._size = 0
+        self._crc = 0
+        self._largest = 0
+        self._queues: Counter[tuple[str, int]] = Counter()
+        self._topics: dict[str, TopicRule | None] = {}
+        make_folders(self.folder, fs)
+        self._fds = [fs.open(self.folder / "records.bin", _NEW)]
+
+    def abandon(self) -> None:
+        """Take the shard away unless it is finished."""
+        if self._fds:
+            self._close(sync=False)
+            with suppress(OSError):
+                self._fs.remove_tree(self.folder)
+
+    def write(self, piece: Encoded) -> None:
+        """Append records."""
+        for start in range(0, len(piece.data), _BUFFER_BYTES):  # while the bytes are in the processor's cache
+            data = piece.data[start : start + _BUFFER_BYTES]
+            self._fs.pwrite(self._fds[0], data, self._size)
+            self._crc = crc32c.crc32c(data, self._crc)
+            self._size += len(data)
+        self.records += piece.records
+        self._largest = max(self._largest, int(piece.sizes.max(initial=0)))
+        self._queues.update(piece.queues)
+        self._topics.update(piece.topics)
+
+    def finish(self, profile: Profile) -> ShardInfo:
+        """Make it durable, records before the file that says they are whole."""
+        self._close(sync=True)
+        content = shard_json(
+            profile,
+            records=self.records,
+            size=self._size,
+            crc=self._crc,
+            largest=self._largest,
+            queues=self._queues,
+        )
+        self._fds = [self._fs.open(self.folder / "shard.json", _NEW)]
+        self._fs.pwrite(self._fds[0], content, 0)
+        self._close(sync=True)
+        self._fs.sync_directory(self.folder)
+        return ShardInfo(self.folder.name, self.records, self._size, self._largest, dict(self._queues), self._topics)
+
+    def _close(self, *, sync: bool) -> None:
+        while self._fds:
+            fd = self._fds.pop()
+            try:
+                if sync:
+                    self._fs.fdatasync(fd)
+            finally:
+                self._fs.close(fd)
+
+
+def write_shards(
+    pieces: Iterable[Encoded],
+    transaction: Path,
+    partition: int,
+    attempt: int,
+    *,
+    profile: Profile,
+    max_rows: int | None = None,
+    fs: FileSystem = REAL,
+) -> Iterator[ShardInfo]:
+    """Stage what a task encoded: one shard, or several of `max_rows` rows at most, in the order of the rows; none if
+    there are no rows. A shard that is begun and not finished is taken away again if this raises."""
+    with ExitStack() as begun:
+        writer: ShardWriter | None = None
+        for piece in pieces:
+            if writer is not None and max_rows is not None and writer.records + piece.records > max_rows:
+                yield writer.finish(profile)
+                writer = None
+            if writer is None:
+                writer = ShardWriter(transaction, partition, attempt, fs)
+                begun.callback(writer.abandon)
+            writer.write(piece)
+        if writer is not None:
+            yield writer.finish(profile)
+
+
+# -- taking away -------------------------------------------------------------------------------------------------------
+
+
+def clean(
+    root: Path,
+    ttl_s: float,
+    *,
+    others: Iterable[Path] = (),
+    dry_run: bool = False,
+    clock: Clock = SYSTEM_CLOCK,
+    fs: FileSystem = REAL,
+) -> list[Path]:
+    """Delete everything staged under `root` that nobody has touched for `ttl_s` seconds, of running jobs as well.
+
+    The same for `others`. Returns what was deleted, or would be with `dry_run`, newest last. For a store set use
+    `publish.clean_target`, which knows what counts.
+    """
+    now_s = clock.now_ms() / 1000
+    ages_s = {path: max(0.0, now_s - _changed_s(path)) for path in (*folders(root / STAGING, fs), *others)}
+    old = sorted((path for path in ages_s if ages_s[path] >= ttl_s), key=lambda path: -ages_s[path])
+    for path in () if dry_run else old:
+        fs.remove_tree(path)
+    return old
+
+
+def folders(path: Path, fs: FileSystem = REAL) -> list[Path]:
+    """Return the folders in `path`, sorted, without links to folders; none if it is not there."""
+    try:
+        found = [path / name for name in fs.scandir_directories(path)]
+    except FileNotFoundError:
+        return []
+    return [each for each in found if not each.is_symlink()]
+
+
+def _changed_s(path: Path) -> float:
+    """When anything in a folder was changed last; now, if something goes meanwhile."""
+    try:
+        return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
+    except FileNotFoundError:
+        return math.inf

@@ -1,0 +1,133 @@
+"""What a task does: reads its slices as Arrow record batches. Knows no Spark.
+
+Batches and streams read by the same road. A task opens each store for itself, read-only and without a trace, and
+keeps nothing when it is done. Between plan and task retention may have deleted what is wanted: then the policy of
+`failOnDataLoss` is decided here (spark#stream).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any, Literal
+
+from mqstore.columnar.columns import ColumnReader
+from mqstore.columnar.rows import Piece, Policy
+from mqstore.columnar.tally import TALLIED
+from mqstore.errors import OffsetOutOfRangeError
+from mqstore.jobs.options import SourceOptions
+from mqstore.jobs.plan import LogSlice, QueueSlice, Slice, StoreName, is_wanted, open_sliced
+from mqstore.jobs.telling import of_store
+
+__all__ = ["policy_of", "read_pieces", "read_slices"]
+
+_log = logging.getLogger("mqstore")
+
+
+def policy_of(options: SourceOptions) -> Policy:
+    """How to read, as the options have it; counts what it leaves out."""
+    return Policy(
+        max_rows=options.max_rows_per_batch,
+        max_bytes=options.max_bytes_per_batch,
+        verify=options.verify,
+        on_corrupt=options.on_corrupt,
+    )
+
+
+def read_slices(
+    options: SourceOptions,
+    columns: Sequence[str],
+    body_as: Literal["binary", "string"],
+    slices: Iterable[Slice],
+    *,
+    policy: Policy | None = None,
+) -> Iterator[Any]:
+    """Record batches of the slices, one behind the other. `policy`: that of the options, for who wants to know what it
+    has counted.
+
+    OffsetOutOfRangeError for messages that are gone, with `fail_on_data_loss`; CorruptRecordError and others as
+    `ColumnReader` has it.
+    """
+    told = policy is None
+    policy = policy or policy_of(options)
+    for name, run in groupby(slices, key=lambda piece: piece.store):
+        before = policy.corrupt, policy.removed
+        with _opened(options, columns, body_as, name, policy) as (reader, pieces_of):
+            yield from reader.batches(piece for each in run for piece in pieces_of(each))
+        if told:
+            _tell_left_out(options, policy, name, before)
+
+
+def read_pieces(
+    options: SourceOptions, slices: Iterable[QueueSlice], policy: Policy
+) -> Iterator[tuple[QueueSlice, Piece]]:
+    """The records of each slice, checked and filtered, before columns are made of them: to be counted. Raises as
+    `read_slices`."""
+    for name, run in groupby(slices, key=lambda piece: piece.store):
+        with _opened(options, TALLIED, "binary", name, policy) as (_, pieces_of):
+            for each in run:
+                for piece in pieces_of(each):
+                    yield each, piece
+
+
+@contextmanager
+def _opened(
+    options: SourceOptions,
+    columns: Sequence[str],
+    body_as: Literal["binary", "string"],
+    name: StoreName,
+    policy: Policy,
+) -> Iterator[tuple[ColumnReader, Callable[[Slice], Iterator[Piece]]]]:
+    """A reader of an opened store, and what gives its pieces of a slice."""
+    with of_store(name.path), open_sliced(name) as store:
+        reader = ColumnReader(
+            store,
+            columns,
+            tags=options.tags,
+            where=options.filter,
+            keys=options.keys,
+            decompress=options.decompress,
+            body_as=body_as,
+            policy=policy,
+            store_id=name.id,
+        )
+
+        def pieces_of(each: Slice) -> Iterator[Piece]:
+            if isinstance(each, QueueSlice):
+                pieces = reader.queue_pieces(each.topic, each.queue_id, each.start, each.stop)
+            else:
+                pieces = reader.log_pieces(each.start, each.stop, is_wanted(options))
+            for piece in pieces:
+                _check_loss(options, policy, each)
+                yield piece
+            _check_loss(options, policy, each)
+
+        yield reader, pieces_of
+
+
+def _tell_left_out(options: SourceOptions, policy: Policy, name: StoreName, before: tuple[int, int]) -> None:
+    """Log what a query has fewer rows for, as it was told to: nobody else says so."""
+    corrupt, removed = policy.corrupt - before[0], policy.removed - before[1]
+    if corrupt and options.on_corrupt == "skip":
+        _log.warning("mqstore: %s: %d damaged messages were left out (onCorrupt=skip)", name.id, corrupt)
+    if removed:
+        what = "segments of messages" if options.read_by == "log" else "messages"
+        _log.warning(
+            "mqstore: %s: %d %s that retention has deleted were left out (failOnDataLoss=false)", name.id, removed, what
+        )
+
+
+def _check_loss(options: SourceOptions, policy: Policy, piece: Slice) -> None:
+    if policy.removed and options.fail_on_data_loss:
+        if isinstance(piece, LogSlice):
+            what = f"the messages of {policy.removed} segments"
+        else:
+            what = f"{policy.removed} messages of {piece.topic}, queue {piece.queue_id}"
+        raise OffsetOutOfRangeError(
+            f"{piece.store.id}: {what} were planned to be read, but retention has deleted them meanwhile "
+            "(failOnDataLoss=false reads what is left)",
+            piece.start,
+            piece.stop,
+        )

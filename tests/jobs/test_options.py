@@ -1,0 +1,196 @@
+"""Options: names, values, and what people are told who get them wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mqstore.errors import ConfigError
+from mqstore.jobs.options import ANY, SOURCE_OPTIONS, Key, SourceOptions
+from mqstore.jobs.views import VIEWS
+
+
+def parse(**given: str) -> SourceOptions:
+    return SourceOptions.parse({"path": "/p", **given})
+
+
+def test_names_are_taken_in_any_case() -> None:
+    options = SourceOptions.parse({"PATH": "/p", "SubScribe": "a, b", "READBY": "Queue"})
+    assert (options.paths, options.topics, options.read_by) == (["/p"], ("a", "b"), "queue")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "field", "value"),
+    [
+        ("subscribe", "a", "topics", ("a",)),
+        ("tags", "A || B", "tags", "A || B"),
+        ("assign", '{"a":[0,1]}', "assign", {"a": [0, 1]}),
+        ("startingOffsets", "LATEST", "starting_offsets", {ANY: -1}),
+        (
+            *("startingOffsets", '{"a":{"0":23,"1":-2}}', "starting_offsets"),
+            {ANY: -2, Key("", "a", 0): 23, Key("", "a", 1): -2},
+        ),
+        ("endingOffsets", '{"s":{"a":{"0":5}}}', "ending_offsets", {ANY: -1, Key("s", "a", 0): 5}),
+        ("startingTimestamp", "1700000000000", "starting_timestamp_ms", 1_700_000_000_000),
+        ("startingTimestamp", "-5", "starting_timestamp_ms", -5),
+        ("endingTimestamp", "2023-11-14T22:13:20", "ending_timestamp_ms", 1_700_000_000_000),
+        ("endingTimestamp", "2023-11-15T00:13:20.000001+02:00", "ending_timestamp_ms", 1_700_000_000_001),
+        ("includeProperties", "FALSE", "include_properties", False),
+        ("maxRowsPerBatch", "7", "max_rows_per_batch", 7),
+        ("filter", "a > 3", "filter", "a > 3"),
+        ("keys", "k1,k2", "keys", ("k1", "k2")),
+        ("tags", "*", "tags", "*"),
+    ],
+)
+def test_values_become_what_they_mean(name: str, text: str, field: str, value: Any) -> None:
+    assert getattr(parse(**{name: text}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"colums": "x"}, r"no option 'colums'; did you mean 'columns'\?$"),
+        ({"qwertz": "x"}, r"no option 'qwertz'; there are path, paths, .*, commitGroup$"),
+        ({"readBy": "fast"}, r"option readBy='fast': .*; auto, queue or log"),
+        ({"minPartitions": "0"}, r"option minPartitions='0': .*; a number from 1"),
+        ({"minPartitions": "many"}, r"option minPartitions='many'"),
+        ({"verify": "yes"}, "true or false"),
+        ({"subscribe": " , "}, "option subscribe"),
+        ({"subscribePattern": "("}, "no regular expression"),
+        ({"assign": '{"a": 1}'}, r'JSON \{"topic": \[queue id, ...\]\}'),
+        ({"assign": "a"}, "option assign='a'"),
+        ({"startingOffsets": "{}"}, "option startingOffsets"),
+        ({"startingOffsets": '{"a": 1}'}, "option startingOffsets"),
+        ({"startingOffsets": '{"a": {"x": 1}}'}, "option startingOffsets"),
+        ({"startingOffsets": '{"a": {"0": -3}}'}, "option startingOffsets"),
+        ({"startingOffsets": '{"a": {"b": {"c": {"0": 1}}}}'}, "option startingOffsets"),
+        ({"startingOffsets": '{"a": {"00": 1}}'}, r"option startingOffsets='.*': '00' is no queue id"),
+        ({"startingOffsets": '{"a": {"\\u0663": 1}}'}, "option startingOffsets"),
+        ({"endingOffsets": '{"s": {"a": {"01": 1}}}'}, "option endingOffsets"),
+        ({"assign": '{"a":[0],"a":[1]}'}, r"option assign=.*: 'a' is there twice; JSON"),
+        ({"startingOffsets": '{"a":{"0":1,"0":2}}'}, r"option startingOffsets=.*: '0' is there twice"),
+        ({"assign": "{}"}, r'option assign=.*not that form; JSON \{"topic": \[queue id, ...\]\}'),
+        ({"tags": "a|b"}, r"option tags='a\|b': .*no tag has a single bar; `A \|\| B`, or `\*`"),
+        ({"tags": "a || *"}, r"option tags='a \|\| \*': .*'\*' stands for every tag"),
+        ({"tags": " || "}, r"option tags=' \|\| ': .*no tag between the bars"),
+        ({"startingTimestamp": "yesterday"}, "ISO 8601"),
+        ({"filter": "a >"}, "option filter='a >': "),
+        ({"paths": '["a"]'}, "options 'path' and 'paths' are the same; give one of them"),
+        ({"subscribe": "a", "SUBSCRIBE": "b"}, "'subscribe' and 'SUBSCRIBE' are the same"),
+        ({"topic": "a"}, r"no option 'topic'"),
+        ({"scan": "log"}, r"no option 'scan'"),
+        ({"subscribe": "a", "assign": '{"a":[0]}'}, "subscribe and assign exclude each other"),
+        ({"startingGroup": "g", "startingTimestamp": "1"}, "exclude each other"),
+        ({"commitGroup": "a@b"}, "option commitGroup='a@b': .*a group is 1 to 120 letters"),
+        ({"commitGroup": "CID_RMQ_SYS_TRANS"}, "option commitGroup='CID_RMQ_SYS_TRANS': .*the engine's own"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_name_value_and_remedy(given: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse(**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("paths", "[" * 200_000),
+        ("startingOffsets", '{"a":' * 100_000),
+        ("assign", "[" * 200_000),
+        ("subscribePattern", "(" * 50_000),
+    ],
+)
+def test_what_is_nested_too_deeply_is_refused_like_any_value_that_does_not_fit(name: str, text: str) -> None:
+    """It ended in a RecursionError, below a traceback of its own depth."""
+    given = {name: text} if name == "paths" else {"path": "/p", name: text}
+    with pytest.raises(ConfigError, match=rf"option {name}=.*: it is nested too deeply; ") as caught:
+        SourceOptions.parse(given)
+    assert str(caught.value).endswith(SOURCE_OPTIONS.options[name].accepts)
+
+
+def test_a_long_value_is_shown_by_its_beginning() -> None:
+    with pytest.raises(ConfigError, match=r"option assign='\[0, 0[0, ]*: not that form") as caught:
+        parse(assign="[" + "0, " * 9999 + "0]")
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("name", ["maxRowsPerBatch", "maxBytesPerBatch"])
+def test_a_batch_is_not_larger_than_arrow_can_address(name: str) -> None:
+    """Arrow counts the bytes of a column of a batch in 32 bits, which a larger one overflowed."""
+    parse(**{name: str(1 << 30)})
+    with pytest.raises(ConfigError, match=rf"option {name}='1073741825': out of range; a number from 1 to 1073741824$"):
+        parse(**{name: str((1 << 30) + 1)})
+
+
+_MESSAGES = (
+    ("tags", "A"),
+    ("filter", "n = '1'"),
+    ("keys", "k"),
+    ("startingOffsets", "latest"),
+    ("isolation", "flushed"),
+)
+_BOUNDS = (("endingOffsets", "earliest"), ("startingTimestamp", "1"), ("endingTimestamp", "1"), ("startingGroup", "g"))
+_READING = (("readBy", "log"), ("includeProperties", "false"), ("bodyAs", "string"), ("decompress", "false"))
+_TOPICS = (("subscribe", "a"), ("subscribePattern", "a.*"), ("assign", '{"a":[0]}'), ("includeSystemTopics", "true"))
+
+
+@pytest.mark.parametrize(("name", "value"), [*_MESSAGES, *_BOUNDS, *_READING, ("minPartitions", "8"), *_TOPICS])
+def test_a_small_table_refuses_what_it_does_not_go_by(name: str, value: str) -> None:
+    """It was accepted, and did nothing: the table was of all messages, or of all topics."""
+    parse(**{name: value}).for_batch()
+    for view in VIEWS:
+        given = parse(view=view, **{name: value})
+        if (name, value) in _TOPICS and view in ("queues", "groups", "traffic"):
+            given.for_batch()
+        else:
+            says = rf"option {name} is for messages, and the view {view} has a row for all .* by where\(\)"
+            with pytest.raises(ConfigError, match=says):
+                given.for_batch()
+
+
+def test_what_every_small_table_of_one_session_is_given_is_taken() -> None:
+    """`mqstore spark sql` gives its options to all of them."""
+    for view in VIEWS:
+        given = parse(view=view, interval="5m", onCorrupt="keep", failOnDataLoss="false", verify="false")
+        assert given.for_batch() is given
+
+
+def test_properties_are_not_both_named_and_left_out() -> None:
+    """They were there."""
+    says = "options columns, with properties, and includeProperties=false exclude each other"
+    with pytest.raises(ConfigError, match=says):
+        parse(columns="topic,properties", includeProperties="false")
+    parse(columns="topic", includeProperties="false")
+    parse(columns="topic,properties", includeProperties="true")
+
+
+def test_a_query_says_where_its_stores_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no store: give \.load\(PATH\), .*; to write, \.save\(PATH\)"):
+        SourceOptions.parse({})
+    catalogue = tmp_path / "fleet.json"
+    catalogue.write_text(json.dumps({"a": "/a", "b": "/b"}))
+    assert SourceOptions.parse({"pathsFile": str(catalogue)}).paths == {"a": "/a", "b": "/b"}
+    assert SourceOptions.parse({"paths": '["/a", "/b"]'}).paths == ["/a", "/b"]
+    with pytest.raises(ConfigError, match="cannot be read"):
+        SourceOptions.parse({"pathsFile": str(tmp_path / "none")})
+    for wrong in ("[]", "{}", '"a"', "[1]", "a,b"):
+        with pytest.raises(ConfigError, match="a JSON array of paths"):
+            SourceOptions.parse({"paths": wrong})
+
+
+def test_an_id_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    """JSON lets the last one win: of a fleet's catalogue a store was left out, and nobody knew."""
+    twice = '{"a": "/x", "b": "/y", "a": "/z"}'
+    (tmp_path / "fleet.json").write_text(twice)
+    for given in ({"paths": twice}, {"pathsFile": str(tmp_path / "fleet.json")}):
+        with pytest.raises(ConfigError, match=rf"option {next(iter(given))}=.*: 'a' is there twice"):
+            SourceOptions.parse(given)
+
+
+def test_the_table_and_the_fields_are_one() -> None:
+    assert {option.field for option in SOURCE_OPTIONS.options.values()} == {
+        field.name for field in fields(SourceOptions)
+    }
