@@ -72,7 +72,7 @@ ARROW_TYPES: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: its type in SQL, what it costs, and what it holds."""
+    """A column: its type in SQL, what it costs (`body`: the body as it was sent), and what it holds."""
 
     name: str
     sql: str
@@ -347,7 +347,7 @@ class ColumnReader:
             self.schema = self.schema.set(at, pa.field("body", _STRING))
         self._tags = tags
         self._passes = _passes(where, keys)
-        self._inflates = decompress and not {"body", "value"}.isdisjoint(self.columns)
+        self._inflates = decompress and any(COLUMNS[name].cost == "body" for name in self.columns)
         self._store_id = str(store.path) if store_id is None else store_id
 
     def queue(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Any]:
