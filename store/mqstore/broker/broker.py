@@ -10,6 +10,8 @@ given time to wait.
               +---- delay, timer, retry, revive, transactions (housekeeper: run_once)
 
 One thread, the housekeeper, drives every mechanism. A store with a clock of its own has no thread: call `run_once`.
+
+Long because the whole contract of clients is here: a method checks what it is given and passes it to a mechanism.
 """
 
 from __future__ import annotations
@@ -91,8 +93,6 @@ class BrokerStats:
 
 class Broker(Closing, Sending):
     """Delivery on a store that is open for writing; closing it closes the store.
-
-    Long because the whole contract of clients is here: a method checks what it is given and passes it to a mechanism.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, Broker(mqstore.engine.MessageStore(folder)) as broker:

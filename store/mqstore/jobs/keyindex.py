@@ -9,7 +9,7 @@ never too narrow. Each file vouches for the records between that of its first en
 entries are known to be on disk (a clean end, or the checkpoint's `dispatched`). All else is looked at, since a file may
 be lost (`answered`). Missing or damaged index files, more hits than a scan is worth, or a hit whose record cannot be
 read: no answer, and the queue is scanned. An entry that is damaged in a file that looks whole is not noticed here, but
-by `verify`. Knows no Spark.
+by `verify`.
 """
 
 from __future__ import annotations

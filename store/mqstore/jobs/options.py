@@ -2,7 +2,7 @@
 
 Two tables, one for the source and one for the sink, check the options and document them. Spark hands options over as
 strings under case-insensitive names. A name that is not in the table is refused, with the nearest that is, or all if
-none is near; a value that does not fit is refused with its option, itself and what would fit. Knows no Spark.
+none is near; a value that does not fit is refused with its option, itself and what would fit.
 
 Long because the tables are the documentation, too.
 """

@@ -1,4 +1,4 @@
-"""How much of the waiting messages a batch of a stream may have (spark#pacing). Knows no Spark.
+"""How much of the waiting messages a batch of a stream may have (spark#pacing).
 
 A limit, of messages or of bytes, is shared among queues in proportion to what waits in each. Queues whose share is less
 than their next message get one message each, for up to half of the limit; what rounding leaves over goes to whoever can

@@ -1,4 +1,4 @@
-"""Choice of the messages that a query reads, and their partitions. Knows no Spark.
+"""Choice of the messages that a query reads, and their partitions.
 
     stores      a path, a glob, a store set, many of these with ids
     snapshot    the bounds of every queue, once for a query: what a writer adds meanwhile is not read

@@ -1,4 +1,4 @@
-"""How far a stream has come, and what its next batch is (spark#stream-calls, spark#stream). Knows no Spark.
+"""How far a stream has come, and what its next batch is (spark#stream-calls, spark#stream).
 
     offset      where each queue of each store goes on: what Spark keeps in its checkpoint, and gives back
     snapshot    the bounds of every queue at a moment

@@ -1,4 +1,4 @@
-"""Committing a write: staged shards become messages, all of them or none (spark#commit). Knows no Spark.
+"""Committing a write: staged shards become messages, all of them or none (spark#commit).
 
     target   what counts                    the step by which it counts                         afterwards
     store    the log and its txn record     the record's rename, in `MessageStore.splice`       staging goes

@@ -1,4 +1,4 @@
-"""Bringing the package to executors that lack it. Knows no pyspark: it is given a SparkContext.
+"""Bringing the package to executors that lack it. It is given a SparkContext.
 
 In local mode, and where `mqstore` is installed on every machine, workers have it. Elsewhere it goes there as a zip. Its
 requirements (numpy, pyarrow, crc32c) do not: they are built for a machine.

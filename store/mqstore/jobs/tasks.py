@@ -1,4 +1,4 @@
-"""What a task does: reads its slices as Arrow record batches. Knows no Spark.
+"""What a task does: reads its slices as Arrow record batches.
 
 Batches and streams read by the same road. A task opens each store for itself, read-only and without a trace, and
 keeps nothing when it is done. Between plan and task retention may have deleted what is wanted: then the policy of

@@ -1,4 +1,4 @@
-"""How our code behaves in Spark's Python workers: errors in our words, warnings once, quick tasks. Knows no pyspark.
+"""How our code behaves in Spark's Python workers: errors in our words, warnings once, quick tasks.
 
 Spark hands on the traceback that a worker writes when it fails: the message is its last line, behind frames that tell a
 user nothing. A worker leaves the traceback out where SPARK_HIDE_TRACEBACK is set, and ends once it has written an

@@ -1,4 +1,4 @@
-"""Small tables about stores, so that metadata is SQL too. Computed in the tasks, a store each. Knows no Spark."""
+"""Small tables about stores, so that metadata is SQL too. Computed in the tasks, a store each."""
 
 from __future__ import annotations
 

@@ -47,6 +47,8 @@ placed.
                      at once, behind what was delivered from there
 
 Knows the store, the road and its files; knows nothing of consumers.
+
+Long because placing, delivering, rolling and saving move one progress under one lock; the files have their own.
 """
 
 from __future__ import annotations
@@ -115,10 +117,7 @@ _JAVA_MARGIN_MS: Final = 60_000
 
 
 class TimerService:
-    """The mechanism. `recall`, `waiting` and `pins` may be called from any thread; the last two never wait.
-
-    Long because placing, delivering, rolling and saving move one progress under one lock; the files have their own.
-    """
+    """The mechanism. `recall`, `waiting` and `pins` may be called from any thread; the last two never wait."""
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
         self._parts = parts
