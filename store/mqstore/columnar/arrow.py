@@ -80,7 +80,7 @@ def flat(values: Any) -> tuple[npt.NDArray[np.uint8], _Int32s]:
 
 
 def sizes_of(values: Any) -> _Int64s:
-    """Bytes of each value; of a null none."""
+    """Return the number of bytes of each value; a null has none."""
     sizes = np.diff(flat(values)[1]).astype(np.int64)
     if values.null_count:
         sizes[nulls(values)] = 0
@@ -88,7 +88,7 @@ def sizes_of(values: Any) -> _Int64s:
 
 
 def nulls(values: Any) -> _Bools:
-    """Which values are null."""
+    """Return a mask of the values that are null."""
     found: _Bools = values.is_null().to_numpy(zero_copy_only=False)
     return found
 

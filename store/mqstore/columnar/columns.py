@@ -282,7 +282,7 @@ def _message_id(piece: Piece) -> Any:
 
 
 def _topic(piece: Piece) -> Any:
-    """Of a log scan, and of several queues: as the records have it."""
+    """Return the topics as the records have them, for a scan of the log or of several queues."""
     headers = piece.headers
     at = headers.topic_position
     coded = cut(piece.buffer, at, at + headers.topic_size).dictionary_encode()
@@ -351,7 +351,7 @@ class ColumnReader:
         self._store_id = str(store.path) if store_id is None else store_id
 
     def queue(self, topic: str, queue_id: int, start: int, stop: int) -> Iterator[Any]:
-        """Record batches of queue offsets [start, stop), in order; nothing for a queue that is not there."""
+        """Yield Arrow batches of queue offsets [start, stop), in order. A queue that does not exist has none."""
         return self.batches(self.queue_pieces(topic, queue_id, start, stop))
 
     def log(self, start: int, stop: int, wanted: Callable[[str], bool] = lambda topic: True) -> Iterator[Any]:
@@ -443,7 +443,7 @@ def _or_null(values: npt.NDArray[np.signedinteger[Any]]) -> Any:
 
 
 def _passing(piece: Piece, passes: Callable[[dict[str, str]], bool]) -> npt.NDArray[np.bool_]:
-    """Which records have properties that pass; each distinct set of properties is asked for once."""
+    """Return a mask of the records whose properties pass. Each distinct set of properties is judged once."""
     starts = piece.headers.properties_position
     coded = cut(piece.buffer, starts, starts + piece.headers.properties_size).dictionary_encode()
     verdicts = np.array([passes(decode_properties(blob)) for blob in coded.dictionary.to_pylist()], np.bool_)
@@ -452,7 +452,7 @@ def _passing(piece: Piece, passes: Callable[[dict[str, str]], bool]) -> npt.NDAr
 
 
 def _passes(where: str | None, keys: Sequence[str] | None) -> Callable[[dict[str, str]], bool] | None:
-    """What the properties of a message must fulfil; None: nothing. FilterError."""
+    """Return the condition on the properties of a message, or None without one. Raises FilterError."""
     if where is None and keys is None:
         return None
     matches = sql92.compile(where).matches if where is not None else lambda properties: True
@@ -475,7 +475,7 @@ def table_of(
     tags: str | None,
     on_corrupt: OnCorrupt,
 ) -> Any:
-    """The messages of these queues, one queue behind the other, as a table; see `Store.to_arrow`."""
+    """Return the messages of these queues as a table, one queue after the other. See `Store.to_arrow`."""
     if len(refs) > 1 and (isinstance(start, int) or isinstance(stop, int)):
         raise ConfigError("start and stop as offsets belong to one queue: give queue_id, or times")
     policy = Policy(verify=store.config.verify_reads, on_corrupt=on_corrupt)

@@ -180,8 +180,9 @@ class _Slice:
         return Encoded(memoryview(data.data), total.astype(np.int64), self._counted(topics, queues), self._found)
 
     def _properties(self, topics: _Int32s, queues: _Int64s, groups: Any) -> tuple[list[Any], _Int64s]:
-        """What stands in each row behind the lengths of its properties, in pieces that are to be joined, and how many
-        bytes these take together. Rows that wait are given the topic and queue where they do."""
+        """Return the encoded properties of each row, as columns to be joined, and their total sizes.
+
+        The topic and queue of delayed rows are changed to those in which they wait."""
         entries = self._entries()
         found = {
             props.KEYS: self._keys(),
@@ -244,7 +245,7 @@ class _Slice:
         self._refuse_first(sizes > limit, column, lambda i: f"{sizes[i]} bytes", rule or _large(limit))
 
     def _judged(self, row: int, column: str, judge: Callable[[], Any]) -> Any:
-        """What `judge` returns; if it refuses, say which row that is of."""
+        """Return the result of `judge`. If it refuses, the error names the row."""
         try:
             return judge()
         except MQStoreError as error:
@@ -328,7 +329,7 @@ class _Slice:
         return jump_hash_many(java_hash_many(data, edges[:-1], np.diff(edges)), write)
 
     def _text(self, name: str) -> Any:
-        """A column of text, checked; None if there is none."""
+        """Return a column of text, checked, or None if the frame has no such column."""
         values = self._columns.get(name)
         if values is None or values.null_count == len(values):
             return None
@@ -426,8 +427,9 @@ class _Slice:
         entries: _Entries | None,
         texts: Mapping[str, Any],
     ) -> list[Any]:
-        """Give delayed rows the place and the properties that a put would give them. `topics` and `queues` are changed;
-        the properties become the first of the parts."""
+        """Give delayed rows the place and the properties that a put would give them.
+
+        Changes `topics` and `queues`, and inserts the properties in front of the other parts."""
         names, rules = list(self._found), self._rules
         numbers = {name: number for number, name in enumerate(names)}
         # Where a record with these properties goes now: as `Road.route` has it (delivery#level-put).
@@ -573,7 +575,7 @@ class _Entries:
         return {name: value for name, value in self._column[row].as_py() or () if value is not None}
 
     def repeated(self) -> _Bools:
-        """Which rows have a name more than once."""
+        """Return a mask of the rows that have a name more than once."""
         names = self.names.dictionary_encode().indices.to_numpy().astype(np.int64)
         _, first = np.unique(self.rows * max(1, len(names)) + names, return_index=True)
         return np.bincount(np.delete(self.rows, first), minlength=len(self._column)) > 0
@@ -602,7 +604,7 @@ def _from_kafka(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _origin(data: memoryview, headers: Headers) -> Callable[[int], str]:
-    """What an error says of a record: where it comes from."""
+    """Return a function that says, for an error message, where the record of a row comes from."""
 
     def said(row: int) -> str:
         at = int(headers.topic_position[row])

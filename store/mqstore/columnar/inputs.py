@@ -19,7 +19,7 @@ __all__ = ["INPUTS", "KAFKA", "Input", "as_markdown", "check_columns", "is_kafka
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One column. `types`: as SQL calls them; `absent`: what a row has where it is null, or missing."""
+    """One column of a frame. `types` are its SQL types, `absent` is the value where it is null or missing."""
 
     name: str
     types: tuple[str, ...]

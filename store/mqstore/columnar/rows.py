@@ -61,7 +61,7 @@ _ENOUGH_ROWS = 4096
 
 @dataclass(slots=True)
 class Policy:
-    """What a read does, whatever its columns. Counts what it left out."""
+    """Options of a read apart from its columns, and counts of the messages that it left out."""
 
     max_rows: int = 20_000
     max_bytes: int = 8 << 20
@@ -117,7 +117,7 @@ class Piece:
 
     @property
     def records(self) -> bool:
-        """Whether the records were looked at, and are sound."""
+        """True if the records were examined and are sound."""
         return self.positions is not None
 
     @cached_property
@@ -167,7 +167,7 @@ class Piece:
         return self if passes.all() else self.take(passes)
 
     def damaged(self, findings: Sequence[Finding], policy: Policy) -> Iterator[Piece]:
-        """Report one finding a row; the rows without their records, if they are kept."""
+        """Report one finding for each row. Yield the rows without their records if damaged rows are kept."""
         for finding in findings:
             policy.damage(finding)
         if policy.on_corrupt == "keep":
@@ -419,8 +419,9 @@ class QueueScan:
                 yield from part.damaged(findings, self.policy)
 
     def _are_ordinary(self, queue: ConsumeQueue, piece: Piece) -> bool:
-        """Whether all records are sound and nothing rare, by compiled parts: one pass, in which is kept what is wanted.
-        Of all else, `_checked` finds out what it is."""
+        """Return True if all records are sound and ordinary, by one compiled pass that also keeps the wanted columns.
+
+        All other records are examined by `_checked`."""
         verifies = self.policy.verify
         assert piece.positions is not None
         if verifies and self.store.checksum != "crc32c-record":
@@ -494,7 +495,7 @@ def _events(store: StoreReader, base: int, low: int, high: int, policy: Policy) 
 
 
 def _listed(found: Good, is_wanted: Callable[[bytes], bool]) -> _Bools:
-    """Which records dispatch gives a unit, of the topics that are wanted."""
+    """Return a mask of the records of wanted topics for which dispatch writes a unit."""
     headers = found.headers
     transaction = headers.sys_flag & TRANSACTION_MASK
     chosen: _Bools = (transaction == 0) | (transaction == TRANSACTION_COMMIT)

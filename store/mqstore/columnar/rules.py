@@ -27,7 +27,7 @@ class TopicRule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the target's store takes."""
+    """Rules for records of the target store."""
 
     topics: Mapping[str, TopicRule] = field(default_factory=dict)
     new_queues: int = 8
@@ -40,7 +40,7 @@ class Rules:
     profile: Profile = "mqstore"
 
     def topic(self, name: str) -> TopicRule:
-        """What holds for a topic. InvalidMessageError, NotPermittedError for one that rows may not go to."""
+        """Return the rule of a topic. Raises InvalidMessageError or NotPermittedError if rows may not be sent to it."""
         known = self.topics.get(name)
         if known is None:
             check_user_topic(name)

@@ -59,14 +59,14 @@ def _middle_of(bin_: int) -> int:
 
 @dataclass(slots=True)
 class Bins:
-    """How often values from 0 up occurred."""
+    """Histogram of values from 0 up."""
 
     counts: Counter[int] = field(default_factory=Counter)
     """Number of values in each bin."""
     largest: int = 0
 
     def add(self, values: _Int64s) -> None:
-        """Count these values; negative ones count as 0."""
+        """Count these values. Negative values count as 0."""
         if len(values):
             bins, counts = np.unique(_bins_of(values), return_counts=True)
             self.counts.update(dict(zip(bins.tolist(), counts.tolist(), strict=True)))
@@ -78,7 +78,7 @@ class Bins:
         self.largest = max(self.largest, other.largest)
 
     def percentile(self, percent: float) -> int | None:
-        """Return the value that so many percent of the values do not exceed; None without values."""
+        """Return the value that `percent` percent of the values do not exceed, or None without values."""
         rank = max(1, -(-self.counts.total() * percent // 100))
         seen = 0
         for bin_, count in sorted(self.counts.items()):

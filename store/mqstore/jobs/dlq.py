@@ -77,7 +77,7 @@ class Resent(Shaped):
 
 @dataclass(frozen=True, slots=True)
 class ResendReport(Shaped):
-    """What `dlq_resend` did, or with `dry_run` would do."""
+    """Result of `dlq_resend`; with `dry_run` nothing was done."""
 
     dry_run: bool
     count: int

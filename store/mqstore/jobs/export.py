@@ -68,7 +68,7 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ExportResult(Shaped):
-    """What a run of an export has done."""
+    """Result of one run of an export."""
 
     path: str
     folder: str | None
@@ -170,7 +170,7 @@ def read_manifest(dest: str | os.PathLike[str]) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """An export with its arguments checked; goes to the tasks as it is."""
+    """An export with checked arguments. It is sent to the tasks as it is."""
 
     selection: Selection
     dest: str
@@ -207,8 +207,10 @@ class _Job:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What all runs into one folder have in common: else a run would leave out what it is recorded to have read, or
-        files would not fit together. Topics may differ: each queue has its own end."""
+        """Options that must be equal for all runs into one folder.
+
+        With other ones a run would leave out messages that are recorded as exported, or files would have different
+        columns. Topics may differ, since each queue has an end of its own."""
         options = self.selection.options
         return {
             "columns": sorted(self.columns),
@@ -228,14 +230,15 @@ class _Job:
                 raise ConfigError(f"{self.dest} was exported with {name}={there!r}, not {value!r}: give another folder")
 
     def tasks(self, before: dict[str, Any], slots: int = 1) -> list[list[QueueSlice]]:
-        """What no run has exported yet. ConfigError, as `check`."""
+        """Return tasks for the messages that no run has exported. Raises ConfigError as `check`."""
         self.check(before)
         return self.selection.queue_tasks(after=flat_offsets(before["ends"]), slots=slots)
 
     def passed_over(self, before: dict[str, Any]) -> list[list[QueueSlice]]:
-        """What no run has exported and this one leaves out, since it lies before its start bound. It is noted as if it
-        had been read, in every queue: else a later run without the bound would export the old messages of those queues
-        alone that had nothing new this time."""
+        """Return the messages before the start bound that no run has exported.
+
+        They are recorded as exported in every queue. Otherwise a later run without the bound would export old messages
+        of only those queues that had nothing new this time."""
         start_ms = self.selection.options.starting_timestamp_ms
         if start_ms is None:
             return []
@@ -305,7 +308,7 @@ def _write(job: _Job, task: tuple[int, list[QueueSlice]]) -> _Written:
 
 
 def _by_day(batch: Any) -> Iterator[tuple[str, Any]]:
-    """The batch by UTC days of storing; mostly it is of one."""
+    """Split the batch by UTC day of storing. Most batches have one day."""
     days = batch.column("store_timestamp").cast(pa.timestamp("us")).cast(pa.date32())
     coded = days.dictionary_encode(null_encoding="encode")
     for number, day in enumerate(coded.dictionary.to_pylist()):
@@ -314,7 +317,7 @@ def _by_day(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _folder(partition_by: Sequence[str], piece: QueueSlice, day: str) -> str:
-    """As Hive has it: name=value, what a path cannot hold as %XX."""
+    """Return `name=value` as Hive writes folders. Characters that a path cannot have become %XX."""
     values = {"store": piece.store.id, "topic": piece.topic, "queue_id": str(piece.queue_id), "date": day}
     return "/".join(f"{name}={quote(values[name], safe=' ', errors='surrogateescape')}" for name in partition_by)
 

@@ -31,7 +31,7 @@ _ALWAYS = 1 << 62
 
 
 class KeyIndex:
-    """What the index of an opened store says of some keys."""
+    """Places of some keys in an opened store, by its index."""
 
     def __init__(self, store: StoreReader, keys: Sequence[str]) -> None:
         self._store = store
@@ -65,8 +65,9 @@ class KeyIndex:
     def narrowed(
         self, ref: QueueRef, start: int, stop: int, vouched: Sequence[tuple[int, int]]
     ) -> Iterator[tuple[int, int]]:
-        """The parts of [start, stop) of a queue that have to be read, ascending; `vouched` are the slots [low, high) of
-        the ranges that are `answered`."""
+        """Yield the parts of [start, stop) of a queue that have to be read, ascending.
+
+        `vouched` has the queue offsets [low, high) of the ranges that the index answers for (`answered`)."""
         inside = [(max(start, low), min(stop, high)) for low, high in vouched]
         inside = [(low, high) for low, high in inside if low < high]
         hits = self._hits(ref.topic) if inside else None
@@ -86,7 +87,7 @@ class KeyIndex:
             yield from parts
 
     def _look_up(self, topic: str) -> dict[QueueRef, list[int]] | None:
-        """Queue offsets of the hits by queue, ascending; None: nobody knows."""
+        """Return the ascending queue offsets of the hits by queue, or None if the index cannot say."""
         store = self._store
         places: set[int] = set()
         for key in self._keys:
@@ -106,7 +107,7 @@ class KeyIndex:
 
 
 def _joined(parts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Ascending parts without the empty ones; near ones as one."""
+    """Drop empty parts, and join parts that lie close together. The parts are ascending."""
     begin = end = -1
     for start, stop in parts:
         if start >= stop:

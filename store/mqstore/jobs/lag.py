@@ -71,7 +71,7 @@ class Unlisted(Shaped):
 
 @dataclass(frozen=True, slots=True)
 class LagReport(Shaped):
-    """What `lag_report` found."""
+    """Result of `lag_report`."""
 
     taken_ms: int
     """The earliest clock of a task; what was counted is from then on."""

@@ -56,7 +56,7 @@ LATEST: Final = -1
 
 
 class Key(NamedTuple):
-    """A queue; of a log, topic "" and queue -1."""
+    """A queue, or a whole log: topic "" and queue -1."""
 
     store: str
     topic: str = ""
@@ -187,7 +187,7 @@ class OptionTable:
         return values
 
     def nearest(self, name: str) -> str:
-        """Return `; did you mean 'columns'?`, or nothing."""
+        """Return the end of a message such as `did you mean 'columns'?`, or an empty string."""
         found = difflib.get_close_matches(name.lower(), self._by_name, 1, 0.6)
         return f"; did you mean {self._by_name[found[0]].name!r}?" if found else ""
 

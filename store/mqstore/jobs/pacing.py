@@ -29,7 +29,7 @@ _CHUNK_UNITS = 8192
 
 
 class Limit(NamedTuple):
-    """How much a batch may have."""
+    """Limit of one batch of a stream."""
 
     most: int
     unit: Literal["messages", "bytes"]

@@ -224,7 +224,7 @@ def is_wanted(options: SourceOptions) -> Callable[[str], bool]:
 
 
 def names_queue(options: SourceOptions) -> Callable[[str, int], bool]:
-    """Return a function that says whether the options name a queue, by its topic and id; and any log (topic "")."""
+    """Return a function of topic and queue id that is true for queues that the options name, and for any log."""
     wanted, assign = is_wanted(options), options.assign
     return lambda topic, queue_id: not topic or (wanted(topic) and (assign is None or queue_id in assign[topic]))
 

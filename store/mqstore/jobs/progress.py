@@ -123,10 +123,10 @@ class Snapshot:
 
 
 def look(options: SourceOptions, *, first: bool = False) -> Snapshot:
-    """Return the stores as they are now, each opened and closed again; with `first` also where a new stream begins.
+    """Return the stores as they are now, and with `first` also where a new stream begins.
 
-    ConfigError. With `first` as `plan`: NotAStoreError, TopicNotFoundError, OffsetOutOfRangeError. Later it is for
-    `advance` to judge what is absent.
+    Each store is opened and closed again. Raises ConfigError, and with `first` NotAStoreError, TopicNotFoundError and
+    OffsetOutOfRangeError as `plan` does. Without `first`, `advance` judges what is missing.
     """
     names = stores_of(options)
     names_it = names_queue(options)
@@ -182,8 +182,9 @@ def _gone(losses: Losses, key: Key, wanted: int, stores: Mapping[str, StoreName]
 def advance(
     options: SourceOptions, start: Mapping[Key, int], now: Snapshot, target: Mapping[Key, int] | None = None
 ) -> tuple[Offsets, Offsets]:
-    """Return where each queue goes on, and how far it could go; the table of the module. `target`: not beyond these,
-    and no queue that is not among them. Raises for lost messages."""
+    """Return where each queue goes on and how far it could go, by the table of the module.
+
+    `target` limits the ends, and the queues to those in it. Raises for lost messages."""
     names_it = names_queue(options)
     losses = Losses(options)
     begin: Offsets = {}
@@ -219,7 +220,7 @@ class StreamProgress:
         self._published: dict[str, dict[tuple[str, int], int]] = {}
 
     def initial(self) -> dict[str, Any]:
-        """Return where a new stream begins; the same however often it is asked for in a run. Raises as `look`."""
+        """Return where a new stream begins. All calls of a run return the same. Raises as `look`."""
         if self._initial is None:
             self._seen = look(self._options, first=True)
             self._initial = dict(self._seen.starts)
@@ -242,11 +243,11 @@ class StreamProgress:
         self._target = self._seen.ends
 
     def latest(self, start: dict[str, Any] | None, limit: Limit | None = None) -> dict[str, Any]:
-        """Return the offset that the next batch ends at; `start` itself if there is nothing new. With None the batch
-        begins at the offset of the last call (Spark 4.1).
+        """Return the offset at which the next batch ends, or `start` itself if there is nothing new.
 
-        Spark asks when the batch that ended at `start` is done, so `start` is committed, as by `commit`. Raises for
-        lost messages, as the module says; ConfigError for a `start` of another kind of stream.
+        With None the batch begins at the offset of the last call (Spark 4.1). Spark calls this when the batch that
+        ended at `start` is done, so `start` is committed, as by `commit`. Raises for lost messages, as the module says,
+        and ConfigError for a `start` of another kind of stream.
         """
         begin = self._last if start is None else self._decode(start)
         if start is not None:
@@ -264,12 +265,14 @@ class StreamProgress:
         return self._encode(end)
 
     def reported(self) -> dict[str, Any] | None:
-        """Return the end of what there is, for the progress report of a query; as of the last call that looked."""
+        """Return the end of the stores at the last look, for the progress report of a query."""
         return None if self._seen is None else self._encode({**self._last, **self._seen.ends})
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[list[Slice]]:
-        """Return the messages from `start` to `end`, cut as a batch's are; [] if there are none. Raises as `latest`:
-        retention goes on, and Spark may ask for a batch that it logged before it was stopped."""
+        """Return slices of the messages from `start` to `end`, [] if there are none.
+
+        Raises as `latest`: retention may have removed messages, since Spark may ask for a batch that it logged before
+        it was stopped."""
         begin, to = self._decode(start), self._decode(end)
         self._last = to
         self._pin = False  # the first batch is in the checkpoint

@@ -61,7 +61,7 @@ _LOCK_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What is to be committed: who, and the shards that count, in the order in which they are to lie in the log."""
+    """A commit to be made: writer, version, and the shards that count, in the order that they get in the log."""
 
     app: str
     version: int
@@ -85,8 +85,9 @@ class Commit:
 
 
 def plan_target(options: SinkOptions) -> Rules:
-    """Look at the target, without a lock and without a trace. ConfigError where it is not what `target` says;
-    NotAStoreError and others as of opening a store."""
+    """Return the rules of the target. Takes no lock and leaves no trace.
+
+    Raises ConfigError if the target is not what `target` says, NotAStoreError and others as opening a store does."""
     root = Path(options.path)
     is_set, is_store = (root / SET_FILE).exists(), (root / MANIFEST).exists() or (root / "commitlog").exists()
     if (is_set or is_store) and is_set != (options.target == "set"):
@@ -198,8 +199,9 @@ def commit(options: SinkOptions, wanted: Commit, *, fs: FileSystem = REAL, clock
 
 
 def abort(options: SinkOptions, app: str, version: int, *, fs: FileSystem = REAL) -> None:
-    """Delete what (app, version) has staged; what it has published stays. A file that cannot be deleted is only logged,
-    since the user is told the error that led here."""
+    """Delete the staged files of (app, version). Published messages stay.
+
+    A file that cannot be deleted is only logged, since the user gets the error that led here."""
     root = Path(options.path)
     with _left_to_clean(root):
         fs.remove_tree(transaction_folder(root, app, version))
@@ -275,8 +277,9 @@ def _into_store(root: Path, options: SinkOptions, wanted: Commit, fs: FileSystem
 
 
 def _already(root: Path, wanted: Commit, last: int) -> int | None:
-    """For a version that is in, as when a job or a batch is done again; the warning is for other rows under a name that
-    was used. ConfigError for a query that has gone back."""
+    """Pass over a version that was published before, as when a job or a batch is run again.
+
+    Warns, since the rows may be other ones under the same name. Raises ConfigError for a query that went back."""
     if wanted.query and last > wanted.version:
         raise ConfigError(
             f"{root} has batch {last} of query {wanted.app!r}, which is at batch {wanted.version} again: its "
@@ -482,7 +485,7 @@ def _waiting_in(folder: Path, app: str, fs: FileSystem) -> frozenset[int]:
 
 
 def _is_users(topic: str) -> bool:
-    """Whether a bundle may ask for the topic: those of the engine and of groups are the owner's to enter."""
+    """Return True if a bundle may create the topic. Topics of the engine and of groups only the owner creates."""
     return not (is_system_topic(topic) or is_retry_topic(topic) or is_dlq_topic(topic))
 
 

@@ -22,7 +22,7 @@ __all__ = ["Recovered", "recover"]
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What was done to a store, or would be."""
+    """Result of recovering one store, or of a dry run."""
 
     store: str
     path: str

@@ -54,7 +54,7 @@ class Shaped:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which messages of which stores. Made by `select`; paths are absolute, for tasks run elsewhere."""
+    """A choice of stores and messages, made by `select`. Paths are absolute, because tasks run elsewhere."""
 
     options: SourceOptions
     given: Mapping[str, str] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Selection:
         return found
 
     def with_options(self, **values: Any) -> Selection:
-        """Return the selection with other fields of `SourceOptions`; `given` stays as it was."""
+        """Return the selection with other fields of `SourceOptions`. `given` is not changed."""
         return replace(self, options=replace(self.options, **values))
 
     def queue_tasks(

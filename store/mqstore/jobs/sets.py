@@ -25,7 +25,9 @@ MEMBERS: Final = "shards"
 
 
 def read_set(root: Path) -> dict[str, Any] | None:
-    """Return the manifest of the set in `root`, members of newer programs included; None if there never was one.
+    """Return the manifest of the set in `root`, or None if there never was one.
+
+    Members that only newer programs know are included.
 
     ConfigError for a manifest that is damaged, or was lost: taken for an empty one, its stores would be lost, too.
     StoreIOError for no permission.
@@ -50,8 +52,10 @@ def read_set(root: Path) -> dict[str, Any] | None:
 
 
 def _check(value: Mapping[str, Any]) -> None:
-    """ValueError for another shape; ConfigError for that of a newer program. Strict, since of what passes folders are
-    read, and deleted by an overwrite, and a version that is not seen has its rows written twice."""
+    """Check the shape of a manifest. Raises ValueError, and ConfigError for the shape of a newer program.
+
+    The check is strict: folders that it names are read, and deleted by an overwrite, and rows of a version that it does
+    not name are written a second time."""
     version, stores, recorded = value.get("version"), value.get("stores"), value.get(RECORDED, {})
     if type(version) is int and version > 1:
         raise ConfigError(f"{SET_FILE} is of version {version}; this mqstore knows 1: upgrade it")

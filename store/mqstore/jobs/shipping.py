@@ -39,7 +39,7 @@ def ship(context: Any) -> bool:
 
 
 def pack(archive: str) -> str:
-    """Write the library's modules, not the command's, into a zip that Python imports from; its path."""
+    """Write the modules of the library, without the command, into a zip for imports. Return its path."""
     root = Path(__file__).parents[2]
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
         for path in sorted([*(root / "mqstore").rglob("*.py"), root / "pyspark_mqstore.py"]):

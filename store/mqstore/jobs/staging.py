@@ -66,7 +66,7 @@ def make_folders(path: Path, fs: FileSystem = REAL) -> None:
 
 
 class ShardWriter:
-    """Writes one shard. `abandon` before `finish` takes it away; what a kill leaves `clean` finds."""
+    """Writer of one shard. `abandon` before `finish` deletes it. `clean` deletes what a killed process left."""
 
     def __init__(self, transaction: Path, partition: int, attempt: int, fs: FileSystem) -> None:
         self.folder = transaction / f"{partition}-{attempt}-{secrets.token_hex(6)}"
@@ -136,8 +136,9 @@ def write_shards(
     max_rows: int | None = None,
     fs: FileSystem = REAL,
 ) -> Iterator[ShardInfo]:
-    """Stage what a task encoded: one shard, or several of `max_rows` rows at most, in the order of the rows; none if
-    there are no rows. A shard that is begun and not finished is taken away again if this raises."""
+    """Stage the encoded rows of a task, in their order. Without rows there is no shard.
+
+    `max_rows` limits the rows of a shard, so there may be several. If this raises, the unfinished shard is deleted."""
     with ExitStack() as begun:
         writer: ShardWriter | None = None
         for piece in pieces:
@@ -178,7 +179,7 @@ def clean(
 
 
 def folders(path: Path, fs: FileSystem = REAL) -> list[Path]:
-    """Return the folders in `path`, sorted, without links to folders; none if it is not there."""
+    """Return the folders in `path`, sorted and without links, or [] if `path` does not exist."""
     try:
         found = [path / name for name in fs.scandir_directories(path)]
     except FileNotFoundError:
@@ -187,7 +188,7 @@ def folders(path: Path, fs: FileSystem = REAL) -> list[Path]:
 
 
 def _changed_s(path: Path) -> float:
-    """When anything in a folder was changed last; now, if something goes meanwhile."""
+    """Return the time of the last change in a folder, or the present time if a file vanishes meanwhile."""
     try:
         return max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
     except FileNotFoundError:

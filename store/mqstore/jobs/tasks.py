@@ -27,7 +27,7 @@ _log = logging.getLogger("mqstore")
 
 
 def policy_of(options: SourceOptions) -> Policy:
-    """How to read, as the options have it; counts what it leaves out."""
+    """Return the policy of reading that the options ask for."""
     return Policy(
         max_rows=options.max_rows_per_batch,
         max_bytes=options.max_bytes_per_batch,

@@ -50,7 +50,7 @@ class plain_errors(ContextDecorator):  # noqa: N801  (used like a function)
 
 
 def _in_a_worker() -> bool:
-    """Whether this is a process that Spark started, and not the user's."""
+    """Return True in a process that Spark started."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return spec is not None and spec.name.startswith("pyspark.")
 
@@ -90,7 +90,7 @@ def of_store(path: str) -> Iterator[None]:
 
 
 def warn_once(text: str) -> None:
-    """Log a warning, to where the workers' messages go; the same one not twice in a process."""
+    """Log a warning, the same text only once in a process."""
     if text not in _told:
         _told.add(text)
         _log.warning(text)

@@ -73,7 +73,7 @@ class Hop(Shaped):
 
 @dataclass(frozen=True, slots=True)
 class Trace(Shaped):
-    """What `trace` found."""
+    """Result of `trace`."""
 
     key: str
     hops: tuple[Hop, ...]

@@ -37,7 +37,7 @@ Group = tuple[str | None, str | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class TrafficRow(Shaped):
-    """Messages of a group together. Percentiles are off by 3 % at most; all else is exact."""
+    """Figures of messages that are counted together. Percentiles are exact to 3 %, all others are exact."""
 
     store: str | None
     topic: str | None
@@ -65,7 +65,7 @@ class TrafficRow(Shaped):
 
 @dataclass(frozen=True, slots=True)
 class TrafficPoint(Shaped):
-    """Messages of a group in one interval; intervals without messages are left out."""
+    """Figures of messages of one interval that are counted together. Intervals without messages are left out."""
 
     store: str | None
     topic: str | None
@@ -77,7 +77,7 @@ class TrafficPoint(Shaped):
 
 @dataclass(frozen=True, slots=True)
 class TrafficReport(Shaped):
-    """What `traffic_report` found."""
+    """Result of `traffic_report`."""
 
     interval_ms: int
     by: tuple[str, ...]
@@ -139,7 +139,7 @@ def traffic_report(
 
 
 def _tasks(selection: Selection, slots: int = 1) -> list[list[QueueSlice]]:
-    """Slices of queues; of retry topics as well, if no topics are named."""
+    """Return slices of queues. Without named topics those of retry topics are included."""
     options = selection.options
     if options.read_by == "log":
         raise ConfigError("option readBy=log: traffic is counted by queues: use readBy=queue")
@@ -155,7 +155,7 @@ def _counts(topic: str) -> bool:
 
 
 def _reading(selection: Selection) -> SourceOptions:
-    """How to read: bodies are not looked at, so their checksums are not compared unless that is asked for."""
+    """Return the options of reading. Bodies are not needed, so checksums are compared only on request."""
     # A damaged record has no size and no time, so there is nothing of it to keep.
     on_corrupt: OnCorrupt = "fail" if selection.options.on_corrupt == "fail" else "skip"
     asked = "verify" in {name.lower() for name in selection.given}

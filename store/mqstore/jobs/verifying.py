@@ -53,7 +53,7 @@ class VerifyFinding(Shaped):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedStore(Shaped):
-    """What was looked at of a store, and how much was found."""
+    """Counts of what was checked and found in one store."""
 
     store: str
     path: str
@@ -78,7 +78,7 @@ class VerifiedStore(Shaped):
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport(Shaped):
-    """What `verify` found."""
+    """Result of `verify`."""
 
     ok: bool
     """Every store could be read, and nothing was found."""

@@ -29,7 +29,9 @@ _ALWAYS: Final = "queue_offset"
 
 
 def columns_of(query: str, *, keep: bool = False) -> tuple[str, ...] | None:
-    """Return the columns of `messages` that a query can mean; None for all. It may be more than it uses, never fewer.
+    """Return the columns of `messages` that a query can mean, or None for all.
+
+    There may be more than the query uses, never fewer.
 
     >>> columns_of("select topic, count(*) from messages where Tags = 'a' group by topic")
     ('topic', 'tags')

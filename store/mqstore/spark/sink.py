@@ -43,7 +43,7 @@ BATCH_PROPERTY: Final = "streaming.sql.batchId"
 
 @dataclass
 class Staged(WriterCommitMessage):
-    """What a task tells the commit."""
+    """Message from a task to the commit."""
 
     app: str
     version: int

@@ -155,7 +155,7 @@ def _kinds(options: SourceOptions) -> dict[str, DataType]:
 
 
 def _check_schema(options: SourceOptions, schema: StructType) -> Any:
-    """Check that rows can have this schema, which may be the user's; return how bodies are read. ConfigError."""
+    """Check that rows can have this schema, and return how bodies are read. Raises ConfigError."""
     known = _kinds(options)
     if not schema.fields:
         raise ConfigError("schema: it has no column, and what has no column has no rows; queue_offset costs least")

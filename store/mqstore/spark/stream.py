@@ -86,7 +86,7 @@ class RefusedStream(DataSourceStreamReader):
 
 
 def _limit_of(limit: Any) -> Limit | None:
-    """What Spark says, which may be less than the options say: a trigger may want all."""
+    """Return the limit that Spark asks for, or None. A trigger may ask for all in spite of the options."""
     if hasattr(limit, "max_rows"):
         return Limit(limit.max_rows, "messages")
     return Limit(limit.max_bytes, "bytes") if hasattr(limit, "max_bytes") else None
@@ -95,7 +95,7 @@ def _limit_of(limit: Any) -> Limit | None:
 if limits is not None:
 
     class LimitedStreamReader(MQStoreStreamReader, limits.SupportsTriggerAvailableNow):
-        """The same with limits, and with a trigger that ends."""
+        """Stream reader with limits, and with triggers that end."""
 
         def getDefaultReadLimit(self) -> Any:
             if self._options.max_offsets_per_trigger is not None:
