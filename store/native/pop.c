@@ -408,7 +408,7 @@ static int settle(Desk *self, Lending *state, const Claim *claims, int count)
     if (result > 0 && (!number_of(state->written, &written) || written != state->committed)) {
         PyObject *committed = PyLong_FromLongLong(state->committed);
         PyObject *key = Py_NewRef(state->key);
-        PyObject *asked[] = {PyTuple_GET_ITEM(key, 1), PyTuple_GET_ITEM(key, 0), PyTuple_GET_ITEM(key, 2), committed};
+        PyObject *asked[] = {PyTuple_GET_ITEM(key, 0), PyTuple_GET_ITEM(key, 1), PyTuple_GET_ITEM(key, 2), committed};
         PyObject *told = committed ? PyObject_Vectorcall(self->commit, asked, 4, NULL) : NULL;
         Py_DECREF(key);
         if (told)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mqstore.broker.pop.state import Standing
 
 if TYPE_CHECKING:
+    from mqstore.broker.names import QueueKey
     from mqstore.broker.offsets import OffsetTable
     from mqstore.log.reader import StoreReader
 
@@ -39,25 +40,19 @@ class Lag(NamedTuple):
 
 
 def measure(
-    store: StoreReader,
-    offsets: OffsetTable,
-    group: str,
-    topic: str,
-    queue_id: int,
-    committed: int,
-    popped: Standing | None,
+    store: StoreReader, offsets: OffsetTable, key: QueueKey, committed: int, popped: Standing | None
 ) -> Lag | None:
     """The lag of a group that goes on at `committed`; `popped`: where it stands by what it popped, if it did. None for
     a queue that is not there yet."""
-    bounds = store.offsets_or_none(topic, queue_id)
+    bounds = store.offsets_or_none(key.topic, key.queue_id)
     if bounds is None:
         return None
-    low, high = max(bounds[0], offsets.start_of(topic, queue_id)), bounds[1]
+    low, high = max(bounds[0], offsets.start_of(key.topic, key.queue_id)), bounds[1]
     # One that has nothing popped, and is committed elsewhere than its pops ended, reads by now.
     if popped is not None and (popped.in_flight or popped.again or popped.first == committed):
         first, ready, behind = (max(low, offset) for offset in (popped.first, popped.ready_from, popped.next))
         return Lag(Standing(first, ready, behind, popped.in_flight, popped.again), max(behind, high))
     # Who reads has in flight what was read and is not committed.
     first = min(high, max(low, committed))
-    pulled = min(high, max(first, offsets.query_pull(group, topic, queue_id) or 0))
+    pulled = min(high, max(first, offsets.query_pull(key) or 0))
     return Lag(Standing(first, pulled, pulled, pulled - first, 0), high)
