@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from bench.harness import Load, Side, Work, needs_modules
-from mqstore.spark import java
+from mqstore.spark.sessions import find_java
 
 if TYPE_CHECKING:
     import redis
@@ -119,7 +119,7 @@ def _jars() -> Path | None:
 
 
 def _java_missing() -> str | None:
-    home = java.find()
+    home = find_java()
     if home is None or not (home / "bin" / "javac").exists():
         return "no JDK 11 or later found (JAVA_HOME, PATH)"
     jars = _jars()
@@ -130,7 +130,7 @@ def _java_missing() -> str | None:
 
 @contextmanager
 def java_put(directory: Path, load: Load) -> Iterator[Work]:
-    home, jars = java.find(), _jars()
+    home, jars = find_java(), _jars()
     assert home is not None
     assert jars is not None
     pool = directory / "bodies"

@@ -303,7 +303,7 @@ class Elsewhere(Awaited):
         self.done(error)
 
 
-class Ended(Awaited):
+class Ended(Elsewhere):
     """Something that has ended before anybody can wait for it."""
 
     def start(self, done: Callable[[BaseException | None], object]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.spark import java
+from mqstore.spark.sessions import NO_JAVA, find_java
 from tests.interop.javaengine import JavaEngine, Jvm
 
 _HERE = Path(__file__).parent
@@ -21,8 +21,8 @@ def jvm(tmp_path_factory: pytest.TempPathFactory) -> Jvm:
     jars = os.environ.get("MQSTORE_ROCKETMQ")
     if jars is None:
         pytest.skip("MQSTORE_ROCKETMQ names no folder with RocketMQ's jars: `make interop` fetches them")
-    home = java.find()
-    assert home is not None, java.MISSING
+    home = find_java()
+    assert home is not None, NO_JAVA
     classes = tmp_path_factory.mktemp("classes")
     class_path = f"{Path(jars).resolve()}/*"
     javac = str(Path(home) / "bin" / "javac")

@@ -190,16 +190,15 @@ def test_the_package_imports_from_the_archive_that_executors_get(tmp_path: Path)
 
 
 def test_without_pyspark_a_session_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mqstore.spark import java
-    from mqstore.spark.sessions import SparkMissingError, session
+    from mqstore.spark import sessions
 
     monkeypatch.setitem(sys.modules, "pyspark.sql", None)  # type: ignore[arg-type]
-    monkeypatch.setattr(java, "find", lambda: None)
+    monkeypatch.setattr(sessions, "find_java", lambda: None)
 
-    with pytest.raises(SparkMissingError) as caught:
-        session()
+    with pytest.raises(sessions.SparkMissingError) as caught:
+        sessions.session()
     assert "pip install 'mqstore[spark]'" in str(caught.value)
-    assert java.MISSING in str(caught.value)
+    assert sessions.NO_JAVA in str(caught.value)
 
 
 def test_a_store_that_is_not_there_is_told(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from mqstore.spark import java
+from mqstore.spark.sessions import NO_JAVA, find_java
 
 BRIEF = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """Options for a Java that does not live long."""
@@ -85,9 +85,9 @@ def spark_environment(tmp_path_factory: pytest.TempPathFactory) -> None:
     except ImportError:
         _unavailable("no pyspark: pip install 'mqstore[spark]'")
     del pyspark
-    home = java.find()
+    home = find_java()
     if home is None:
-        _unavailable(java.MISSING)
+        _unavailable(NO_JAVA)
     root = Path(__file__).parent.parent.parent
     os.environ["JAVA_HOME"] = str(home)
     os.environ["SPARK_HOME"] = str(spark_home(tmp_path_factory.mktemp("home") / "spark"))

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from mqstore.engine import ReadOnlyMessageStore
-from mqstore.spark import java
+from mqstore.spark.sessions import NO_JAVA, find_java
 from tests.columnar.support import many, write_store
 from tests.spark import speculation_job
 from tests.spark.conftest import BRIEF, _unavailable, spark_home
@@ -53,8 +53,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for module in ("pyspark", "hatchling", "pip"):
         if importlib.util.find_spec(module) is None:
             _unavailable(f"no {module}")
-    if java.find() is None:
-        _unavailable(java.MISSING)
+    if find_java() is None:
+        _unavailable(NO_JAVA)
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=LIMIT_S)
@@ -70,7 +70,7 @@ def environment(python: str, folder: Path, *paths: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "TMPDIR")}
     return {
         **kept,
-        "JAVA_HOME": str(java.find()),
+        "JAVA_HOME": str(find_java()),
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PYSPARK_PYTHON": python,
         "OPENBLAS_NUM_THREADS": "1",

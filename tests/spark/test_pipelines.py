@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import mqstore
-from mqstore.spark import java
+from mqstore.spark.sessions import find_java
 
 _ROOT = Path(__file__).parent.parent.parent
 _EXTRAS = ("grpc", "grpc_status", "google.rpc", "pandas", "yaml", "zstandard")
@@ -44,7 +44,7 @@ def test_each_order_comes_once_however_often_it_runs(tmp_path: Path) -> None:
     home = Path(pyspark.__file__).parent
     environment = {
         **os.environ,
-        "JAVA_HOME": str(java.find()),
+        "JAVA_HOME": str(find_java()),
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONPATH": str(_ROOT / "store"),

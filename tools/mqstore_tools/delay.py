@@ -10,7 +10,7 @@ from mqstore.broker.admin.inspect import delay_levels, is_waiting, timer_view
 from mqstore.broker.admin.offline import offline
 from mqstore_tools.inspect import DELAY_COLUMNS, delay_cells
 from mqstore_tools.opened import DefaultGroup, dry_run_option, looking, planning, tell
-from mqstore_tools.render import console, note, print_json, table, when
+from mqstore_tools.render import note, show_tables, table, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
 
 __all__ = ["delay"]
@@ -52,11 +52,9 @@ def show(directory: Path, json_output: bool) -> None:
     with looking(directory) as parts:
         levels = [view._asdict() for view in delay_levels(parts)]
         timer = timer_view(parts)
-    if json_output:
-        print_json({"levels": levels, "timer": {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms}})
-        return
+    found = {"levels": levels, "timer": {"waiting": timer.waiting, "next_due_ms": timer.next_due_ms}}
     cells = [*map(delay_cells, levels), ["timer", "any", "-", "-", timer.waiting, when(timer.next_due_ms)]]
-    console().print(table("", DELAY_COLUMNS, cells))
+    show_tables(found, table("", DELAY_COLUMNS, cells), json_output=json_output)
 
 
 @delay.command(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -16,7 +15,7 @@ from mqstore.errors import GroupNotFoundError
 from mqstore.log.reader import to_ms
 from mqstore_tools.many import jobs_option, stores_argument
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, tell, yes_option
-from mqstore_tools.render import console, note, print_json, progress, safe, table, when
+from mqstore_tools.render import note, print_json, progress, safe, show_tables, table, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, directory_argument, json_option
 from mqstore_tools.shown import body_bytes_option, print_message
 
@@ -76,15 +75,6 @@ def list_(
     with progress("counting", of_bytes=False) as report:
         letters = select(stores, stop=before)
         found = dlq_report(letters, groups=groups or None, jobs=jobs, progress=report).to_dict()
-    if json_output:
-        print_json(found)
-    elif not found["total"]:
-        note("no dead letters")
-    else:
-        _show_report(found)
-
-
-def _show_report(found: dict[str, Any]) -> None:
     cells = [
         (
             *(row["group"], row["origin_topic"] or "-", row["count"]),
@@ -93,13 +83,14 @@ def _show_report(found: dict[str, Any]) -> None:
         for row in found["rows"]
     ]
     columns = ("group", "from", "letters>", "oldest filed", "newest filed", "attempts>")
-    console().print(table(f"{found['total']} dead letters", columns, cells))
-    why = [
+    counts = table(f"{found['total']} dead letters", columns, cells)
+    reasons = [
         (row["group"], row["origin_topic"] or "-", reason or "it does not say", count)
         for row in found["rows"]
         for reason, count in row["reasons"].items()
     ]
-    console().print(table("why", ("group", "from", "reason", "letters>"), why))
+    why = table("why", ("group", "from", "reason", "letters>"), reasons)
+    show_tables(found, counts, why, json_output=json_output, empty="no dead letters")
 
 
 def _letters(tables: Tables, group: str) -> DeadLetters:

@@ -26,9 +26,9 @@ from mqstore_tools.opened import (
     tell,
     yes_option,
 )
-from mqstore_tools.render import console, print_json, safe, table, when
+from mqstore_tools.render import safe, show_tables, table, when
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
-from mqstore_tools.suspended import show_suspended, suspended_of
+from mqstore_tools.suspended import suspended_of, suspended_tables
 
 __all__ = ["groups"]
 
@@ -102,31 +102,24 @@ def _show(directory: Path, only: str | None, *, json_output: bool) -> None:
         if only is not None and not names:
             raise GroupNotFoundError(f"{directory} has no group {only!r}; `mqstore groups list` shows all")
         rows = [{**_row(tables, name), "suspended": _suspended(pops, name)} for name in names]
-    if json_output:
-        print_json({"groups": rows} if only is None else rows[0])
-        return
-    console().print(
-        table(
-            "",
-            ("group", "attempts>", "retries after", "fifo", "start", "may", "topics"),
-            [
-                (
-                    row["name"] if row["registered"] else f"{row['name']} (no entry)",
-                    row["max_attempts"] or "no limit",
-                    row["retry"],
-                    "yes" if row["fifo"] else "no",
-                    when(row["start"]) if isinstance(row["start"], int) else row["start"],
-                    _may(row),
-                    " ".join(row["topics"]) or "-",
-                )
-                for row in rows
-            ],
+    columns = ("group", "attempts>", "retries after", "fifo", "start", "may", "topics")
+    cells = [
+        (
+            row["name"] if row["registered"] else f"{row['name']} (no entry)",
+            row["max_attempts"] or "no limit",
+            row["retry"],
+            "yes" if row["fifo"] else "no",
+            when(row["start"]) if isinstance(row["start"], int) else row["start"],
+            _may(row),
+            " ".join(row["topics"]) or "-",
         )
-    )
+        for row in rows
+    ]
     queues = [
         (row["name"], *queue, failed) for row in rows for queue, failed in suspended_of(pops, row["name"]).items()
     ]
-    show_suspended(queues, now_ms)
+    found = {"groups": rows} if only is None else rows[0]
+    show_tables(found, table("", columns, cells), *suspended_tables(queues, now_ms), json_output=json_output)
 
 
 def _suspended(pops: PopView, name: str) -> list[dict[str, Any]]:

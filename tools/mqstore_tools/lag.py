@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import click
+from rich.table import Table
 
 from mqstore import QueueRef
 from mqstore_tools.many import duration, jobs_option, stores_argument, topic_option
 from mqstore_tools.opened import show_ms
-from mqstore_tools.render import console, note, pick, print_json, progress, table
+from mqstore_tools.render import note, pick, progress, show_tables, table
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option, note_incomplete
-from mqstore_tools.suspended import show_suspended
+from mqstore_tools.suspended import suspended_tables
 
 __all__ = ["lag"]
 
@@ -68,12 +69,8 @@ def lag(
     found = looked.to_dict()
     over = [each for each in found["groups"] if _is_over(each, max_lag, max_age)]
     found["over"] = [each["group"] for each in over]
-    if json_output:
-        print_json(found)
-    elif not found["groups"]:
-        note("no group")
-    else:
-        _show(found, by_queue=bool(groups))
+    show_tables(found, *_tables(found, by_queue=bool(groups)), json_output=json_output, empty="no group")
+    if not json_output:
         for each in over:
             note(f"over the limit: group {each['group']}: {each['messages']} messages")
     for each in looked.incomplete:
@@ -87,7 +84,8 @@ def _is_over(group: dict[str, Any], max_lag: int | None, max_age_s: float | None
     return (max_lag is not None and messages > max_lag) or (max_age_s is not None and age_ms > max_age_s * 1000)
 
 
-def _show(found: dict[str, Any], *, by_queue: bool) -> None:
+def _tables(found: dict[str, Any], *, by_queue: bool) -> list[Table]:
+    tables = []
     groups = found["groups"]
     queues = [(group["group"], row) for group in groups for row in group["queues"]]
     if by_queue:
@@ -102,13 +100,10 @@ def _show(found: dict[str, Any], *, by_queue: bool) -> None:
             )
             for group, row in queues
         ]
-        console().print(table("", names, cells))
+        tables.append(table("", names, cells))
     rows = [(each["group"], *_cells(each)) for each in groups]
-    console().print(table("", ("group", *_COUNTS), rows))
-    show_suspended(
-        [(group, row["topic"], row["queue_id"], row["suspended"]) for group, row in queues if row["suspended"]],
-        found["taken_ms"],
-    )
+    suspended = [(group, row["topic"], row["queue_id"], row["suspended"]) for group, row in queues if row["suspended"]]
+    return [*tables, table("", ("group", *_COUNTS), rows), *suspended_tables(suspended, found["taken_ms"])]
 
 
 _COUNTS = ("messages>", "in flight>", "lost>", "oldest is>")

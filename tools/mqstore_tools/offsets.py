@@ -14,7 +14,7 @@ from mqstore.broker.parts import Tables
 from mqstore.broker.reading import Reads
 from mqstore.log.commitlog import QueueRef
 from mqstore_tools.opened import DefaultGroup, ask, dry_run_option, looking, moment, planning, yes_option
-from mqstore_tools.render import console, note, print_json, safe, show_rows, table
+from mqstore_tools.render import safe, show_tables, table
 from mqstore_tools.shared import StoreCommand, directory_argument, json_option
 
 __all__ = ["offsets"]
@@ -72,11 +72,9 @@ def show(directory: Path, group: str | None, topic: str | None, json_output: boo
             if topic is None or lag.topic == topic
         ]
         rows = [_row(lag) for lag in found]
-    if not rows and not json_output:
-        note("no group has progress")
-        return
     columns = ("group", "topic", "queue>", "first>", "goes on at>", "end>", "behind>", "lost>")
-    show_rows({"offsets": rows}, columns, [row.values() for row in rows], json_output=json_output)
+    cells = table("", columns, [row.values() for row in rows])
+    show_tables({"offsets": rows}, cells, json_output=json_output, empty="no group has progress")
 
 
 def _row(lag: QueueLag) -> dict[str, Any]:
@@ -181,7 +179,6 @@ def _changes(tables: Tables, targets: dict[QueueRef, int], before: dict[int, int
 def _tell(group: str, rows: list[dict[str, Any]], *, dry_run: bool, json_output: bool, stderr: bool = False) -> None:
     title = f"{'would reset' if dry_run else 'reset'} group {group}"
     columns = ("topic", "queue>", "from>", "to>", "skipped>", "again>")
-    if json_output:
-        print_json({"dry_run": dry_run, "group": group, "queues": rows})
-    else:
-        console(stderr=stderr).print(table(title, columns, [row.values() for row in rows]))
+    found = {"dry_run": dry_run, "group": group, "queues": rows}
+    cells = table(title, columns, [row.values() for row in rows])
+    show_tables(found, cells, json_output=json_output, stderr=stderr)

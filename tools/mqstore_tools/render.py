@@ -37,7 +37,7 @@ __all__ = [
     "progress",
     "safe",
     "show_bytes",
-    "show_rows",
+    "show_tables",
     "table",
     "when",
 ]
@@ -217,14 +217,15 @@ class Told:
             print_json(summary)
 
 
-def show_rows(
-    value: Any, columns: Sequence[str], rows: Iterable[Iterable[object]], *, json_output: bool, title: str = ""
-) -> None:
-    """Print `value` for programs, or for people a table of `rows`."""
+def show_tables(value: Any, *tables: Table, json_output: bool, empty: str = "", stderr: bool = False) -> None:
+    """Print `value` for programs, or the tables for people; with `empty`, note that instead of tables without rows."""
     if json_output:
         print_json(value)
+    elif empty and not any(each.row_count for each in tables):
+        note(empty)
     else:
-        console().print(table(title, columns, rows))
+        for each in tables:
+            console(stderr=stderr).print(each)
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from rich.table import Table
+
 from mqstore.broker.admin.inspect import PopView
 from mqstore_tools.opened import show_ms
-from mqstore_tools.render import console, table, when
+from mqstore_tools.render import table, when
 
-__all__ = ["show_suspended", "suspended_of"]
+__all__ = ["suspended_of", "suspended_tables"]
 
 
 def suspended_of(pops: PopView, group: str) -> dict[tuple[str, int], dict[str, Any]]:
@@ -20,8 +22,8 @@ def suspended_of(pops: PopView, group: str) -> dict[tuple[str, int], dict[str, A
     }
 
 
-def show_suspended(queues: Iterable[tuple[str, str, int, dict[str, Any]]], now_ms: int) -> None:
-    """Print a table of suspended queues, each (group, topic, queue id, failed message); nothing if there are none."""
+def suspended_tables(queues: Iterable[tuple[str, str, int, dict[str, Any]]], now_ms: int) -> list[Table]:
+    """Return a table of suspended queues, each (group, topic, queue id, failed message), if there are any."""
     rows = [
         (
             *queue,
@@ -33,6 +35,5 @@ def show_suspended(queues: Iterable[tuple[str, str, int, dict[str, Any]]], now_m
         )
         for *queue, row in queues
     ]
-    if rows:
-        columns = ("group", "topic", "queue>", "offset>", "attempt>", "since", "for>", "last error")
-        console().print(table("suspended by a message that failed", columns, rows))
+    columns = ("group", "topic", "queue>", "offset>", "attempt>", "since", "for>", "last error")
+    return [table("suspended by a message that failed", columns, rows)] if rows else []

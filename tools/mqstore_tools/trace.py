@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from mqstore_tools.many import jobs_option, stores_argument, usable
-from mqstore_tools.render import console, note, pick, print_json, progress, table, when
+from mqstore_tools.render import pick, progress, show_tables, table, when
 from mqstore_tools.shared import FINDINGS, StoreCommand, json_option
 
 __all__ = ["trace"]
@@ -36,18 +36,6 @@ def trace(stores: tuple[str, ...], key: str, jobs: int, json_output: bool) -> No
         from mqstore.jobs import trace as follow
     with progress("looking", of_bytes=False) as report:
         found = follow(stores, key, jobs=jobs, progress=report).to_dict()
-    if json_output:
-        print_json(found)
-    else:
-        _show(found)
-    if not found["hops"]:
-        click.get_current_context().exit(FINDINGS)
-
-
-def _show(found: dict[str, Any]) -> None:
-    if not found["hops"]:
-        note(f"no message has the key {found['key']}")
-        return
     cells = [
         [
             when(hop["store_ms"]),
@@ -58,7 +46,10 @@ def _show(found: dict[str, Any]) -> None:
         for hop in found["hops"]
     ]
     columns = ("stored", "store", "what", "topic", "queue>", "offset>", "attempt>", "details")
-    console().print(table("", columns, cells))
+    empty = f"no message has the key {found['key']}"
+    show_tables(found, table("", columns, cells), json_output=json_output, empty=empty)
+    if not found["hops"]:
+        click.get_current_context().exit(FINDINGS)
 
 
 def _details(hop: dict[str, Any]) -> str:

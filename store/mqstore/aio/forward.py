@@ -2,7 +2,9 @@
 
     topics = called(store.Store.topics)          coroutine: the method runs on the store's thread
     put_many = in_order(store.Store.put_many)    coroutine: the same, and puts that follow are stored after it
+    snapshot = apart(store.Store.snapshot)       coroutine: the method runs on a thread of its own
     verify = paged(store.Store.verify)           asynchronous iterator: the store's thread reads it page by page
+    queue = made(store.Store.queue, Queue)       the twin, to be awaited or entered
     path = Value[Path](store.Store)              property
 
 Signature and docstring are those of the synchronous class, also for a type checker. An argument is thus added or
@@ -11,6 +13,7 @@ documented in one place. A method that does more than forward is written out in 
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
@@ -19,9 +22,9 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, Never, ParamSpec, Protocol, Self, TypeVar, cast, overload
 
 from mqstore.aio.bridge import Bridge
-from mqstore.aio.made import Pages
+from mqstore.aio.made import Made, Pages
 
-__all__ = ["Closable", "Twin", "Value", "called", "in_order", "owned", "paged", "takes"]
+__all__ = ["Closable", "Twin", "Value", "apart", "called", "in_order", "made", "owned", "paged", "takes"]
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -68,6 +71,9 @@ class Closable(Twin[S], ABC):
         await self._leave(error)
 
 
+M = TypeVar("M", bound=Closable[Any])
+
+
 class Forwarded(Protocol[P, R]):
     """Type of a method that forwards: on an object it takes the parameters `P`."""
 
@@ -96,6 +102,33 @@ def in_order(method: Callable[Concatenate[Any, P], T]) -> Forwarded[P, Coroutine
         return await self._puts.in_order(_bound(self, method, args, options))
 
     return cast(Forwarded[P, Coroutine[Any, Any, T]], forward)
+
+
+def apart(method: Callable[Concatenate[Any, P], T]) -> Forwarded[P, Coroutine[Any, Any, T]]:
+    """Return a coroutine method that calls `method`, which takes long, on a thread of its own."""
+
+    @_as(method, "Runs on a thread of its own, and calls back there. If cancelled, it runs to its end.")
+    async def forward(self: Any, /, *args: Any, **options: Any) -> Any:
+        self._check()
+        return await asyncio.to_thread(_bound(self, method, args, options))
+
+    return cast(Forwarded[P, Coroutine[Any, Any, T]], forward)
+
+
+def made(
+    method: Callable[Concatenate[Any, P], object], twin: Callable[..., M], undo: Callable[[M], object] | None = None
+) -> Forwarded[P, Made[M]]:
+    """Return a method that makes a `twin` of what `method` makes, on the store's thread.
+
+    `undo` is for one that was made, and cancelled before anybody had it.
+    """
+
+    @_as(method, "To be awaited, or entered by `async with`, which closes it at its end.")
+    def forward(self: Any, /, *args: Any, **options: Any) -> Any:
+        make = partial(twin, self._bridge, self._puts, self.sync, *args, **options)
+        return Made(partial(self._bridge.call, make, undo))
+
+    return cast(Forwarded[P, Made[M]], forward)
 
 
 def paged(method: Callable[Concatenate[Any, P], Iterator[T]]) -> Forwarded[P, AsyncIterator[T]]:

@@ -18,9 +18,8 @@ from types import TracebackType
 from typing import Any, Unpack
 
 from mqstore.aio.bridge import Bridge
-from mqstore.aio.forward import Closable, called, in_order, owned
+from mqstore.aio.forward import Closable, apart, called, in_order, owned
 from mqstore.aio.puts import Puts, size_of
-from mqstore.aio.queue import limit
 from mqstore.broker.road import SendOptions
 from mqstore.client import producer, transaction
 from mqstore.client.producer import Selector
@@ -214,11 +213,7 @@ class Producer(Closable[producer.Producer]):
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    async def flush(self, timeout: Duration | None = None) -> None:
-        """As `mqstore.Producer.flush`, in a thread of its own: the store's goes on meanwhile."""
-        self._check()
-        await asyncio.to_thread(self.sync.flush, limit(timeout))
-
+    flush = apart(producer.Producer.flush)
     run_once = called(producer.Producer.run_once)
 
     async def close(self, timeout: Duration = 30) -> None:

@@ -11,18 +11,20 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import ref
 
 from mqstore.aio.bridge import Bridge
 from mqstore.aio.forward import Closable, Value, called
 from mqstore.aio.made import Each
+from mqstore.aio.puts import Puts
 from mqstore.aio.queue import limit
 from mqstore.client import pullconsumer
 from mqstore.errors import MQStoreError, StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Duration
+from mqstore.store import Store
 
 __all__ = ["PullConsumer"]
 
@@ -48,8 +50,9 @@ class PullConsumer(Closable[pullconsumer.PullConsumer]):
     1
     """
 
-    def __init__(self, bridge: Bridge, sync: pullconsumer.PullConsumer) -> None:
-        super().__init__(bridge, sync)
+    def __init__(self, bridge: Bridge, _: Puts, store: Store, *args: Any, **options: Any) -> None:
+        """On the store's thread. Arguments as `mqstore.Store.pull_consumer`."""
+        super().__init__(bridge, sync := store.pull_consumer(*args, **options))
         self.group = sync.group
         self.client_id = sync.client_id
         self._caller: object = None

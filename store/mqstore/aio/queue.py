@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 from weakref import WeakKeyDictionary
 
 from mqstore import queue
@@ -27,15 +27,14 @@ from mqstore.aio.forward import Closable, Value, called
 from mqstore.aio.loan import Loan as AsyncLoan
 from mqstore.aio.made import Each
 from mqstore.aio.puts import Puts
-from mqstore.broker.broker import Broker
-from mqstore.broker.groups import RetryPolicy
 from mqstore.broker.road import SendOptions
-from mqstore.client.codecs import BYTES, Codec
+from mqstore.client.codecs import BYTES
 from mqstore.client.delivery import Loan, loan_seconds
 from mqstore.client.interceptors import Settled
 from mqstore.errors import QueueEmpty, QueueFull, QueueShutDown
 from mqstore.log.commitlog import SendReceipt
 from mqstore.options import Duration, seconds
+from mqstore.store import Store
 
 __all__ = ["Queue", "Task", "limit", "release"]
 
@@ -144,26 +143,17 @@ class Queue(Closable[_Told]):
     """
 
     def __init__(
-        self,
-        bridge: Bridge,
-        broker: Broker,
-        puts: Puts,
-        name: str,
-        *,
-        visibility: Duration = 60,
-        retry: RetryPolicy | None = None,
-        ordered: bool = False,
-        codec: Codec | None = BYTES,
-        maxsize: int = 0,
+        self, bridge: Bridge, puts: Puts, store: Store, name: str, **options: Unpack[queue.QueueOptions]
     ) -> None:
         """On the store's thread."""
-        sync = _Told(broker, name, visibility=visibility, retry=retry, ordered=ordered, codec=codec, maxsize=maxsize)
+        sync = _Told(store.broker, name, **options)
         sync.on_settled = self._settled
         super().__init__(bridge, sync)
         self.name = name
         self._puts = puts
+        codec = options.get("codec")
         self._codec = BYTES if codec is None else codec
-        self._maxsize = maxsize
+        self._bounded = bool(options.get("maxsize"))
         self._line = asyncio.Lock()
         """Of those who wait for room."""
         self._waiting: set[asyncio.Future[None]] = set()
@@ -177,7 +167,7 @@ class Queue(Closable[_Told]):
     ) -> None:
         """As `mqstore.Queue.put`. Items are stored in the order in which `put` was called."""
         body = self._codec.encode(item)
-        if not self._maxsize:
+        if not self._bounded:
             self.sync.check_open()
             options: SendOptions = {} if delay is None else {"delay": delay}
             receipt = await self._puts.put(self.name, body, 0, options)

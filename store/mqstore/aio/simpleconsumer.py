@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from typing import Any
 
 from mqstore.aio.bridge import Bridge
 from mqstore.aio.forward import Closable, Value, called
 from mqstore.aio.loan import Loan
 from mqstore.aio.made import Each
+from mqstore.aio.puts import Puts
 from mqstore.aio.queue import limit, release
 from mqstore.client import delivery, simpleconsumer
 from mqstore.errors import StoreClosedError
 from mqstore.log.message import Message
 from mqstore.options import Duration
+from mqstore.store import Store
 
 __all__ = ["Delivery", "SimpleConsumer"]
 
@@ -61,8 +64,9 @@ class SimpleConsumer(Closable[simpleconsumer.SimpleConsumer]):
     hello 1
     """
 
-    def __init__(self, bridge: Bridge, sync: simpleconsumer.SimpleConsumer) -> None:
-        super().__init__(bridge, sync)
+    def __init__(self, bridge: Bridge, _: Puts, store: Store, *args: Any, **options: Any) -> None:
+        """On the store's thread. Arguments as `mqstore.Store.simple_consumer`."""
+        super().__init__(bridge, sync := store.simple_consumer(*args, **options))
         self.group = sync.group
         self.ordered = sync.ordered
         self.client_id = sync.client_id

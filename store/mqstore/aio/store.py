@@ -13,7 +13,7 @@ import asyncio
 import builtins
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -26,7 +26,7 @@ from weakref import WeakSet
 from mqstore import store
 from mqstore.aio.bridge import Bridge, uncancelled
 from mqstore.aio.deadletters import DeadLetters
-from mqstore.aio.forward import Closable, Value, called, in_order, paged, takes
+from mqstore.aio.forward import Closable, Value, apart, called, in_order, made, paged, takes
 from mqstore.aio.made import Made, Pages
 from mqstore.aio.producer import Producer
 from mqstore.aio.pullconsumer import PullConsumer
@@ -35,19 +35,14 @@ from mqstore.aio.puts import Puts
 from mqstore.aio.queue import Queue
 from mqstore.aio.simpleconsumer import SimpleConsumer
 from mqstore.broker.road import SendOptions
-from mqstore.client.producer import ProducerOptions
-from mqstore.client.pullconsumer import PullConsumerOptions
 from mqstore.client.pushconsumer import PushConsumerOptions
-from mqstore.client.simpleconsumer import SimpleConsumerOptions
 from mqstore.client.waits import Ready
 from mqstore.errors import InvalidMessageError
 from mqstore.log.commitlog import SendReceipt
 from mqstore.log.message import Message
 from mqstore.log.outgoing import Body
 from mqstore.log.recovery.report import RecoveryReport
-from mqstore.log.snapshot.take import SnapshotReport
 from mqstore.options import Duration, seconds
-from mqstore.queue import QueueOptions
 
 __all__ = ["Store", "open"]
 
@@ -71,6 +66,10 @@ def open(path: str | PathLike[str], *args: Any, **options: Any) -> Made[Store]: 
             raise
 
     return Made(begin)
+
+
+def _close(made: Closable[Any]) -> None:
+    made.sync.close()
 
 
 class Store(Closable[store.Store]):
@@ -156,32 +155,10 @@ class Store(Closable[store.Store]):
 
     # -- what works on it -------------------------------------------------------------------------------------------
 
-    def queue(self, name: str, **options: Unpack[QueueOptions]) -> Made[Queue]:
-        """As `mqstore.Store.queue`: `await store.queue(name)`, or `async with store.queue(name) as queue`, which shuts
-        the object down at its end."""
-        return self._made(lambda: Queue(self._bridge, self.sync.broker, self._puts, name, **options))
-
-    def producer(self, group: str = "default", **options: Unpack[ProducerOptions]) -> Made[Producer]:
-        """As `mqstore.Store.producer`; to be awaited, or entered."""
-        return self._made(
-            lambda: Producer(self._bridge, self._puts, self.sync, group, **options), lambda made: made.sync.close()
-        )
-
-    def simple_consumer(
-        self, group: str, topics: Mapping[str, str] | None = None, **options: Unpack[SimpleConsumerOptions]
-    ) -> Made[SimpleConsumer]:
-        """As `mqstore.Store.simple_consumer`; to be awaited, or entered."""
-        return self._made(
-            lambda: SimpleConsumer(self._bridge, self.sync.simple_consumer(group, topics, **options)),
-            lambda made: made.sync.close(),
-        )
-
-    def pull_consumer(self, group: str, **options: Unpack[PullConsumerOptions]) -> Made[PullConsumer]:
-        """As `mqstore.Store.pull_consumer`; to be awaited, or entered."""
-        return self._made(
-            lambda: PullConsumer(self._bridge, self.sync.pull_consumer(group, **options)),
-            lambda made: made.sync.close(),
-        )
+    queue = made(store.Store.queue, Queue)
+    producer = made(store.Store.producer, Producer, _close)
+    simple_consumer = made(store.Store.simple_consumer, SimpleConsumer, _close)
+    pull_consumer = made(store.Store.pull_consumer, PullConsumer, _close)
 
     def push_consumer(self, group: str, **options: Unpack[PushConsumerOptions]) -> Made[PushConsumer]:
         """As `mqstore.Store.push_consumer`, with handlers that are coroutines; to be awaited, or entered."""
@@ -191,11 +168,7 @@ class Store(Closable[store.Store]):
             self._consumers.add(consumer)
             return consumer
 
-        return self._made(made, lambda made: made.sync.stop(0))
-
-    def _made(self, make: Callable[[], Any], undo: Callable[[Any], object] | None = None) -> Made[Any]:
-        """`undo` is for one that was made, and cancelled before anybody had it."""
-        return Made(partial(self._bridge.call, make, undo))
+        return Made(partial(self._bridge.call, made, lambda made: made.sync.stop(0)))
 
     def dead_letters(self, group: str) -> DeadLetters:
         """As `mqstore.Store.dead_letters`."""
@@ -206,17 +179,7 @@ class Store(Closable[store.Store]):
     stats = called(store.Store.stats)
     verify = paged(store.Store.verify)
     flush = called(store.Store.flush)
-
-    async def snapshot(
-        self,
-        target: str | PathLike[str],
-        *,
-        link: bool = False,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> SnapshotReport:
-        """As `mqstore.Store.snapshot`, in a thread of its own: nobody waits meanwhile, and cancelled it goes on to its
-        end. `progress` is called in that thread."""
-        return await asyncio.to_thread(self.sync.snapshot, target, link=link, progress=progress)
+    snapshot = apart(store.Store.snapshot)
 
     async def close(self, timeout: Duration = 30) -> None:
         """As `mqstore.Store.close`: handlers of push consumers end, or are cancelled after `timeout` seconds, all else

@@ -169,9 +169,9 @@ class Handling:
             if self._around:
                 # Looked at inside, so that hooks see it fail.
                 self.hooks.consuming(lambda: check_has_run(handler(argument)), messages)
-            elif isinstance(result := handler(argument), Awaited):
-                return self._rest(worker, subscription, messages, begin, result)
-            elif result is not None:
+            elif (result := handler(argument)) is not None:
+                if isinstance(result, Awaited):
+                    return self._rest(worker, subscription, messages, begin, result)
                 check_has_run(result)
         except Exception as error:
             worker.end()

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -46,19 +47,20 @@ _POLL_S = 0.005
 T = TypeVar("T")
 
 
-class Awaited:
+class Awaited(ABC):
     """What goes on without a thread of ours: a handler that is a coroutine."""
 
+    @abstractmethod
     def start(self, done: Callable[[BaseException | None], object]) -> None:
         """Begin. `done(error)` is to be called once, by any thread, when it has ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def look(self) -> None:
         """Called now and then, until it has ended: by who knows it never will."""
 
+    @abstractmethod
     def stack(self) -> str:
         """Where it is now, for a log."""
-        return ""
 
 
 Flow = Generator[Awaited, None, T]

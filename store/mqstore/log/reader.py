@@ -35,7 +35,6 @@ from mqstore.layout.messageid import decode_message_id
 from mqstore.layout.record import MIN_RECORD_BYTES
 from mqstore.log.checking import RecordChecker
 from mqstore.log.consumequeue import ConsumeQueue
-from mqstore.log.foreign import foreign
 from mqstore.log.iteration import iterate
 from mqstore.log.manifest import Manifest
 from mqstore.log.message import Message, stored_bytes
@@ -58,6 +57,9 @@ Bound = Literal["lower", "upper"]
 _SCAN_UNITS = 800
 """Units looked at for one filtered read (format#reads)."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_ROCKSDB_TABLES = ("topics", "subscriptionGroups", "consumerOffsets", "metadata", "rdb")
+"""Folders of config/ that RocketMQ may keep in RocksDB."""
+_TOPICS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +185,34 @@ class StoreReader(Closing):
         return found
 
     def foreign(self) -> list[str]:
-        """What a RocketMQ broker keeps in this directory that mqstore does not know, a sentence each."""
-        return foreign(self.path, self.queue_table, self.fs)
+        """Return a sentence for each kind of thing of a RocketMQ broker that is here and that mqstore does not know.
+
+        None of it is damage, and all of it is left as it is (format#manifest).
+        """
+        found, queues = [], self.queue_table
+        if queues.batch_topics:
+            names = ", ".join(sorted(queues.batch_topics)[:_TOPICS_SHOWN])
+            more = " ..." if len(queues.batch_topics) > _TOPICS_SHOWN else ""
+            found.append(
+                f"batchconsumequeue/: RocketMQ has batch queues of {names}{more}; they are neither read nor changed, "
+                "and a store with an unclean end stays so until a broker has brought them up to date"
+            )
+        if queues.in_rocksdb:
+            found.append(
+                "consumequeue/: RocketMQ keeps the queues in RocksDB, which is neither read nor changed; queues in "
+                "files are built beside it by whoever opens the store for writing, and the mark of an unclean end "
+                "stays, for a broker to bring its own up to date"
+            )
+        if queues.has_addresses:
+            found.append(
+                "consumequeue_ext/: RocketMQ has put bit maps and tags of messages there; filters look at records"
+            )
+        if tables := [name for name in _ROCKSDB_TABLES if _is_rocksdb(self.path / "config" / name, self.fs)]:
+            found.append(
+                f"config/: RocketMQ keeps tables in RocksDB ({', '.join(tables)}), which are neither read nor changed: "
+                "settings and progress that are not in JSON files there seem not to be; RocketMQ's mqadmin exports them"
+            )
+        return found
 
     def queue_named(self, topic: str, queue_id: int, offset: int | None = None) -> ConsumeQueue:
         """The queue, brought up to date unless `offset` is known to be there already."""
@@ -493,3 +521,10 @@ class StoreReader(Closing):
     def verify(self) -> Iterator[Finding]:
         """Everything in the store that is not as it should be (format#damage); nothing for one in order."""
         return self.verifier().findings()
+
+
+def _is_rocksdb(folder: Path, fs: FileSystem) -> bool:
+    if not folder.is_dir():
+        return False
+    inside = [folder, *(folder / name for name in fs.scandir_directories(folder))]  # one is a generation further down
+    return any(fs.exists(each / "CURRENT") for each in inside)

