@@ -70,7 +70,8 @@ def inspect_store(
 
     Works on stores that are damaged, not closed, a Java broker's, or being written. `config` is only needed if a Java
     store's files do not show their sizes (`index_slots`, `index_entries`). `progress` is called with (bytes done, total
-    bytes). Raises NotAStoreError, CorruptStoreError (the manifest), UnsupportedStoreError, StoreIOError, ReadOnlyStoreError.
+    bytes). Raises NotAStoreError, CorruptStoreError (the manifest), UnsupportedStoreError, StoreIOError and
+    ReadOnlyStoreError.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
