@@ -1,12 +1,12 @@
-"""What a RocketMQ broker may keep in a store's directory that mqstore does not know, in words (format#manifest).
+"""Description of files that only a RocketMQ broker uses in a store's directory (format#manifest).
 
     batchconsumequeue/                      queues of another kind, for topics of another kind
-    consumequeue/CURRENT                    queues in RocksDB, in the very folder of ours
-    consumequeue_ext/                       what tags codes of units lead to that are addresses
+    consumequeue/CURRENT                    queues in RocksDB, in the same folder as mqstore's
+    consumequeue_ext/                       data of units whose tags codes are addresses
     config/{topics,subscriptionGroups,      tables in RocksDB, in place of the JSON files of like names
         consumerOffsets,metadata,rdb}/
 
-None of it is damage, and all of it is left as it is; docs/recovery.md tells what follows from each.
+None of these is damage, and all are left as they are. docs/recovery.md explains what follows from each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHOWN: Final = 8
 
 
 def foreign(root: Path, queues: QueueTable, fs: FileSystem) -> list[str]:
-    """A sentence for each kind of thing that is there. `queues` of the store at `root` must have been loaded."""
+    """Return a sentence for each kind of file. The store's `queues` must have been loaded."""
     found = []
     if queues.batch_topics:
         names = ", ".join(sorted(queues.batch_topics)[:_SHOWN])
@@ -52,5 +52,5 @@ def foreign(root: Path, queues: QueueTable, fs: FileSystem) -> list[str]:
 def _is_rocksdb(folder: Path, fs: FileSystem) -> bool:
     if not folder.is_dir():
         return False
-    inside = [folder, *(folder / name for name in fs.scandir_directories(folder))]  # one is a generation further down
+    inside = [folder, *(folder / name for name in fs.scandir_directories(folder))]  # some are one folder deeper
     return any(fs.exists(each / "CURRENT") for each in inside)
