@@ -25,7 +25,13 @@ def stay_alone() -> None:
 
 
 class Ahead(Generic[_T]):
-    """Runner of calls, used in a `with` by one thread at a time. After it nothing runs any more."""
+    """Runner of calls, used in a `with` by one thread at a time. After it nothing runs any more.
+
+    >>> with Ahead[int]("mqstore-example") as ahead:
+    ...     ahead.begin(lambda: 6 * 7)
+    ...     ahead.result(), ahead.begun
+    (42, False)
+    """
 
     def __init__(self, name: str) -> None:
         """`name` is that of the thread, which is started by the first call."""

@@ -577,7 +577,7 @@ class QueueTable:
     def sync(self) -> None:
         """Make every unit written so far durable: files first, then the folders that name them.
 
-        After an error all stay dirty, and it is raised. The dispatcher may write more files meanwhile.
+        An error is raised, and then all files stay dirty. The dispatcher may write more files meanwhile.
         """
         with self._lock:
             files, self._dirty = self._dirty, set()

@@ -73,7 +73,7 @@ class _Mapped:
 
 
 class IndexFile:
-    """Index file.
+    """Index file, mapped while it is written or read.
     The file that is written to stays mapped. Another one is mapped when it is read, and only few at a time. There may
     be thousands, and a mapping may cost a descriptor."""
 

@@ -78,7 +78,7 @@ class Located:
         end = self._body_end
         return self._stretch.buffer[self._start + BODY_AT_V4 : end] if end >= 0 else self._stored_body()
 
-    if TYPE_CHECKING:  # of `Message`, for what is not plain
+    if TYPE_CHECKING:  # methods of `Message`, for records that are not plain
 
         def _stored_body(self) -> bytes: ...
         def _body_start(self) -> int: ...

@@ -337,7 +337,10 @@ def resolve(
     clock: Clock,
     fs: FileSystem,
 ) -> Manifest:
-    """Return the manifest that the directory `root` has, or will have. Writes nothing."""
+    """Return the manifest that the directory `root` has, or will have. Writes nothing.
+
+    Raises NotAStoreError, ConfigError (an option differs from the store's), CorruptStoreError, UnsupportedStoreError.
+    """
     if root.exists() and not root.is_dir():
         raise NotAStoreError(f"{root} is a file; a store is a directory")
     names = set(_listdir(root, fs))

@@ -40,7 +40,7 @@ class StoreParts:
     def __init__(
         self, root: Path, manifest: Manifest, config: StoreConfig, fs: FileSystem, clock: Clock, *, writable: bool
     ) -> None:
-        # Cached descriptors and mappings; leave the program half of what is free.
+        # Cached descriptors and mappings. Half of the free ones are left to the program.
         budget = max(4, min(config.max_mappings, free_descriptors() // 4))
         tmp = root / "tmp"
         self.root = root

@@ -485,8 +485,8 @@ class StoreReader(Closing):
 
         `json_checks` are checks of JSON files beside decoding, by path within the store (`broker.configchecks`). With
         `until`, a writer has had the store since, and records from this physical offset on are not checked. Beside a
-        present writer it is the end of the listed records. `max_errors` limits the findings for each range of the log.
-        None means all."""
+        present writer a reader's default is the end of the listed records. `max_errors` limits the findings for each
+        range of the log. None means all."""
         self.check_open()
         return self._verifier_until(until)(json_checks=json_checks, max_errors=max_errors)
 

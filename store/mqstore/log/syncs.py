@@ -39,7 +39,9 @@ class LogSyncs:
         return self.commit.flushed if self.by_default else self._log.end
 
     def flush(self, receipt: SendReceipt | None = None) -> None:
-        """Return when all earlier puts are on disk, or with `receipt`, when that message is."""
+        """Return when all earlier puts are on disk, or with `receipt`, when that message is.
+
+        Raises FlushFailedError, FlushTimeoutError."""
         end = self._log.end if receipt is None else receipt.physical_offset + receipt.size
         try:
             done = self.commit.wait_until(end, self._timeout_s)

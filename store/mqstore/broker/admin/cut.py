@@ -115,7 +115,7 @@ class Tally:
 class Restore:
     """Result of a restore, or its plan.
     `queues` is the number of messages appended to each queue. `offsets` are the queue offsets that they got, (first,
-    end). It is empty in a plan."""
+    end). In a plan `offsets` is empty."""
 
     files: Sequence[Tally]
     queues: Mapping[QueueKey, int]

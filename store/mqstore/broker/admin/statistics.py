@@ -70,7 +70,7 @@ class Rate(NamedTuple):
     """Growth between the oldest and the newest sample."""
     times: int
     span_ms: int
-    """Time between these two samples."""
+    """Time between the oldest and the newest sample."""
 
     @property
     def tps(self) -> float:

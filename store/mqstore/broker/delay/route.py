@@ -147,7 +147,7 @@ class Cancellations:
         """Return True if a waiting message was recalled."""
         properties = message.stored_properties()
         key = properties.get(UNIQ_KEY)
-        # 5.3 names the topic, too; 5.4 does only if it is told to (`appendTopicForTimerDeleteKey`).
+        # 5.3 adds the topic. 5.4 adds it only with the option `appendTopicForTimerDeleteKey`.
         names = (f"{properties.get(REAL_TOPIC)}+{key}", key)
         return any(message.born_timestamp_ms <= self._born_ms.get(name, -1) for name in names if name is not None)
 

@@ -16,8 +16,8 @@ One step (`run_once`) does, in this order, a bounded amount of
 
 However many messages wait, each costs one unit and one slot when it is placed. It costs one record and two reads of its
 unit when its slot is read. Waiting messages need no memory, except eight bytes for each message of the slot that is
-read. Slots without messages are skipped half an hour at a time. A recall finds its records by the index, and their
-units without reading the slot: the log is in the order of the topic's queue, so it counts from the end
+read. Slots without messages are skipped half an hour at a time. A recall finds its records by the index. It finds
+their units without reading the slot, by counting from the end: the log is in the order of the topic's queue
 (`TimerLog.find`).
 
 Never early. A unit is handled when the wall clock has reached its due time, and the record's due time is checked before
@@ -164,7 +164,7 @@ class TimerService:
     def run_once(self, now_ms: int) -> int | None:
         """Do one step (see the module), and return when to call again.
         That is at once, at the next due time, when the next slot with a message begins, or for the next flush. Errors
-        of a put or a file are raised, and the work is done again."""
+        of a put or a file are raised, and the next call tries again."""
         with self._lock:
             if self._left is not None:
                 self._take_over(self._left)

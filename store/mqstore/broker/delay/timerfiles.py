@@ -27,8 +27,8 @@
             24    4 i32   num
             28    4 i32   magic            0
 
-After a crash the checkpoint is trusted: its two records are written in turn, each synced before the next one is
-written, so one of them is intact. A Java broker writes its 56 bytes and leaves the records. If these differ from its
+After a crash the checkpoint is trusted. Its two records are written in turn, each synced before the next one is
+written. So one of them is intact. A Java broker writes its 56 bytes and leaves the records. If these differ from its
 bytes, it has used the store since, and the records are outdated. The log is trusted up to the end in the checkpoint,
 since it was synced before. Later units were never promised, and are written again. The wheel is not trusted. It is
 rebuilt from the log at each opening (52 MB to read for a million messages), and never synced. RocketMQ instead searches

@@ -60,7 +60,7 @@ _ROLLED_WITHOUT: Final = frozenset({DELAY, CRC32})
 
 
 class TimerMessages:
-    """Records of the timer's units."""
+    """Delivers, rolls and counts the messages of the timer's units."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -179,7 +179,7 @@ class TimerMessages:
         }
         names = {f"{wanted.topic}+{wanted.unique_key}": born_ms}
         if self._store.manifest.profile == "rocketmq":
-            names[wanted.unique_key] = NOWHERE  # for a broker of 5.4, should it take over; nothing to us
+            names[wanted.unique_key] = NOWHERE  # only for a broker of 5.4 that may take over
         for name, until_ms in names.items():
             marks = {TIMER_DEL_UNIQKEY: name, RECALLED_BORN_MS: str(until_ms)}
             self._parts.road.append(TIMER_TOPIC, 0, b"", {**properties, **marks})

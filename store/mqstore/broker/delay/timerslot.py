@@ -84,7 +84,7 @@ class SlotReading:
 
     @property
     def next_ms(self) -> int:
-        """Time of the next call: the first due time, or the end of the slot. Its begin if it is not complete."""
+        """Time of the next call: the first due time or the slot's end, or its begin if it is not complete."""
         if not self.complete:
             return self.slot_ms
         if self.done == len(self._turns):

@@ -433,8 +433,8 @@ class _Sink:
     def lay(self, sizes: npt.NDArray[np.int32]) -> tuple[list[tuple[int, int]], npt.NDArray[np.int64]]:
         """Find room for consecutive records of these sizes. None may be larger than a segment can hold.
 
-        Returns (pieces that lie together, each as (index behind its last record, physical offset), the physical offset
-        of each record)."""
+        Returns two values. The first are pieces that lie together: (index behind the last record, physical offset). The
+        second is the physical offset of each record."""
         ends = np.cumsum(sizes, dtype=np.int64)
         places = ends - sizes
         pieces: list[tuple[int, int]] = []

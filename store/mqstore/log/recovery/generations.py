@@ -6,9 +6,9 @@ takes them. The queues of the next generation count from 0 again:
     log      0 1 2 ... 89 | 0 1 2 ... 14         of one queue
     files                   0 1 2 ... 14         slot 0 leads to the second 0
 
-A record is of an earlier generation if it lies before all records that the queue lists, and its number is that of the
-first listed one or greater. A log of one generation has no such record: numbers before the first listed one are
-smaller. A unit that was lost, or that leads elsewhere, is therefore still missed.
+A record is of an earlier generation if it lies before all records that the queue lists, and its queue offset is not
+below that of the first listed one. A log of one generation has no such record, since offsets before the first listed
+one are smaller. So a lost unit, or one that leads elsewhere, is still missed.
 """
 
 from __future__ import annotations

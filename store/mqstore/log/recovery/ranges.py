@@ -1,7 +1,7 @@
 """Reading of a commit log in byte ranges, and joining of the results, in one process or in many tasks.
 
-A record holds its own physical offset, so reading may begin anywhere: at the first place in a range where a record with
-this physical offset verifies (format#verifies, format#opening, spark#ranges).
+A record holds its own physical offset, so reading may begin anywhere. It begins at the first place in a range where a
+record with this physical offset verifies (format#verifies, format#opening, spark#ranges).
 
     segment   |........................|........................|..........BLANK|
     ranges    low                      high = low of the next

@@ -57,7 +57,7 @@ def recover_store(
     options = replace(options, full=True)
     root = Path(resolved(path))
     if options.dry_run:
-        refuse_beside_writer(path, fs)  # what it is writing cannot be judged
+        refuse_beside_writer(path, fs)  # a record that is being written cannot be checked
         with ReadOnlyMessageStore(path, config=config, fs=fs) as store:
             report = store.plan_recovery(options, progress)
             _report_json(report, bad_json(root, json_files(root, json_checks), fs))

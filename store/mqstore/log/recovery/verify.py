@@ -147,7 +147,7 @@ class Verifier:
         self._max_errors = max_errors
         self._entries = IndexTally()
         self._first = run.min_offset
-        # Beside a writer the first segment may have come since the listing; an unfinished splice may hide it.
+        # Beside a writer the first segment may have come since the listing; an unfinished bulk append may hide it.
         self._is_empty = not run.starts and not live and not unfinished
         once = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
         self._begin = run.starts[0] if run.starts else once + -once % run.segment_bytes if self._is_empty else 1 << 62

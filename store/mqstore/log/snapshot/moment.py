@@ -193,7 +193,7 @@ class Original:
 
     @staticmethod
     def _odd(small: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-        """Yield the backups that may be different in a moment, with their content.
+        """Yield the backups in a state that may only last a moment, with their content.
         A Java broker writes a backup in place, and removes a file before it renames the new one to it."""
         for name, content in small.items():
             if name.endswith(".bak"):
