@@ -274,7 +274,7 @@ class DelayService:
         return min((time for time in times if time is not None), default=None)
 
     def _step(self, level: _Level, now_ms: int, count: int) -> int:
-        """Examine up to `count` units of a level and deliver those that are due. Return how many passed.
+        """Deliver the due messages among up to `count` units of a level. Return how many units were passed.
         Sets the time of the next one."""
         level.due_ms = None
         level.grown = False  # before the look, so that later growth is not missed
