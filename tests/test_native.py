@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 from mqstore import native
 from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreIOError
-from mqstore.layout import record as record_module
 from mqstore.layout.properties import decode_properties
 from mqstore.layout.record import encode_record
 from mqstore.layout.scan import gather, read_run
@@ -94,30 +93,6 @@ print(native.kernel, native.why_not)
 """
     wanted = native._VERSION
     assert run_python(code).strip() == f"None mqstore._native has version 0, wanted is {wanted}: install mqstore again"
-
-
-@compiled
-def test_the_numbers_of_the_byte_table_are_those_of_python() -> None:
-    header = (ROOT / "store" / "native" / "native.h").read_text()
-    for name, ours in {
-        "CHECKSUM_AT": "CHECKSUM_AT",
-        "QUEUE_ID_AT": "QUEUE_ID_AT",
-        "FLAG_AT": "FLAG_AT",
-        "QUEUE_OFFSET_AT": "QUEUE_OFFSET_AT",
-        "PHYSICAL_OFFSET_AT": "PHYSICAL_OFFSET_AT",
-        "SYS_FLAG_AT": "SYS_FLAG_AT",
-        "BORN_TIMESTAMP_AT": "BORN_TIMESTAMP_AT",
-        "BORN_HOST_AT": "BORN_HOST_AT",
-        "STORE_TIMESTAMP_AT": "STORE_TIMESTAMP_AT_V4",
-        "BODY_LENGTH_AT": "BODY_LENGTH_AT_V4",
-        "BODY_AT": "BODY_AT_V4",
-        "MIN_RECORD_BYTES": "MIN_RECORD_BYTES",
-        "CRC_TAIL_BYTES": "CRC_TAIL_BYTES",
-        "IPV4_BYTES": "IPV4_BYTES",
-        "IPV6_BYTES": "IPV6_BYTES",
-        "IPV6_EXTRA": "IPV6_EXTRA",
-    }.items():
-        assert f"    {name} = {getattr(record_module, ours)}," in header
 
 
 # --- checksums of every length and place ---

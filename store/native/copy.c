@@ -210,18 +210,18 @@ PyObject *native_copy_parts(PyObject *module, PyObject *const *args, Py_ssize_t 
                 break;
         }
         const char *data = PyBytes_AS_STRING(PyTuple_GET_ITEM(copy, 3));
-        Py_ssize_t size = PyBytes_GET_SIZE(PyTuple_GET_ITEM(copy, 3)), named = PyBytes_GET_SIZE(begin) - 2;
+        Py_ssize_t size = PyBytes_GET_SIZE(PyTuple_GET_ITEM(copy, 3)), plain = PyBytes_GET_SIZE(begin);
         if (size > MAX_PROPERTIES_BYTES || memmem(data, (size_t)size, inner, sizeof inner - 1) ||
             memmem(data, (size_t)size, crc, sizeof crc - 1))
             break;
         PyObject *head, *body;
         if (located_plain((Located *)PyTuple_GET_ITEM(copy, 0), &near, &head, &body) <= 0)
             break;
-        long long left = room - overhead - PyBytes_GET_SIZE(body) - named - 2 - size;
-        PyObject *tail = left < 0 ? NULL : PyBytes_FromStringAndSize(NULL, named + 2 + size);
+        long long left = room - overhead - PyBytes_GET_SIZE(body) - plain - size;
+        PyObject *tail = left < 0 ? NULL : PyBytes_FromStringAndSize(NULL, plain + size);
         bool kept = false;
         if (tail) {
-            lay_tail(PyBytes_AS_STRING(tail), PyBytes_AS_STRING(begin), named + 2, data, size);
+            lay_tail(PyBytes_AS_STRING(tail), PyBytes_AS_STRING(begin), plain, data, size);
             kept = PyList_Append(args[5], queue) == 0 && PyList_Append(args[6], head) == 0 &&
                    PyList_Append(args[7], body) == 0 && PyList_Append(args[8], tail) == 0;
         }

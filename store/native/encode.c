@@ -139,7 +139,7 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
         return NULL;
     Py_ssize_t width = PyBytes_GET_SIZE(args[0]), count = PyList_GET_SIZE(args[1]), total = 0;
     bool each = PyList_Check(args[2]), flagged = args[3] != Py_None;
-    if (width < BODY_AT || (each && PyList_GET_SIZE(args[2]) != count) ||
+    if (width < BODY_AT_V4 || (each && PyList_GET_SIZE(args[2]) != count) ||
         (flagged && PyList_GET_SIZE(args[3]) != count)) {
         PyErr_SetString(PyExc_ValueError, "encode: no header, or not as many tails or flags as bodies");
         return NULL;
@@ -173,7 +173,7 @@ PyObject *native_encode(PyObject *module, PyObject *const *args, Py_ssize_t narg
         memcpy(to + width, PyBytes_AS_STRING(body), body_size);
         memcpy(to + width + body_size, PyBytes_AS_STRING(tail), (size_t)PyBytes_GET_SIZE(tail));
         put32(to, (uint32_t)size[i]);
-        put32(to + width - 4, (uint32_t)body_size);
+        put32(to + width - BODY_LENGTH_BYTES, (uint32_t)body_size);
         put64(to + QUEUE_OFFSET_AT, (uint64_t)(queue_offset + i));
         put64(to + PHYSICAL_OFFSET_AT, (uint64_t)physical_offset);
         if (flagged) {
@@ -230,7 +230,7 @@ PyObject *native_renumber(PyObject *module, PyObject *const *args, Py_ssize_t na
                 break;
             put64(record + QUEUE_OFFSET_AT, ((const uint64_t *)offsets->buf)[i]);
             put64(record + PHYSICAL_OFFSET_AT, ((const uint64_t *)places->buf)[i]);
-            put64(record + STORE_TIMESTAMP_AT + moved, (uint64_t)timestamp);
+            put64(record + STORE_TIMESTAMP_AT_V4 + moved, (uint64_t)timestamp);
             records[together] = record;
             sizes[together++] = (size_t)size;
         }

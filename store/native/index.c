@@ -4,9 +4,6 @@
 
 #include <stdatomic.h>
 
-enum { BEGIN_TIME = 0, END_TIME = 8, BEGIN_OFFSET = 16, END_OFFSET = 24, USED_SLOTS = 32, NEXT_ENTRY = 36, INDEX_HEADER = 40 };
-enum { ENTRY_HASH = 0, ENTRY_OFFSET = 4, ENTRY_SECONDS = 12, ENTRY_PREVIOUS = 16, INDEX_ENTRY = 20, INDEX_SLOT = 4 };
-
 /* put_entries(file, slots, number, hashes, physical, stamps): put entries from `number` on, for which there is room. Of each the
    entry is stored before the header counts it, and that before its slot leads to it, as readers rely on. */
 PyObject *native_put_entries(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -25,7 +22,7 @@ PyObject *native_put_entries(PyObject *module, PyObject *const *args, Py_ssize_t
     if (!(physical = hold(&held, args[4], 8, count, false, "physical")) ||
         !(stamps = hold(&held, args[5], 8, count, false, "stamps")))
         goto done;
-    const int64_t entries = 0 < slots && slots < file->len ? (file->len - INDEX_HEADER - INDEX_SLOT * slots) / INDEX_ENTRY : 0;
+    const int64_t entries = 0 < slots && slots < file->len ? (file->len - HEADER_BYTES - SLOT_BYTES * slots) / ENTRY_BYTES : 0;
     if (number < 1 || number > entries || count > entries - number) {
         PyErr_Format(PyExc_ValueError, "no room for %zd entries from %lld on", count, (long long)number);
         goto done;
@@ -36,29 +33,29 @@ PyObject *native_put_entries(PyObject *module, PyObject *const *args, Py_ssize_t
             PyErr_SetString(PyExc_ValueError, "a key hash must be within 0..2147483647");
             goto done;
         }
-    uint8_t header[INDEX_HEADER], *data = file->buf, *entry = data + INDEX_HEADER + INDEX_SLOT * slots + INDEX_ENTRY * number;
-    memcpy(header, data, INDEX_HEADER);
+    uint8_t header[HEADER_BYTES], *data = file->buf, *entry = data + HEADER_BYTES + SLOT_BYTES * slots + ENTRY_BYTES * number;
+    memcpy(header, data, HEADER_BYTES);
     if (count && number == 1) {
-        put64(header + BEGIN_TIME, (uint64_t)stamp[0]);
-        put64(header + BEGIN_OFFSET, (uint64_t)offset[0]);
+        put64(header + BEGIN_TIMESTAMP_AT, (uint64_t)stamp[0]);
+        put64(header + BEGIN_OFFSET_AT, (uint64_t)offset[0]);
     }
-    const int64_t begin = (int64_t)get64(header + BEGIN_TIME);
-    for (Py_ssize_t i = 0; i < count; i++, number++, entry += INDEX_ENTRY) {
-        uint8_t *slot = data + INDEX_HEADER + INDEX_SLOT * (hash[i] % slots);
+    const int64_t begin = (int64_t)get64(header + BEGIN_TIMESTAMP_AT);
+    for (Py_ssize_t i = 0; i < count; i++, number++, entry += ENTRY_BYTES) {
+        uint8_t *slot = data + HEADER_BYTES + SLOT_BYTES * (hash[i] % slots);
         uint32_t previous = get32(slot);
         if (previous > (uint64_t)number) /* negative, too: what no chain can have led to */
             previous = 0;
-        int64_t seconds = begin > 0 && stamp[i] > begin ? (stamp[i] - begin) / 1000 : 0;
-        put32(entry + ENTRY_HASH, (uint32_t)hash[i]);
-        put64(entry + ENTRY_OFFSET, (uint64_t)offset[i]);
-        put32(entry + ENTRY_SECONDS, (uint32_t)(seconds < INT32_MAX ? seconds : INT32_MAX));
-        put32(entry + ENTRY_PREVIOUS, previous);
-        put64(header + END_TIME, (uint64_t)stamp[i]);
-        put64(header + END_OFFSET, (uint64_t)offset[i]);
-        put32(header + USED_SLOTS, get32(header + USED_SLOTS) + !previous);
-        put32(header + NEXT_ENTRY, (uint32_t)number + 1);
+        int64_t seconds = begin > 0 && stamp[i] > begin ? (stamp[i] - begin) / SECOND_MS : 0;
+        put32(entry + ENTRY_HASH_AT, (uint32_t)hash[i]);
+        put64(entry + ENTRY_OFFSET_AT, (uint64_t)offset[i]);
+        put32(entry + ENTRY_SECONDS_AT, (uint32_t)(seconds < INT32_MAX ? seconds : INT32_MAX));
+        put32(entry + ENTRY_PREVIOUS_AT, previous);
+        put64(header + END_TIMESTAMP_AT, (uint64_t)stamp[i]);
+        put64(header + END_OFFSET_AT, (uint64_t)offset[i]);
+        put32(header + USED_SLOTS_AT, get32(header + USED_SLOTS_AT) + !previous);
+        put32(header + NEXT_ENTRY_AT, (uint32_t)number + 1);
         atomic_thread_fence(memory_order_release);
-        memcpy(data, header, INDEX_HEADER);
+        memcpy(data, header, HEADER_BYTES);
         atomic_thread_fence(memory_order_release);
         put32(slot, (uint32_t)number);
     }

@@ -6,11 +6,7 @@
 #include <stddef.h>
 #include <structmember.h>
 
-enum {
-    UNIT_BYTES = 20,
-    VOID_SIZE = 0x7FFFFFFF,
-    MOST_BYTES = 4 << 20, /* read at once: others wait meanwhile */
-};
+enum { MOST_BYTES = 4 << 20 }; /* read at once: others wait meanwhile */
 
 static PyObject *buffer_name, *queue_name, *stored_body_name, *tag_name, *keys_name, *group_name;
 static int topic_index = 0, queue_id_index = 1;
@@ -69,7 +65,7 @@ static PyObject *located_body(Located *self, void *closure)
     if (open_record(self, &view, NULL) < 0)
         return NULL;
     PyObject *body = NULL;
-    long long start = self->start + BODY_AT;
+    long long start = self->start + BODY_AT_V4;
     if (start > self->body_end || self->body_end > view.len)
         PyErr_SetString(PyExc_IndexError, "the body lies outside the buffer");
     else
@@ -184,9 +180,9 @@ typedef struct {
 
 static Field size_field = {0, 4, 0}, flag_field = {FLAG_AT, 4, 0}, physical_field = {PHYSICAL_OFFSET_AT, 8, 0},
              sys_flag_field = {SYS_FLAG_AT, 4, 0}, born_field = {BORN_TIMESTAMP_AT, 8, 0},
-             stored_field = {STORE_TIMESTAMP_AT, 8, BORN_HOST_V6},
-             reconsume_field = {BODY_LENGTH_AT - 12, 4, BORN_HOST_V6 | STORE_HOST_V6},
-             prepared_field = {BODY_LENGTH_AT - 8, 8, BORN_HOST_V6 | STORE_HOST_V6};
+             stored_field = {STORE_TIMESTAMP_AT_V4, 8, BORN_HOST_V6},
+             reconsume_field = {RECONSUME_TIMES_AT_V4, 4, BORN_HOST_V6 | STORE_HOST_V6},
+             prepared_field = {PREPARED_OFFSET_AT_V4, 8, BORN_HOST_V6 | STORE_HOST_V6};
 
 static PyObject *located_number(Located *self, void *closure)
 {
@@ -219,7 +215,7 @@ Py_ssize_t message_id_of(const uint8_t *record, char *text)
 {
     static const char digits[] = "0123456789ABCDEF";
     uint32_t flags = get32(record + SYS_FLAG_AT);
-    const uint8_t *host = record + STORE_TIMESTAMP_AT + 8 + extra_of(flags & BORN_HOST_V6);
+    const uint8_t *host = record + STORE_HOST_AT_V4 + extra_of(flags & BORN_HOST_V6);
     int host_bytes = flags & STORE_HOST_V6 ? IPV6_BYTES : IPV4_BYTES, length = 0;
     for (int i = 0; i < host_bytes + 8; i++) {
         uint8_t byte = i < host_bytes ? host[i] : record[PHYSICAL_OFFSET_AT + i - host_bytes];
@@ -271,7 +267,7 @@ int located_plain(Located *message, Near *near, PyObject **head, PyObject **body
     uint32_t flags = get32((const uint8_t *)data + message->start + SYS_FLAG_AT), transaction = flags & TRANSACTION_MASK;
     int plain = !(flags & (BORN_HOST_V6 | STORE_HOST_V6)) && (!transaction || transaction == TRANSACTION_COMMIT);
     if (plain) {
-        *head = PyBytes_FromStringAndSize(data + message->start, BODY_AT);
+        *head = PyBytes_FromStringAndSize(data + message->start, BODY_AT_V4);
         *body = PyBytes_FromStringAndSize(data + parts.body, (Py_ssize_t)parts.body_size);
         if (!*head || !*body) {
             Py_CLEAR(*head);
@@ -435,9 +431,10 @@ PyObject *native_read_units(PyObject *module, PyObject *const *args, Py_ssize_t 
             break;
         const uint8_t *unit = (const uint8_t *)units->buf + i * UNIT_BYTES, *later = unit + NEXT * UNIT_BYTES;
         if (i + NEXT < there)
-            fetch_at(view->buf, view->len, (int64_t)(get64(later) - (uint64_t)segment_start), (int32_t)get32(later + 8));
+            fetch_at(view->buf, view->len, (int64_t)(get64(later) - (uint64_t)segment_start),
+                     (int32_t)get32(later + UNIT_SIZE_AT));
         said.physical = (int64_t)get64(unit);
-        said.size = (int32_t)get32(unit + 8);
+        said.size = (int32_t)get32(unit + UNIT_SIZE_AT);
         said.slot = first + i;
         if (said.physical < segment_start || said.size == VOID_SIZE)
             break;
@@ -521,12 +518,12 @@ PyObject *native_check_units(PyObject *module, PyObject *const *args, Py_ssize_t
         if (copied < 0)
             continue;
         /* Now that the checksum has brought it near. */
-        int64_t body_size = ends[i] < 0 ? 0 : ends[i] - at[i] - BODY_AT;
+        int64_t body_size = ends[i] < 0 ? 0 : ends[i] - at[i] - BODY_AT_V4;
         if (ends[i] < 0 || body_size > bodies->len - copied) {
             copied = -1;
             continue;
         }
-        memcpy((uint8_t *)bodies->buf + copied, (const uint8_t *)view->buf + at[i] + BODY_AT, (size_t)body_size);
+        memcpy((uint8_t *)bodies->buf + copied, (const uint8_t *)view->buf + at[i] + BODY_AT_V4, (size_t)body_size);
         copied += body_size;
     }
     PyEval_RestoreThread(others);

@@ -9,8 +9,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "table.h"
+
 /* Counted up with every change of what a function takes or gives; store/mqstore/native.py has the same number. */
-#define NATIVE_VERSION 20
+#define NATIVE_VERSION 21
 
 #if !defined(__GNUC__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || !defined(__LP64__)
 #error "built by GCC or Clang, for processors with 64 bits that are little-endian; elsewhere mqstore runs on Python and numpy"
@@ -38,42 +40,15 @@
         Py_TYPE(self)->tp_free((PyObject *)self);                             \
     }
 
-/* --- the record (format#record); store/mqstore/layout/record.py has the table, and the tests hold both together --- */
+/* --- the record (format#record); its numbers are in table.h --- */
 
 enum {
-    CHECKSUM_AT = 8,
-    QUEUE_ID_AT = 12,
-    FLAG_AT = 16,
-    QUEUE_OFFSET_AT = 20,
-    PHYSICAL_OFFSET_AT = 28,
-    SYS_FLAG_AT = 36,
-    BORN_TIMESTAMP_AT = 40,
-    BORN_HOST_AT = 48,
-    STORE_TIMESTAMP_AT = 56, /* the born host IPv4 */
-    BODY_LENGTH_AT = 84, /* both hosts IPv4, as all that follow */
-    BODY_AT = 88,
-    MIN_RECORD_BYTES = 91,
     SMALLEST_PAIR = 4, /* of properties: name, 01, value, 02 */
     PAIR_ROWS = 4,
     PARTS = 6, /* `note_parts` */
     MANY_PAIRS = 64,
-    MAX_PROPERTIES_BYTES = 32767,
-    CRC_TAIL_BYTES = 20, /* of the property __CRC32# (format#crc-tail) */
-    COMPRESSED = 0x01,
-    COMPRESSION_ZLIB = 0x300,
-    TRANSACTION_MASK = 0x0C,
-    TRANSACTION_COMMIT = 0x08,
-    TRANSACTION_ROLLBACK = 0x0C,
-    INNER_BATCH = 0x80,
-    IPV4_BYTES = 8,
-    IPV6_BYTES = 20,
-    IPV6_EXTRA = 12,
-    BORN_HOST_V6 = 0x10,
-    STORE_HOST_V6 = 0x20,
 };
 #define SCHEDULE_TOPIC "SCHEDULE_TOPIC_XXXX"
-#define MAGIC_V1 0xDAA320A7u
-#define MAGIC_V2 0xDAA320ABu
 
 static inline uint16_t get16(const uint8_t *at) { uint16_t v; memcpy(&v, at, 2); return __builtin_bswap16(v); }
 static inline uint32_t get32(const uint8_t *at) { uint32_t v; memcpy(&v, at, 4); return __builtin_bswap32(v); }
@@ -87,7 +62,7 @@ static inline int64_t extra_of(uint32_t sys_flag)
     return IPV6_EXTRA * (((sys_flag & BORN_HOST_V6) != 0) + ((sys_flag & STORE_HOST_V6) != 0));
 }
 
-static inline bool is_magic(uint32_t magic) { return magic == MAGIC_V1 || magic == MAGIC_V2; }
+static inline bool is_magic(int32_t magic) { return magic == MAGIC_V1 || magic == MAGIC_V2; }
 
 /* --- checksum (crc32c.c) --- */
 

@@ -3,8 +3,6 @@
 #include "native.h"
 #include <structmember.h>
 
-enum { MAX_MESSAGE_GROUP = 63 };
-
 bool add(Text *to, const char *from, size_t size)
 {
     if (size > MOST_OPTIONS_BYTES - to->size)
@@ -124,8 +122,8 @@ PyObject *native_message_parts(PyObject *module, PyObject *const *args, Py_ssize
     if (first == -1 && PyErr_Occurred())
         return NULL;
     bool right = PyList_Check(items) && first >= 0 && PyUnicode_Check(topic) && PyBytes_Check(plain) &&
-                 PyBytes_GET_SIZE(plain) >= 2 && PyTuple_Check(slots) && PyTuple_GET_SIZE(slots) >= ELSEWHERE &&
-                 PyFrozenSet_CheckExact(args[5]) && PyDict_Check(args[9]);
+                 PyBytes_GET_SIZE(plain) >= PROPERTIES_LENGTH_BYTES && PyTuple_Check(slots) &&
+                 PyTuple_GET_SIZE(slots) >= ELSEWHERE && PyFrozenSet_CheckExact(args[5]) && PyDict_Check(args[9]);
     for (int k = 6; k < 9; k++)
         right = right && PyList_Check(args[k]);
     for (Py_ssize_t k = 0; right && k < PyTuple_GET_SIZE(slots); k++) {

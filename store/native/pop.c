@@ -13,13 +13,10 @@ enum {
     MOST_BITS = 62, /* of a batch, to be looked at here */
     MOST_SETTLED = MOST_BITS + 1,
     MOST_CLAIMS = 256,     /* of one call */
-    MOST_POPPED = 32,      /* MAX_BATCH of state.py */
-    COMPACT_FROM = 1024,   /* _COMPACT_FROM of state.py */
-    SAME_MOMENT_MS = 1000, /* of time.py */
     HEAD_BYTES = 1024,     /* room for the names in a record: longer ones are for Python */
     NUMBER_BYTES = 20,     /* of 64 bits, with its sign */
     TEXT_BYTES = 192,      /* and for its numbers, or those of a receipt: six at most, and what stands around them */
-    POPPED_BYTES = HEAD_BYTES + TEXT_BYTES + 3 * MOST_POPPED,
+    POPPED_BYTES = HEAD_BYTES + TEXT_BYTES + 3 * MAX_BATCH,
     SETTLED_BYTES = TEXT_BYTES + MOST_SETTLED * (NUMBER_BYTES + 1),
 };
 
@@ -170,7 +167,7 @@ static PyObject *hand_out(Desk *self, Lending *state, int count, long long now_m
     at = say(tell(say(at, in_order ? IN_ORDER : NO_ORDER), queue_id), " ");
 
     /* All that can fail for want of memory comes before the record. */
-    PyObject *numbers[MOST_POPPED], *result = NULL, *visible = PyLong_FromLongLong(visible_ms), *found = PyList_New(count);
+    PyObject *numbers[MAX_BATCH], *result = NULL, *visible = PyLong_FromLongLong(visible_ms), *found = PyList_New(count);
     /* A pop time may lie behind it, where the clock was set back. */
     PyObject *due = PyLong_FromLongLong(pop_time_ms + invisible_ms);
     Lent *batch = (Lent *)((PyTypeObject *)self->batch)->tp_alloc((PyTypeObject *)self->batch, 0);
@@ -262,7 +259,7 @@ static PyObject *desk_hand_out(Desk *self, PyObject *const *args, Py_ssize_t nar
         return NULL;
     long long count, now_ms, invisible_ms;
     if (!has_log(self) || !is_whole(args[0]) || !number_of(args[1], &count) || !number_of(args[2], &now_ms) ||
-        !number_of(args[3], &invisible_ms) || count < 1 || count > MOST_POPPED || now_ms < 0 || invisible_ms < 0 ||
+        !number_of(args[3], &invisible_ms) || count < 1 || count > MAX_BATCH || now_ms < 0 || invisible_ms < 0 ||
         invisible_ms > INT32_MAX || now_ms > INT64_MAX - INT32_MAX)
         Py_RETURN_NONE;
     Lending *state = (Lending *)args[0];
@@ -411,7 +408,7 @@ static int settle(Desk *self, Lending *state, const Claim *claims, int count)
     if (result > 0 && (!number_of(state->written, &written) || written != state->committed)) {
         PyObject *committed = PyLong_FromLongLong(state->committed);
         PyObject *key = Py_NewRef(state->key);
-        PyObject *asked[] = {PyTuple_GET_ITEM(key, 1), PyTuple_GET_ITEM(key, 0), PyTuple_GET_ITEM(key, 2), committed};
+        PyObject *asked[] = {PyTuple_GET_ITEM(key, 0), PyTuple_GET_ITEM(key, 1), PyTuple_GET_ITEM(key, 2), committed};
         PyObject *told = committed ? PyObject_Vectorcall(self->commit, asked, 4, NULL) : NULL;
         Py_DECREF(key);
         if (told)

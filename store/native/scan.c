@@ -66,7 +66,7 @@ PyObject *native_walk(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
     PyThreadState *others = PyEval_SaveThread();
     while ((int64_t)count < limit && end - start >= MIN_RECORD_BYTES) {
         int32_t size = (int32_t)get32(data + start);
-        if (size < MIN_RECORD_BYTES || size > end - start || !is_magic(get32(data + start + 4)))
+        if (size < MIN_RECORD_BYTES || size > end - start || !is_magic((int32_t)get32(data + start + MAGIC_AT)))
             break;
         if (count == room) {
             room = room ? 2 * room : 1024;
@@ -179,17 +179,17 @@ bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *part
 {
     const uint8_t *record = data + position;
     int64_t size = (int32_t)get32(record);
-    uint32_t magic = get32(record + 4);
+    int32_t magic = (int32_t)get32(record + MAGIC_AT);
     int64_t second = magic == MAGIC_V2; /* V2 has one more byte of topicLength */
     int64_t extra = extra_of(get32(record + SYS_FLAG_AT));
     int64_t spare = size - MIN_RECORD_BYTES - extra - second; /* what body, topic and properties share */
     if (!is_magic(magic) || spare <= 0 || size > length - position)
         return false;
-    int64_t body_size = (int32_t)get32(record + BODY_LENGTH_AT + extra);
+    int64_t body_size = (int32_t)get32(record + BODY_LENGTH_AT_V4 + extra);
     if (body_size < 0 || body_size >= spare)
         return false;
     spare -= body_size;
-    const uint8_t *at = record + BODY_AT + extra + body_size;
+    const uint8_t *at = record + BODY_AT_V4 + extra + body_size;
     int64_t topic_size = second ? (int16_t)get16(at) : (int8_t)at[0];
     if (topic_size <= 0 || topic_size > spare)
         return false;
@@ -198,11 +198,11 @@ bool parts_of(const uint8_t *data, int64_t length, int64_t position, Parts *part
     if (properties_size != spare - topic_size)
         return false;
     parts->size = size;
-    parts->body = position + BODY_AT + extra;
+    parts->body = position + BODY_AT_V4 + extra;
     parts->body_size = body_size;
     parts->topic = at - data;
     parts->topic_size = topic_size;
-    parts->properties = parts->topic + topic_size + 2;
+    parts->properties = parts->topic + topic_size + PROPERTIES_LENGTH_BYTES;
     parts->properties_size = properties_size;
     return true;
 }
@@ -230,7 +230,7 @@ PyObject *native_measure(PyObject *module, PyObject *const *args, Py_ssize_t nar
             goto done;
         }
         if (i + NEXT < count)
-            fetch_at(view->buf, view->len, at[i + NEXT], BODY_AT);
+            fetch_at(view->buf, view->len, at[i + NEXT], BODY_AT_V4);
         Parts parts = {0};
         good[i] = parts_of(view->buf, view->len, at[i], &parts);
         note_parts(row, count, i, &parts);

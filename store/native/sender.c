@@ -220,7 +220,7 @@ PyObject *putter_of(PyObject *putters, PyObject *topic, PyObject *queue_id, PyOb
     PyObject *queue =
         queues && PyDict_Check(queues) && PyLong_CheckExact(queue_id) ? PyDict_GetItemWithError(queues, queue_id) : NULL;
     PyObject *found = queue && PyObject_TypeCheck(queue, &NumberedType) ? ((Numbered *)queue)->plain_tail : NULL;
-    *tail = found && PyBytes_Check(found) && PyBytes_GET_SIZE(found) >= 2 ? Py_NewRef(found) : NULL;
+    *tail = found && PyBytes_Check(found) && PyBytes_GET_SIZE(found) >= PROPERTIES_LENGTH_BYTES ? Py_NewRef(found) : NULL;
     return *tail ? queue : NULL;
 }
 

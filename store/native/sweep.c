@@ -211,7 +211,7 @@ PyObject *native_sweep(PyObject *module, PyObject *const *args, Py_ssize_t nargs
                 break;
             }
             /* The host before it may have moved it. The record is long enough for both: `parts_of` has looked. */
-            int64_t stamp_at = STORE_TIMESTAMP_AT + (flags & BORN_HOST_V6 ? IPV6_EXTRA : 0);
+            int64_t stamp_at = STORE_TIMESTAMP_AT_V4 + (flags & BORN_HOST_V6 ? IPV6_EXTRA : 0);
             bool tail = p->properties_size >= CRC_TAIL_BYTES &&
                         !memcmp(record[i] + p->size - CRC_TAIL_BYTES, "__CRC32#", 8);
             l[POSITION * room + count] = at;
@@ -360,7 +360,7 @@ static int by_key(const void *a, const void *b)
 
 /* Rows of the table that `list` fills; layout/dispatch.py names them in this order. */
 enum { TAGS_CODE, ROW, SLOT, QUEUE_TOPIC, QUEUE_NUMBER, QUEUE_END, QUEUE_FOLLOWS, LISTED_ROWS };
-enum { UNIT_BYTES = 20, CACHE_LINE = 64, SOON = 16 };
+enum { CACHE_LINE = 64, SOON = 16 };
 
 /* list(buffer, limit, count, base, longs, ints, prefixes, out, has_unit, units) -> (rows, queues, entry_row, entry_hash), or None
 
@@ -495,8 +495,8 @@ PyObject *native_list(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
             o[ROW * room + to] = i;
             o[SLOT * room + to] = l[QUEUE_OFFSET * limit + i];
             put64(unit + UNIT_BYTES * to, (uint64_t)l[POSITION * limit + i] + (uint64_t)base);
-            put32(unit + UNIT_BYTES * to + 8, (uint32_t)n[SIZE * limit + i]);
-            put64(unit + UNIT_BYTES * to + 12, (uint64_t)o[TAGS_CODE * room + i]);
+            put32(unit + UNIT_BYTES * to + UNIT_SIZE_AT, (uint32_t)n[SIZE * limit + i]);
+            put64(unit + UNIT_BYTES * to + UNIT_TAGS_CODE_AT, (uint64_t)o[TAGS_CODE * room + i]);
         }
         for (int64_t i = 0, at = 0; i < queues.count; i++) {
             int64_t end = o[QUEUE_END * room + i];

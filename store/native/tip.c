@@ -82,9 +82,8 @@ static size_t header_of(Tip *self, Numbered *queue, uint8_t *at, uint32_t size, 
                         uint32_t body_size, const Extra *extra)
 {
     size_t born = (size_t)PyBytes_GET_SIZE(self->born_host), store = (size_t)PyBytes_GET_SIZE(self->store_host);
-    uint8_t *start = at;
     put32(at, size);
-    put32(at + 4, (uint32_t)queue->magic);
+    put32(at + MAGIC_AT, (uint32_t)queue->magic);
     put32(at + CHECKSUM_AT, 0);
     put32(at + QUEUE_ID_AT, (uint32_t)queue->queue_id);
     put32(at + FLAG_AT, extra->flag);
@@ -92,17 +91,15 @@ static size_t header_of(Tip *self, Numbered *queue, uint8_t *at, uint32_t size, 
     put64(at + PHYSICAL_OFFSET_AT, (uint64_t)position);
     put32(at + SYS_FLAG_AT, extra->sys_flag | (born == IPV6_BYTES ? BORN_HOST_V6 : 0) | (store == IPV6_BYTES ? STORE_HOST_V6 : 0));
     put64(at + BORN_TIMESTAMP_AT, (uint64_t)now_ms);
-    at += BORN_HOST_AT;
-    memcpy(at, PyBytes_AS_STRING(self->born_host), born);
-    at += born;
-    put64(at, (uint64_t)now_ms);
-    at += 8;
-    memcpy(at, PyBytes_AS_STRING(self->store_host), store);
-    at += store;
-    put32(at, 0);      /* reconsumeTimes */
-    put64(at + 4, 0);  /* preparedTransactionOffset */
-    put32(at + 12, body_size);
-    return (size_t)(at + 16 - start);
+    memcpy(at + BORN_HOST_AT, PyBytes_AS_STRING(self->born_host), born);
+    at += born - IPV4_BYTES; /* which moves all that follow */
+    put64(at + STORE_TIMESTAMP_AT_V4, (uint64_t)now_ms);
+    memcpy(at + STORE_HOST_AT_V4, PyBytes_AS_STRING(self->store_host), store);
+    at += store - IPV4_BYTES;
+    put32(at + RECONSUME_TIMES_AT_V4, 0);
+    put64(at + PREPARED_OFFSET_AT_V4, 0);
+    put32(at + BODY_LENGTH_AT_V4, body_size);
+    return BODY_AT_V4 + born + store - 2 * IPV4_BYTES;
 }
 
 PyObject *tuple_of(PyObject *type, PyObject **items, Py_ssize_t count)
@@ -141,8 +138,9 @@ void lay_tail(char *to, const char *plain, Py_ssize_t plain_size, const char *pr
 {
     memcpy(to, plain, (size_t)plain_size);
     memcpy(to + plain_size, properties, (size_t)size);
-    to[plain_size - 2] = (char)(size >> 8);
-    to[plain_size - 1] = (char)size;
+    to += plain_size - PROPERTIES_LENGTH_BYTES;
+    to[0] = (char)(size >> 8);
+    to[1] = (char)size;
 }
 
 int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_size, const char *tail, Py_ssize_t tail_size,
@@ -157,8 +155,8 @@ int tip_store(PyObject *tip, Numbered *queue, const char *body, Py_ssize_t body_
     /* Where every put waits for its sync: by a call, for a page that is stored to through the mapping is made read-only by
        each sync, which costs more than the sync, and faults again. */
     bool by_call = self->group && self->group != Py_None;
-    Py_ssize_t size = BORN_HOST_AT + PyBytes_GET_SIZE(self->born_host) + 8 + PyBytes_GET_SIZE(self->store_host) + 16 +
-                      body_size + tail_size + extra->size;
+    Py_ssize_t hosts_size = PyBytes_GET_SIZE(self->born_host) + PyBytes_GET_SIZE(self->store_host);
+    Py_ssize_t size = BODY_AT_V4 - 2 * IPV4_BYTES + hosts_size + body_size + tail_size + extra->size;
     if (size > INT32_MAX || (by_call && (self->fd < 0 || size > MOST_CALLED)))
         return 0;
 

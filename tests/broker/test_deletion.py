@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from mqstore import Retention
-from mqstore.broker.names import POP_LOG_TOPIC
-from mqstore.broker.pop.state import QueueKey
+from mqstore.broker.names import POP_LOG_TOPIC, QueueKey
 from mqstore.errors import GroupNotFoundError, ReceiptExpiredError, TransactionStateError
 from mqstore.layout.properties import SHARDINGKEY
 from tests.broker.popsupport import PopBench, bodies, fail_once
@@ -180,7 +179,7 @@ def test_ack_during_a_topic_deletion_says_the_receipt_expired(tmp_path: Path) ->
     with PopBench(tmp_path) as bench:
         bench.put("t", 1)
         [delivery] = bench.pop()
-        state = bench.service._tables.states[QueueKey("t", "g", 0)]
+        state = bench.service._tables.states[QueueKey("g", "t", 0)]
         find = bench.service._state_of
         bench.service._state_of = lambda *args: (find(*args), bench.parts.topics.delete("t", force=True))[0]  # type: ignore[method-assign,func-returns-value]
         with pytest.raises(ReceiptExpiredError):

@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mqstore.broker.names import POP_LOG_GROUP, START_GROUP
+from mqstore.broker.names import POP_LOG_GROUP, START_GROUP, QueueKey
 from mqstore.broker.offsets import OffsetTable
 from mqstore.errors import ConfigError, CorruptStoreError, ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files.jsonfile import decode_json, encode_json
@@ -75,18 +75,18 @@ def test_a_name_that_the_file_could_not_give_back_is_refused(offsets: _Offsets, 
 
 def test_late_commits_are_dropped_until_the_reset_is_taken(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 9)
-    table = offsets.table
+    table, key = offsets.table, QueueKey("g", "t", 0)
     table.commit("g", "t", 0, 8)
-    table.note_pull("g", "t", 0, 9)
-    table.reset("t", "g", 0, 3)
-    assert (table.committed("g", "t", 0), table.query_pull("g", "t", 0)) == (3, 3)
+    table.note_pull(key, 9)
+    table.reset(key, 3)
+    assert (table.committed("g", "t", 0), table.query_pull(key)) == (3, 3)
     table.commit("g", "t", 0, 9)
     table.commit("g", "t", 0, 9, durability="flush")
     assert table.committed("g", "t", 0) == 3
-    assert table.has_reset("t", "g", 0)
-    assert table.take_reset("t", "g", 0) == 3
-    assert table.take_reset("t", "g", 0) is None
-    assert not table.has_reset("t", "g", 0)
+    assert key in table.resets
+    assert table.take_reset(key) == 3
+    assert table.take_reset(key) is None
+    assert key not in table.resets
     table.commit("g", "t", 0, 5)
     assert table.committed("g", "t", 0) == 5
 
@@ -94,10 +94,10 @@ def test_late_commits_are_dropped_until_the_reset_is_taken(offsets: _Offsets) ->
 def test_a_reset_outlives_a_crash_as_the_offset_it_set(offsets: _Offsets) -> None:
     offsets.fill("t", 0, 9)
     offsets.table.commit("g", "t", 0, 8, durability="flush")
-    offsets.table.reset("t", "g", 0, 3)
+    offsets.table.reset(QueueKey("g", "t", 0), 3)
     offsets.table.save()
     again = offsets.again()
-    assert (again.committed("g", "t", 0), again.has_reset("t", "g", 0)) == (3, False)
+    assert (again.committed("g", "t", 0), again.resets) == (3, {})
 
 
 # -- whole groups and topics -------------------------------------------------------------------------------------------
@@ -670,35 +670,38 @@ class OffsetModel(RuleBasedStateMachine):
         for topic in TOPICS:
             for queue_id in QUEUES:
                 self.offsets.fill(topic, queue_id, END)
-        self.committed: dict[tuple[str, str, int], int] = {}
-        self.resets: dict[tuple[str, str, int], int] = {}
-        self.pulled: dict[tuple[str, str, int], int] = {}
+        self.committed: dict[QueueKey, int] = {}
+        self.resets: dict[QueueKey, int] = {}
+        self.pulled: dict[QueueKey, int] = {}
         self.starts: dict[tuple[str, int], int] = {}
         self.saved: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
 
     @rule(group=group, topic=topic, queue_id=queue_id, offset=offset, flush=st.booleans())
     def commit(self, group: str, topic: str, queue_id: int, offset: int, flush: bool) -> None:
         self.offsets.table.commit(group, topic, queue_id, offset, durability="flush" if flush else None)
-        if (group, topic, queue_id) not in self.resets:
-            self.committed[group, topic, queue_id] = offset
+        key = QueueKey(group, topic, queue_id)
+        if key not in self.resets:
+            self.committed[key] = offset
         if flush:
             self._note_saved()
 
     @rule(group=group, topic=topic, queue_id=queue_id, offset=offset)
     def pull(self, group: str, topic: str, queue_id: int, offset: int) -> None:
-        self.offsets.table.note_pull(group, topic, queue_id, offset)
-        self.pulled[group, topic, queue_id] = offset
+        self.offsets.table.note_pull(QueueKey(group, topic, queue_id), offset)
+        self.pulled[QueueKey(group, topic, queue_id)] = offset
 
     @rule(group=group, topic=topic, queue_id=queue_id, offset=offset)
     def reset(self, group: str, topic: str, queue_id: int, offset: int) -> None:
         offset = max(offset, self.starts.get((topic, queue_id), 0))
-        self.offsets.table.reset(topic, group, queue_id, offset)
-        self.committed[group, topic, queue_id] = self.resets[group, topic, queue_id] = offset
-        self.pulled.pop((group, topic, queue_id), None)
+        key = QueueKey(group, topic, queue_id)
+        self.offsets.table.reset(key, offset)
+        self.committed[key] = self.resets[key] = offset
+        self.pulled.pop(key, None)
 
     @rule(group=group, topic=topic, queue_id=queue_id)
     def take(self, group: str, topic: str, queue_id: int) -> None:
-        assert self.offsets.table.take_reset(topic, group, queue_id) == self.resets.pop((group, topic, queue_id), None)
+        key = QueueKey(group, topic, queue_id)
+        assert self.offsets.table.take_reset(key) == self.resets.pop(key, None)
 
     @rule(topic=topic, queue_id=queue_id, offset=offset)
     def move_start(self, topic: str, queue_id: int, offset: int) -> None:
@@ -733,15 +736,15 @@ class OffsetModel(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         table = self.offsets.table
+        assert table.resets == self.resets
         for group in GROUPS:
             expected = {key[1:]: offset for key, offset in self.committed.items() if key[0] == group}
             assert table.of_group(group) == expected
             for topic in TOPICS:
                 for queue_id in QUEUES:
-                    key = (group, topic, queue_id)
+                    key = QueueKey(group, topic, queue_id)
                     assert table.committed(*key) == self.committed.get(key)
-                    assert table.query_pull(*key) == self.pulled.get(key, self.committed.get(key))
-                    assert table.has_reset(topic, group, queue_id) == (key in self.resets)
+                    assert table.query_pull(key) == self.pulled.get(key, self.committed.get(key))
         for topic in TOPICS:
             groups = {key[0] for key in self.committed if key[1] == topic}
             assert table.groups_of(topic) == groups
@@ -755,7 +758,7 @@ class OffsetModel(RuleBasedStateMachine):
     def _note_saved(self) -> None:
         self.saved = (dict(self.committed), dict(self.starts))
 
-    def _drop(self, concerned: Callable[[tuple[str, str, int]], bool]) -> None:
+    def _drop(self, concerned: Callable[[QueueKey], bool]) -> None:
         for table in (self.committed, self.resets, self.pulled):
             for key in [key for key in table if concerned(key)]:
                 del table[key]

@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, Suspended, check_order_info
 from mqstore.files.jsonfile import decode_json, encode_json
 
 T0 = 1_000_000
 INV = 60_000
 DAY = 86_400_000
-KEY = ("t", "g", 0)
+KEY = QueueKey("g", "t", 0)
 
 Step = Callable[[OrderInfoTable], None]
 
@@ -255,14 +256,14 @@ def test_negative_attempts_are_refused(offset: int, count: int) -> None:
 # --- cleaning (delivery#order-clean) ----------------------------------------------------------------------------------
 
 
-def popped_table(*keys: tuple[str, str, int]) -> OrderInfoTable:
+def popped_table(*keys: QueueKey) -> OrderInfoTable:
     table = OrderInfoTable()
     for key in keys:
         table.put(key, OrderInfo((0,), T0, INV, T0))
     return table
 
 
-def past(_topic: str, _group: str, _queue_id: int) -> int:
+def past(_group: str, _topic: str, _queue_id: int) -> int:
     """The group has moved on, everywhere."""
     return 1_000_000
 
@@ -293,8 +294,8 @@ def test_what_counts_nothing_any_more_is_idle() -> None:
 
 
 def test_cleaning_drops_what_has_no_topic_no_group_or_no_queue() -> None:
-    table = popped_table(("t", "g", 0), ("t", "g", 4), ("gone", "g", 0), ("t", "nobody", 0))
-    assert clean(table, T0) == [("t", "g", 0)]
+    table = popped_table(KEY, QueueKey("g", "t", 4), QueueKey("g", "gone", 0), QueueKey("nobody", "t", 0))
+    assert clean(table, T0) == [KEY]
     assert list(table.as_json()["table"]) == ["t@g"]
 
 
@@ -348,7 +349,7 @@ def test_the_sample_of_the_file_comes_back_the_same() -> None:
     table = OrderInfoTable()
     table.load(SAMPLE)
     assert table.as_json() == SAMPLE
-    record = table.get(("fifo", "G_fifo", 0))
+    record = table.get(QueueKey("G_fifo", "fifo", 0))
     assert record is not None
     assert record.offsets == (460, 461, 462, 463)
     assert record.unacked() == [461, 462]
@@ -450,7 +451,7 @@ def test_the_version_grows_with_every_change_and_only_then() -> None:
         (False, lambda: table.drop_attempts("g", "t", 0, 1)),
         (True, lambda: table.drop_attempts("g", "t", 0, 2)),
         (False, lambda: table.put(KEY, None)),
-        (True, lambda: table.put(("gone", "g", 0), record)),
+        (True, lambda: table.put(QueueKey("g", "gone", 0), record)),
         (True, lambda: clean(table, T0)),
         (False, lambda: clean(table, T0)),
     ]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.broker.filters import parse_filter
-from mqstore.broker.names import POP_LOG_TOPIC, dlq_topic, pop_retry_topic
-from mqstore.broker.pop.state import Batch, QueueKey, QueueState
+from mqstore.broker.names import POP_LOG_TOPIC, QueueKey, dlq_topic, pop_retry_topic
+from mqstore.broker.pop.state import Batch, QueueState
 from mqstore.errors import (
     ConfigError,
     GroupNotFoundError,
@@ -364,10 +364,10 @@ def test_a_pop_does_not_look_at_all_that_is_released(bench: PopBench) -> None:
     bench.put("t", 60)
     found = [delivery for _ in range(2) for delivery in bench.pop(n=30)]
     bench.release(*found[::-1])
-    state = bench.service._tables.states[QueueKey("t", "g", 0)]
+    state = bench.service._tables.states[QueueKey("g", "t", 0)]
     state.released = walked = Walked(state.released)
     assert [bodies(bench.pop(n=n)) for n in (1, 2)] == [[b"0"], [b"1", b"2"]]
-    standing = bench.service.figures.standing("g", "t", 0)
+    standing = bench.service.figures.standing(QueueKey("g", "t", 0))
     assert standing is not None
     assert standing.ready_from == 3
     assert walked.walks == 0
@@ -376,7 +376,7 @@ def test_a_pop_does_not_look_at_all_that_is_released(bench: PopBench) -> None:
 @given(st.lists(st.tuples(st.sampled_from(["release", "pop", "ack"]), st.integers(1, 5)), max_size=60))
 def test_what_was_given_back_comes_lowest_offset_first(steps: list[tuple[str, int]]) -> None:
     """Given back twice, acknowledged after it was, or popped meanwhile."""
-    state = QueueState(QueueKey("t", "g", 0))
+    state = QueueState(QueueKey("g", "t", 0))
     batch = Batch(0, range(20), 1, 1, True)
     state.in_flight = dict.fromkeys(range(20), batch)
     for name, (what, count) in enumerate(steps, 1):
@@ -504,7 +504,7 @@ def test_a_reset_during_flight_begins_anew_and_expires_what_is_out(bench: PopBen
 def test_a_reset_that_nobody_told_of_counts_at_the_next_pop(bench: PopBench) -> None:
     bench.put("t", 6)
     bench.pop(n=4)
-    bench.parts.offsets.reset("t", "g", 0, 5)
+    bench.parts.offsets.reset(QueueKey("g", "t", 0), 5)
     assert bodies(bench.pop(n=5)) == [b"5"]
 
 

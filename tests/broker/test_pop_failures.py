@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mqstore.broker.pop.state import QueueKey, Timeline
+from mqstore.broker.names import QueueKey
+from mqstore.broker.pop.state import Timeline
 from mqstore.errors import ConfigError, InvalidMessageError, ReceiptExpiredError
 from tests.broker.popsupport import PopBench, bodies, fail_once
 
@@ -163,7 +164,7 @@ def test_renewals_one_by_one_rarely_compact_the_timeline(tmp_path: Path, monkeyp
         popped = [delivery for _ in range(100) for delivery in bench.pop(n=32)]
         for i, delivery in enumerate(popped):
             bench.service.renew("g", "t", delivery.receipt, 60_001 + i)
-        state = bench.service._tables.states[QueueKey("t", "g", 0)]
+        state = bench.service._tables.states[QueueKey("g", "t", 0)]
         for delivery in popped[:-1]:
             bench.ack(delivery)
         assert looks[0] < 50

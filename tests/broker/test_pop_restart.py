@@ -186,7 +186,7 @@ def test_attempts_are_counted_on_after_a_weekend(bench: PopBench, restart: Any) 
     bench.pop(topic="u", order=True)
     bench.clock.advance(2 * DAY_MS)
     bench.advance(30_000)
-    assert [key for key in bench.service._orders.records() if key[0] == "t"] == []
+    assert [key for key in bench.service._orders.records() if key.topic == "t"] == []
 
 
 def test_what_was_popped_twice_in_a_moment_and_given_back_is_free(bench: PopBench, restart: Any) -> None:

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.broker.filters import parse_filter
-from mqstore.broker.names import POP_LOG_TOPIC, pop_retry_topic
+from mqstore.broker.names import POP_LOG_TOPIC, QueueKey, pop_retry_topic
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.quick import Lending
 from mqstore.broker.pop.service import Delivery
 from mqstore.broker.pop.standard import StandardQueues
-from mqstore.broker.pop.state import Batch, QueueKey, QueueState
+from mqstore.broker.pop.state import Batch, QueueState
 from mqstore.errors import MQStoreError
 from mqstore.native import kernel
 from tests.broker.popsupport import PopBench
@@ -56,7 +56,7 @@ def memory(state: QueueState) -> dict[str, Any]:
 def orders(bench: PopBench) -> tuple[int, Any, set[QueueKey]]:
     """All that the order info says, and the queues whose record is the batch itself."""
     tables = bench.service._tables
-    batches = {QueueKey(*key) for key, entry in tables.orders.entries.items() if isinstance(entry, Batch)}
+    batches = {key for key, entry in tables.orders.entries.items() if isinstance(entry, Batch)}
     assert all(tables.orders.entries[key] is tables.states[key].fifo for key in batches)
     return tables.order_version, tables.orders.as_json(), batches
 
@@ -196,7 +196,7 @@ def step(pair: Pair, kind: str, first: Any, second: Any, serial: int) -> None:
                 bench.clock.set_wall(bench.now_ms + first)
         case "put anew":  # as the keeper does where the last batch lies too far behind the log's end
             for bench in pair.benches:
-                state = bench.service._tables.states[QueueKey("t", "g", 0)]
+                state = bench.service._tables.states[QueueKey("g", "t", 0)]
                 if state.fifo is not None:
                     bench.service._fifo.put_anew(state)
         case "reset":
@@ -316,7 +316,7 @@ def test_messages_that_cannot_be_read_are_passed_over(
     pair.do(lambda bench: bench.put("t", 8))
     pair.pop()
     for bench in pair.benches:
-        state = bench.service._tables.states[QueueKey("t", "g", 0)]
+        state = bench.service._tables.states[QueueKey("g", "t", 0)]
         state.ahead = [message for message in state.ahead if message.offset not in (2, 3, 6, 7)]
     for _ in range(4):
         if settles:
@@ -353,7 +353,7 @@ def test_a_reset_that_is_pending_comes_first(pair: Pair, way: str) -> None:
         pair.pop()
         pair.ack([pair.deliveries[-1][0].receipt])
     for bench in pair.benches:
-        bench.parts.offsets.resets["g", "t", 0] = 1  # as one that could not be logged when it was asked for
+        bench.parts.offsets.resets[QueueKey("g", "t", 0)] = 1  # as one that could not be logged when it was asked for
     for _ in range(3):
         pair.pop()
         pair.check()
@@ -435,10 +435,10 @@ def test_a_last_batch_that_is_not_noted_yet_is_for_python(pair: Pair) -> None:
     pair.do(lambda bench: bench.put("t", 9))
     step(pair, *DONE, 0)
     for bench in pair.benches:
-        state = bench.service._tables.states[QueueKey("t", "g", 0)]
+        state = bench.service._tables.states[QueueKey("g", "t", 0)]
         state.fifo = Batch(99, [3], bench.now_ms, 1000, True)
     tables = pair.benches[0].service._tables
-    state = tables.states[QueueKey("t", "g", 0)]
+    state = tables.states[QueueKey("g", "t", 0)]
     assert tables.hand_out(state, 1, pair.benches[0].now_ms, 60_000, "t", True, True) is None
 
 
@@ -449,7 +449,7 @@ def test_deliveries_without_order_have_to_end_first(pair: Pair) -> None:
     pair.do(lambda bench: bench.put("t", 9))
     step(pair, *DONE, 0)
     for bench in pair.benches:  # as no call leaves it
-        state = bench.service._tables.states[QueueKey("t", "g", 0)]
+        state = bench.service._tables.states[QueueKey("g", "t", 0)]
         state.in_flight[8] = Batch(99, [8], 1, 1, True)
     assert pair.pop() == 0
     pair.check()
@@ -462,7 +462,7 @@ def test_a_queue_that_was_dropped_hands_out_nothing(pair: Pair) -> None:
     for _ in range(3):
         pair.pop()
     tables = pair.benches[0].service._tables
-    state = tables.states[QueueKey("t", "g", 0)]
+    state = tables.states[QueueKey("g", "t", 0)]
     receipt = pair.deliveries[-1][0].receipt
     ahead, next_, in_flight = state.ahead, state.ahead_next, dict(state.in_flight)
     pair.do(lambda bench: bench.parts.groups.delete("g"))
@@ -591,7 +591,7 @@ def test_a_record_that_says_more_is_not_replaced(pair: Pair, change: str) -> Non
         if change == "attempt of the queue model":
             bench.service.note_attempt("g", "t", 0, 3, 2)
         elif change == "cleaned away":
-            bench.service._orders.put(("t", "g", 0), None)
+            bench.service._orders.put(QueueKey("g", "t", 0), None)
         elif change == "reset":
             bench.reset(3)
     pair.pop()
@@ -608,7 +608,7 @@ def test_a_queue_in_use_is_waited_for(pair: Pair) -> None:
     bench = pair.benches[0]
     bench.put("t", 3)
     [first] = bench.pop()
-    state = bench.service._tables.states[QueueKey("t", "g", 0)]
+    state = bench.service._tables.states[QueueKey("g", "t", 0)]
     tables = bench.service._tables
     before = memory(state)
     with state.lock:
@@ -636,7 +636,7 @@ def test_what_a_put_raises_leaves_the_message_where_it_was(pair: Pair) -> None:
     bench = pair.benches[0]
     bench.put("t", 3)
     [first] = bench.pop()
-    state = bench.service._tables.states[QueueKey("t", "g", 0)]
+    state = bench.service._tables.states[QueueKey("g", "t", 0)]
     log = bench.parts.store._log
     before, real = memory(state), log._on_alarm
 
@@ -662,7 +662,7 @@ def test_an_offset_table_that_raises_leaves_the_queue_free(pair: Pair) -> None:
     bench.put("t", 3)
     bench.ack(*bench.pop())  # the group comes into being, and then the route to its queues
     [first] = bench.pop()
-    state = bench.service._tables.states[QueueKey("t", "g", 0)]
+    state = bench.service._tables.states[QueueKey("g", "t", 0)]
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -715,7 +715,7 @@ def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
     tables = pair.benches[0].service._tables
     bare = kernel.Lending()
     half = Lending()
-    half.key = QueueKey("t", "g", 0)
+    half.key = QueueKey("g", "t", 0)
     for thing in (None, 1, "state", object(), bare, half):
         assert tables.hand_out(thing, 1, 1, 1, "t", True, False) is None
         assert tables.settle([thing], ["0 1 1 0 0 mqstore 0 0"]) == 0
@@ -724,7 +724,7 @@ def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
     assert tables.settle([], ["0 1 1 0 0 mqstore 0 0"]) == 0
     assert tables.settle([bare], [b"0 1 1 0 0 mqstore 0 0"]) == 0
     assert tables.settle([bare], []) == 0
-    state = tables.state(QueueKey("t", "g", 0))
+    state = tables.state(QueueKey("g", "t", 0))
     for n in (0, 33, -1, None, 1.0):
         assert tables.hand_out(state, n, 1, 1, "t", True, False) is None
     for now_ms, invisible_ms in ((None, 1), (1, None), (-1, 1), (1, -1), (1 << 63, 1), (1, 1 << 40), (1.0, 1)):
@@ -757,7 +757,7 @@ def test_names_that_do_not_fit_are_left_to_python(pair: Pair) -> None:
     bench.put("t", 3)
     bench.pop()
     tables = bench.service._tables
-    state = tables.states[QueueKey("t", "g", 0)]
+    state = tables.states[QueueKey("g", "t", 0)]
     head, before = state.head, memory(state)
     for length in (1025, 5000):
         state.head = head.ljust(length)

@@ -13,7 +13,7 @@ import pytest
 from mqstore.broker.admin.contents import inspect_store
 from mqstore.broker.admin.inspect import PopView, group_names, lag_of
 from mqstore.broker.admin.offline import offline
-from mqstore.broker.names import START_GROUP
+from mqstore.broker.names import START_GROUP, QueueKey
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.parts import delete_group, open_parts, open_tables
 from mqstore.broker.published import publish
@@ -92,17 +92,17 @@ def test_a_reset_holds_until_the_stream_tells_again_where_it_is(owner: Owner) ->
     """A stream asks nobody where to start, so nobody takes the reset, which would drop all it tells from then on."""
     owner.publish(4)
     owner.tick()
-    owner.table.reset("t", "sp", 0, 1)
-    owner.table.reset("t", "sp", 1, 2)
+    owner.table.reset(QueueKey("sp", "t", 0), 1)
+    owner.table.reset(QueueKey("sp", "t", 1), 2)
     owner.tick()
     assert owner.table.committed("sp", "t", 0) == 1
     for offset in (1, 6, 7):
         owner.publish(offset)
         owner.tick()
         assert owner.table.committed("sp", "t", 0) == offset
-        assert not owner.table.has_reset("t", "sp", 0)
+        assert QueueKey("sp", "t", 0) not in owner.table.resets
     assert owner.on_disk() == {"t@sp": {"0": 7, "1": 2}}
-    assert owner.table.has_reset("t", "sp", 1)  # of which nothing was published
+    assert QueueKey("sp", "t", 1) in owner.table.resets  # of which nothing was published
 
 
 @pytest.mark.parametrize("group", ["a@b", "x" * 201, "a\n"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mqstore.broker.filters import parse_filter
-from mqstore.broker.names import retry_topic
+from mqstore.broker.names import QueueKey, retry_topic
 from mqstore.broker.parts import Parts
 from mqstore.broker.reading import Reads, Start
 from mqstore.errors import (
@@ -85,7 +85,7 @@ def test_statuses(
     assert (result.status, result.next_offset, len(result.messages), result.lost) == (status, next_offset, found, 0)
     assert (result.min_offset, result.max_offset) == ((0, 5) if queue_id == 0 else (0, 0))
     assert [m.offset for m in result.messages] == [*range(offset, offset + found)]
-    assert parts.offsets.query_pull("g", "t", queue_id) == (next_offset if group else None)
+    assert parts.offsets.query_pull(QueueKey("g", "t", queue_id)) == (next_offset if group else None)
 
 
 def test_what_does_not_pass_the_filter_is_stepped_over(make: Make) -> None:
@@ -96,7 +96,7 @@ def test_what_does_not_pass_the_filter_is_stepped_over(make: Make) -> None:
     assert ([m.tag for m in result.messages], result.next_offset) == (["b"], 3)
     result = reads.read("t", 0, 0, filter=parse_filter("c"), group="g")
     assert (result.status, result.next_offset) == ("NO_MATCHED_MESSAGE", 3)
-    assert parts.offsets.query_pull("g", "t", 0) == 3
+    assert parts.offsets.query_pull(QueueKey("g", "t", 0)) == 3
 
 
 def test_the_limits_are_the_callers(make: Make) -> None:
@@ -188,7 +188,7 @@ def test_who_falls_behind_retention_is_told_how_far(make: Make, caplog: pytest.L
     assert (result.status, result.next_offset, result.min_offset) == ("OFFSET_TOO_SMALL", first, first)
     assert result.lost == first - 4
     assert f"group g lost {first - 4} messages" in caplog.text
-    assert parts.offsets.query_pull("g", "t", 0) == first
+    assert parts.offsets.query_pull(QueueKey("g", "t", 0)) == first
     assert reads.read("t", 0, first, group="g").lost == 0
     assert reads.read("t", 0, 2, group="g").lost == first - 2  # another member, farther back
     assert reads.read("t", 0, 3).lost == first - 3  # nobody's loss
@@ -365,7 +365,7 @@ def test_the_next_read_after_a_reset_says_so_once(make: Make) -> None:
     result = reads.read("t", 0, 5, group="g")
     assert (result.status, result.messages, result.next_offset, result.lost) == ("OFFSET_RESET", [], 2, 0)
     assert (result.min_offset, result.max_offset) == (0, 5)
-    assert parts.offsets.query_pull("g", "t", 0) == 2
+    assert parts.offsets.query_pull(QueueKey("g", "t", 0)) == 2
     assert reads.read("t", 0, 2, group="g").status == "FOUND"
 
 
@@ -382,7 +382,7 @@ def test_a_reset_of_all_queues(make: Make, to: Any, positions: tuple[int, int]) 
     told: list[Any] = []
     expected = {QueueRef("t", 0): positions[0], QueueRef("t", 1): positions[1]}
     assert reads.reset("g", "t", None, to, lambda *reset: told.append(reset)) == expected
-    assert told == [("t", "g", 0, positions[0]), ("t", "g", 1, positions[1])]
+    assert told == [(("g", "t", 0), positions[0]), (("g", "t", 1), positions[1])]
     assert parts.offsets.of_group("g") == {("t", 0): positions[0], ("t", 1): positions[1]}
 
 
@@ -395,7 +395,7 @@ def test_a_reset_is_of_all_queues_or_of_none(make: Make, to: int) -> None:
     with pytest.raises(OffsetOutOfRangeError):
         reads.reset("g", "t", None, to)
     assert parts.offsets.of_group("g") == {}
-    assert not parts.offsets.has_reset("t", "g", 0)
+    assert parts.offsets.resets == {}
 
 
 def test_a_reset_needs_a_topic_and_a_group(make: Make) -> None:

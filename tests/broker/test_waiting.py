@@ -291,12 +291,12 @@ def test_wake_one(hall: Hall) -> None:
     hall.park("q1", 1, group="g")
     hall.park("other", 1, group="h")
     hall.park("reader", 1)
-    assert hall.waiters.wake_one("t", 1, "g")
+    assert hall.waiters.wake_one("g", "t", 1)
     assert hall.woken() == ["q1"]
-    assert hall.waiters.wake_one("t", 1, "g")
+    assert hall.waiters.wake_one("g", "t", 1)
     assert hall.woken() == ["any"]
     seen = hall.waiters.seen("t")
-    assert not hall.waiters.wake_one("t", 1, "g")
+    assert not hall.waiters.wake_one("g", "t", 1)
     assert hall.woken() == []
     hall.park("on the way", 1, group="g", seen=seen)  # had looked before, was not parked yet
     assert hall.woken() == ["on the way"]

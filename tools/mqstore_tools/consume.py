@@ -181,7 +181,7 @@ def consume(
         raise click.UsageError("--tags or --sql: one of them")
     argv = None if command is None else _argv(command, shell=shell)
     if dry_run:
-        _dry_run(directory, dict.fromkeys(topics), group, start, json_output=json_output)
+        _dry_run(directory, group, dict.fromkeys(topics), start, json_output=json_output)
         return
     asked = Asked(tuple(dict.fromkeys(topics)), group, ordered, tags, sql, start, workers)
     work = Printer(format_ == "jsonl", body_bytes) if argv is None else Commands(argv, group, exec_timeout, reject_code)
@@ -294,11 +294,11 @@ def _text(summary: dict[str, Any]) -> str:
 # -- what would be done ------------------------------------------------------------------------------------------------
 
 
-def _dry_run(directory: Path, topics: Iterable[str], group: str, start: Start | None, *, json_output: bool) -> None:
+def _dry_run(directory: Path, group: str, topics: Iterable[str], start: Start | None, *, json_output: bool) -> None:
     """Say what the group has before it; changes nothing."""
     with planning(directory) as tables:
         missing = [topic for topic in topics if tables.topics.get(topic) is None]
-        rows = _plan(tables, [topic for topic in topics if topic not in missing], group, start)
+        rows = _plan(tables, group, [topic for topic in topics if topic not in missing], start)
     total = sum(row["messages"] for row in rows)
     if json_output:
         print_json({"dry_run": True, "group": group, "messages": total, "queues": rows, "missing": missing})
@@ -309,7 +309,7 @@ def _dry_run(directory: Path, topics: Iterable[str], group: str, start: Start | 
     console().print(table(f"would consume {total} messages for group {group}", columns, [row.values() for row in rows]))
 
 
-def _plan(tables: Tables, topics: list[str], group: str, start: Start | None) -> list[dict[str, Any]]:
+def _plan(tables: Tables, group: str, topics: list[str], start: Start | None) -> list[dict[str, Any]]:
     """A row a queue, those with what failed before included."""
     begins = start or (tables.groups.get(group) or GroupConfig(group)).start
     reads = Reads(tables)

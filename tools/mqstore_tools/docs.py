@@ -1,7 +1,8 @@
-"""`python -m mqstore_tools.docs PAGE` prints a page of docs/ with what is generated of it as the code has it now.
+"""`python -m mqstore_tools.docs FILE` prints a file with what is generated of it as the code has it now.
 
-commands.md        all of it: the commands' own help
-spark-options.md   its tables; the text between them is written by hand
+docs/commands.md        all of it: the commands' own help
+docs/spark-options.md   its tables; the text between them is written by hand
+store/native/table.h    all of it: the numbers that C shares with Python
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import click
 
 from mqstore_tools.main import cli
 
-__all__ = ["page", "with_tables"]
+__all__ = ["native_table", "page", "with_tables"]
 
 _WIDTH = 100
 
@@ -73,6 +74,21 @@ def with_tables(text: str) -> str:
     return _TABLE.sub(lambda found: f"{found[1]}\n{tables[found[2]]()}\n", text).rstrip() + "\n"
 
 
+def native_table() -> str:
+    """Return the text of table.h: each integer that these modules name, without the underscore of a private name."""
+    from mqstore.broker.pop import state, time
+    from mqstore.layout import consumequeue, hosts, indexfile, properties, record
+    from mqstore.log import outgoing
+
+    lines = ["/* The numbers that C shares with Python, written by `make docs`; don't edit them. */"]
+    for module in (hosts, properties, record, consumequeue, indexfile, outgoing, time, state):
+        lines.append(f"\n/* {module.__name__} */")
+        found = [f"#define {name.strip('_')} {value}" for name, value in vars(module).items() if type(value) is int]
+        lines += [line for line in found if line not in lines]  # a name may have been imported from a module before
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
     file = Path(sys.argv[1])
-    print(page() if file.name == "commands.md" else with_tables(file.read_text(encoding="utf-8")), end="")
+    made = {"commands.md": page, "table.h": native_table}.get(file.name)
+    print(made() if made else with_tables(file.read_text(encoding="utf-8")), end="")

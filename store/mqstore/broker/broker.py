@@ -308,7 +308,7 @@ class Broker(Closing, Sending):
 
     def wake_one(self, group: str, topic: str, queue_id: int = -1) -> None:
         """Let another that waits to pop have the turn of one whose callback was called and who will not pop."""
-        self._waiters.wake_one(topic, queue_id, group)
+        self._waiters.wake_one(group, topic, queue_id)
 
     def _deadline(self, timeout: Duration | None) -> int | None:
         if timeout is None or timeout == math.inf:

@@ -6,6 +6,7 @@ A user may neither send to a system topic nor make up a name with `%` or `|`: th
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError
 from mqstore.layout.dispatch import SCHEDULE_TOPIC
@@ -26,6 +27,7 @@ __all__ = [
     "TIMER_TOPIC",
     "TRANS_CHECK_TOPIC",
     "TRANS_GROUP",
+    "QueueKey",
     "check_group",
     "check_user_topic",
     "dlq_topic",
@@ -74,6 +76,14 @@ _SYSTEM_TOPICS = frozenset(
 )
 _SYSTEM_GROUP_PREFIX = "CID_RMQ_SYS_"
 _USER_NAME = re.compile(r"[a-zA-Z0-9_-]+")
+
+
+class QueueKey(NamedTuple):
+    """Key of what is known of one group in one queue. `topic` is where the messages lie, which may be a retry topic."""
+
+    group: str
+    topic: str
+    queue_id: int
 
 
 def retry_topic(group: str) -> str:

@@ -5,7 +5,7 @@ Knows names, numbers and the bounds of queues; not whether a group or topic is r
 =========  ==================================  =====  ==========================================================
 table      key -> value                        kept   meaning
 =========  ==================================  =====  ==========================================================
-committed  topic, group, queue id -> offset    yes    everything before is consumed; absent is not 0
+committed  group, topic, queue id -> offset    yes    everything before is consumed; absent is not 0
 pulled     group, topic, queue id -> offset    no     where the last read ended; ahead of committed by what is in work
 resets     group, topic, queue id -> offset    no     where the next read must start, once
 =========  ==================================  =====  ==========================================================
@@ -49,7 +49,7 @@ from time import thread_time
 from typing import Any
 
 from mqstore.broker.configfile import QUICK_MS, ConfigFile, DataVersion, entries, object_member
-from mqstore.broker.names import DELETED_GROUP, START_GROUP, is_system_group
+from mqstore.broker.names import DELETED_GROUP, START_GROUP, QueueKey, is_system_group
 from mqstore.broker.published import PublishedFiles
 from mqstore.errors import ConfigError
 from mqstore.files.jsonfile import EncodedEntry
@@ -98,12 +98,12 @@ class OffsetTable:
         self._lock = threading.Lock()
         self._committed: dict[str, dict[str, dict[int, int]]] = {}  # topic -> group -> queue id -> offset
         self._beginning: dict[tuple[str, str], dict[int, int]] = {}
-        """(topic, group) -> where it begins, being saved."""
+        """(group, topic) -> where it begins, being saved."""
         self._sent: dict[str, tuple[tuple[int, int], ...]] = {}
         """Topic of dead letters -> [start, stop) of those sent again, ascending and apart, all behind its start."""
-        self._pulled: dict[tuple[str, str, int], int] = {}
-        self.resets: dict[tuple[str, str, int], int] = {}
-        """Pending, by (group, topic, queue). Not to be changed from outside."""
+        self._pulled: dict[QueueKey, int] = {}
+        self.resets: dict[QueueKey, int] = {}
+        """Pending. Not to be changed from outside."""
         # Changes so far, how many of them the file has on disk, and how many at all. _saving is held around a whole
         # save, taken before _lock.
         self._changes = 0
@@ -185,17 +185,17 @@ class OffsetTable:
         if durable:
             # In the file before it is in the table: nobody takes it for a fact that may yet not become one.
             with self._lock:
-                self._beginning[topic, group] = dict(begins)
+                self._beginning[group, topic] = dict(begins)
                 self._changes += 1
             try:
                 self.save()
             except BaseException:
                 with self._lock:
-                    del self._beginning[topic, group]
+                    del self._beginning[group, topic]
                     self._changes += 1
                 raise
         with self._lock:
-            self._beginning.pop((topic, group), None)
+            self._beginning.pop((group, topic), None)
             queues = self._queues_of(group, topic)
             for queue_id, offset in begins.items():
                 queues.setdefault(queue_id, offset)
@@ -204,7 +204,7 @@ class OffsetTable:
     def _queues_of(self, group: str, topic: str) -> dict[int, int]:
         """The group's offsets in a topic, to be changed: made if there are none, but only under names that come back
         the same when the file is read."""
-        for name in (topic, group):
+        for name in (group, topic):
             if "@" in name or not is_path_safe(name):
                 raise ConfigError(
                     f"{name!r} cannot have offsets: a name is 1 to 255 bytes without '@', '/' or controls"
@@ -213,38 +213,35 @@ class OffsetTable:
 
     # -- the last read ----------------------------------------------------------------------------------------------
 
-    def note_pull(self, group: str, topic: str, queue_id: int, offset: int) -> None:
-        """A read of `group` ended before `offset`."""
+    def note_pull(self, key: QueueKey, offset: int) -> None:
+        """A read of the group ended before `offset`."""
         with self._lock:
-            self._pulled[group, topic, queue_id] = offset
+            self._pulled[key] = offset
 
-    def query_pull(self, group: str, topic: str, queue_id: int) -> int | None:
+    def query_pull(self, key: QueueKey) -> int | None:
         """Where the group's last read in this process ended; without one, its committed offset."""
-        offset = self._pulled.get((group, topic, queue_id))
-        return self.committed(group, topic, queue_id) if offset is None else offset
+        offset = self._pulled.get(key)
+        return self.committed(*key) if offset is None else offset
 
     # -- forced restarts --------------------------------------------------------------------------------------------
 
-    def reset(self, topic: str, group: str, queue_id: int, offset: int) -> None:
-        """Let `group` go on at `offset` in this queue, whatever consumers that are at work commit meanwhile.
+    def reset(self, key: QueueKey, offset: int) -> None:
+        """Let the group go on at `offset` in this queue, whatever consumers that are at work commit meanwhile.
 
         The caller has checked that the queue has this offset. ConfigError as `commit`. On disk with the next save.
         """
         with self._lock:
-            self._queues_of(group, topic)[queue_id] = offset
+            self._queues_of(key.group, key.topic)[key.queue_id] = offset
             self._changes += 1
-            self.resets[group, topic, queue_id] = offset
-            self._pulled.pop((group, topic, queue_id), None)
+            self.resets[key] = offset
+            self._pulled.pop(key, None)
 
-    def take_reset(self, topic: str, group: str, queue_id: int) -> int | None:
+    def take_reset(self, key: QueueKey) -> int | None:
         """The pending reset, which is then done with: for the read or pop that starts there. None without one."""
         if not self.resets:
             return None
         with self._lock:
-            return self.resets.pop((group, topic, queue_id), None)
-
-    def has_reset(self, topic: str, group: str, queue_id: int) -> bool:
-        return (group, topic, queue_id) in self.resets
+            return self.resets.pop(key, None)
 
     # -- whole groups and topics ------------------------------------------------------------------------------------
 
@@ -258,7 +255,7 @@ class OffsetTable:
                     self._changes += 1
                 if not groups:
                     del self._committed[topic]
-            self._forget(lambda key: key[0] == group)
+            self._forget(lambda key: key.group == group)
         if self._store.mode == "rw":
             self._published.forget(group)
 
@@ -268,7 +265,7 @@ class OffsetTable:
         if kept := {group: groups[group] for group in (START_GROUP, DELETED_GROUP) if group in groups}:
             self._committed[topic] = kept
         self._changes += len(groups)
-        self._forget(lambda key: key[1] == topic)
+        self._forget(lambda key: key.topic == topic)
 
     def bury(self, topics: Mapping[str, Mapping[int, int]], *, deleted: bool = False) -> None:
         """Let the queues of these topics start, logically, at these offsets (topic -> queue id -> offset): on disk when
@@ -303,9 +300,9 @@ class OffsetTable:
             if _is_user(group):
                 queues.update({queue_id: max(starts.get(queue_id, 0), offset) for queue_id, offset in queues.items()})
         self._changes += 1
-        self._forget(lambda key: key[1] == topic and key[2] in starts)
+        self._forget(lambda key: key.topic == topic and key.queue_id in starts)
 
-    def _forget(self, concerned: Callable[[tuple[str, str, int]], bool]) -> None:
+    def _forget(self, concerned: Callable[[QueueKey], bool]) -> None:
         for table in (self._pulled, self.resets):
             for key in [key for key in table if concerned(key)]:
                 del table[key]
@@ -426,7 +423,7 @@ class OffsetTable:
         with self._lock:
             changes = self._changes
             table = {
-                (topic, group): dict(queues)
+                (group, topic): dict(queues)
                 for topic, groups in self._committed.items()
                 for group, queues in groups.items()
             }
@@ -440,7 +437,7 @@ class OffsetTable:
         begin_s = thread_time()  # not what it waits for the disk, or for the interpreter's lock
         steps = changes // _VERSION_STEP - self._versioned
         version = self._version.next(self._clock.now_ms(), steps) if steps else self._version
-        keyed = ((f"{topic}@{group}", queues) for (topic, group), queues in table.items() if queues)
+        keyed = ((f"{topic}@{group}", queues) for (group, topic), queues in table.items() if queues)
         written = {key: _line(key, queues) for key, queues in keyed}
         more = {"sentLetters": sent} if sent else {}
         value = {"dataVersion": version.as_json(), "offsetTable": self._foreign | written, **more}
@@ -517,7 +514,7 @@ class OffsetTable:
                 self._change(f"{where}: offset {offset} is negative; it counts as never committed")
             else:
                 topic, _, group = key.partition("@")
-                offset = self._lowered(where, topic, queue_id, offset, group)
+                offset = self._lowered(where, topic, queue_id, offset, group=group)
                 # Behind a deletion that the log begins after nothing can wait.
                 if group != DELETED_GROUP or self._store.mode != "rw" or offset > self._store.min_offset:
                     yield queue_id, offset
@@ -536,11 +533,12 @@ class OffsetTable:
                     self._queues_of(group, topic)[queue_id] = offset
                     continue
                 offset = self._lowered(f"published by {group}: {topic}, queue {queue_id}", topic, queue_id, offset)
-                self.take_reset(topic, group, queue_id)
-                if self.committed(group, topic, queue_id) != offset:
-                    self.commit(group, topic, queue_id, offset)
+                key = QueueKey(group, topic, queue_id)
+                self.take_reset(key)
+                if self.committed(*key) != offset:
+                    self.commit(*key, offset)
 
-    def _lowered(self, where: str, topic: str, queue_id: int, offset: int, group: str = "") -> int:
+    def _lowered(self, where: str, topic: str, queue_id: int, offset: int, *, group: str = "") -> int:
         of_log = group == DELETED_GROUP
         end = offset
         if self._store.mode == "rw":  # of a reader the writer may be ahead of what this process has seen of its queues

@@ -130,7 +130,7 @@ def open_tables(store: StoreReader) -> Tables:
     topics = TopicTable(store, offsets)
     groups = GroupTable(store)
     topics.group_names = lambda: {*groups.names(), *offsets.groups()}
-    topics.in_order.append(lambda _, group: (known := groups.get(group)) is not None and known.orderly)
+    topics.in_order.append(lambda group, _: (known := groups.get(group)) is not None and known.orderly)
     return Tables(
         store=store,
         config=store.config,

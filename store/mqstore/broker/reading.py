@@ -29,7 +29,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mqstore.broker.filters import Filter
-from mqstore.broker.names import is_retry_topic, retry_topic
+from mqstore.broker.names import QueueKey, is_retry_topic, retry_topic
 from mqstore.errors import (
     ConfigError,
     GroupNotFoundError,
@@ -61,8 +61,8 @@ ReadStatus = Literal[
     "OFFSET_OVERFLOW_BADLY",
     "OFFSET_RESET",
 ]
-OnReset = Callable[[str, str, int, int], object]
-"""Told (topic, group, queue id, offset) of each reset."""
+OnReset = Callable[[QueueKey, int], object]
+"""Told the queue and the offset of each reset."""
 
 _LOSSES_KEPT = 1_024
 """Losses of a popping group that wait for somebody to ask; older ones were logged and counted."""
@@ -116,12 +116,12 @@ class Reads:
         self._offsets = parts.offsets
         self._statistics = parts.statistics
         self._clock = parts.clock
-        self._fetched: dict[tuple[str, str, int], Fetched] = {}
+        self._fetched: dict[QueueKey, Fetched] = {}
         self._fetched_lock = threading.Lock()
         self._begin_lock = threading.Lock()
         self._told_lock = threading.Lock()
-        self._lost_to: dict[tuple[str, str, int], int] = {}
-        """(group, topic, queue id) -> below which offset its losses are counted."""
+        self._lost_to: dict[QueueKey, int] = {}
+        """Queue -> below which offset its losses are counted."""
         self._losses: dict[str, deque[Loss]] = {}
         """Of groups that pop, until they are asked for."""
 
@@ -153,7 +153,8 @@ class Reads:
         self._check_queue(topic, queue_id)
         if group is None:
             return self._read(topic, queue_id, offset, max_messages, max_bytes, filter)
-        target = self._offsets.take_reset(topic, group, queue_id)
+        key = QueueKey(group, topic, queue_id)
+        target = self._offsets.take_reset(key)
         if target is not None:
             result = ReadResult("OFFSET_RESET", [], target, *self._offsets.bounds(topic, queue_id), 0)
         else:
@@ -162,18 +163,16 @@ class Reads:
             result = self._read(topic, queue_id, offset, max_messages, max_bytes, None if unfiltered else filter)
             if result.messages:
                 took_ns = time.perf_counter_ns() - begin_ns
-                self._count(group, topic, queue_id, result.messages, took_ns, delivers=delivers)
+                self._count(key, result.messages, took_ns, delivers=delivers)
             elif result.next_offset != offset:
-                moved_from = self._tell(group, topic, queue_id, offset, result)
+                moved_from = self._tell(key, offset, result)
                 if moved_from is not None and not delivers:
-                    self.note_loss(group, topic, queue_id, moved_from, result.next_offset)
-        self._offsets.note_pull(group, topic, queue_id, result.next_offset)
+                    self.note_loss(*key, moved_from, result.next_offset)
+        self._offsets.note_pull(key, result.next_offset)
         return result
 
-    def _count(
-        self, group: str, topic: str, queue_id: int, messages: list[Message], took_ns: int, *, delivers: bool
-    ) -> None:
-        key, last = (group, topic, queue_id), messages[-1]
+    def _count(self, key: QueueKey, messages: list[Message], took_ns: int, *, delivers: bool) -> None:
+        last = messages[-1]
         size = stored_bytes(messages) if delivers else 0
         behind_bytes = self._store.max_offset - last.physical_offset - last.size
         behind_ms = self._clock.now_ms() - last.store_timestamp_ms
@@ -190,8 +189,8 @@ class Reads:
             fetched.behind_bytes = behind_bytes
             fetched.behind_ms = behind_ms
 
-    def counts(self) -> dict[tuple[str, str, int], Fetched]:
-        """What was read since the last call, by (group, topic, queue id)."""
+    def counts(self) -> dict[QueueKey, Fetched]:
+        """What was read since the last call."""
         with self._fetched_lock:
             fetched, self._fetched = self._fetched, {}
         return fetched
@@ -227,18 +226,18 @@ class Reads:
         lost = low - max(offset, 0) if found.status == "OFFSET_TOO_SMALL" else 0
         return ReadResult(found.status, messages, next_offset, low, found.max_offset, lost)
 
-    def _tell(self, group: str, topic: str, queue_id: int, offset: int, result: ReadResult) -> int | None:
+    def _tell(self, key: QueueKey, offset: int, result: ReadResult) -> int | None:
         """Count what the group lost, each message once; log an offset that the queue never had. The first of
         what is lost, or that offset; None: neither."""
+        group, topic, queue_id = key
         if result.lost:
-            key = (group, topic, queue_id)
             with self._told_lock:  # several members may come with the same old offset
                 first = max(offset, 0, self._lost_to.get(key, 0))
                 uncounted = result.min_offset - first
                 if uncounted <= 0:
                     return None
                 self._lost_to[key] = result.min_offset
-            self._statistics.lost(group, topic, queue_id, uncounted)
+            self._statistics.lost(*key, uncounted)
             _log.warning(
                 "group %s lost %d messages of %s/%d: it was at %d, the first one kept is %d",
                 group,
@@ -378,7 +377,8 @@ class Reads:
                 )
             targets[QueueRef(topic, each)] = target
         for ref, target in targets.items():
-            self._offsets.reset(topic, group, ref.queue_id, target)
+            key = QueueKey(group, *ref)
+            self._offsets.reset(key, target)
             if on_reset is not None:
-                on_reset(topic, group, ref.queue_id, target)
+                on_reset(key, target)
         return targets

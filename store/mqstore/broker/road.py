@@ -19,10 +19,10 @@ from datetime import datetime
 from typing import Literal, Unpack, cast
 
 from mqstore.broker.delay.route import PRECISION_MS, delay_route
+from mqstore.broker.delay.routing import routed_properties
 from mqstore.broker.names import SCHEDULE_TOPIC, TIMER_TOPIC
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.pop.receipts import recall_handle
-from mqstore.broker.routing import routed_properties
 from mqstore.broker.selection import RoundRobin, group_queue
 from mqstore.broker.topics import TopicConfig, TopicTable
 from mqstore.broker.uniquekey import PROCESS_KEYS

@@ -137,7 +137,7 @@ class TopicTable:
         self.group_names: Callable[[], Collection[str]] = tuple
         """Every group that is known. Set by who has the groups."""
         self.in_order: list[Callable[[str, str], bool]] = []
-        """Asked (topic, group) by `alter`: whether that group, which has progress on that topic, relies on its order.
+        """Asked (group, topic) by `alter`: whether that group, which has progress on that topic, relies on its order.
         One that says so is enough; every group of a FIFO topic does."""
         self._store = store
         self._clock = store.clock
@@ -420,7 +420,7 @@ class TopicTable:
             return
         fifo = "FIFO" in (old.message_type, new.message_type)
         groups = self._offsets.groups_of(new.name)
-        ordered = sorted(group for group in groups if fifo or any(asks(new.name, group) for asks in self.in_order))
+        ordered = sorted(group for group in groups if fifo or any(asks(group, new.name) for asks in self.in_order))
         if ordered:
             raise ConfigError(
                 f"topic {new.name!r} is consumed in order by {', '.join(ordered[:8])}: with another number of write "

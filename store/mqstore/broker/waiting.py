@@ -162,7 +162,7 @@ class Waiters:
         The other arguments, and the errors, are those of `add_waiter`. Closing the engine ends every wait with False.
         """
         timeout_s = seconds(timeout, "timeout")
-        self._check(queue_id, offset, group)
+        self._check(group, queue_id, offset)
         if timeout_s == 0:
             if offset is not None:
                 return self._look(topic, queue_id, offset, filter)[0]
@@ -172,7 +172,7 @@ class Waiters:
         waiter.bell = bell = Bell()
         own_time = self._threads_time_themselves
         try:
-            self._park(waiter, topic, queue_id, filter, group, also, due_ms=None if own_time else deadline_ms)
+            self._park(waiter, group, topic, queue_id, filter, also, due_ms=None if own_time else deadline_ms)
             self._look_again(waiter, topic, queue_id, offset, filter, also, seen)
             bell.wait(timeout_s if own_time else None)
             if waiter.outcome is None and self.remove_waiter(waiter):
@@ -180,7 +180,7 @@ class Waiters:
             return bool(waiter.outcome)  # fired, be it at the very end of its time
         except BaseException:  # Ctrl-C, say: the message that this one was chosen for is still there
             if not self.remove_waiter(waiter) and waiter.outcome and group is not None:
-                self.wake_one(topic, queue_id, group)
+                self.wake_one(group, topic, queue_id)
             raise
 
     def add_waiter(
@@ -212,9 +212,9 @@ class Waiters:
         An error of the callback is logged. Raises StoreBusyError with 100 000 parked, StoreClosedError, ConfigError for
         arguments that do not go together.
         """
-        self._check(queue_id, offset, group)
+        self._check(group, queue_id, offset)
         waiter = Waiter(offset, deadline_ms, callback)
-        self._park(waiter, topic, queue_id, filter, group, also, due_ms=deadline_ms)
+        self._park(waiter, group, topic, queue_id, filter, also, due_ms=deadline_ms)
         self._look_again(waiter, topic, queue_id, offset, filter, also, seen)
         return waiter
 
@@ -226,7 +226,7 @@ class Waiters:
             self._take_out(waiter)
             return True
 
-    def wake_one(self, topic: str, queue_id: int, group: str) -> bool:
+    def wake_one(self, group: str, topic: str, queue_id: int) -> bool:
         """Wake the longest parked receiver of `group` on the queue, else on any queue of the topic: there may be
         something for it that is no growth, such as what another one left over, or an order that goes on.
 
@@ -378,7 +378,7 @@ class Waiters:
     # -- parking ----------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _check(queue_id: int, offset: int | None, group: str | None) -> None:
+    def _check(group: str | None, queue_id: int, offset: int | None) -> None:
         if queue_id < ANY_QUEUE:
             raise ConfigError(f"queue id {queue_id}: a queue's number, or {ANY_QUEUE} for any queue of the topic")
         if offset is not None and (queue_id == ANY_QUEUE or group is not None):
@@ -387,10 +387,10 @@ class Waiters:
     def _park(
         self,
         waiter: Waiter,
+        group: str | None,
         topic: str,
         queue_id: int,
         filter: UnitFilter | None,
-        group: str | None,
         also: Sequence[str],
         due_ms: int | None,
     ) -> None:
@@ -400,7 +400,7 @@ class Waiters:
             if len(self._parked) >= _MAX_PARKED:
                 raise StoreBusyError(f"{len(self._parked)} waiters are parked already; receive with fewer at a time")
             keys = [(topic, queue_id), *((each, ANY_QUEUE) for each in also)]
-            waiter.places = tuple(self._bucket(key, group, filter) for key in dict.fromkeys(keys))
+            waiter.places = tuple(self._bucket(group, key, filter) for key in dict.fromkeys(keys))
             for bucket in waiter.places:
                 bucket.waiters[waiter] = None
             self._parked.add(waiter)
@@ -460,7 +460,7 @@ class Waiters:
             for bucket in queues.get(queue_id, {}).values()
         ]
 
-    def _bucket(self, key: tuple[str, int], group: str | None, filter: UnitFilter | None) -> _Bucket:
+    def _bucket(self, group: str | None, key: tuple[str, int], filter: UnitFilter | None) -> _Bucket:
         buckets = self._topics.setdefault(key[0], {}).setdefault(key[1], {})
         name = (group, id(filter))  # nobody else gets that id while the bucket holds the filter
         bucket = buckets.get(name)

@@ -22,9 +22,9 @@ from concurrent.futures import CancelledError
 from typing import Final, Literal, NamedTuple, NoReturn, TypedDict, TypeVar, Unpack, cast
 
 from mqstore.broker.broker import Broker
+from mqstore.broker.delay.routing import routed_properties
 from mqstore.broker.names import check_group
 from mqstore.broker.road import SendOptions
-from mqstore.broker.routing import routed_properties
 from mqstore.broker.transactions import TransactionHandle
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.limitedlog import LimitedLog

@@ -581,7 +581,7 @@ class PushConsumer(AbstractContextManager["PushConsumer"]):
     def _suspended(self, committed: Mapping[QueueRef, int | None]) -> dict[QueueRef, Suspended]:
         if self._own is None:
             return self._broker.suspended(self.group)
-        own = self._own.suspended(self.group, lambda topic, _, queue_id: committed.get(QueueRef(topic, queue_id)))
+        own = self._own.suspended(self.group, lambda _, *queue: committed.get(QueueRef(*queue)))
         return {QueueRef(*queue): suspended for queue, suspended in own.items()}
 
     def __repr__(self) -> str:

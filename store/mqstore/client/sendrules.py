@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Final, cast
 
+from mqstore.broker.delay.routing import routed_properties
 from mqstore.broker.road import SendOptions
-from mqstore.broker.routing import routed_properties
 from mqstore.errors import ConfigError, InvalidMessageError
 from mqstore.layout.properties import encode_properties
 from mqstore.log.outgoing import (

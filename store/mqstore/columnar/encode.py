@@ -214,7 +214,7 @@ class _Slice:
         self, magics: _Int64s, queues: _Int64s, body_sizes: _Int64s, topic_sizes: _Int64s, sizes: _Int64s
     ) -> npt.NDArray[np.void]:
         """All before the body. `sizes`: of the properties."""
-        total = record.BODY_AT_V4 + body_sizes + topic_sizes + 2 + sizes
+        total = record.BODY_AT_V4 + body_sizes + topic_sizes + record.PROPERTIES_LENGTH_BYTES + sizes
         self._check_sizes(total, self._rules.max_record_bytes, "body")
         header = np.zeros(self._rows, _HEADER)
         header["size"] = total

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, Unpack
 
 from mqstore.broker.admin.inspect import group_names, lag_of, pop_view
+from mqstore.broker.names import QueueKey
 from mqstore.broker.parts import open_tables
-from mqstore.broker.pop.state import QueueKey
 from mqstore.jobs.options import SourceOptions
 from mqstore.jobs.plan import StoreName, names_queue, open_store
 from mqstore.jobs.runner import Runner, Where
@@ -142,7 +142,7 @@ def _look(options: SourceOptions, groups: tuple[str, ...] | None, name: StoreNam
             for lag in lag_of(tables, group, pops):
                 if not wanted(lag.topic, lag.queue_id):
                     continue
-                suspended = pops.suspended.get(QueueKey(lag.topic, group, lag.queue_id))
+                suspended = pops.suspended.get(QueueKey(group, lag.topic, lag.queue_id))
                 row = QueueRow(
                     store=name.id,
                     topic=lag.topic,

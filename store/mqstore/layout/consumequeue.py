@@ -23,6 +23,8 @@ __all__ = [
     "UNIT",
     "UNIT_BYTES",
     "UNIT_DTYPE",
+    "UNIT_SIZE_AT",
+    "UNIT_TAGS_CODE_AT",
     "VOID_SIZE",
     "VOID_UNIT",
     "differing",
@@ -32,6 +34,8 @@ __all__ = [
 
 UNIT: Final = struct.Struct(">qiq")
 UNIT_BYTES: Final = UNIT.size
+UNIT_SIZE_AT: Final = 8
+UNIT_TAGS_CODE_AT: Final = UNIT_SIZE_AT + 4
 UNIT_DTYPE: Final = np.dtype([("physical_offset", ">i8"), ("size", ">i4"), ("tags_code", ">i8")])
 
 VOID_SIZE: Final = 0x7FFF_FFFF

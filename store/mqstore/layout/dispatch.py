@@ -37,6 +37,7 @@ from mqstore.layout.properties import (
     decode_properties,
 )
 from mqstore.layout.record import (
+    BODY_LENGTH_BYTES,
     INNER_BATCH,
     MAGIC_V1,
     MAGIC_V2,
@@ -499,12 +500,12 @@ def _ordinary(view: memoryview, at: int) -> tuple[int, int, int, int, int, bytes
     what `Headers.ok` calls so. Its magic is V1 or V2, and it is as long as the smallest and within the buffer."""
     size, magic = _START(view, at)
     queue_id, _, queue_offset, _, sys_flag = _QUEUE(view, at + QUEUE_ID_AT)
-    body = at + body_length_at(sys_flag) + 4
+    body = at + body_length_at(sys_flag) + BODY_LENGTH_BYTES
     length_size = 1 if magic == MAGIC_V1 else 2
     spare = at + size - body - length_size - 2  # what body, topic and properties share
     if spare <= 0:
         return None
-    (body_size,) = _I4(view, body - 4)
+    (body_size,) = _I4(view, body - BODY_LENGTH_BYTES)
     spare -= body_size
     if body_size < 0 or spare <= 0:
         return None

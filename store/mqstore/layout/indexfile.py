@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ENTRY_BYTES",
     "ENTRY_DTYPE",
+    "ENTRY_OFFSET_AT",
     "HEADER_BYTES",
     "SLOT_BYTES",
     "SLOT_DTYPE",
@@ -57,6 +58,18 @@ _ENTRY: Final = struct.Struct(">iqii")
 HEADER_BYTES: Final = _HEADER.size
 SLOT_BYTES: Final = _SLOT.size
 ENTRY_BYTES: Final = _ENTRY.size
+
+# Positions in the header and in an entry, each derived from the one before.
+_BEGIN_TIMESTAMP_AT: Final = 0
+_END_TIMESTAMP_AT: Final = _BEGIN_TIMESTAMP_AT + 8
+_BEGIN_OFFSET_AT: Final = _END_TIMESTAMP_AT + 8
+_END_OFFSET_AT: Final = _BEGIN_OFFSET_AT + 8
+_USED_SLOTS_AT: Final = _END_OFFSET_AT + 8
+_NEXT_ENTRY_AT: Final = _USED_SLOTS_AT + 4
+_ENTRY_HASH_AT: Final = 0
+ENTRY_OFFSET_AT: Final = _ENTRY_HASH_AT + 4
+_ENTRY_SECONDS_AT: Final = ENTRY_OFFSET_AT + 8
+_ENTRY_PREVIOUS_AT: Final = _ENTRY_SECONDS_AT + 4
 
 SLOT_DTYPE: Final = np.dtype(">i4")
 ENTRY_DTYPE: Final = np.dtype(
@@ -159,7 +172,8 @@ def put_entries(
         _check_length(view, slots, entries)
     header = IndexHeader.decode(buf)
     if not 1 <= header.next_entry <= entries:
-        raise FormatError(f"indexCount {header.next_entry} in a file of {entries} entries", "indexCount", 36)
+        detail = f"indexCount {header.next_entry} in a file of {entries} entries"
+        raise FormatError(detail, "indexCount", _NEXT_ENTRY_AT)
     if not len(hashes) == len(physical_offsets) == len(store_timestamps_ms):
         raise ValueError(f"{len(hashes)} hashes, {len(physical_offsets)} offsets, {len(store_timestamps_ms)} times")
     count = min(len(hashes), entries - header.next_entry)
@@ -302,7 +316,8 @@ def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProb
     header = IndexHeader.decode(buf)
     if not 1 <= header.next_entry <= entries:
         # Nothing can be said of entries when it is not known which there are.
-        return [*problems, IndexProblem(36, "indexCount", f"{header.next_entry} in a file of {entries} entries")]
+        detail = f"{header.next_entry} in a file of {entries} entries"
+        return [*problems, IndexProblem(_NEXT_ENTRY_AT, "indexCount", detail)]
 
     table = HEADER_BYTES + SLOT_BYTES * slots
     used = entry_table[1 : header.next_entry]
@@ -320,17 +335,17 @@ def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProb
 
     first_entry = table + ENTRY_BYTES
     report(key_hash < 0, first_entry, ENTRY_BYTES, "keyHash", key_hash)
-    backwards = np.zeros(len(used), np.bool_)
-    backwards[1:] = physical_offset[1:] < physical_offset[:-1]
-    report((physical_offset < 0) | backwards, first_entry + 4, ENTRY_BYTES, "physicalOffset", physical_offset)
+    wrong = physical_offset < 0
+    wrong[1:] |= physical_offset[1:] < physical_offset[:-1]
+    report(wrong, first_entry + ENTRY_OFFSET_AT, ENTRY_BYTES, "physicalOffset", physical_offset)
     seconds = used["seconds"].astype(np.int64)
-    report(seconds < 0, first_entry + 12, ENTRY_BYTES, "timeDiff", seconds)
+    report(seconds < 0, first_entry + _ENTRY_SECONDS_AT, ENTRY_BYTES, "timeDiff", seconds)
     # previous < number makes loops impossible; equal slots all along a chain make every entry reachable by its key.
     slot = key_hash % slots
     astray = (previous < 0) | (previous >= number)
     linked = np.flatnonzero(~astray & (previous > 0))
     astray[linked] = slot[linked] != slot[previous[linked] - 1]
-    report(astray, first_entry + 16, ENTRY_BYTES, "prevEntry", previous)
+    report(astray, first_entry + _ENTRY_PREVIOUS_AT, ENTRY_BYTES, "prevEntry", previous)
 
     newest = np.zeros(slots, np.int64)
     np.maximum.at(newest, slot, number)
@@ -338,11 +353,12 @@ def check_index(buf: ReadableBuffer, slots: int, entries: int) -> list[IndexProb
 
     if len(used):
         found = (
-            (16, "beginPhyOffset", header.begin_physical_offset != physical_offset[0], header.begin_physical_offset),
-            (24, "endPhyOffset", header.end_physical_offset != physical_offset[-1], header.end_physical_offset),
+            (_BEGIN_OFFSET_AT, "beginPhyOffset", header.begin_physical_offset, physical_offset[0]),
+            (_END_OFFSET_AT, "endPhyOffset", header.end_physical_offset, physical_offset[-1]),
         )
-        problems += [IndexProblem(at, field, f"{field} {value}") for at, field, bad, value in found if bad]
+        problems += [IndexProblem(at, field, f"{field} {value}") for at, field, value, right in found if value != right]
     in_use = int(np.count_nonzero(newest))
     if header.used_slots != in_use:
-        problems.append(IndexProblem(32, "hashSlotCount", f"{header.used_slots}, but {in_use} slots are in use"))
+        detail = f"{header.used_slots}, but {in_use} slots are in use"
+        problems.append(IndexProblem(_USED_SLOTS_AT, "hashSlotCount", detail))
     return problems

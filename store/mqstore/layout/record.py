@@ -75,13 +75,16 @@ SYS_FLAG_AT: Final = PHYSICAL_OFFSET_AT + 8
 BORN_TIMESTAMP_AT: Final = SYS_FLAG_AT + 4
 BORN_HOST_AT: Final = BORN_TIMESTAMP_AT + 8
 
+BODY_LENGTH_BYTES: Final = 4
+PROPERTIES_LENGTH_BYTES: Final = 2
+
 # Positions of a record whose two hosts are IPv4; `*_at(sys_flag)` below gives them for any record.
 STORE_TIMESTAMP_AT_V4: Final = BORN_HOST_AT + IPV4_BYTES
 STORE_HOST_AT_V4: Final = STORE_TIMESTAMP_AT_V4 + 8
 RECONSUME_TIMES_AT_V4: Final = STORE_HOST_AT_V4 + IPV4_BYTES
 PREPARED_OFFSET_AT_V4: Final = RECONSUME_TIMES_AT_V4 + 4
 BODY_LENGTH_AT_V4: Final = PREPARED_OFFSET_AT_V4 + 8
-BODY_AT_V4: Final = BODY_LENGTH_AT_V4 + 4
+BODY_AT_V4: Final = BODY_LENGTH_AT_V4 + BODY_LENGTH_BYTES
 
 IPV6_EXTRA: Final = IPV6_BYTES - IPV4_BYTES
 
@@ -101,7 +104,7 @@ COMPRESSION_ZLIB: Final = 0x300
 
 MAX_TOPIC_BYTES_V1: Final = 127  # topicLength is a signed i8
 MAX_TOPIC_BYTES: Final = 255  # what we write; a reader takes what the i16 of V2 holds
-MIN_RECORD_BYTES: Final = BODY_AT_V4 + 1 + 2  # no body, no topic, no properties, V1
+MIN_RECORD_BYTES: Final = BODY_AT_V4 + 1 + PROPERTIES_LENGTH_BYTES  # no body, no topic, no properties, V1
 BLANK_BYTES: Final = 8
 
 _SCHEDULE_TOPIC: Final = b"SCHEDULE_TOPIC_XXXX"  # delay levels; the one topic whose records are judged by their topic
@@ -144,8 +147,8 @@ def store_timestamp_at(sys_flag: int) -> int:
 
 
 def body_length_at(sys_flag: int) -> int:
-    """Where bodyLength lies, counted from the start of a record with this sysFlag; the body follows 4 bytes behind."""
-    return _HEADS[sys_flag >> 4 & 3].size - 4
+    """Where bodyLength lies, counted from the start of a record with this sysFlag; the body follows it."""
+    return _HEADS[sys_flag >> 4 & 3].size - BODY_LENGTH_BYTES
 
 
 class Record(NamedTuple):
@@ -197,8 +200,8 @@ def record_bytes(
     """The totalSize of a record of these lengths; `properties_bytes` counts the CRC tail if there will be one."""
     topic_length_bytes = 1 if topic_bytes <= MAX_TOPIC_BYTES_V1 else 2
     hosts_bytes = born_host_bytes + store_host_bytes
-    fixed_bytes = BODY_AT_V4 - 2 * IPV4_BYTES
-    return fixed_bytes + hosts_bytes + body_bytes + topic_length_bytes + topic_bytes + 2 + properties_bytes
+    fixed_bytes = BODY_AT_V4 - 2 * IPV4_BYTES + PROPERTIES_LENGTH_BYTES
+    return fixed_bytes + hosts_bytes + body_bytes + topic_length_bytes + topic_bytes + properties_bytes
 
 
 def encode_record(
@@ -350,7 +353,7 @@ def _measure(view: memoryview, position: int, end: int) -> _Shape:
     body_size = head[-1]
     topic_length = _I8 if magic == MAGIC_V1 else _I16
     if not 0 <= body_size <= end - body_at - topic_length.size - _I16.size:
-        raise FormatError(f"bodyLength {body_size} in a record of {total_size} bytes", "body", body_at - 4)
+        raise FormatError(f"bodyLength {body_size} in a record of {total_size} bytes", "body", body_at - _I32.size)
     topic_at = body_at + body_size + topic_length.size
     (topic_size,) = topic_length.unpack_from(view, topic_at - topic_length.size)
     if not 0 <= topic_size <= end - topic_at - _I16.size:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mqstore.files.segment import Segment
 from mqstore.layout.dispatch import is_listed
 from mqstore.layout.record import (
+    BODY_LENGTH_BYTES,
     MAGIC_AT,
     MAGIC_V1,
     MIN_RECORD_BYTES,
@@ -115,7 +116,7 @@ class RecordChecker:
         queue_id, _, queue_offset, _, sys_flag = _QUEUE(buffer, start + QUEUE_ID_AT)
         if queue_id == queue.queue_id and queue_offset == slot:
             at = start + body_length_at(sys_flag)
-            at += 4 + _I4(buffer, at)[0]
+            at += BODY_LENGTH_BYTES + _I4(buffer, at)[0]
             topic = queue.topic_bytes
             length = len(topic).to_bytes(1 if _I4(buffer, start + MAGIC_AT)[0] == MAGIC_V1 else 2, "big")
             if buffer[at : at + len(length) + len(topic)] == length + topic:

@@ -24,6 +24,7 @@ from mqstore.errors import MQStoreError
 from mqstore.files.filesystem import FileSystem
 from mqstore.layout.indexfile import (
     ENTRY_BYTES,
+    ENTRY_OFFSET_AT,
     HEADER_BYTES,
     SLOT_BYTES,
     IndexHeader,
@@ -72,8 +73,8 @@ def _fitting(data: npt.NDArray[np.uint8], header: IndexHeader, slots: npt.NDArra
     """Return the slot counts that put the first entry, the last entry and its slot in the right places."""
     first = HEADER_BYTES + SLOT_BYTES * slots + ENTRY_BYTES
     last = first + ENTRY_BYTES * (header.next_entry - 2)
-    fits = (_i64(data, first + 4) == header.begin_physical_offset) & (
-        _i64(data, last + 4) == header.end_physical_offset
+    fits = (_i64(data, first + ENTRY_OFFSET_AT) == header.begin_physical_offset) & (
+        _i64(data, last + ENTRY_OFFSET_AT) == header.end_physical_offset
     )
     slots, last = slots[fits], last[fits]
     hashes = _i32(data, last)

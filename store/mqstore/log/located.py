@@ -14,6 +14,7 @@ from mqstore.layout.messageid import encode_message_id
 from mqstore.layout.properties import KEYS, SHARDINGKEY, TAGS, decode_properties
 from mqstore.layout.record import (
     BODY_AT_V4,
+    BODY_LENGTH_BYTES,
     BORN_HOST_V6,
     BORN_TIMESTAMP_AT,
     FLAG_AT,
@@ -136,13 +137,13 @@ class Located:
         if flags & _V6 or flags & TRANSACTION_MASK not in (0, TRANSACTION_COMMIT):
             return None
         begin = start + BODY_AT_V4
-        return buffer[start:begin], buffer[begin : begin + _I4(buffer, begin - 4)[0]]
+        return buffer[start:begin], buffer[begin : begin + _I4(buffer, begin - BODY_LENGTH_BYTES)[0]]
 
     @property
     def encoded_properties(self) -> bytes:
         """Properties as stored bytes (format#properties)."""
         buffer, at = self._stretch.buffer, self._body_start()
-        at += _I4(buffer, at - 4)[0]
+        at += _I4(buffer, at - BODY_LENGTH_BYTES)[0]
         if _I4(buffer, self._start + MAGIC_AT)[0] == MAGIC_V2:
             at += 2 + (buffer[at] << 8 | buffer[at + 1])
         else:

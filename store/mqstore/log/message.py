@@ -26,6 +26,7 @@ from mqstore.layout.properties import (
     decode_properties,
 )
 from mqstore.layout.record import (
+    BODY_LENGTH_BYTES,
     BORN_HOST_AT,
     BORN_HOST_V6,
     COMPRESSED,
@@ -113,20 +114,20 @@ class Message(Located):
     # -- body -------------------------------------------------------------------------------------------------------
 
     def _body_start(self) -> int:
-        return self._start + body_length_at(self.sys_flag) + 4
+        return self._start + body_length_at(self.sys_flag) + BODY_LENGTH_BYTES
 
     def _stored_body(self) -> bytes:
         """Return the body as its header describes it, inflated if it was stored compressed."""
         buffer = self._stretch.buffer
         start = self._body_start()
-        stored = buffer[start : start + _I4(buffer, start - 4)[0]]
+        stored = buffer[start : start + _I4(buffer, start - BODY_LENGTH_BYTES)[0]]
         return inflate(self.sys_flag, stored) if self.sys_flag & COMPRESSED else stored
 
     @property
     def body_view(self) -> memoryview:
         """Stored bytes of the body, read-only and uncopied. They keep the mapping alive."""
-        start = self._body_start()
-        return memoryview(self._stretch.buffer)[start : start + _I4(self._stretch.buffer, start - 4)[0]].toreadonly()
+        buffer, start = self._stretch.buffer, self._body_start()
+        return memoryview(buffer)[start : start + _I4(buffer, start - BODY_LENGTH_BYTES)[0]].toreadonly()
 
     def text(self, encoding: str = "utf-8") -> str:
         """Return the body as text."""

@@ -59,6 +59,7 @@ from mqstore.broker.names import (
     SCHEDULE_TOPIC,
     TIMER_TOPIC,
     TRANS_CHECK_TOPIC,
+    QueueKey,
     is_dlq_topic,
 )
 from mqstore.broker.parts import Parts, Pin, Tables, messages_of, open_tables
@@ -66,7 +67,7 @@ from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.orderinfo import OrderInfo, Suspended, check_order_info
 from mqstore.broker.pop.receipts import parse_recall_handle
 from mqstore.broker.pop.replay import Replay
-from mqstore.broker.pop.state import QueueKey, Standing
+from mqstore.broker.pop.state import Standing
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.reading import Reads
 from mqstore.broker.retention import all_pins, oldest_of, physical_of
@@ -309,15 +310,14 @@ def pop_view(tables: Tables, now_ms: int) -> PopView:
     Replay(pop_tables, fifo).look()
     view = PopView()
     for key, record in sorted(pop_tables.orders.records().items()):
-        topic, group, queue_id = key
-        if tables.groups.get(group) is not None and record.offsets:
-            committed = tables.offsets.committed(group, topic, queue_id) or 0
-            state = pop_tables.states.get(QueueKey(*key))
+        if tables.groups.get(key.group) is not None and record.offsets:
+            committed = tables.offsets.committed(*key) or 0
+            state = pop_tables.states.get(key)
             local = state is not None and state.fifo is not None and state.fifo.local
-            _note_order(view, QueueKey(*key), record, committed, now_ms, local=local)
+            _note_order(view, key, record, committed, now_ms, local=local)
             suspended = record.suspended_at(committed)
             if suspended is not None:
-                view.suspended[QueueKey(*key)] = suspended
+                view.suspended[key] = suspended
     for key, state in sorted(pop_tables.states.items()):
         if state.cursor >= 0:
             order = pop_tables.order(state)
@@ -343,7 +343,7 @@ def pop_view(tables: Tables, now_ms: int) -> PopView:
 
 
 def _note_order(view: PopView, key: QueueKey, record: OrderInfo, committed: int, now_ms: int, *, local: bool) -> None:
-    topic, group, queue_id = key
+    group, topic, queue_id = key
     row: dict[str, Any] = {"group": group, "topic": topic, "queue_id": queue_id, "pop_time_ms": 0, "offsets": []}
     row |= {"unacked": [], "redeliveries": {}, "next_visible_ms": None, "attempts": {}}
     counts = (record.counts or {}).items()
@@ -373,7 +373,7 @@ def _as_parts(tables: Tables) -> Parts:
 
 
 class _Nobody:
-    def wake_one(self, topic: str, queue_id: int, group: str = "") -> None:
+    def wake_one(self, *_: object) -> None:
         """Wake nobody: receivers are in the process of the broker."""
 
 
@@ -433,28 +433,26 @@ def lag_of(tables: Tables, group: str, pops: PopView) -> list[QueueLag]:
     for topic, queues in sorted(known.items()):
         with suppress(TopicNotFoundError):
             queues |= {ref.queue_id for ref in tables.store.queues(topic)}
-        found += (_lag(tables, group, topic, queue_id, pops) for queue_id in sorted(queues))
+        found += (_lag(tables, QueueKey(group, topic, queue_id), pops) for queue_id in sorted(queues))
     return found
 
 
-def _lag(tables: Tables, group: str, topic: str, queue_id: int, pops: PopView) -> QueueLag:
+def _lag(tables: Tables, key: QueueKey, pops: PopView) -> QueueLag:
     store, offsets = tables.store, tables.offsets
-    popped = pops.standings.get(QueueKey(topic, group, queue_id))
+    popped = pops.standings.get(key)
     # The saved offsets of a running broker are seconds old, the pop log is not.
-    committed = offsets.committed(group, topic, queue_id) if popped is None else popped.first
-    low, high = offsets.bounds(topic, queue_id)
-    lag = None if committed is None else measure(store, offsets, group, topic, queue_id, committed, popped)
+    committed = offsets.committed(*key) if popped is None else popped.first
+    low, high = offsets.bounds(key.topic, key.queue_id)
+    lag = None if committed is None else measure(store, offsets, key, committed, popped)
     if lag is None or committed is None:
-        return QueueLag(group, topic, queue_id, low, committed, high, 0, 0, 0, None)
+        return QueueLag(*key, low, committed, high, 0, 0, 0, None)
     oldest_ms = None
     if lag.messages:
-        messages = store.get(topic, queue_id, lag.standing.first, 1).messages
+        messages = store.get(key.topic, key.queue_id, lag.standing.first, 1).messages
         oldest_ms = messages[0].store_timestamp_ms if messages else None
     # Popped messages that are gone still count as in flight until their visibility timeout ends.
     lost = max(0, low - (committed if popped is None else popped.next))
-    return QueueLag(
-        group, topic, queue_id, low, committed, lag.end, lag.messages, lost, lag.standing.in_flight, oldest_ms
-    )
+    return QueueLag(*key, low, committed, lag.end, lag.messages, lost, lag.standing.in_flight, oldest_ms)
 
 
 # -- pins --------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mqstore.broker.pop.state import Standing
 
 if TYPE_CHECKING:
+    from mqstore.broker.names import QueueKey
     from mqstore.broker.offsets import OffsetTable
     from mqstore.log.reader import StoreReader
 
@@ -38,25 +39,19 @@ class Lag(NamedTuple):
 
 
 def measure(
-    store: StoreReader,
-    offsets: OffsetTable,
-    group: str,
-    topic: str,
-    queue_id: int,
-    committed: int,
-    popped: Standing | None,
+    store: StoreReader, offsets: OffsetTable, key: QueueKey, committed: int, popped: Standing | None
 ) -> Lag | None:
     """Return the lag of a group whose next offset is `committed`, or None if the queue does not exist.
     `popped` is its standing by the pop log, if it has popped."""
-    bounds = store.offsets_or_none(topic, queue_id)
+    bounds = store.offsets_or_none(key.topic, key.queue_id)
     if bounds is None:
         return None
-    low, high = max(bounds[0], offsets.start_of(topic, queue_id)), bounds[1]
+    low, high = max(bounds[0], offsets.start_of(key.topic, key.queue_id)), bounds[1]
     # A group without popped messages that is committed elsewhere than its pops ended reads by offset now.
     if popped is not None and (popped.in_flight or popped.again or popped.first == committed):
         first, ready, behind = (max(low, offset) for offset in (popped.first, popped.ready_from, popped.next))
         return Lag(Standing(first, ready, behind, popped.in_flight, popped.again), max(behind, high))
     # For a group that reads, the messages in flight are those that were read and not committed.
     first = min(high, max(low, committed))
-    pulled = min(high, max(first, offsets.query_pull(group, topic, queue_id) or 0))
+    pulled = min(high, max(first, offsets.query_pull(key) or 0))
     return Lag(Standing(first, pulled, pulled, pulled - first, 0), high)

@@ -27,7 +27,15 @@ import numpy as np
 
 from mqstore.broker.admin.lag import Lag, measure
 from mqstore.broker.admin.statistics import CounterKey, Samples, labels_of
-from mqstore.broker.names import HALF_TOPIC, SCHEDULE_TOPIC, TIMER_TOPIC, is_dlq_topic, is_retry_topic, is_system_topic
+from mqstore.broker.names import (
+    HALF_TOPIC,
+    SCHEDULE_TOPIC,
+    TIMER_TOPIC,
+    QueueKey,
+    is_dlq_topic,
+    is_retry_topic,
+    is_system_topic,
+)
 from mqstore.broker.retention import physical_of
 from mqstore.layout.consumequeue import is_message
 
@@ -85,7 +93,7 @@ class Metrics:
         self._grown_from: dict[tuple[str, int], int] = {}
         self._grown_to: dict[tuple[str, int], int] = {}
         """By (topic, queue id). Messages between `_grown_from` and `_grown_to` are not counted yet."""
-        self._rest_ns: dict[tuple[str, str, int], int] = {}
+        self._rest_ns: dict[QueueKey, int] = {}
         """Time that reads took beyond whole milliseconds."""
         self._put_rest_ns: dict[tuple[str, int], int] = {}
         """Time that puts took beyond whole milliseconds."""
@@ -177,24 +185,23 @@ class Metrics:
         return count, size
 
     def _pops(self) -> Iterator[_Item]:
-        for (topic, group, queue_id), counts in self._pop.figures.counts():
+        for key, counts in self._pop.figures.counts():
             if counts.messages:
-                yield from _got(topic, group, queue_id, counts.pops, counts.messages, counts.size)
+                yield from _got(key, counts.pops, counts.messages, counts.size)
             # One checkpoint record for each batch that was popped.
             for name, of_broker, value in (
                 ("GROUP_CK_NUMS", "BROKER_CK_NUMS", counts.pops),
                 ("GROUP_ACK_NUMS", "BROKER_ACK_NUMS", counts.acked),
             ):
                 if value:
-                    yield name, f"{topic}@{group}", value, value
+                    yield name, f"{key.topic}@{key.group}", value, value
                     yield of_broker, "", value, value
 
     def _gets(self) -> Iterator[_Item]:
         for key, fetched in self._reads.counts().items():
-            group, topic, queue_id = key
             if fetched.messages:
-                yield from _got(topic, group, queue_id, fetched.times, fetched.messages, fetched.size)
-            place = f"{queue_id}@{topic}@{group}"
+                yield from _got(key, fetched.times, fetched.messages, fetched.size)
+            place = f"{key.queue_id}@{key.topic}@{key.group}"
             took_ms, self._rest_ns[key] = divmod(self._rest_ns.get(key, 0) + fetched.took_ns, _NS_A_MS)
             yield "GROUP_GET_LATENCY", place, took_ms, fetched.reads
             self._statistics.set("GROUP_GET_FALL_SIZE", place, fetched.behind_bytes)
@@ -206,8 +213,8 @@ class Metrics:
         """Return (topic, queue id) -> number of messages that the group has not consumed.
         Messages in flight and the group's retry topics are included."""
         return {
-            (topic, queue_id): 0 if (lag := self._lag(group, topic, queue_id, offset)) is None else lag.messages
-            for (topic, queue_id), offset in self._offsets.of_group(group).items()
+            queue: 0 if (lag := self._lag(QueueKey(group, *queue), offset)) is None else lag.messages
+            for queue, offset in self._offsets.of_group(group).items()
         }
 
     def prometheus(self) -> str:
@@ -226,15 +233,15 @@ class Metrics:
     def _expected(self) -> Iterator[CounterKey]:
         """Yield the counters that are 0 until something happens: those of user topics and their groups."""
         topics = [name for name in self._topics.names() if not (is_retry_topic(name) or is_dlq_topic(name))]
-        pairs = [(topic, group) for group, topic, _ in self._offsets.of_all()]
+        pairs = [(group, topic) for group, topic, _ in self._offsets.of_all()]
         if len(topics) > _ALL_TOPICS:
-            consumed = {topic for topic, _ in pairs}
+            consumed = {topic for _, topic in pairs}
             topics = [topic for topic in topics if topic in consumed]
         for topic in topics:
             yield "COMMIT_NUMS", topic
             yield "ROLLBACK_NUMS", topic
             yield "DELAY_LATENCY", topic
-        for topic, group in pairs:
+        for group, topic in pairs:
             if not (is_retry_topic(topic) or is_dlq_topic(topic) or is_system_topic(topic)):
                 yield "DLQ_PUT_NUMS", f"{topic}@{group}"
 
@@ -257,7 +264,7 @@ class Metrics:
         }
         of_groups: dict[str, Samples] = defaultdict(list)
         for group, topic, queues in self._offsets.of_all():
-            labels = labels_of(topic, group)
+            labels = labels_of(group, topic)
             for series, value in self._of_group(group, topic, queues, now_ms).items():
                 of_groups[series].append((labels, value))
         return {**gauges, **of_groups}
@@ -268,7 +275,7 @@ class Metrics:
         unsettled: list[int] = []
         undelivered: list[int] = []
         for queue_id, offset in queues.items():
-            lag = self._lag(group, topic, queue_id, offset)
+            lag = self._lag(QueueKey(group, topic, queue_id), offset)
             if lag is None:
                 continue
             sums["messages"] += lag.messages
@@ -290,9 +297,8 @@ class Metrics:
             "rocketmq_consumer_queueing_latency": self._age_ms(min(undelivered, default=None), now_ms),
         }
 
-    def _lag(self, group: str, topic: str, queue_id: int, committed: int) -> Lag | None:
-        popped = self._pop.figures.standing(group, topic, queue_id)
-        return measure(self._store, self._offsets, group, topic, queue_id, committed, popped)
+    def _lag(self, key: QueueKey, committed: int) -> Lag | None:
+        return measure(self._store, self._offsets, key, committed, self._pop.figures.standing(key))
 
     def _age_ms(self, physical_offset: int | None, now_ms: int) -> int:
         """Return the age of the message at a physical offset, or 0 if there is none that can be read."""
@@ -304,7 +310,8 @@ class Metrics:
             return 0
 
 
-def _got(topic: str, group: str, queue_id: int, times: int, messages: int, size: int) -> Iterator[_Item]:
+def _got(key: QueueKey, times: int, messages: int, size: int) -> Iterator[_Item]:
+    group, topic, queue_id = key
     by_group, by_queue = f"{topic}@{group}", f"{topic}@{queue_id}@{group}"
     yield "GROUP_GET_NUMS", by_group, messages, times
     yield "GROUP_GET_SIZE", by_group, size, times

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from mqstore.broker.names import is_dlq_topic, is_retry_topic, is_system_group, is_system_topic
+from mqstore.broker.names import QueueKey, is_dlq_topic, is_retry_topic, is_system_group, is_system_topic
 from mqstore.clock import Clock
 
 __all__ = [
@@ -52,8 +52,6 @@ __all__ = [
 
 CounterKey = tuple[str, str]
 """Name and key."""
-LostKey = tuple[str, str, int]
-"""Group, topic, queue id."""
 
 
 class Total(NamedTuple):
@@ -102,7 +100,7 @@ class StatisticsSnapshot:
     """Counters that changed in the last minute, as of the newest sample. Other counters have rate 0."""
     hour: Mapping[CounterKey, Rate]
     day: Mapping[CounterKey, Rate]
-    lost: Mapping[LostKey, int]
+    lost: Mapping[QueueKey, int]
     """Messages that retention took before the group consumed them, since the store was opened."""
 
     def total(self, name: str, key: str = "") -> int:
@@ -175,7 +173,7 @@ class Statistics:
         # Bare tuples: making a Total would double the cost of an `add`.
         self._totals: dict[CounterKey, tuple[int, int]] = {}
         self._latest: dict[CounterKey, int] = {}
-        self._lost: dict[LostKey, int] = {}
+        self._lost: dict[QueueKey, int] = {}
         # Windows have a separate lock. Taking a sample reads all counters, and no put should wait for that.
         self._window_lock = threading.Lock()
         now_ms = clock.monotonic_ms()
@@ -207,8 +205,9 @@ class Statistics:
         """Count messages that were dropped before `group` had consumed them (delivery#read-status)."""
         if messages <= 0:
             return
+        key = QueueKey(group, topic, queue_id)
         with self._lock:
-            self._lost[group, topic, queue_id] = self._lost.get((group, topic, queue_id), 0) + messages
+            self._lost[key] = self._lost.get(key, 0) + messages
 
     def run_once(self, now_ms: int) -> int:
         """Take the samples that are due. Return the wall time of the next one in ms.
@@ -319,7 +318,8 @@ def _counted(
     for (name, key), total in totals.items():
         if name not in _COUNTED and name != "DELAY_LATENCY":
             continue
-        of_key = labels_of(*key.split("@", 1))
+        topic, _, group = key.partition("@")
+        of_key = labels_of(group, topic)
         if name in ("TOPIC_PUT_NUMS", "TOPIC_PUT_SIZE"):
             of_key["message_type"] = type_of(key)
         labels = _labels(of_key)
@@ -343,15 +343,15 @@ def _summary(labels: str, total: int, count: int) -> _Series:
     return {f"_sum{labels}": total, f"_count{labels}": count}
 
 
-def labels_of(topic: str, group: str | None = None) -> dict[str, str]:
-    """Return the labels of the series of a topic, or of a group on it.
+def labels_of(group: str, topic: str) -> dict[str, str]:
+    """Return the labels of a series of a group on a topic. `group` is empty for the whole topic.
 
-    >>> labels_of("orders", "billing")
+    >>> labels_of("billing", "orders")
     {'topic': 'orders', 'consumer_group': 'billing', 'is_retry': 'false', 'is_system': 'false'}
     """
     retry = is_retry_topic(topic) or is_dlq_topic(topic)
-    system = is_system_topic(topic) or (group is not None and is_system_group(group))
-    named = {"topic": topic} if group is None else {"topic": topic, "consumer_group": group}
+    system = is_system_topic(topic) or is_system_group(group)
+    named = {"topic": topic, "consumer_group": group} if group else {"topic": topic}
     return {**named, "is_retry": str(retry).lower(), "is_system": str(system).lower()}
 
 

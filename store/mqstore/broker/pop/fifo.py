@@ -237,7 +237,7 @@ class FifoQueues:
                     self._tables.comes_again(state, offset, None)
             except InvalidMessageError as error:
                 # No later try will fare better: its record is as long as one can be. It goes on being delivered.
-                topic, group, queue_id = state.key
+                group, topic, queue_id = state.key
                 _log.error(
                     "message %d of %s/%d cannot be a dead letter of %s: %s", offset, topic, queue_id, group, error
                 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
+from mqstore.broker.names import QueueKey
 from mqstore.broker.parts import Pin
 from mqstore.broker.pop.fifo import FifoQueues
-from mqstore.broker.pop.state import Counts, QueueKey, Standing
+from mqstore.broker.pop.state import Counts, Standing
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.retention import physical_of
 
@@ -32,10 +33,10 @@ class PopFigures:
                 if found is not None:
                     yield key, found
 
-    def standing(self, group: str, topic: str, queue_id: int) -> Standing | None:
+    def standing(self, key: QueueKey) -> Standing | None:
         """Return how far the group is in a queue; None when it has not popped from it since the store was opened, and
         nothing is in flight."""
-        state = self._tables.states.get(QueueKey(topic, group, queue_id))
+        state = self._tables.states.get(key)
         if state is None or state.cursor < 0:
             return None
         with state.lock:

@@ -47,8 +47,7 @@ import numpy.typing as npt
 
 from mqstore.broker.delay.route import number, slot_of
 from mqstore.broker.delay.timercheck import TimerCheck
-from mqstore.broker.names import TIMER_TOPIC, popped_topic
-from mqstore.broker.pop.state import QueueKey
+from mqstore.broker.names import TIMER_TOPIC, QueueKey, popped_topic
 from mqstore.broker.pop.tables import PopTables
 from mqstore.errors import MQStoreError
 from mqstore.layout.consumequeue import LAST_ADDRESS
@@ -311,11 +310,11 @@ class JavaTakeover:
     def _take_queue(self, key: QueueKey, checkpoints: list[_Checkpoint]) -> int:
         """Take over what is in flight in one queue. Return how many messages that is."""
         offsets = self._offsets
-        offsets.begin(key.group, key.topic, key.queue_id)  # the file of offsets may have been lost
-        committed = offsets.committed(key.group, key.topic, key.queue_id) or 0
+        offsets.begin(*key)  # the file of offsets may have been lost
+        committed = offsets.committed(*key) or 0
         cursor = self._cursor(key, committed, checkpoints)
         if cursor > committed:  # where nothing is in flight no record of ours will say so
-            offsets.commit(key.group, key.topic, key.queue_id, cursor)
+            offsets.commit(*key, cursor)
         taken = 0
         for checkpoint, mine in self._newest(key, cursor, checkpoints):
             taken += len(mine)
@@ -408,7 +407,7 @@ def _name(value: dict[str, Any], name: str) -> str:
 
 def _batch_of(value: dict[str, Any]) -> tuple[_Batch, str]:
     """(which delivery is meant, the broker's name, empty if it is not said)."""
-    key = QueueKey(_name(value, "t"), _name(value, "c"), _whole(value, "q", _I32_MAX))
+    key = QueueKey(_name(value, "c"), _name(value, "t"), _whole(value, "q", _I32_MAX))
     broker = value.get("bn")
     if broker is not None and type(broker) is not str:
         raise ValueError(f"bn is {broker!r:.80}, not a name")

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 from mqstore.broker.configfile import ConfigFile
-from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, QueueKey
 from mqstore.broker.parts import Pin, Wake
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.standard import StandardQueues
-from mqstore.broker.pop.state import Batch, QueueKey, QueueState
+from mqstore.broker.pop.state import Batch, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.options import seconds
 
@@ -169,8 +169,8 @@ class PopKeeper:
             bound = max(bound, low)
         return bound
 
-    def _lock_of(self, queue: tuple[str, str, int]) -> AbstractContextManager[object]:
-        state = self._tables.states.get(QueueKey(*queue))
+    def _lock_of(self, queue: QueueKey) -> AbstractContextManager[object]:
+        state = self._tables.states.get(queue)
         return nullcontext() if state is None else state.lock
 
     def save(self, now_ms: int) -> None:
@@ -181,7 +181,7 @@ class PopKeeper:
                 now_ms,
                 self._read_queues,
                 lambda group: parts.groups.get(group) is not None,
-                self._tables.committed,
+                parts.offsets.committed,
                 self._lock_of,
             )
             version, looked_to, value = self._tables.order_version, self._looked_to, orders.as_json()

@@ -68,7 +68,7 @@ class Record(NamedTuple):
     value: dict[str, Any]
 
 
-def queue_head(topic: str, group: str, queue_id: int) -> str:
+def queue_head(group: str, topic: str, queue_id: int) -> str:
     """The members that every `ck` and `rst` of one queue begins with; encoded once, since names need escaping."""
     return f'{{"t":{json.dumps(topic)},"c":{json.dumps(group)},"q":{queue_id},'
 

@@ -1,7 +1,7 @@
 """Order info: the last batch that a FIFO group popped from each queue, and whether it may pop the next
 (delivery#order-info).
 
-One record a (topic, group, queue). Pure state: no clock (`now_ms` is a parameter), no file (the pop service writes
+One record a (group, topic, queue). Pure state: no clock (`now_ms` is a parameter), no file (the pop service writes
 `as_json` to ``consumerOrderInfo.json`` and replays its log), no idea of how messages are read or who waits for them.
 
 A record says of each message of the batch whether it is acknowledged and, if not, until when it stays invisible::
@@ -36,6 +36,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final, NoReturn
 
+from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.quick import Lent
 from mqstore.broker.pop.time import is_visible
 
@@ -48,10 +49,8 @@ _IDLE_MS: Final = 86_400_000
 _ERROR_CHARS: Final = 300
 _I32_MAX, _I64_MAX = 2**31 - 1, 2**63 - 1
 
-Queue = tuple[str, str, int]
-"""Topic, group, queue id."""
 Committed = Callable[[str, str, int], int | None]
-"""Progress of a group: (topic, group, queue id) -> the first offset that is not settled."""
+"""Progress of a group: (group, topic, queue id) -> the first offset that is not settled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +290,7 @@ class OrderInfoTable:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.entries: dict[Queue, OrderInfo | Lent] = {}
+        self.entries: dict[QueueKey, OrderInfo | Lent] = {}
         """The records; a batch stands for its `record_of`, and compiled code changes the two together."""
         self._others: dict[str, Any] = {}
         """Entries of the file's table whose key does not name a topic and a group; they are kept."""
@@ -303,28 +302,28 @@ class OrderInfoTable:
         """Grows with every change: what was written at one version need not be written again while it stands."""
         return self._version
 
-    def get(self, queue: Queue) -> OrderInfo | None:
+    def get(self, queue: QueueKey) -> OrderInfo | None:
         entry = self.entries.get(queue)
         return record_of(entry) if isinstance(entry, Lent) else entry
 
-    def records(self) -> dict[Queue, OrderInfo]:
+    def records(self) -> dict[QueueKey, OrderInfo]:
         """All records, as of one moment."""
         entries = dict(self.entries)
         return {queue: record_of(entry) if isinstance(entry, Lent) else entry for queue, entry in entries.items()}
 
-    def put(self, queue: Queue, entry: OrderInfo | Lent | None) -> None:
+    def put(self, queue: QueueKey, entry: OrderInfo | Lent | None) -> None:
         """Put a record, or the batch that stands for it, in place of whatever is there; None: forget the queue."""
         with self._lock:
             self._put(queue, entry)
 
-    def _put(self, queue: Queue, entry: OrderInfo | Lent | None) -> None:
+    def _put(self, queue: QueueKey, entry: OrderInfo | Lent | None) -> None:
         if entry is not None:
             self.entries[queue] = entry
         elif self.entries.pop(queue, None) is None:
             return
         self._version += 1
 
-    def blocks(self, queue: Queue, now_ms: int) -> bool:
+    def blocks(self, queue: QueueKey, now_ms: int) -> bool:
         """Whether somebody holds a message of the queue's last batch."""
         record = self.get(queue)
         return record is not None and record.blocks(None, now_ms)
@@ -332,9 +331,9 @@ class OrderInfoTable:
     def suspended(self, group: str, committed: Committed) -> dict[tuple[str, int], Suspended]:
         """(topic, queue id) -> the failed message that holds the queue up."""
         found = {
-            (topic, queue_id): record.suspended_at(committed(topic, group, queue_id) or 0)
-            for (topic, name, queue_id), record in self.records().items()
-            if name == group and record.suspended
+            (queue.topic, queue.queue_id): record.suspended_at(committed(*queue) or 0)
+            for queue, record in self.records().items()
+            if queue.group == group and record.suspended
         }
         return {queue: suspended for queue, suspended in sorted(found.items()) if suspended is not None}
 
@@ -342,18 +341,18 @@ class OrderInfoTable:
         """Forget what is said of offsets from the end of their queue on, (topic, queue id) -> end: other messages will
         have them. Return True if there was anything."""
         version = self._version
-        for (topic, group, queue_id), record in self.records().items():
-            end = end_of(topic, queue_id)
+        for queue, record in self.records().items():
+            end = end_of(queue.topic, queue.queue_id)
             if max((*record.offsets, *(record.counts or ())), default=-1) >= end:
                 kept = record.before(end)
-                self.put((topic, group, queue_id), kept if kept.offsets else None)
+                self.put(queue, kept if kept.offsets else None)
         return self._version != version
 
     # --- attempts of the queue model (delivery#order-file) ------------------------------------------------------------
 
     def attempts(self, group: str, topic: str, queue_id: int) -> dict[int, int]:
         """Queue offset -> failed attempts, as noted; {} for a queue whose group pops."""
-        record = self.get((topic, group, queue_id))
+        record = self.get(QueueKey(group, topic, queue_id))
         return dict(record.counts or {}) if record is not None and record.counts_attempts else {}
 
     def note_attempt(
@@ -368,7 +367,7 @@ class OrderInfoTable:
                 raise ValueError(f"{what} {number!r:.40} must be an int, neither negative nor above {most}")
         if "@" in topic or "@" in group:
             raise ValueError(f"topic {topic[:150]!r} and group {group[:150]!r} must be names without an '@'")
-        queue = topic, group, queue_id
+        queue = QueueKey(group, topic, queue_id)
         with self._lock:
             record = self.get(queue)
             if record is None or not record.counts_attempts:
@@ -378,7 +377,7 @@ class OrderInfoTable:
 
     def drop_attempts(self, group: str, topic: str, queue_id: int, below: int) -> None:
         """Forget the attempts of messages before offset `below`: the queue has moved on. Free when there are none."""
-        queue = topic, group, queue_id
+        queue = QueueKey(group, topic, queue_id)
         with self._lock:
             record = self.get(queue)
             if record is None or not record.counts_attempts or not record.counts or min(record.counts) >= below:
@@ -394,7 +393,7 @@ class OrderInfoTable:
         read_queues: Callable[[str], int | None],
         has_group: Callable[[str], bool],
         committed: Committed,
-        lock_of: Callable[[Queue], AbstractContextManager[object]],
+        lock_of: Callable[[QueueKey], AbstractContextManager[object]],
     ) -> None:
         """Drop what nobody will ask for again, before the file is written. `lock_of(queue)` keeps pops out: compiled
         ones write here without our lock.
@@ -406,10 +405,10 @@ class OrderInfoTable:
         """
         # The callbacks take locks of their own (topics, groups, offsets), so they are asked with ours open.
         for queue, record in self.records().items():
-            topic, group, queue_id = queue
+            group, topic, queue_id = queue
             gone = queue_id >= ((read_queues(topic) if has_group(group) else None) or 0)
-            settled = 0 if gone else committed(topic, group, queue_id) or 0
-            self.drop_attempts(group, topic, queue_id, settled)
+            settled = 0 if gone else committed(*queue) or 0
+            self.drop_attempts(*queue, settled)
             if not gone and now_ms - record.updated_ms > _IDLE_MS and not record.blocks(None, now_ms):
                 # Does the next delivery of no message count an attempt by this record?
                 gone = not record.redelivered(None, record.unacked(settled))
@@ -421,7 +420,7 @@ class OrderInfoTable:
     def as_json(self) -> dict[str, Any]:
         """The content of ``consumerOrderInfo.json``: whole records, as of one moment."""
         table: dict[str, Any] = dict(self._others)
-        for (topic, group, queue_id), record in self.records().items():
+        for (group, topic, queue_id), record in self.records().items():
             table.setdefault(f"{topic}@{group}", {})[str(queue_id)] = record.as_json()
         return {**self._unknown, "table": table}
 
@@ -452,9 +451,9 @@ def _of_attempts(counts: Mapping[int, int], suspended: Mapping[int, Suspended], 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _read(value: Mapping[str, Any]) -> tuple[dict[Queue, OrderInfo], dict[str, Any]]:
+def _read(value: Mapping[str, Any]) -> tuple[dict[QueueKey, OrderInfo], dict[str, Any]]:
     """The records, and the entries of another form."""
-    records: dict[Queue, OrderInfo] = {}
+    records: dict[QueueKey, OrderInfo] = {}
     others: dict[str, Any] = {}
     for key, queues in _object(value.get("table"), "table").items():
         topic, at, group = key.partition("@")
@@ -464,7 +463,7 @@ def _read(value: Mapping[str, Any]) -> tuple[dict[Queue, OrderInfo], dict[str, A
         for queue_id, entry in _object(queues, key).items():
             if entry is not None:
                 where = f"{key}[{queue_id}]"
-                records[topic, group, _key_number(queue_id, key)] = OrderInfo.from_json(entry, where)
+                records[QueueKey(group, topic, _key_number(queue_id, key))] = OrderInfo.from_json(entry, where)
     return records, others
 
 

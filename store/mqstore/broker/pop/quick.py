@@ -17,9 +17,10 @@ from mqstore.log.tip import Numbered, Tip
 from mqstore.native import kernel
 
 if TYPE_CHECKING:
+    from mqstore.broker.names import QueueKey
     from mqstore.broker.pop.ask import Delivery
     from mqstore.broker.pop.orderinfo import OrderInfo
-    from mqstore.broker.pop.state import Batch, QueueKey, QueueState, Timeline
+    from mqstore.broker.pop.state import Batch, QueueState, Timeline
 
 __all__ = ["Desk", "Lending", "Lent", "Timed"]
 
@@ -61,7 +62,7 @@ class Timed:
 
 
 class Lending:
-    """One (topic, group, queue). Fields are read and written under `lock`, by whoever holds it."""
+    """One (group, topic, queue). Fields are read and written under `lock`, by whoever holds it."""
 
     __slots__ = (
         "_batches",
@@ -140,14 +141,14 @@ class Desk:
     """What stands behind the body of a `ck` record."""
     _ack_tail: bytes
     _max_body: int
-    _resets: dict[tuple[str, str, int], int]
+    _resets: dict[QueueKey, int]
     """Pending ones, of the offset table."""
-    _orders: dict[tuple[str, str, int], OrderInfo | Lent]
+    _orders: dict[QueueKey, OrderInfo | Lent]
     """Entries of the order info."""
     _order_changes = 0
     """Number of changes of the order info that were made here."""
     _commit: Callable[[str, str, int, int], None]
-    """That of the offset table."""
+    """`note` of the offset table."""
     _freed: Callable[[QueueState], None]
     """Called without the lock of a queue whose last batch in order is settled."""
     _batch: type[Lent]

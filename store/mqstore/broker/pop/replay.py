@@ -27,12 +27,12 @@ from dataclasses import replace
 from typing import Any
 
 from mqstore.broker.begun import Address, Begun
-from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC
+from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, QueueKey
 from mqstore.broker.pop.fifo import FifoQueues
 from mqstore.broker.pop.java import JavaTakeover
 from mqstore.broker.pop.log import ACK, CHANGE, GIVE, POP, RESET, REVIVE
 from mqstore.broker.pop.orderinfo import OrderInfo
-from mqstore.broker.pop.state import MAX_BATCH, Batch, QueueKey, QueueState
+from mqstore.broker.pop.state import MAX_BATCH, Batch, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.time import SAME_MOMENT_MS
 
@@ -123,7 +123,7 @@ class Replay:
     # -- what records say -------------------------------------------------------------------------------------------
 
     def _pop(self, position: int, value: dict[str, Any]) -> None:
-        key = QueueKey(value["t"], value["c"], value["q"])
+        key = QueueKey(value["c"], value["t"], value["q"])
         start, pop_time_ms, invisible_ms, cursor = value["so"], value["pt"], value["it"], value["nx"]
         distances = value["d"]
         numbers = (key.queue_id, start, pop_time_ms, invisible_ms, cursor, *distances)
@@ -251,7 +251,7 @@ class Replay:
             self._orders.put(state.key, record.given_back(value["o"], at_ms))
 
     def _reset(self, _position: int, value: dict[str, Any]) -> None:
-        key, offset = QueueKey(value["t"], value["c"], value["q"]), value["o"]
+        key, offset = QueueKey(value["c"], value["t"], value["q"]), value["o"]
         if not _is_number(offset):
             raise ValueError("a reset to nowhere")
         state = self._state(key)
@@ -269,7 +269,7 @@ class Replay:
 
     def _pop_before(self, position: int, value: dict[str, Any]) -> None:
         if value.get("f") != 1:
-            self._settled_before[position] = QueueKey(value["t"], value["c"], value["q"])
+            self._settled_before[position] = QueueKey(value["c"], value["t"], value["q"])
 
     def _revived_before(self, _position: int, value: dict[str, Any]) -> None:
         key = self._settled_before.get(value["k"])
@@ -279,7 +279,7 @@ class Replay:
     def _state(self, key: QueueKey) -> QueueState:
         state = self._tables.state(key)
         if state.cursor < 0 and key not in self._placed:
-            state.cursor = self._tables.committed(*key) or 0
+            state.cursor = self._tables.offsets.committed(*key) or 0
         return state
 
     # -- what follows from them -------------------------------------------------------------------------------------
@@ -299,14 +299,14 @@ class Replay:
     def _settle_position(self, state: QueueState) -> bool:
         """Where the queue stands by log and table together; False: its group is gone, and the state with it."""
         tables, key = self._tables, state.key
-        topic, group, queue_id = key
+        group, topic, queue_id = key
         if tables.parts.groups.get(group) is None:
             del tables.states[key]
             self._orders.put(key, None)
             return False
         low = tables.offsets.start_of(topic, queue_id)
         high = (tables.store.offsets_or_none(topic, queue_id) or (0, 0))[1]
-        table = tables.committed(*key)
+        table = tables.offsets.committed(*key)
         if key not in self._placed and table is not None:
             state.cursor = max(state.cursor, table)
         state.cursor = max(min(state.cursor, high), min(low, high))
@@ -367,8 +367,8 @@ class Replay:
     def _in_file(self) -> Iterator[tuple[QueueKey, OrderInfo]]:
         """The FIFO batches of groups that there are, as the file knows them."""
         for key, record in self._orders.records().items():
-            if record.pop_time_ms != 0 and record.offsets and self._tables.parts.groups.get(key[1]) is not None:
-                yield QueueKey(*key), record
+            if record.pop_time_ms != 0 and record.offsets and self._tables.parts.groups.get(key.group) is not None:
+                yield key, record
 
     def _adopt(self, now_ms: int) -> None:
         """Take over the FIFO batches that the file knows: mark what is settled by now, name the others in the log."""
@@ -399,14 +399,14 @@ def count_begun(tables: PopTables, begun: Begun) -> bool:
         ended = []
         for address in addresses if tables.parts.groups.get(group) is not None else ():
             topic, queue_id, offset = address
-            key = QueueKey(topic, group, queue_id)
+            key = QueueKey(group, topic, queue_id)
             state = tables.states.get(key)
             record = None if state is None else tables.order(state)
-            passed = max(tables.committed(*key) or 0, 0 if state is None else state.cursor)
+            passed = max(tables.offsets.committed(*key) or 0, 0 if state is None else state.cursor)
             if offset < passed or (record is not None and offset in record.offsets):
                 continue  # settled, or a batch says what became of it
-            attempts = tables.orders.attempts(group, topic, queue_id).get(offset, 0) + 1
-            tables.orders.note_attempt(group, topic, queue_id, offset, attempts, tables.clock.now_ms())
+            attempts = tables.orders.attempts(*key).get(offset, 0) + 1
+            tables.orders.note_attempt(*key, offset, attempts, tables.clock.now_ms())
             ended.append(address)
         begun.suspects.add(group, ended)
         counted |= bool(ended)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mqstore.broker.names import is_retry_topic, pop_retry_topic
-from mqstore.broker.pop.state import QueueKey, QueueState
+from mqstore.broker.names import QueueKey, is_retry_topic, pop_retry_topic
+from mqstore.broker.pop.state import QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.errors import ConfigError, NotPermittedError
 from mqstore.native import kernel
@@ -63,9 +63,9 @@ class Routes:
             raise NotPermittedError(f"topic {topic!r} has {found.read_queues} queues to read; alter read_queues")
         if not self._groups.may_read(group, topic):
             raise NotPermittedError(f"group {group!r} is forbidden to read topic {topic!r}")
-        queues = [self._tables.state(QueueKey(topic, group, i)) for i in range(found.read_queues)]
+        queues = [self._tables.state(QueueKey(group, topic, i)) for i in range(found.read_queues)]
         retries = [
-            (mark, self._tables.state(QueueKey(name, group, 0)))
+            (mark, self._tables.state(QueueKey(group, name, 0)))
             for mark, name in self.retry_topics(group, topic)
             if self._topics.get(name) is not None
         ]
@@ -94,9 +94,9 @@ class Routes:
             self._tables.drop(lambda key: key.group == group)
         self.known = {}
 
-    def _in_order(self, topic: str, group: str) -> bool:
+    def _in_order(self, group: str, topic: str) -> bool:
         """Whether the group popped the topic in order, or has attempts of its messages counted."""
-        return any(key[:2] == (topic, group) for key in self._tables.orders.records())
+        return any(key[:2] == (group, topic) for key in self._tables.orders.records())
 
     def close(self) -> None:
         """Listen no longer."""

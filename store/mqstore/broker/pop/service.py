@@ -17,7 +17,7 @@
     replay      start-up                          keep    how long the log is, consumerOrderInfo.json
     figures     what is measured
 
-Nothing here blocks but `wait_for` and a pop that is given time. Locks: one for each (topic, group, queue); under it the
+Nothing here blocks but `wait_for` and a pop that is given time. Locks: one for each (group, topic, queue); under it the
 tables' own, then the store's. No callback is called under one. What a call appends it appends with durability "append",
 and waits for the disk, if that is asked for, after letting go of its locks.
 
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 from mqstore.broker.begun import Begun
 from mqstore.broker.configfile import ConfigFile
 from mqstore.broker.filters import Filter
-from mqstore.broker.names import pop_retry_topic
+from mqstore.broker.names import QueueKey, pop_retry_topic
 from mqstore.broker.parts import Pin
 from mqstore.broker.pop.ask import Ask, Delivery, Pending, Start
 from mqstore.broker.pop.fifo import FifoQueues
@@ -49,7 +49,7 @@ from mqstore.broker.pop.receipts import Claim, claim_of, expired
 from mqstore.broker.pop.replay import Replay, count_begun
 from mqstore.broker.pop.routes import Route, Routes
 from mqstore.broker.pop.standard import StandardQueues
-from mqstore.broker.pop.state import MAX_BATCH, QueueKey, QueueState
+from mqstore.broker.pop.state import MAX_BATCH, QueueState
 from mqstore.broker.pop.tables import DeadLetter, PopTables
 from mqstore.broker.pop.time import SAME_MOMENT_MS
 from mqstore.errors import ConfigError, GroupNotFoundError, InvalidReceiptError
@@ -177,7 +177,7 @@ class PopService:
                 if delivered is not None:
                     found = delivered
                     if not order and self._waiters.parked and state.ahead:
-                        self._waiters.wake_one(topic, queue_id, group)
+                        self._waiters.wake_one(group, topic, queue_id)
                     break
             if at_once:
                 return []
@@ -224,7 +224,7 @@ class PopService:
                 raise
             # What was found is invisible by now: who is not given it could not settle it, and it would fail an attempt.
         if more and found and self._waiters.parked:
-            self._waiters.wake_one(ask.topic, queue_id, route.group)
+            self._waiters.wake_one(route.group, ask.topic, queue_id)
         return found
 
     @staticmethod
@@ -273,7 +273,7 @@ class PopService:
             self._waiters.remove_waiter(waiter)
             raise
         if worth_a_look:
-            self._waiters.wake_one(topic, queue_id, group)
+            self._waiters.wake_one(group, topic, queue_id)
         return waiter
 
     def retry_topics(self, group: str, topic: str) -> list[str]:
@@ -290,18 +290,18 @@ class PopService:
 
     def _holds_something(self, state: QueueState, order: bool) -> bool:
         with state.lock:
-            topic, group, queue_id = state.key
+            key = state.key
             # A queue that is popped one way is no use to who pops the other way until what is in flight has ended.
             blocked = order or state.fifo is not None
-            if blocked and self._orders.blocks(state.key, self._clock.now_ms()):
+            if blocked and self._orders.blocks(key, self._clock.now_ms()):
                 return False
             if order and (state.in_flight or state.released):
                 return False
             if state.gone or state.ahead or state.released:
                 return not state.gone
-            bounds = self._store.offsets_or_none(topic, queue_id)
-            cursor = state.cursor if state.cursor >= 0 else self._parts.offsets.committed(group, topic, queue_id)
-            if self._parts.offsets.has_reset(topic, group, queue_id):
+            bounds = self._store.offsets_or_none(key.topic, key.queue_id)
+            cursor = state.cursor if state.cursor >= 0 else self._parts.offsets.committed(*key)
+            if key in self._parts.offsets.resets:
                 return True
             return bounds is not None and bounds[1] > max(bounds[0], cursor or 0)
 
@@ -445,14 +445,15 @@ class PopService:
             if last.offset < known.cursor:  # it was popped, and needs no look at tables and queue
                 return known
         name = topic if first.mark == 0 else pop_retry_topic(group, topic, first.mark)
-        state = self._tables.states.get(QueueKey(name, group, first.queue_id))
+        key = QueueKey(group, name, first.queue_id)
+        state = self._tables.states.get(key)
         if state is None or state.cursor < 0:
             self._parts.topics.need(topic)
-            if self._parts.offsets.committed(group, name, first.queue_id) is None:
+            if self._parts.offsets.committed(*key) is None:
                 raise InvalidReceiptError(
                     f"receipt {first.text!r}: group {group!r} popped nothing from queue {first.queue_id} of {name!r}"
                 )
-            state = self._tables.state(QueueKey(name, group, first.queue_id))
+            state = self._tables.state(key)
             with state.lock:
                 if state.cursor < 0 and not state.gone:
                     self._tables.open(state)
@@ -484,7 +485,7 @@ class PopService:
         return found
 
     def _pending(self, state: QueueState) -> list[Pending]:
-        topic, _, queue_id = state.key
+        _, topic, queue_id = state.key
         found = [
             Pending(topic, queue_id, offset, batch.times(offset)[0], batch.visible_at(offset), False)
             for offset, batch in sorted(state.in_flight.items())
@@ -507,10 +508,9 @@ class PopService:
 
     # -- forced restarts --------------------------------------------------------------------------------------------
 
-    def reset(self, topic: str, group: str, queue_id: int, offset: int) -> None:
+    def reset(self, key: QueueKey, offset: int) -> None:
         """The group's position was set to `offset` (`Reads.reset` tells): nothing of the queue is in flight any more,
         and receipts that are out have expired."""
-        key = QueueKey(topic, group, queue_id)
         state = self._tables.states.get(key)
         if state is None:
             self._orders.put(key, None)
@@ -519,13 +519,13 @@ class PopService:
             if not state.gone:
                 # In this order: on a full disk the reset stays pending, for the next pop.
                 self._tables.reset(state, offset)
-                self._parts.offsets.take_reset(topic, group, queue_id)
-        self._waiters.wake_one(topic, queue_id, group)
+                self._parts.offsets.take_reset(key)
+        self._waiters.wake_one(*key)
 
     def end(self, group: str, topic: str, queue_id: int) -> None:
         """The group reads the queue from now on, from the first message that it has not settled. Receipts that are out
         expire, nothing is redelivered, and the next pop begins where the group has read to."""
-        state = self._tables.states.get(QueueKey(topic, group, queue_id))
+        state = self._tables.states.get(QueueKey(group, topic, queue_id))
         if state is None or state.cursor < 0:
             return
         with state.lock:
@@ -549,7 +549,7 @@ class PopService:
 
     def suspended(self, group: str) -> dict[tuple[str, int], Suspended]:
         """(topic, queue id) -> the failed message that holds the queue up, in either model."""
-        return self._orders.suspended(group, self._tables.committed)
+        return self._orders.suspended(group, self._parts.offsets.committed)
 
     def _save_soon(self) -> None:
         """Have the order info on disk within a second: a message has failed."""

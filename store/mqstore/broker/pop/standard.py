@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
 from mqstore.broker.begun import PROCESS_ENDED
-from mqstore.broker.names import is_retry_topic, pop_retry_topic
+from mqstore.broker.names import QueueKey, is_retry_topic, pop_retry_topic
 from mqstore.broker.pop.ask import Ask, Delivery
 from mqstore.broker.pop.log import ACK, GIVE, REVIVE
 from mqstore.broker.pop.receipts import Claim, expired, receipt_head
-from mqstore.broker.pop.state import Batch, QueueKey, QueueState
+from mqstore.broker.pop.state import Batch, QueueState
 from mqstore.broker.pop.tables import PopTables
 from mqstore.broker.pop.time import pop_time
 from mqstore.errors import InvalidMessageError
@@ -159,7 +159,7 @@ class StandardQueues:
                 state.acked += state.settle(batch, offsets)
         self._tables.commit(state)
         if kind == GIVE and state.released:
-            self._tables.waiters.wake_one(state.key.topic, state.key.queue_id, state.key.group)
+            self._tables.waiters.wake_one(*state.key)
         return late
 
     def change(
@@ -277,7 +277,7 @@ class StandardQueues:
             for batch, offsets in stay.items():
                 self._log.put_settled(GIVE, batch.name, offsets)
                 state.give_back(batch, offsets)
-                self._tables.waiters.wake_one(state.key.topic, state.key.queue_id, state.key.group)
+                self._tables.waiters.wake_one(*state.key)
 
     def _messages(self, key: QueueKey, offsets: Sequence[int]) -> Iterator[Message | None]:
         """The messages at ascending offsets, None for each that is gone or damaged; neighbours are read together."""

@@ -1,4 +1,4 @@
-"""What is known of one (topic, group, queue) that is popped from: the state machine of delivery#pop-state.
+"""What is known of one (group, topic, queue) that is popped from: the state machine of delivery#pop-state.
 
     offsets of a queue:   settled ... | in flight, released and settled, mixed | not popped yet
                                       ^ committed                              ^ cursor
@@ -25,26 +25,19 @@ from heapq import heapify, heappop, heappush
 from itertools import islice, repeat, takewhile
 from typing import NamedTuple
 
+from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.log import queue_head
 from mqstore.broker.pop.quick import Lending, Lent, Timed
 from mqstore.broker.pop.time import is_visible
 from mqstore.log.message import Message
 
-__all__ = ["MAX_BATCH", "Batch", "Counts", "QueueKey", "QueueState", "Standing", "Timeline"]
+__all__ = ["MAX_BATCH", "Batch", "Counts", "QueueState", "Standing", "Timeline"]
 
 MAX_BATCH = 32
 """Messages of one pop."""
 _COMPACT_FROM = 1_024
 _REVIVED_KEPT = 65_536
 """Redelivered offsets that are remembered, to tell who acknowledges too late from who does it twice."""
-
-
-class QueueKey(NamedTuple):
-    """What a state belongs to. `topic` is where the messages lie, which may be a retry topic."""
-
-    topic: str
-    group: str
-    queue_id: int
 
 
 class Counts(NamedTuple):
@@ -213,7 +206,7 @@ class Timeline(Timed):
 
 
 class QueueState(Lending):
-    """One (topic, group, queue). Fields are read and written under `lock`, by whoever holds it."""
+    """One (group, topic, queue). Fields are read and written under `lock`, by whoever holds it."""
 
     __slots__ = ("_free", "ahead_size", "backoff_ms", "revived")
 

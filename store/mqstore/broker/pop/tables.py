@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 
 from mqstore.broker.begun import Address, Begun
 from mqstore.broker.filters import Filter
+from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.ask import Delivery, Start
 from mqstore.broker.pop.log import ACK, LOCAL, POP, PopLog
 from mqstore.broker.pop.orderinfo import OrderInfo, OrderInfoTable, record_of
 from mqstore.broker.pop.quick import Desk
-from mqstore.broker.pop.state import Batch, Counts, QueueKey, QueueState
+from mqstore.broker.pop.state import Batch, Counts, QueueState
 from mqstore.broker.retry import origin_topic
 from mqstore.errors import MQStoreError
 from mqstore.log.commitlog import SendReceipt
@@ -97,10 +98,9 @@ class PopTables(Desk):
 
     def open(self, state: QueueState, start: Start | None = None) -> None:
         """Make the state's position known; under its lock. Where the group never came to, `start` decides."""
-        topic, group, queue_id = state.key
-        committed = self.offsets.committed(group, topic, queue_id)
+        committed = self.offsets.committed(*state.key)
         if committed is None:
-            committed = self.reads.first_position(group, topic, queue_id, start)
+            committed = self.reads.first_position(*state.key, start)
         state.cursor = state.committed = state.written = committed
         state.drop_ahead()
 
@@ -108,7 +108,7 @@ class PopTables(Desk):
         """Forget states: their group or topic is gone. The log is told, or a group of the same name would inherit
         them at the next start."""
         for key in self.orders.records():  # also those that only count attempts, and have no state
-            if concerned(QueueKey(*key)):
+            if concerned(key):
                 self.orders.put(key, None)
         for key, state in list(self.states.items()):
             if concerned(key):
@@ -135,18 +135,13 @@ class PopTables(Desk):
         self.orders.put(state.key, None)
         self.commit(state)
 
-    def committed(self, topic: str, group: str, queue_id: int) -> int | None:
-        """Progress of a group, by the order in which a state's key names things."""
-        return self.offsets.committed(group, topic, queue_id)
-
     def commit(self, state: QueueState) -> None:
         """Tell the offset table how far the queue is settled. Under the state's lock."""
         if state.gone:
             return  # it has no position any more
         committed = state.advance()
         if committed != state.written:
-            topic, group, queue_id = state.key
-            self.offsets.note(group, topic, queue_id, committed)
+            self.offsets.note(*state.key, committed)
             state.written = committed
 
     def ready(self, state: QueueState, start: Start | None) -> bool:
@@ -157,17 +152,16 @@ class PopTables(Desk):
             return True
         if state.cursor < 0:
             self.open(state, start)
-        topic, group, queue_id = state.key
-        offset = self.offsets.resets.get((group, topic, queue_id))
+        offset = self.offsets.resets.get(state.key)
         if offset is not None:
             self.reset(state, offset)  # if that fails the reset stays pending
-            self.offsets.take_reset(topic, group, queue_id)
+            self.offsets.take_reset(state.key)
         return True
 
     def read_ahead(self, state: QueueState, filter: Filter | None) -> bool:  # noqa: A002
         """Fill the state's read-ahead from its cursor on; False when nothing passes the filter up to the queue's end,
         or as far as one pop looks: the cursor is behind what was passed over then. Under the state's lock."""
-        topic, group, queue_id = state.key
+        group, topic, queue_id = state.key
         state.drop_ahead()
         state.ahead_filter = filter
         for _ in range(_LOOKS):
@@ -194,10 +188,10 @@ class PopTables(Desk):
 
     def lost(self, state: QueueState, offset: int) -> None:
         """A delivery's message is gone before it was settled: retention was told not to wait, or it is damaged."""
-        topic, group, queue_id = state.key
-        self.parts.statistics.lost(group, topic, queue_id, 1)
-        self.reads.note_loss(group, topic, queue_id, offset, offset + 1)
-        self.waiters.wake_one(topic, queue_id, group)  # nobody may come otherwise, to be told
+        group, topic, queue_id = state.key
+        self.parts.statistics.lost(*state.key, 1)
+        self.reads.note_loss(*state.key, offset, offset + 1)
+        self.waiters.wake_one(*state.key)  # nobody may come otherwise, to be told
         _log.error(
             "%s: message %d of %s/%d, popped by group %s and not acknowledged, can no longer be read",
             self.store.path,
@@ -241,13 +235,13 @@ class PopTables(Desk):
 
     def wake_if_free(self, state: QueueState) -> None:
         """Wake a receiver if the queue has something for it, or tell one that is about to wait. Needs no lock."""
-        topic, group, queue_id = state.key
         last = state.fifo
         if (last is None or last.left) and self.orders.blocks(state.key, self.clock.now_ms()):
             return
-        bounds = (0, state.cursor + 1) if state.ahead else self.store.offsets_or_none(topic, queue_id)
+        key = state.key
+        bounds = (0, state.cursor + 1) if state.ahead else self.store.offsets_or_none(key.topic, key.queue_id)
         if bounds is not None and state.cursor < bounds[1]:
-            self.waiters.wake_one(topic, queue_id, group)
+            self.waiters.wake_one(*key)
 
     @property
     def order_version(self) -> int:
