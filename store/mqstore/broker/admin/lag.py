@@ -1,4 +1,4 @@
-"""Lag of a group in one queue: one rule for a broker and for views of its files (delivery#statistics).
+"""Lag of a group in one queue, by one rule for brokers and file views (delivery#statistics).
 
     lag       = ready + in flight
     popped    ready: not delivered yet, or free to be redelivered         in flight: delivered and not settled

@@ -1,4 +1,4 @@
-"""Reading of a commit log in byte ranges, and joining of the results, in one process or in many tasks.
+"""Reading of a log in byte ranges, and joining of the results, in one process or in many tasks.
 
 A record holds its own physical offset, so reading may begin anywhere. It begins at the first place in a range where a
 record with this physical offset verifies (format#verifies, format#opening, spark#ranges).

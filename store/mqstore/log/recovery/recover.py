@@ -1,4 +1,4 @@
-"""Recovery of a store that may be damaged, when it is opened for writing (format#damage, format#opening).
+"""Recovery of a possibly damaged store that is opened for writing (format#damage, format#opening).
 
 Only the commitlog is trusted. Recovery finds the end of the log, distinguishes a torn tail from damage, and makes the
 consume queues and the index agree with the log:
