@@ -1,5 +1,4 @@
-"""The message store: commitlog, consume queues, index, dispatch, recovery, retention. What is durable.
+"""Message store: commitlog, consume queues, index, dispatch, recovery, retention and durability.
 
-Knows files and layout. Knows nothing of consumer groups: who gets which message, and when, is the business of the room
-above.
+This room knows files and layout, but no consumer groups. The room above decides who gets which message, and when.
 """

@@ -1,5 +1,5 @@
-"""One call made ahead of its turn, in a thread of its own: for reading, which waits for the disk or runs compiled code,
-and so lets what was read before be dealt with meanwhile."""
+"""Call made ahead of its turn, in a separate thread.
+Meant for reading, which waits for the disk or runs compiled code. Meanwhile the caller handles what was read before."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _alone = False
 
 
 def stay_alone() -> None:
-    """From now on this process makes each call in its turn: it is one of as many as there are processors, and a second
-    thread would take the time of another one."""
+    """Make each later call of this process in its turn, without a thread.
+    For a process that is one of as many as there are processors: a second thread would take the time of another
+    process."""
     global _alone
     _alone = True
 
 
 class Ahead(Generic[_T]):
-    """To be used in a `with`, at whose end nothing runs any more. By one thread at a time.
+    """Runner of calls, used in a `with` by one thread at a time. After it nothing runs any more.
 
     >>> with Ahead[int]("mqstore-example") as ahead:
     ...     ahead.begin(lambda: 6 * 7)
@@ -33,22 +34,22 @@ class Ahead(Generic[_T]):
     """
 
     def __init__(self, name: str) -> None:
-        """`name`: of the thread, which there is from the first call on."""
+        """`name` is that of the thread, which is started by the first call."""
         self._name = name
         self._threads: ThreadPoolExecutor | None = None
         self._process = 0
-        """Of the thread: a fork leaves it behind."""
+        """Process of the thread. A fork does not copy the thread."""
         self._call: Callable[[], _T] | None = None
         self._future: Future[_T] | None = None
-        """Of the call, until it is made."""
+        """Result of the call, while it runs in the thread."""
 
     @property
     def begun(self) -> bool:
-        """Whether there is a call whose result was not taken."""
+        """True if there is a call whose result was not taken."""
         return self._call is not None
 
     def begin(self, call: Callable[[], _T]) -> None:
-        """Have it made. Only when the one before was taken."""
+        """Start a call. The result of the one before must have been taken."""
         assert self._call is None
         self._call, self._future = call, None
         if _alone:
@@ -58,12 +59,12 @@ class Ahead(Generic[_T]):
         try:
             self._future = self._threads.submit(call)
         except RuntimeError:  # no more threads: the interpreter is ending, or the system has no room for one
-            # The call may wait there for a thread that comes later, when it has long been made.
+            # Otherwise the call might still run in a later thread, long after it was made here.
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
 
     def result(self) -> _T:
-        """What it gave, or raised; where there is no thread it is made now."""
+        """Return the result of the call, or raise its error. Without a thread the call is made now."""
         assert self._call is not None
         call, future = self._call, self._future
         self._call = None
@@ -72,7 +73,7 @@ class Ahead(Generic[_T]):
         try:
             return future.result()
         finally:
-            if future.done():  # else Ctrl-C: the end will wait for it
+            if future.done():  # else Ctrl-C came, and `__exit__` waits for it
                 self._future = None
 
     def __enter__(self) -> Ahead[_T]:
@@ -83,10 +84,10 @@ class Ahead(Generic[_T]):
     ) -> None:
         if self._threads is not None:
             try:
-                with suppress(RuntimeError):  # this is the thread itself: the garbage collector runs anywhere
+                with suppress(RuntimeError):  # the garbage collector may run this in the thread itself
                     self._threads.shutdown()
             except BaseException:
-                # Ctrl-C. What the call works with will be given back, and Python may take its thread for ended now.
+                # After Ctrl-C the call's objects will be closed, and Python may count its thread as ended. So wait.
                 while self._future is not None and not self._future.done():
                     with suppress(KeyboardInterrupt):
                         wait([self._future])

@@ -1,7 +1,7 @@
 """Background work of a store that is open for writing: the flusher thread.
 
-Interval syncs, the checkpoint, pages and segments prepared ahead, and the tasks that others add (retention, the inbox).
-A test with a clock of its own calls `run_once` by hand.
+It does interval syncs, the checkpoint, pages and segments prepared ahead, and tasks that others add (retention, the
+inbox). A test with a simulated clock calls `run_once` itself.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ class BackgroundWork:
             wakeups.flusher.wait(max(0.001, (due - clock.monotonic_ms()) / 1000))
 
     def run_once(self, now_ms: int) -> int:
-        """Do the work that is due at `now_ms` (monotonic). Return when to come again."""
+        """Do the work that is due at `now_ms` (monotonic). Return when to call again."""
         for name, interval_ms, task in self._tasks:
             if now_ms < self._due_ms.setdefault(name, now_ms + interval_ms):
                 continue
             self._due_ms[name] = now_ms + max(1, interval_ms)
             self._errors.attempt(name, task)
-        self._errors.attempt("prepare", self._wakeups.prepare)  # cheap when there is nothing to do
+        self._errors.attempt("prepare", self._wakeups.prepare)  # cheap if nothing is due
         return min(self._due_ms[name] for name, _, _ in self._tasks)
 
     def flush_soon(self) -> None:
-        """Wake the flusher to sync at once: a put does not wait, and the store shows only what was flushed."""
-        self._is_flush_wanted = True  # first: the flusher clears it before it looks how far to sync
+        """Wake the flusher to sync at once. Used by puts that do not wait, if only synced messages are shown."""
+        self._is_flush_wanted = True  # first, since the flusher clears it before it reads the end of the log
         self._due_ms["flush"] = 0
         self._wakeups.flusher.ring()
 
@@ -97,13 +97,13 @@ class BackgroundWork:
             self._due_ms["thorough"] = now + thorough_ms
 
     def save_checkpoint(self) -> None:
-        """Sync units, unless that would be expensive so soon after the last time, and save the checkpoint."""
+        """Save the checkpoint. Units are synced first, unless that would be expensive so soon after the last."""
         now = self._clock.monotonic_ms()
         parts, dispatcher = self._parts, self._dispatcher
         current = parts.checkpoint
         dispatched, index_ms = current.dispatched or 0, current.index_msg_timestamp_ms
         self._errors.attempt("index", dispatcher.put_pending)
-        # Many small queues make a sync expensive; all that it saves is reading after the next crash.
+        # Many small queues make a sync expensive, and it only saves reading after the next crash.
         if parts.queue_table.dirty_count <= _FEW_FILES or now >= self._due_ms.get("queues", 0):
             position, full_ms = dispatcher.position, parts.index.full_end_timestamp_ms()
             if not parts.index.pending and self._checkpointer.sync_units():

@@ -1,4 +1,4 @@
-"""Whether the records that units lead to verify as theirs (format#readers, format#verifies).
+"""Check that the records of units verify and belong to them (format#readers, format#verifies).
 
 units of one segment -> its mapping -> compiled check, or numpy, or one by one -> which of them are good
 """
@@ -41,10 +41,10 @@ class Checked(NamedTuple):
     """Result of checking the records of some units."""
 
     buffer: mmap.mmap | None
-    """Mapping that holds the records; None if there is no such file."""
+    """Mapping that holds the records, or None if there is no such file."""
     good: npt.NDArray[np.bool_]
     headers: Headers | None = None
-    """Header fields, only if all records are good and the check has read them: see `Stretch`."""
+    """Header fields, if all records are good and the check has read them (see `Stretch`)."""
     body_ends: npt.NDArray[np.int64] | None = None
 
 
@@ -52,20 +52,20 @@ class RecordChecker:
     """Check of the records that units lead to."""
 
     def __init__(self, parts: StoreParts, news: News, *, passes_over_bad: bool) -> None:
-        """`passes_over_bad`: a record that does not verify is damage. To a reader beside another process it may be one
-        that is just being written, so it is looked at again."""
+        """With `passes_over_bad` a record that does not verify is damage.
+        A reader beside another process checks it again, since it may be just being written."""
         self.passes_over_bad = passes_over_bad
         self.kernel = kernel if parts.config.verify_reads and parts.checksum == "crc32c-record" else None
-        """Compiled checks, if there are some for these records."""
+        """Compiled checks, if there are any for these records."""
         self._run = parts.log_files
         self._news = news
         self._checksum = parts.checksum
         self._verify_reads = parts.config.verify_reads
 
     def segment_at(self, physical: int, stop: int) -> tuple[Segment, mmap.mmap] | None:
-        """The segment of records in [physical, stop), and its mapping. What lies behind a file that ends early, as it
-        does for a reader where a splice has begun, may have come since: it is never judged before that was looked for.
-        """
+        """Return the segment of records in [physical, stop) and its mapping, or None.
+        A file may end early for a reader, as at the start of a bulk append, and the rest may have come since. So the
+        segments are listed again before such a record is checked."""
         segment = self._run.find(physical)
         if segment is None or segment.start + segment.length < min(stop, segment.end):
             self._news.list_again()
@@ -85,7 +85,7 @@ class RecordChecker:
         sizes: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int64],
     ) -> Checked:
-        """The mapping that holds these units' records, and which of them verify as what the units say."""
+        """Check the records of units. Return their mapping, and which of them verify as what the units say."""
         stops = physical + sizes
         there = self.segment_at(int(physical[0]), int(stops.max()))
         if there is None:
@@ -109,7 +109,7 @@ class RecordChecker:
     def _is_sound(
         self, queue: ConsumeQueue, buffer: mmap.mmap, start: int, physical: int, size: int, slot: int
     ) -> bool:
-        """As `sound_records`, of one record, without the fixed price of arrays."""
+        """Return what `sound_records` does for one record, without the fixed cost of arrays."""
         check = check_record(buffer, start, len(buffer), physical, self._checksum)
         if check.status != "ok" or check.size != size:
             return False
@@ -137,18 +137,20 @@ def ordinary_bodies(
     checksums: bool,
     headers: bool = False,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8] | None, Headers | None] | None:
-    """Whether the records at `starts`, to which units of a queue lead, are all sound, as the units say, and nothing
-    rare; by compiled parts, in one pass. None: not so, or there are none of these, and Python has to look.
+    """Check the records at `starts`, to which units of a queue lead, by one compiled pass.
 
-    Else (where each body ends in `buf`, -1 for one that is compressed or has a host that is not IPv4; with `copied` all
-    bodies one after the other, unless one is such; with `headers` those of all, for less than looking again). Without
-    `checksums`, which are over the whole record, these are not compared (format#verifies).
+    Returns None if they are not all sound and ordinary, or without compiled parts. Then Python has to check them.
+
+    Otherwise returns a tuple. Its first item is the end of each body in `buf`, or -1 for a body that is compressed or
+    has a host that is not IPv4. With `copied` the second is all bodies together, unless there is a -1. With `headers`
+    the third is the headers, which is cheaper than gathering them again. Without `checksums`, those over whole records
+    are not compared (format#verifies).
     """
     if kernel is None:
         return None
     view = memoryview(buf)
     fine, ends = np.empty(len(starts), np.bool_), np.empty(len(starts), np.int64)
-    # The sizes may be anything; those of good records add up to no more than there is, unless they overlap.
+    # The sizes may be anything. Those of good records add up to no more than the view, unless they overlap.
     bodies = np.empty(min(int(sizes.sum()), len(view)), np.uint8) if copied else None
     table = np.empty((6, len(starts)), np.int64) if headers else None
     length = kernel.check_units(
@@ -160,7 +162,7 @@ def ordinary_bodies(
     if table is not None:
         found = gather(buf, starts)
         found.take_parts(table)
-        if (found.physical_offset != physical).any():  # changed meanwhile, as another process's recovery changes them
+        if (found.physical_offset != physical).any():  # changed meanwhile, as by another process's recovery
             return None
     return ends, None if bodies is None or length < 0 else bodies[:length], found
 
@@ -174,8 +176,8 @@ def sound_records(
     slots: npt.NDArray[np.int64],
     checksum: Checksum | None,
 ) -> tuple[npt.NDArray[np.intp], Headers]:
-    """Return which units of a queue lead to a record at `starts` that verifies as theirs, and the headers of these
-    (format#readers, format#verifies). `checksum` None: checksums are not compared."""
+    """Return the indices of units whose record at `starts` verifies as theirs, and these headers.
+    With `checksum` None, checksums are not compared (format#readers, format#verifies)."""
     rows = np.flatnonzero((starts + sizes <= len(buffer)) & (sizes >= MIN_RECORD_BYTES))
     headers = gather(buffer, starts[rows])
     fine = headers.ok & (headers.size == sizes[rows]) & (headers.physical_offset == physical[rows])

@@ -1,4 +1,4 @@
-"""The checkpoint file: one page that says how far the store was durable (format#checkpoint)."""
+"""Checkpoint file: one page that says how far the store was durable (format#checkpoint)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CheckpointFile"]
 
 
 class CheckpointFile:
-    """`checkpoint` under the root. Its 128 used bytes are written by one `pwrite`, within one sector, and synced."""
+    """The file `checkpoint`. Its 128 bytes are written by one `pwrite`, within one sector, and synced."""
 
     def __init__(self, root: Path, fs: FileSystem, file_mode: int) -> None:
         self.path = root / "checkpoint"
@@ -21,11 +21,11 @@ class CheckpointFile:
         self.current = Checkpoint()
 
     def load(self) -> bool:
-        """Read it. Return False if it is missing or cannot be a checkpoint; nothing in it counts then."""
+        """Read the file. Return False if it is missing or cannot be a checkpoint. Then it counts as empty."""
         try:
             with self._fs.opened(self.path, os.O_RDONLY) as fd:
                 data = self._fs.pread(fd, ENCODED_BYTES, 0)
-                # A writer may be in the middle of it: a read is not all of one moment.
+                # A writer may be writing it, so repeat the read until two agree.
                 while data != (again := self._fs.pread(fd, ENCODED_BYTES, 0)):
                     data = again
         except FileNotFoundError:
@@ -35,7 +35,7 @@ class CheckpointFile:
         return plausible
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write and sync `checkpoint`, unless it is what the file holds already."""
+        """Write and sync `checkpoint`, unless the file holds it already."""
         if checkpoint == self.current and self.path.exists():
             return
         fs = self._fs

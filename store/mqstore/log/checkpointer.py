@@ -1,4 +1,4 @@
-"""Syncing units and index entries, and saving in the checkpoint how far the store is durable (format#checkpoint)."""
+"""Syncing of units and index entries, and saving of the checkpoint (format#checkpoint)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Checkpointer:
 
     def __init__(self, parts: StoreParts, dispatcher: Dispatcher, errors: TaskErrors) -> None:
         self.log_start: int | None = None
-        """Start of the log as noted in the checkpoint. None in profile `rocketmq`: a Java broker does not update it."""
+        """Start of the log in the checkpoint. None in profile `rocketmq`: a Java broker does not update it."""
         self.is_doubtful = False
-        """A sync of units has failed: nothing claims them until the store is opened again."""
+        """True if a sync of units has failed. They do not count as durable until the store is opened again."""
         self._parts = parts
         self._dispatcher = dispatcher
         self._errors = errors
@@ -31,8 +31,8 @@ class Checkpointer:
     def sync_units(self) -> bool:
         """Make units and index entries durable. Return True if they are.
 
-        A failed sync is not tried again, except for lack of a descriptor: the system may have dropped what it could not
-        write, and a second sync would not know. The next opening builds them from the log."""
+        A failed sync is not tried again, except for lack of a descriptor. The system may have dropped unwritten bytes,
+        and a second sync would not know. The next opening rebuilds them from the log."""
         with self._units_lock:  # a second caller must not return before the first one is done
             if self.is_doubtful:
                 return False
@@ -47,8 +47,8 @@ class Checkpointer:
             return True
 
     def note_log_start(self, start: int) -> None:
-        """Note that the log begins at `start`, before segments below it are deleted. After a crash in between there
-        are too many segments, which is no loss."""
+        """Save the start of the log, before segments below it are deleted.
+        After a crash in between there are too many segments, which is no loss."""
         with self._lock:
             if self.log_start is not None and self.log_start < start:
                 self._parts.save_checkpoint(replace(self._parts.checkpoint, log_start=start))
@@ -64,9 +64,9 @@ class Checkpointer:
         last_record: int,
         queues: int | None = None,
     ) -> None:
-        """Save the checkpoint. `index_ms`: end of the newest full index file that was synced.
+        """Save the checkpoint. `index_ms` is the end of the newest full index file that was synced.
 
-        Times only move once their records are on disk: the last dispatched message is the newest whose store time is
+        Times only move once their records are on disk. The last dispatched message is the newest whose store time is
         known to lie below both watermarks."""
         dispatcher = self._dispatcher
         with self._lock:

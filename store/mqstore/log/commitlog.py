@@ -1,12 +1,12 @@
-"""The commitlog: one endless stream of records, laid over fixed-size segments (format#blank, format#append).
+"""Commitlog: one endless stream of records in segments of fixed size (format#blank, format#append).
 
     position = start of segment + byte in segment        a record never crosses a segment's end
 
-`append` is the only way in. Under one lock it numbers the record, packs it, stores it into the mapping and moves `end`;
-`end` is moved last, so whoever reads below it, without the lock, sees whole records. Many bytes are written by a call
-instead, which waits for memory when the disk is far behind. Nothing here waits for a sync.
+Records are only added by `append` and its variants. Under one lock they number the record, pack it, store it into the
+mapping and move `end`. `end` is moved last, so readers below it, without the lock, see whole records. Large batches are
+written by a system call instead, which waits for memory if the disk is far behind. Nothing here waits for a sync.
 
-Knows segments and the record layout; knows queues only as something that has a `next_offset` to be counted up.
+This module knows segments and the record layout. Of a queue it knows only `next_offset`, which it increments.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ __all__ = [
 ]
 
 ALLOWANCE = 65_536
-"""What a record may hold beyond the largest body (format#limits)."""
+"""Maximum size of a record beyond the largest body (format#limits)."""
 _CRC = Struct(">I")
 _MS_NS = 1_000_000
 _LOOK_S = 0.1
-"""How often a waiting put looks whether it may go on, should nobody have told it."""
+"""Interval at which a waiting put checks whether it may continue, even if it was not notified."""
 _ZEROS = bytes(1 << 18)
 _CALL_BYTES = 131_072
-"""So many bytes and more are written by a call: the kernel takes whole pages as they come, where it zeroes each page
-first that is stored to through the mapping. Below that, what a call costs between threads outweighs it."""
+"""Batches of this many bytes and more are written by a system call.
+The kernel then takes whole pages as they are. It zeroes each page before a store through the mapping. For fewer bytes
+the cost of a call between threads is greater."""
 
 
 class Fields(NamedTuple):
@@ -75,9 +76,9 @@ class Fields(NamedTuple):
     flag: int = 0
     sys_flag: int = 0
     born_timestamp_ms: int | None = None
-    """None: the store timestamp."""
+    """None means the store timestamp."""
     born_host: bytes | None = None
-    """Encoded; None: the store host if that is IPv4, else 127.0.0.1:0."""
+    """Encoded. None means the store host if that is IPv4, else 127.0.0.1:0."""
     reconsume_times: int = 0
     prepared_transaction_offset: int = 0
 
@@ -87,7 +88,7 @@ ORDINARY = Fields()
 
 
 class CommitLog(Tip):
-    """The append side and the bounds of the log. `end` is the write position, `min_offset` the first byte kept."""
+    """Log for appending, and its bounds. `end` is the write position, `min_offset` the first byte kept."""
 
     def __init__(
         self, run: SegmentWriter, *, checksum: Checksum, clock: Clock, store_host: bytes, on_alarm: Callable[[], None]
@@ -95,13 +96,13 @@ class CommitLog(Tip):
         self.run = run
         self.end = 0
         self.called_end = -1
-        """`end` after the last write of so many bytes by a call: who goes on like that needs no pages made ready."""
+        """`end` after the last large write by a call. A writer that continues so needs no pages prepared."""
         self._soiled = 0
-        """Up to here, if that is beyond `end`, may lie what a put wrote that did not end well."""
+        """End of the bytes of a put that failed, if it is beyond `end`."""
         self.alarm = 0
         self.group = None
         self.failed: MQStoreError | None = None
-        """Why nothing may be written any more: a sync failed, or the store was closed."""
+        """Error of every later put: a sync failed, or the store was closed."""
         self.max_record_bytes = run.segment_bytes - BLANK_BYTES
         self._checksum = checksum
         self._whole_record = checksum == "crc32c-record"
@@ -111,12 +112,12 @@ class CommitLog(Tip):
         self._store_host = store_host
         self._born_host = store_host if len(store_host) == IPV4_BYTES else LOCAL_HOST
         self.header_bytes = header_struct(len(self._born_host), len(store_host)).size
-        """What stands before the body of an ordinary record."""
+        """Number of bytes before the body of an ordinary record."""
         self._on_alarm = on_alarm
         self._lock = Condition()
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._holder: int | None = None
-        """The thread that keeps puts waiting (`hold`)."""
+        """Thread that keeps puts waiting (`hold`)."""
         self._mapping = None
         self._file: object = None
         """Keeps `_fd` open."""
@@ -127,12 +128,12 @@ class CommitLog(Tip):
 
     @property
     def min_offset(self) -> int:
-        """First physical offset that the files still hold; `end` when they hold none."""
+        """First physical offset in the files, or `end` if there is no file."""
         starts = self.run.starts
         return starts[0] if starts else self.end
 
     def reset(self, end: int) -> None:
-        """Go on appending at `end`, in the segment that holds it if there is one."""
+        """Set the end of the log, and enter the segment that holds it if there is one."""
         with self._lock:
             self.end = end
             self._soiled = 0
@@ -146,10 +147,10 @@ class CommitLog(Tip):
         mapping = self.run.mapping(segment)
         file = None if self.group is None else self.run.file(segment)
         fd = -1 if file is None else file.raw_fd
-        self._check_failed()  # once more: a signal handler may have closed the store meanwhile
+        self._check_failed()  # again, since a signal handler may have closed the store meanwhile
         if self.end > segment.end:
-            return  # or it has put, and gone on to where the log goes on now
-        # No call between these, nor the last reference to a file: a handler's put must not find half of them.
+            return  # a handler has put, and the log continues in a later segment
+        # No call between these, nor the last reference to a file: a handler's put must not find half of them changed.
         _before, self._file = self._file, file
         self._mapping = mapping
         self._fd = fd
@@ -166,10 +167,10 @@ class CommitLog(Tip):
         fields: Fields = ORDINARY,
         unique_key: str | None = None,
     ) -> SendReceipt:
-        """Append one record to `queue`. `tail` is what stands behind the body; lengths were checked by the caller.
+        """Append one record to `queue`. `tail` are the bytes behind the body.
 
-        A prepared or rollback record (sys_flag bits 2-3) takes no number of the queue. Raises StoreFullError when the
-        next segment finds no room: nothing was written.
+        The caller has checked the lengths. A prepared or rollback record (sys_flag bits 2-3) gets no queue offset.
+        Raises StoreFullError if there is no room for the next segment. Nothing is written then.
         """
         if kernel is not None and fields == ORDINARY:
             receipt: SendReceipt | None = self._put(queue, body, tail, unique_key)
@@ -181,8 +182,8 @@ class CommitLog(Tip):
         numbered = sys_flag & TRANSACTION_MASK in (0, TRANSACTION_COMMIT)
         header = header_struct(len(born_host), len(self._store_host))
         size = header.size + len(body) + len(tail)
-        # Taking the lock is the first call inside the `try`, so no signal can come between it and its release; and an
-        # RLock knows whether it is ours if the wait for it was interrupted. A `with` would cost a tenth of the put.
+        # Taking the lock is the first call inside the `try`, so no signal can come between it and its release. An
+        # RLock knows if this thread holds it when the wait was interrupted. A `with` would cost a tenth of the put.
         try:
             self._acquire()
             position = self.end
@@ -211,10 +212,10 @@ class CommitLog(Tip):
             )
             data = b"".join((head, body, tail))
             checksum = crc32c(data) if self._whole_record else zlib.crc32(body) & 0x7FFF_FFFF
-            # A signal handler may put, too, but it comes only behind a call. So `end` is looked at again before bytes
-            # are stored, for its record may lie there now, and before they count, for it may lie over them.
+            # A signal handler may put too, but it only runs after a call. So `end` is checked again before bytes are
+            # stored, since its record may lie there now, and before they count, since it may lie over them.
             if self.group is not None and not self.group.busy:
-                # This put syncs alone, and a page that is written by a call needs no fault after each sync.
+                # This put syncs alone, and a page that a call writes causes no fault after each sync.
                 data = b"".join((data[:CHECKSUM_AT], _CRC.pack(checksum), data[QUEUE_ID_AT:]))
                 stored = self._store(position, data, {queue: offset + 1} if numbered else {}, by_call=True)
             else:
@@ -245,10 +246,10 @@ class CommitLog(Tip):
     def append_many(
         self, queue: Numbered, bodies: list[bytes], tails: list[bytes] | bytes, flags: list[int] | int
     ) -> tuple[int, int, npt.NDArray[np.int64], int]:
-        """Append records that lie together and become visible together; all of them, or none (format#batch).
+        """Append records that lie together and become visible together, all or none (format#batch).
 
         Returns (first queue offset, first physical offset, size of each, store timestamp). The caller has checked that
-        their sum fits a segment.
+        together they fit a segment.
         """
         count = len(bodies)
         sizes_of_bodies = lengths_of(bodies)
@@ -278,7 +279,7 @@ class CommitLog(Tip):
             end = position + total
             if total >= _CALL_BYTES or kernel is None:
                 stored = self._store(position, view, {queue: offset + count}, by_call=True)
-            elif stored := self.end == position:  # else a signal handler has put; from here on it cannot: no call
+            elif stored := self.end == position:  # else a signal handler has put. It cannot from here on: no call
                 assert self._mapping is not None
                 kernel.lay(self._mapping, position - self._base, view)
                 queue.next_offset = offset + count
@@ -292,8 +293,9 @@ class CommitLog(Tip):
     def append_copies(
         self, queues: Sequence[Numbered], heads: Sequence[bytes], bodies: Sequence[bytes], tails: Sequence[bytes]
     ) -> None:
-        """Append copies of stored records (`encode_copies`), each to its own queue; they lie together and become
-        visible together, all of them or none. The caller has checked that their sum fits a segment."""
+        """Append copies of stored records (`encode_copies`), each to its own queue.
+        They lie together and become visible together, all or none. The caller has checked that together they fit a
+        segment."""
         total = self.header_bytes * len(heads) + sum(map(len, bodies)) + sum(map(len, tails))
         with self._lock:
             position = self.end
@@ -323,8 +325,8 @@ class CommitLog(Tip):
             self._on_alarm()
 
     def _roll(self, size: int) -> int:
-        """Make room for `size` bytes: the position to write at. The segment is made before the BLANK that leads to it,
-        so that a full disk leaves everything as it was."""
+        """Make room for `size` bytes. Return the position to write at.
+        The segment is created before the BLANK that leads to it, so a full disk leaves everything as it was."""
         while self._holder is not None:
             self._refuse_holder()
             self._lock.wait(_LOOK_S)
@@ -352,9 +354,9 @@ class CommitLog(Tip):
             if position + size <= self._limit:
                 return position
         start = self._base + self.run.segment_bytes
-        # There already when an earlier roll got so far and no further: no descriptor for its mapping, or Ctrl-C.
+        # It may exist already, if an earlier roll failed after that: no descriptor for its mapping, or Ctrl-C.
         segment = self.run.find(start) or self._create(start)
-        if position < start:  # else the segment is full to its end: recovered that way, or of such a roll
+        if position < start:  # else the segment is full to its end, by recovery or by such a roll
             blank = encode_blank(start - position)
             if self.end == position:  # no call from here on, as in `append`
                 assert self._mapping is not None
@@ -366,7 +368,7 @@ class CommitLog(Tip):
         return start
 
     def _create(self, start: int) -> Segment:
-        # A signal handler's put that needs one, too, is refused: it would wait for us, or make the same.
+        # A signal handler's put that needs a segment too is refused. It would wait for this one, or create the same.
         self._creating = True
         try:
             return self.run.create(start)
@@ -376,8 +378,9 @@ class CommitLog(Tip):
     # -- holding ----------------------------------------------------------------------------------------------------
 
     def hold(self) -> int:
-        """Keep every put waiting until `release`, and return the end of the log: what lies beyond it is the caller's
-        to write, and nobody else's. StoreBusyError for a signal handler that interrupted a put, or a holder."""
+        """Keep every put waiting until `release`. Return the end of the log.
+        Only the caller may write beyond that end. Raises StoreBusyError in a signal handler that interrupted a put or a
+        holder."""
         if is_held_here(self._lock):
             raise StoreBusyError("the log cannot be held by a signal handler that interrupted a put; do it later")
         with self._lock:
@@ -392,7 +395,7 @@ class CommitLog(Tip):
             return self.end
 
     def release(self, end: int | None = None) -> None:
-        """Let puts go on, at `end` if the holder has written up to there. May be repeated."""
+        """Let puts continue, at `end` if the holder has written up to there. May be repeated."""
         with self._lock:
             if self._holder is None:
                 return
@@ -410,15 +413,17 @@ class CommitLog(Tip):
     def _store(
         self, position: int, data: bytes | memoryview, numbers: Mapping[Numbered, int], *, by_call: bool
     ) -> bool:
-        """Write `data` at `position`, give queues their next numbers and move `end`: all, or nothing. False: nothing,
-        for a signal handler's put came before that. One that it makes meanwhile is refused: it would lie there, too.
+        """Write `data` at `position`, advance queue offsets and move `end`: all or nothing.
 
-        Bytes are stored from front to back. If the process is killed meanwhile, whole records remain at the front of a
-        batch, and none behind a hole, which recovery would take for damage. A slice of the mapping may be assigned in
+        Returns False and does nothing if a signal handler has put before. A put that a handler makes meanwhile is
+        refused, since it would be written there too.
+
+        Bytes are stored from front to back. If the process is killed, whole records remain at the front of a batch.
+        None lies behind a hole, which recovery would take for damage. An assigned slice of the mapping may be stored in
         any order."""
         before = {queue: queue.next_offset for queue in numbers}
         end = position + len(data)
-        limit, self._limit = self._limit, -1  # sends it to `_roll`
+        limit, self._limit = self._limit, -1  # sends a handler's put to `_roll`
         self._writing = True
         try:
             if self.end != position:
@@ -436,7 +441,7 @@ class CommitLog(Tip):
             return True
         finally:
             try:
-                if self._soiled > self.end:  # Ctrl-C, too: it comes when the bytes are there and before they count
+                if self._soiled > self.end:  # also after Ctrl-C, between storing the bytes and making them count
                     for queue, next_offset in before.items():
                         queue.next_offset = next_offset
                     with suppress(MQStoreError):
@@ -447,15 +452,16 @@ class CommitLog(Tip):
                     self._limit = limit
 
     def _wipe(self) -> None:
-        """Zeros over what a put wrote that did not end well: whole records there would count after a crash, though
-        their put has raised, and no other may come to lie before some of them. Until it is done nothing is appended."""
+        """Write zeros over the bytes of a put that failed. Nothing is appended before this is done.
+        Whole records there would count after a crash although their put has raised. No later record may be written in
+        front of some of them."""
         while self._soiled > self.end:
             start = max(self.end, self._soiled - len(_ZEROS))
             self.run.write(start, _ZEROS[: self._soiled - start])
             self._soiled = start
 
     def settle(self) -> tuple[int, int] | None:
-        """Leave nothing behind `end` that does not count. The range that was wiped, not synced; None: none was."""
+        """Wipe bytes behind `end` that do not count. Return their range, which is not synced, or None."""
         with self._lock:
             wiped = (self.end, self._soiled) if self._soiled > self.end else None
             self._limit = -1
@@ -473,22 +479,22 @@ class CommitLog(Tip):
 
     @property
     def is_writing(self) -> bool:
-        """Whether this very thread is in the middle of a put that writes, or makes room: a signal handler asks."""
+        """True if this thread is in the middle of a put that writes or makes room. For signal handlers."""
         busy = self._writing or self._rolling
         return busy and is_held_here(self._lock)
 
     def _check_failed(self) -> None:
         if self.failed is not None:
-            # One of its own for each caller: raised again and again, one error would gather all their frames.
+            # A new error for each caller. If one error were raised repeatedly, it would gather all their frames.
             raise type(self.failed)(*self.failed.args)
 
     def poison(self, error: MQStoreError) -> None:
-        """Refuse every later put: a sync failed (format#flush), or the store was closed."""
+        """Refuse every later put, after a failed sync (format#flush) or a close."""
         with self._lock:
             self._refuse(error)
 
     def disown(self, error: MQStoreError) -> None:
-        """As `poison`, in a forked child: the thread that held the lock at the fork is not there to give it back."""
+        """Refuse every later put in a forked child, where no thread can release the lock that was held."""
         self._lock = Condition()
         self._acquire, self._release = self._lock.acquire, self._lock.release
         self._holder = None

@@ -1,13 +1,13 @@
-"""Consume queues: for each (topic, queue id) the run of 20-byte units that says where its messages lie.
+"""Consume queues: for each (topic, queue id) a run of 20-byte units with the places of its messages.
 
     consumequeue/<topic>/<queue id>/<20 digits>      unit k of the queue at byte k * 20 of the run (format#unit)
 
-A queue is a function of the commitlog: whatever is lost here is built again from there. Its files are sparse and
-written with `pwrite` through a bounded set of descriptors, so that a hundred thousand small queues cost a few KiB
-each and a full disk shows as an error of the write, never as SIGBUS. Files appear at full length by a rename. They are
-not synced before it: after a power cut a new one may be short, and the next opening for writing extends it.
+A queue is a function of the commitlog: lost units are rebuilt from there. Its files are sparse, and written with
+`pwrite` through a bounded set of descriptors. So a hundred thousand small queues cost a few KiB each, and a full disk
+is an error of the write, never a SIGBUS. Files appear at full length by a rename. They are not synced before it, so
+after a power cut a new one may be short. The next opening for writing extends it.
 
-May know files and layout; knows nothing of records beyond what a unit says, and nothing of consumer groups.
+This module knows files and layout. It knows nothing of records except their units, and nothing of consumer groups.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _MAX_QUEUE_ID = 0x7FFF_FFFF
 
 
 class ConsumeQueue(Numbered):
-    """One queue. Offsets count units; `min_offset <= max_offset <= next_offset`.
+    """Consume queue. Offsets count units, and `min_offset <= max_offset <= next_offset`.
 
-    `max_offset` is the end of what has been dispatched, `next_offset` the number that the next message gets. Only the
-    holder of the dispatch lock writes units; only the holder of the append lock moves `next_offset`.
+    `max_offset` is the end of the dispatched messages, `next_offset` the offset of the next message to come. Only the
+    holder of the dispatch lock writes units. Only the holder of the append lock moves `next_offset`.
     """
 
     __slots__ = (
@@ -69,29 +69,29 @@ class ConsumeQueue(Numbered):
         self._table = table
         self.topic = topic
         self.topic_bytes = topic.encode("utf-8", "surrogateescape")
-        """As records bear it."""
+        """The topic as it is in records."""
         self.queue_id = queue_id
         self.directory = os.path.join(table.root, topic, str(queue_id))
         self.min_offset = 0
         self.max_offset = 0
         self.next_offset = 0
         self.cuts = 0
-        """How often a reader has seen the end move back, and `cut_to` where to the last time."""
+        """Number of times a reader saw the end move back. `cut_to` is the end after the last time."""
         self.cut_to = 0
         self.ref = QueueRef(topic, queue_id)
         self.magic = MAGIC_V1
         self.plain_tail = b""
         self._starts: list[int] = []
-        """Numbers of the segments that exist: segment n begins with unit n * units_per_segment."""
+        """Numbers of the existing segments. Segment n begins with unit n * units_per_segment."""
         self._last_path = (-1, "")
 
     def extent(self) -> str:
-        """Which files it has, and where it ends."""
+        """Return the queue's name, files and end as text."""
         first = self._starts[0] if self._starts else -1
         return f"{self.topic}/{self.queue_id}/{first}/{len(self._starts)}/{self.max_offset}"
 
     def as_kept(self, found: npt.NDArray[np.void], wanted: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """`wanted`, the units that records ask for, with what only the units of this queue, `found`, can tell."""
+        """Return `wanted`, the units that records ask for, with data that only the `found` units have."""
         return as_kept(self.topic, found, wanted, has_addresses=self._table.has_addresses)
 
     def __repr__(self) -> str:
@@ -100,7 +100,7 @@ class ConsumeQueue(Numbered):
     # -- files ------------------------------------------------------------------------------------------------------
 
     def _path(self, segment: int) -> str:
-        last = self._last_path  # one pair, replaced whole: readers and the dispatcher come here at the same time
+        last = self._last_path  # one pair, replaced as a whole: readers and the dispatcher use it at the same time
         if segment != last[0]:
             path = os.path.join(self.directory, f"{segment * self._table.segment_bytes:020d}")
             self._last_path = last = (segment, path)
@@ -119,12 +119,12 @@ class ConsumeQueue(Numbered):
         return Finding(kind, file, index * UNIT_BYTES, (last + 1 - first) * UNIT_BYTES, detail)
 
     def list_files(self) -> list[str]:
-        """Names of the queue's files, oldest first."""
+        """Return the names of the queue's files, oldest first."""
         return [f"{n * self._table.segment_bytes:020d}" for n in self._starts]
 
     def load(self, *, exact: bool) -> None:
-        """Find the files, and the end: behind the last unit in use. `exact` looks at every unit of the last files
-        rather than bisecting, for a queue that a crash may have left with holes."""
+        """Find the files and the end of the queue, which is behind the last unit in use.
+        With `exact` every unit of the last files is read instead of a bisection, since a crash may have left holes."""
         table = self._table
         starts = []
         with suppress(FileNotFoundError):
@@ -144,10 +144,10 @@ class ConsumeQueue(Numbered):
                 break
         self.max_offset = self.next_offset = end
         if end == self.first_offset() and self._is_front_gone():
-            self.load(exact=exact)  # between the listing and the look at what it has listed
+            self.load(exact=exact)  # retention ran between the listing and the reading of the files
 
     def _is_front_gone(self) -> bool:
-        """Whether another process's retention has taken the first file that is known of."""
+        """Return True if another process's retention has removed the first known file."""
         return bool(self._starts) and not os.path.lexists(self._path(self._starts[0]))
 
     def _used_units(self, segment: int, *, exact: bool) -> int:
@@ -156,8 +156,8 @@ class ConsumeQueue(Numbered):
             sizes = self.units(segment * per, per)["size"]
             used = np.flatnonzero(sizes > 0)
             return int(used[-1]) + 1 if len(used) else 0
-        # Bisected by blocks, the first one first: of most queues it holds the end. In a block the last unit counts, so
-        # that a hole before it is met by who reads, and does not pass for the end.
+        # Bisected by blocks. The first block comes first, since it has the end of most queues. In a block the last unit
+        # counts, so that a hole before it is seen by readers, and not taken for the end.
         low = at = 0
         high = per
         while low < high:
@@ -172,9 +172,9 @@ class ConsumeQueue(Numbered):
         return low
 
     def stop_at_hole(self, dispatched: int) -> None:
-        """Let the queue end at its first unit not in use. For readers of a crashed store: units of records at or beyond
-        `dispatched` may have reached the disk in any order, and who read past a hole would miss what recovery will
-        fill it with (format#readers)."""
+        """End the queue at its first unit not in use, for readers of a crashed store (format#readers).
+        Units of records at or beyond `dispatched` may have reached the disk in any order. A reader that passed a hole
+        would miss the units that recovery puts there."""
         low = self.max_offset
         for low, units in self.held_before(self.max_offset, 4096):
             older = np.flatnonzero((units["physical_offset"] < dispatched) & (units["size"] > 0) & ~is_void(units))
@@ -188,11 +188,11 @@ class ConsumeQueue(Numbered):
                 return
 
     def refresh(self) -> None:
-        """Look for units that another process has published since, or taken back (format#readers)."""
-        with self._table.news_lock:  # of two threads each would add what both have found
+        """Find units that another process has published since, or removed (format#readers)."""
+        with self._table.news_lock:  # otherwise two threads would each add the units that both have found
             known = self.max_offset
             if known > self.first_offset() and self.units(known - 1, 1)["size"][0] <= 0:
-                self.load(exact=False)  # cut, or its file is gone: retention may take that once there is a next one
+                self.load(exact=False)  # it was cut, or retention took its file, as it may once there is a next one
                 if self.max_offset < known:
                     self.min_offset = min(self.min_offset, self.max_offset)
                     self.cut_to = self.max_offset
@@ -223,7 +223,7 @@ class ConsumeQueue(Numbered):
     # -- units ------------------------------------------------------------------------------------------------------
 
     def read(self, offset: int, count: int) -> bytes:
-        """The bytes of units [offset, offset + count). What no file holds reads as zeros, like a hole."""
+        """Return the bytes of units [offset, offset + count). Units that no file holds are zeros, like holes."""
         table = self._table
         per = table.units_per_segment
         segment, index = divmod(offset, per)
@@ -247,24 +247,24 @@ class ConsumeQueue(Numbered):
         return data if len(data) == length else data + bytes(length - len(data))
 
     def units(self, offset: int, count: int) -> npt.NDArray[np.void]:
-        """Units [offset, offset + count) as an array of `UNIT_DTYPE`, read-only."""
+        """Return units [offset, offset + count) as a read-only array of `UNIT_DTYPE`."""
         return np.frombuffer(self.read(offset, count), UNIT_DTYPE)
 
     def chunks(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.void]]]:
-        """(offset, units) pieces of [start, stop), in order, each of bounded size."""
+        """Yield (offset, units) pieces of [start, stop), in order, each of bounded size."""
         while start < stop:
             count = min(stop - start, _CHUNK_UNITS)
             yield start, self.units(start, count)
             start += count
 
     def held(self, start: int, stop: int) -> Iterator[tuple[int, npt.NDArray[np.void]]]:
-        """As `chunks`, of what files hold: between two of them there may be more than there is time to read."""
+        """Yield what `chunks` does, but only units that files hold. Gaps between files may be huge."""
         per = self._table.units_per_segment
         for segment in self._starts:
             yield from self.chunks(max(start, segment * per), min(stop, (segment + 1) * per))
 
     def held_before(self, stop: int, most: int) -> Iterator[tuple[int, npt.NDArray[np.void]]]:
-        """As `held`, from slot `stop` back to the first one, at most `most` units at a time."""
+        """Yield what `held` does, from slot `stop` back to the first one, at most `most` units at a time."""
         per = self._table.units_per_segment
         for segment in reversed(self._starts):
             high = min(stop, (segment + 1) * per)
@@ -274,7 +274,7 @@ class ConsumeQueue(Numbered):
                 yield high, self.units(high, count)
 
     def last_message(self) -> tuple[int, int, int]:
-        """Return (physical offset, size, slot) of the newest unit in use that is not void; (-1, 0, -1) without one."""
+        """Return (physical offset, size, slot) of the newest unit that is used and not void, or (-1, 0, -1)."""
         for at, units in self.held_before(self.max_offset, 64):
             live = np.flatnonzero((units["size"] > 0) & ~is_void(units))
             if len(live):
@@ -283,13 +283,13 @@ class ConsumeQueue(Numbered):
         return -1, 0, -1
 
     def write(self, offset: int, units: bytes | memoryview) -> None:
-        """Put `units` at `offset`; a repeat of what stands there is harmless. Slots that this skips become void.
+        """Write `units` at `offset`. Slots that this skips become void. May be repeated.
 
-        Does not publish: the caller raises `max_offset` once the units stand. Raises StoreFullError, StoreIOError.
+        Does not publish: the caller raises `max_offset` afterwards. Raises StoreFullError, StoreIOError.
         """
         if offset > self.max_offset:
-            # A record gets its number under the append lock and the log is dispatched in order: who was numbered
-            # before and is not here is gone for good (format#void).
+            # A record gets its offset under the append lock, and the log is dispatched in order. So a record with a
+            # lower offset that is not here is lost (format#void).
             first = self.max_offset
             if not self._starts:
                 first = offset // self._table.units_per_segment * self._table.units_per_segment
@@ -299,7 +299,7 @@ class ConsumeQueue(Numbered):
                 first += count
         else:
             segment, index = divmod(offset, self._table.units_per_segment)
-            if index and segment not in self._starts:  # a lost file; what it first pointed at was gone before
+            if index and segment not in self._starts:  # a lost file, whose first records were gone before
                 self._pwrite(offset - index, VOID_UNIT * index)
         self._pwrite(offset, units)
 
@@ -321,14 +321,13 @@ class ConsumeQueue(Numbered):
             done += length
 
     def write_back(self, start: int, end: int) -> None:
-        """For who wrote units [start, end) and goes on behind them, to `sync` in the end: let the system begin with the
-        files that are full by now."""
+        """Let the system begin to write the full files of units [start, end), which are synced later."""
         per = self._table.units_per_segment
         for segment in range(start // per, end // per):
             self._table.descriptors.write_back(self._path(segment))
 
     def publish(self, end: int) -> None:
-        """Units below `end` may be read."""
+        """Make units below `end` readable."""
         if self.max_offset == self.min_offset == 0 and not self.next_offset:
             self.min_offset = self.first_offset() if self._starts else 0
         self.max_offset = max(self.max_offset, end)
@@ -336,15 +335,16 @@ class ConsumeQueue(Numbered):
             self.next_offset = self.max_offset
 
     def first_offset(self) -> int:
-        """The first slot of the first file."""
+        """Return the first slot of the first file."""
         return self._starts[0] * self._table.units_per_segment if self._starts else self.max_offset
 
     def last_file_offset(self) -> int:
-        """The first slot of the last file, of which there must be one."""
+        """Return the first slot of the last file. There must be one."""
         return self._starts[-1] * self._table.units_per_segment
 
     def zero_from(self, offset: int) -> int:
-        """Zero every unit from `offset` on; how many were in use. Cutting means zeros, never a shorter file."""
+        """Write zeros over every unit from `offset` on. Return how many were in use.
+        Cutting a queue never shortens a file."""
         removed = 0
         if not self._starts:
             return 0
@@ -361,10 +361,10 @@ class ConsumeQueue(Numbered):
     # -- the front --------------------------------------------------------------------------------------------------
 
     def correct_min(self, min_physical: int) -> None:
-        """Set `min_offset` to the first unit, over all files, that is no placeholder and lies at or above
-        `min_physical`; `max_offset` when there is none (format#queue-start)."""
+        """Set `min_offset` to the first unit that is not void and lies at or above `min_physical`.
+        It is `max_offset` if no file has such a unit (format#queue-start)."""
         per = self._table.units_per_segment
-        end = self.max_offset  # the dispatcher may raise it meanwhile: what comes then lies at or above `end`
+        end = self.max_offset  # the dispatcher may raise it meanwhile, but later units lie at or above `end`
         for segment in list(self._starts):
             first = segment * per
             count = min(per, end - first)
@@ -386,7 +386,8 @@ class ConsumeQueue(Numbered):
         self.min_offset = end
 
     def drop_before(self, min_physical: int) -> int:
-        """Delete leading files, never the last, whose newest unit lies below `min_physical`; how many."""
+        """Delete the leading files whose newest unit lies below `min_physical`. Return how many.
+        The last file is never deleted."""
         per = self._table.units_per_segment
         dropped = 0
         while len(self._starts) > 1:
@@ -404,12 +405,12 @@ class ConsumeQueue(Numbered):
 
 
 def _is_queue_id(name: str) -> bool:
-    """Whether a folder of this name is one of a queue."""
+    """Return True if a folder of this name belongs to a queue."""
     return name.isascii() and name.isdigit() and str(int(name)) == name and int(name) <= _MAX_QUEUE_ID
 
 
 class QueueTable:
-    """All consume queues of a store, by topic and queue id."""
+    """Consume queues of a store, by topic and queue id."""
 
     def __init__(
         self,
@@ -425,33 +426,33 @@ class QueueTable:
     ) -> None:
         self.root = str(root)
         self.own = own
-        """Whether this process is the writer, and refuses links and other things in place of files and folders."""
+        """True if this process is the writer, which refuses links and the like in place of files and folders."""
         self.segment_bytes = segment_bytes
         self.units_per_segment = segment_bytes // UNIT_BYTES
         self.delay_table_ms = delay_table_ms
-        """Milliseconds of each delay level, level 1 first (format#tags-code)."""
+        """Delay of each level in ms, level 1 first (format#tags-code)."""
         self.fs = fs
         self.descriptors = descriptors
         self.short_files: dict[str, int] = {}
-        """Lengths of files that are not as long as their name promises, by path."""
+        """Lengths of files that are shorter than a segment, by path."""
         self.unsafe_names: list[str] = []
-        """Folders that no queue can be made of (format#names)."""
+        """Names of folders that cannot be queues (format#names)."""
         self.batch_topics: frozenset[str] = frozenset()
-        """Topics whose queues are RocketMQ's batch queues, in a folder of their own: not ours to write. RocketMQ does
-        not start with a topic that has queues of both kinds."""
+        """Topics with RocketMQ's batch queues, in a separate folder, which mqstore does not write.
+        RocketMQ does not start with a topic that has queues of both kinds."""
         self.has_addresses = False
-        """Whether tags codes may be addresses (`LAST_ADDRESS`): there are files for them to point into."""
+        """True if tags codes may be addresses (`LAST_ADDRESS`), since there are files for them to point into."""
         self.in_rocksdb = False
-        """Whether RocketMQ keeps the queues in RocksDB, in the very folder of ours. Who writes makes files of ours
-        beside that; it does not mind."""
+        """True if RocketMQ keeps the queues in RocksDB, in the same folder as mqstore's.
+        A writer creates mqstore's files beside it, which RocketMQ ignores."""
         self._tmp = str(tmp)
         self._file_mode = file_mode
         self._queues: dict[tuple[str, int], ConsumeQueue] = {}
         self._topics: dict[str, dict[int, ConsumeQueue]] = {}
-        """The same queues by topic."""
+        """Queues by topic and then queue id."""
         self._lock = threading.Lock()
         self.news_lock = threading.RLock()
-        """Of readers: for who moves the end of a queue."""
+        """Lock of readers for moving the end of a queue."""
         self._dirty: set[str] = set()
         self._dirty_directories: set[str] = set()
         self._made_directories: set[str] = set()
@@ -471,12 +472,12 @@ class QueueTable:
             self.create(*key).load(exact=exact)
 
     def rows_of(self, buffer: ReadableBuffer, headers: Headers, base: int) -> Rows:
-        """What queues and index should know of the records of `headers`, all of them `ok`; `base` is the physical
-        offset of the start of `buffer`."""
+        """Return the rows that queues and index should have for the records of `headers`, all of them `ok`.
+        `base` is the physical offset of the start of `buffer`."""
         return rows_of(buffer, headers, base, self.delay_table_ms, self.batch_topics)
 
     def digest(self) -> int:
-        """A number that stands for which queues there are, their files, and where each ends."""
+        """Return a number for the existing queues, their files, and their ends."""
         return sum(
             crc32c.crc32c(queue.extent().encode("utf-8", "surrogateescape")) for queue in self if queue.max_offset
         )
@@ -495,7 +496,7 @@ class QueueTable:
                         yield topic, int(name)
 
     def refresh(self, only: str | None) -> list[ConsumeQueue]:
-        """Find queues of the topic `only` (None: of all) that another process has made since, and return them."""
+        """Find and return queues that another process has made since, of the topic `only` or of all if None."""
         keys = self._on_disk(self._folders(self.root) if only is None else [only])
         found = [self.create(*key) for key in keys if key not in self._queues]
         for queue in found:
@@ -506,7 +507,7 @@ class QueueTable:
         return self._queues.get((topic, queue_id))
 
     def create(self, topic: str, queue_id: int) -> ConsumeQueue:
-        """The queue, made in memory when it is new; its folder appears with its first unit."""
+        """Return the queue, which is created in memory if it is new. Its first unit creates its folder."""
         key = (topic, queue_id)
         queue = self._queues.get(key)
         if queue is None:
@@ -523,13 +524,13 @@ class QueueTable:
         return len(self._queues)
 
     def of(self, topic: str) -> list[ConsumeQueue]:
-        """The queues of `topic` by queue id."""
+        """Return the queues of `topic` by queue id."""
         return sorted(self._topics.get(topic, {}).values(), key=lambda q: q.queue_id)
 
     # -- files ------------------------------------------------------------------------------------------------------
 
     def create_file(self, directory: str, path: str) -> None:
-        """A sparse file of full length at `path`: prepared in tmp/, so that no name there is ever short."""
+        """Create a sparse file of full length at `path`. It is prepared in tmp/, so its name is never short."""
         fs = self.fs
         if directory not in self._made_directories:
             parent = os.path.dirname(directory)
@@ -546,21 +547,21 @@ class QueueTable:
             self._dirty_directories.add(directory)
 
     def lengthen(self) -> None:
-        """Give short files their length, as holes."""
+        """Extend short files to their full length, with holes."""
         for path in self.short_files:
             with self.fs.opened(path, os.O_RDWR) as fd:
                 self.fs.truncate_sparse(fd, self.segment_bytes)
             self.note_dirty(path)
 
     def note_names(self, directory: str) -> None:
-        """Let the next `sync` make the names of a queue's files and folders durable, whoever made them."""
+        """Let the next `sync` make the names of a queue's files and folders durable, even those of others."""
         topic = os.path.dirname(directory)
         with self._lock:
             self._dirty_directories.update((os.path.dirname(self.root), self.root, topic, directory))
 
     def remove_file(self, path: str) -> None:
         self.fs.unlink(path, missing_ok=True)
-        self.descriptors.forget(path)  # afterwards, or a reader opens it once more in between and it keeps its space
+        self.descriptors.forget(path)  # afterwards, or a reader might open it again and keep its space
         with self._lock:
             self._dirty.discard(path)
 
@@ -570,13 +571,13 @@ class QueueTable:
 
     @property
     def dirty_count(self) -> int:
-        """Files that were written since the last `sync`."""
+        """Number of files that were written since the last `sync`."""
         return len(self._dirty)
 
     def sync(self) -> None:
         """Make every unit written so far durable: files first, then the folders that name them.
 
-        What fails stays dirty; the error goes up. Runs beside the dispatcher, which may dirty more meanwhile.
+        An error is raised, and then all files stay dirty. The dispatcher may write more files meanwhile.
         """
         with self._lock:
             files, self._dirty = self._dirty, set()

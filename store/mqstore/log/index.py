@@ -2,9 +2,9 @@
 
     index/<yyyyMMddHHmmssSSS, local time>       fixed size, mapped; sorted by name, newest last
 
-Entries come from the dispatcher in log order and go into the newest file; a full file is followed by a new one. What a
-file cannot take yet (no room on the disk) waits in memory, so that a slow or full disk never holds up consume queues.
-The index only ever suggests: who asks compares topic and key on the record itself.
+Entries come from the dispatcher in log order and go into the newest file. A full file is followed by a new one. Entries
+without room on the disk wait in memory, so that a slow or full disk never delays consume queues. The index only
+suggests records: its users compare topic and key on the record itself.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ __all__ = ["Index", "IndexFile"]
 
 _MAX_MAPPED = 16
 _MAX_UNSYNCED = 2
-"""Files that are written to: a full one keeps its descriptor until it is synced."""
+"""Number of files that are open for writing. A full one keeps its descriptor until it is synced."""
 _MAX_PENDING = 1 << 20
-"""Entries kept in memory while the disk is full, before the oldest are given up and counted."""
+"""Maximum number of entries that wait in memory on a full disk. Beyond it the oldest are dropped."""
 
 _Entries = tuple[
     npt.NDArray[np.int32] | Sequence[int], npt.NDArray[np.int64] | Sequence[int], npt.NDArray[np.int64] | Sequence[int]
 ]
-"""(key hashes, physical offsets, store times) of entries: arrays of many, lists of few."""
+"""Entries as (key hashes, physical offsets, store times): arrays if many, lists if few."""
 
 
 class _Mapped:
-    """The files that are mapped for reading: the first mapped of too many goes."""
+    """Files that are mapped for reading. Of too many, the first mapped one is unmapped."""
 
     def __init__(self) -> None:
         self._files: deque[IndexFile] = deque()
@@ -73,8 +73,9 @@ class _Mapped:
 
 
 class IndexFile:
-    """One index file. The one that is written to is mapped as long as it is; any other when it is looked at, and only
-    as long as few are, since there may be thousands and a mapping may cost a descriptor."""
+    """Index file, mapped while it is written or read.
+    The file that is written to stays mapped. Another one is mapped when it is read, and only few at a time. There may
+    be thousands, and a mapping may cost a descriptor."""
 
     __slots__ = (
         "_entries",
@@ -99,7 +100,7 @@ class IndexFile:
         self._mapped = mapped
         self._mapping: mmap.mmap | None = None
         self._final_header: IndexHeader | None = None
-        self._order: tuple[int, bool] | None = None  # of so many entries, whether they ascend
+        self._order: tuple[int, bool] | None = None  # number of entries, and True if they ascend
         self.path = path
         self.writable = writable
         self.dirty = False
@@ -118,7 +119,7 @@ class IndexFile:
 
     @property
     def mapping(self) -> mmap.mmap:
-        """The whole file. FileNotFoundError when another process's retention took it."""
+        """Mapping of the whole file. Raises FileNotFoundError if another process's retention took it."""
         mapping = self._mapping
         if mapping is None:
             with self._fs.opened(self.path, os.O_RDONLY) as fd:
@@ -128,7 +129,7 @@ class IndexFile:
         return mapping
 
     def unmap(self) -> None:
-        """Let go of a mapping for reading; whoever is still looking through it keeps it."""
+        """Release a mapping for reading. Code that still reads through it keeps it."""
         if not self.writable:
             self._mapping = None
 
@@ -145,19 +146,19 @@ class IndexFile:
         return header
 
     def retire(self) -> None:
-        """No more writing to this one: it is full, and synced."""
+        """End writing to this file, which is full and synced."""
         self.writable = False
         self.close()
 
     def places(self) -> npt.NDArray[np.int64]:
-        """The physical offset of each entry, in the order they were put."""
+        """Return the physical offset of each entry, in the order they were put."""
         return self._table()["physical_offset"].astype(np.int64)
 
     def between(
         self, used: int, low: int, high: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(number, key hash, physical offset, timeDiff) of the entries of records in `[low, high]`, among the first
-        `used`, in the order they were put. Numbers begin with 0."""
+        """Return (number, key hash, physical offset, timeDiff) of the entries of records in `[low, high]`.
+        They are in the order they were put, and among the first `used`. Numbers begin with 0."""
         table = self._table()[:used]
         places = table["physical_offset"]
         if self._ascends(places):
@@ -170,21 +171,22 @@ class IndexFile:
         return numbers, hashes, found, some["seconds"].astype(np.int64)
 
     def _ascends(self, places: npt.NDArray[np.int64]) -> bool:
-        """Whether entries are in the order of their records, as they are in every file that is whole."""
+        """Return True if entries are in the order of their records, as in every undamaged file."""
         if self._order is None or self._order[0] != len(places):
             self._order = len(places), not len(places) or bool((places[1:] >= places[:-1]).all())
         return self._order[1]
 
     def lies_outside(self, low: int, high: int) -> bool:
-        """Whether no entry is of a record in `[low, high]`, judged by the ends; False where header and entries do not
-        agree on these, and some entry in between might."""
+        """Return True if the ends of the file show that it has no entry of a record in `[low, high]`.
+        Returns False if header and entries do not agree about the ends, since some entry in between may be one."""
         if self.header.next_entry <= 1:
             return True
         span = self.span()
         return span is not None and (span[0] > high or span[1] < low)
 
     def span(self) -> tuple[int, int] | None:
-        """Physical offsets of the first and the last entry. None: there is none, or header and entries do not agree."""
+        """Return the physical offsets of the first and the last entry.
+        Returns None if there is no entry, or header and entries do not agree."""
         header, table = self.header, self._table()
         if not len(table):
             return None
@@ -214,7 +216,7 @@ class IndexFile:
 
 
 class Index:
-    """All index files of a store, oldest first."""
+    """Index files of a store, oldest first."""
 
     def __init__(
         self,
@@ -243,11 +245,11 @@ class Index:
         self.files: list[IndexFile] = []
         self._pending: list[_Entries] = []
         self._begun: tuple[IndexFile, int] | None = None
-        """File and entry number at which the first of these begin, once they are being put."""
+        """File and entry number at which the first waiting entries begin, while they are being put."""
         self._end = 0
-        """Entries of records below this physical offset were put."""
+        """Entries of records below this physical offset have been put."""
         self.dropped_entries = 0
-        """Entries given up because the disk stayed full; `mqstore recover --rebuild index` brings them back."""
+        """Number of entries dropped while the disk was full. `mqstore recover --rebuild index` restores them."""
 
     # -- files ------------------------------------------------------------------------------------------------------
 
@@ -255,7 +257,7 @@ class Index:
         return IndexFile(path, self.file_bytes, self.entries_per_file, self._fs, self._mapped, writable=writable)
 
     def load(self) -> list[Finding]:
-        """List what is there; a file of another length is reported and left alone."""
+        """List the index files. A file of another length is reported and left alone."""
         findings = []
         known = {file.name for file in self.files}
         for name, length in self._fs.scandir_files(self._root) if os.path.isdir(self._root) else []:
@@ -287,12 +289,12 @@ class Index:
             yield file, header
 
     def check(self, *, live: bool = False) -> list[Finding]:
-        """What is wrong in the files' bytes. That the log's keys are all there is for `verify` to find out. `live`:
-        another process may be filling the newest file, of which nothing can then be said."""
+        """Return findings about the bytes of the files. `verify` checks if all keys of the log have entries.
+        With `live` another process may be filling the newest file, which is not checked then."""
         return [finding for file in self.files for finding in self.check_file(file, live=live)]
 
     def check_file(self, file: IndexFile, *, live: bool = False) -> list[Finding]:
-        """As `check`, of one file; nothing of one that another process's retention has taken."""
+        """Return what `check` does for one file. A file that another process's retention took has none."""
         try:
             if live and not self._writable and file.header.next_entry < self.entries_per_file:
                 return []  # slots, entries and header are never all of one moment
@@ -304,7 +306,7 @@ class Index:
 
     @property
     def end_physical_offset(self) -> int:
-        """Physical offset of the newest record that has an entry; -1 when none has."""
+        """Physical offset of the newest record that has an entry, or -1 if there is none."""
         for file in reversed(self.files):
             header = file.header
             if header.next_entry > 1:
@@ -329,7 +331,7 @@ class Index:
     def _create(self) -> IndexFile:
         fs = self._fs
         if not self.files:
-            # Synced even when it is there: whoever made it may have been killed before it was durable.
+            # Synced even if it exists, since its maker may have been killed before it was durable.
             fs.mkdir(self._root, exist_ok=True)
             fs.sync_directory(os.path.dirname(self._root))
         stamp = int(datetime.fromtimestamp(self._clock.now_ms() / 1000).strftime("%Y%m%d%H%M%S%f")[:17])
@@ -354,9 +356,9 @@ class Index:
     ) -> None:
         """Add the entries of all records below the physical offset `end`, in log order.
 
-        Entries of records below the `end` of an earlier call are left out: a pass that was interrupted is done again.
-        Raises StoreFullError or StoreIOError when a new file is needed and cannot be made. The entries then wait and go
-        first the next time.
+        Entries of records below the `end` of an earlier call are left out, since an interrupted pass is done again.
+        Raises StoreFullError or StoreIOError if a new file is needed and cannot be created. The entries then wait for
+        the next call.
         """
         if len(hashes) and physical_offsets[0] < self._end:
             begin = bisect_left(physical_offsets, self._end)
@@ -372,7 +374,7 @@ class Index:
         self.put_pending()
 
     def put_pending(self) -> None:
-        """Put the entries that wait. Raises as `put`."""
+        """Put the entries that wait. Raises what `put` raises."""
         with self._lock:
             while self._pending:
                 hashes, physical, stamps = self._pending[0]
@@ -382,7 +384,7 @@ class Index:
                     file, _ = self._begun
                     file.dirty = True
                     done = put_entries(file.mapping, self.slots, self.entries_per_file, hashes, physical, stamps)
-                else:  # a signal handler has raised in the lines above; the entries may be in
+                else:  # a signal handler has raised in the lines above, so the entries may be in the file
                     file, number = self._begun
                     done = file.header.next_entry - number
                 # No call from here on: a signal handler cannot raise.
@@ -394,13 +396,14 @@ class Index:
 
     @property
     def pending(self) -> int:
-        """Entries that wait for room on the disk."""
+        """Number of entries that wait for room on the disk."""
         return sum(len(hashes) for hashes, _, _ in list(self._pending)) if self._pending else 0
 
     def query(self, topic: str, key: str, begin_ms: int, end_ms: int, limit: int) -> list[int]:
-        """Physical offsets of records that may bear `key`, newest first, at most `limit` (format#index-query).
+        """Return the physical offsets of records that may have `key`, newest first (format#index-query).
 
-        Times are rounded outward by a second: entries count seconds. Other keys of equal hash may be among them.
+        Returns at most `limit`. Times are rounded outward by a second, since entries count seconds. Records with other
+        keys of the same hash may be among them.
         """
         found: list[int] = []
         hash_ = index_hash(f"{topic}#{key}")
@@ -411,7 +414,7 @@ class Index:
                 header, mapping = file.header, file.mapping
             except FileNotFoundError:  # another process's retention took it
                 continue
-            times = (header.begin_timestamp_ms, header.end_timestamp_ms)  # the clock may have gone back meanwhile
+            times = (header.begin_timestamp_ms, header.end_timestamp_ms)  # the clock may have been set back meanwhile
             if header.next_entry <= 1 or min(times) > end_ms or max(times) < begin_ms - 999:
                 continue
             found += query_entries(mapping, self.slots, hash_, begin_ms, end_ms, limit - len(found))
@@ -436,7 +439,7 @@ class Index:
                     file.retire()
 
     def sync_all(self) -> None:
-        """Make every file durable with its name, also those this process has not written: a killed one may have."""
+        """Make every file durable with its name, also files of a killed process."""
         for file in list(self.files):
             with self._fs.opened(file.path, os.O_RDONLY) as fd:
                 self._fs.fdatasync(fd)
@@ -445,13 +448,13 @@ class Index:
             self._fs.sync_directory(os.path.dirname(self._root))
 
     def is_ahead(self, file: IndexFile) -> bool:
-        """Whether a slot leads to an entry that the header does not count: a power cut took the header's page, and the
-        chain behind that slot with it."""
+        """Return True if a slot leads to an entry that the header does not count.
+        Then a power cut took the page of the header, and with it the chain of that slot."""
         table = np.frombuffer(file.mapping, SLOT_DTYPE, self.slots, HEADER_BYTES)
         return bool((table >= max(1, file.header.next_entry)).any())
 
     def full_end_timestamp_ms(self) -> int:
-        """End timestamp of the newest full file: what RocketMQ keeps in its checkpoint. 0 when none is full."""
+        """Return the end timestamp of the newest full file, as in RocketMQ's checkpoint, or 0 without one."""
         for file in reversed(self.files):
             header = file.header
             if header.next_entry >= self.entries_per_file:
@@ -459,7 +462,8 @@ class Index:
         return 0
 
     def drop_before(self, min_physical: int) -> int:
-        """Delete leading files, never the last, whose newest record lies below `min_physical`; how many."""
+        """Delete the leading files whose newest record lies below `min_physical`. Return how many.
+        The last file is never deleted."""
         dropped = 0
         while len(self.files) > 1 and self.files[0].header.end_physical_offset < min_physical:
             with self._lock:
@@ -472,7 +476,7 @@ class Index:
         return dropped
 
     def remove(self, files: list[IndexFile]) -> None:
-        """Delete `files`, to be built anew."""
+        """Delete `files`, so that they can be rebuilt."""
         for file in files:
             with self._lock:
                 self.files.remove(file)

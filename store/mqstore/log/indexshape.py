@@ -1,15 +1,15 @@
-"""How many slots and entries an index file was made with, told by what stands in it (format#sizes, format#index).
+"""Numbers of slots and entries of an index file, found from its content (format#sizes, format#index).
 
     0         40                                40 + 4 slots
     | header  | slots x i32                     | entry 0, entry 1, ... entry n - 1, unused       |
       begin, end physical offset                           ^ begin               ^ end
                 ^ slot[hash of entry n - 1 % slots] == n - 1
 
-Only a manifest says the shape; a Java broker's store has none, and a file of length L can be of L / 20 shapes. But the
-first entry must bear the header's begin offset, the last one its end offset, and the last one is the head of
-its chain. Each shape puts these three at other places, so a file with a few entries fits one shape alone.
+The shape is saved in the manifest alone. A Java broker's store has none, and a file of length L can have L / 20 shapes.
+But the first entry must have the header's begin offset, and the last one its end offset. The last one is also the head
+of its chain. Each shape has these three at other places, so a file with a few entries fits only one shape.
 
-Knows no store: one file in, a shape out. Nothing found is trusted beyond that: `check_index` looks at the rest.
+This module knows no store: it finds the shape of one file. `check_index` checks the rest of the file.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ __all__ = ["shape_of", "shape_of_file"]
 _ENTRY_PER_SLOT = ENTRY_BYTES // SLOT_BYTES
 _MAX_LENGTH = 1 << 31
 _CHUNK = 1 << 18
-"""Shapes looked at in one pass: a few MiB of arrays, however big the file."""
+"""Number of shapes examined in one pass: a few MiB of arrays for a file of any size."""
 
 
 def shape_of(data: npt.NDArray[np.uint8]) -> tuple[int, int] | None:
-    """(slots, entries) of the index file `data`; None when it holds no entry, or fits no shape or more than one."""
+    """Return (slots, entries) of the index file `data`, or None if not exactly one shape fits.
+    A file without entries fits none."""
     length = len(data)
     words = length - HEADER_BYTES
     if words < SLOT_BYTES + 2 * ENTRY_BYTES or words % SLOT_BYTES or length > _MAX_LENGTH:
@@ -69,7 +70,7 @@ def shape_of(data: npt.NDArray[np.uint8]) -> tuple[int, int] | None:
 
 
 def _fitting(data: npt.NDArray[np.uint8], header: IndexHeader, slots: npt.NDArray[np.int64]) -> list[int]:
-    """Which of these slot counts put first entry, last entry and its slot where they belong."""
+    """Return the slot counts that put the first entry, the last entry and its slot in the right places."""
     first = HEADER_BYTES + SLOT_BYTES * slots + ENTRY_BYTES
     last = first + ENTRY_BYTES * (header.next_entry - 2)
     fits = (_i64(data, first + ENTRY_OFFSET_AT) == header.begin_physical_offset) & (
@@ -92,7 +93,7 @@ def _i32(data: npt.NDArray[np.uint8], at: npt.NDArray[np.int64]) -> npt.NDArray[
 
 
 def shape_of_file(path: Path, fs: FileSystem) -> tuple[int, int] | None:
-    """`shape_of` the file at `path`; None as well when it cannot be read."""
+    """Return the `shape_of` the file at `path`, or None if it cannot be read."""
     try:
         with fs.opened(path, os.O_RDONLY) as fd:
             length = fs.size(fd)

@@ -1,4 +1,4 @@
-"""Iterating over messages, of one queue or of a topic, with or without waiting for more (format#reads)."""
+"""Iteration over messages of a queue or a topic, with or without waiting for more (format#reads)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("mqstore")
 
 _FOLLOW_MIN_S, _FOLLOW_MAX_S = 0.001, 0.1
 _FOLLOW_LOOK_S = 1.0
-"""Interval at which an iteration that follows looks whether the end has moved back."""
+"""Interval at which a following iteration checks whether the end has moved back."""
 
 
 def iterate(
@@ -79,12 +79,12 @@ def _wait_for_news(store: StoreReader, topic: str, positions: dict[QueueRef, int
     polls = 0
     while True:
         store.check_open()
-        time.sleep(pause)  # at least once: what is there beyond a position may not be readable yet
+        time.sleep(pause)  # at least once, since messages beyond a position may not be readable yet
         pause = min(2 * pause, _FOLLOW_MAX_S)
         polls += 1
         if any(store.queue_named(*ref, offset).max_offset != offset for ref, offset in positions.items()):
             return
-        # To another process a new queue is a new folder, which is not looked for at every turn.
+        # For another process a new queue is a new folder, which is not looked for on every turn.
         if (store.mode == "rw" or polls % 10 == 0) and any(ref not in positions for ref in store.queues(topic)):
             return
 
@@ -109,8 +109,8 @@ def _iter_queue(
     *,
     named: bool = False,
 ) -> Generator[Message, None, int]:
-    """Messages of `queue`; the value at the end is the offset behind all that was looked at. `named`: a user asked
-    for offset `start`, and is told when it is not there."""
+    """Yield messages of `queue`, and return the offset behind the last one examined.
+    With `named` a user asked for offset `start`, and gets an error if it does not exist."""
     position = start
     size = 32
     cuts = queue.cuts
@@ -156,7 +156,7 @@ def _iter_queue(
 
 
 def _back_to_cut(store: StoreReader, queue: ConsumeQueue, position: int) -> int:
-    """Return the position at which following goes on after the end of `queue` has moved back (format#readers)."""
+    """Return the position where following continues after the end of `queue` moved back (format#readers)."""
     _log.warning(
         "%s: the log was cut: %s/%d ended at %d and not behind %d; following goes on there",
         store.path,

@@ -1,7 +1,7 @@
-"""A record in a buffer, found by a unit: what can be read off it without decoding, compiled where possible.
+"""Record in a buffer, found by a unit: base of `Message`, compiled where possible.
 
-The base of `Message`. It decodes at each call and keeps nothing; the numbers lie where the byte table
-(format#record) has them, moved by IPv6 hosts.
+It decodes at each call and keeps nothing. Its numbers are in the places of the byte table (format#record), moved by
+IPv6 hosts.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _V6 = BORN_HOST_V6 | STORE_HOST_V6
 
 
 class Located:
-    """A record in a buffer, found by a unit."""
+    """Record in a buffer, found by a unit."""
 
-    # Four slots, since readers make thousands at once: what messages found together share stays in their stretch.
+    # Four slots, since readers make thousands at once. Values that messages share stay in their stretch.
     __slots__ = ("_body_end", "_start", "_stretch", "offset")
 
     def __init__(self, stretch: Stretch | Few, start: int, offset: int, body_end: int = -1) -> None:
-        """`start`: of the record in the stretch's buffer. `body_end`: where a body that needs nothing but a slice ends;
-        -1: to be found out."""
+        """`start` is the record's position in the buffer of `stretch`.
+        `body_end` is the end of a body that needs no decoding, or -1 if it is not known."""
         self._stretch = stretch
         self._start = start
         self.offset = offset
@@ -60,7 +60,7 @@ class Located:
 
     @property
     def queue(self) -> QueueRef:
-        """The queue that this copy lies in."""
+        """Queue of this copy."""
         return self._stretch.queue
 
     @property
@@ -79,7 +79,7 @@ class Located:
         end = self._body_end
         return self._stretch.buffer[self._start + BODY_AT_V4 : end] if end >= 0 else self._stored_body()
 
-    if TYPE_CHECKING:  # of `Message`, for what is not plain
+    if TYPE_CHECKING:  # methods of `Message`, for records that are not plain
 
         def _stored_body(self) -> bytes: ...
         def _body_start(self) -> int: ...
@@ -87,7 +87,7 @@ class Located:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole record."""
+        """Size of the whole record in bytes."""
         return int(_I4(self._buffer, self._start)[0])
 
     @property
@@ -102,7 +102,7 @@ class Located:
 
     @property
     def flag(self) -> int:
-        """The sender's own number, 32 bits; 0 unless it was set."""
+        """Number that the sender set, 32 bits, or 0."""
         return int(_I4(self._buffer, self._start + FLAG_AT)[0])
 
     @property
@@ -112,26 +112,27 @@ class Located:
 
     @property
     def born_timestamp_ms(self) -> int:
-        """When it was made, by its sender's clock: ms since the epoch."""
+        """Time at which the sender made the message, by its clock: ms since the epoch."""
         return int(_I8(self._buffer, self._start + BORN_TIMESTAMP_AT)[0])
 
     @property
     def store_timestamp_ms(self) -> int:
-        """When this copy was stored: ms since the epoch."""
+        """Time at which this copy was stored: ms since the epoch."""
         return int(_I8(self._buffer, self._start + store_timestamp_at(self.sys_flag))[0])
 
     @property
     def reconsume_times(self) -> int:
-        """How many attempts have ended, as stored with this copy."""
+        """Number of attempts that have ended, as stored with this copy."""
         return int(_I4(self._buffer, self._body_start() - BODY_AT_V4 + RECONSUME_TIMES_AT_V4)[0])
 
     @property
     def prepared_transaction_offset(self) -> int:
-        """Of a half message and its ends: where the half one lies in the commitlog; else 0."""
+        """Physical offset of the half message, in a half message and its ends. 0 in other messages."""
         return int(_I8(self._buffer, self._body_start() - BODY_AT_V4 + PREPARED_OFFSET_AT_V4)[0])
 
     def plain_parts(self) -> tuple[bytes, bytes] | None:
-        """(header, stored body) of a record with two IPv4 hosts that no transaction holds back; None of any other."""
+        """Return (header, stored body) of an ordinary record, or None.
+        Ordinary records have two IPv4 hosts and are not held back by a transaction."""
         buffer, start, flags = self._stretch.buffer, self._start, self.sys_flag
         if flags & _V6 or flags & TRANSACTION_MASK not in (0, TRANSACTION_COMMIT):
             return None
@@ -140,7 +141,7 @@ class Located:
 
     @property
     def encoded_properties(self) -> bytes:
-        """The bytes of the properties, as stored (format#properties)."""
+        """Properties as stored bytes (format#properties)."""
         buffer, at = self._stretch.buffer, self._body_start()
         at += _I4(buffer, at - BODY_LENGTH_BYTES)[0]
         if _I4(buffer, self._start + MAGIC_AT)[0] == MAGIC_V2:
@@ -166,7 +167,7 @@ class Located:
         return self.stored_property(SHARDINGKEY)
 
     def stored_property(self, name: str) -> str | None:
-        """One of `stored_properties`, without a look at the others; None: it has none of that name."""
+        """Return one of `stored_properties` without decoding the others, or None if it is not there."""
         return decode_properties(self.encoded_properties).get(name)
 
 

@@ -1,13 +1,13 @@
-"""What a directory is: the manifest, and what is concluded where there is none (format#manifest, format#sizes).
+"""Manifest of a store, read or derived from the directory's files (format#manifest, format#sizes).
 
     found                                             taken as
     nothing, or only lock, tmp/, inbox/, _staging/    no store yet: created in mode "rw"
-    mqstore.json (or its .bak) that decodes           what it says
+    mqstore.json (or its .bak) that decodes           its content
     manifest files, none decodes                      CorruptStoreError
     no manifest, commitlog/ there                     a Java broker's store; sizes read off its files
     anything else                                     NotAStoreError
 
-Nothing here changes a file but `save` and `write_guard`, which run under the writer lock.
+Only `save` and `write_guard` change files. They run under the writer lock.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _SURPLUS_MAX = 4096
 _SIZE_MAX = 0x7FFF_FFFF
 _LOOK_BYTES = 1 << 20
 
-# `abort`: whoever was to create a store was killed before the manifest stood.
+# `abort` is there if the creator of a store was killed before the manifest was written.
 NOT_YET = frozenset({"lock", "abort", "tmp", "inbox", "_staging", MANIFEST + ".tmp", "serve.json", "serve.sock"})
 _CHECKSUM: dict[Profile, Checksum] = {"mqstore": "crc32c-record", "rocketmq": "crc32-body"}
 # commitlog bytes, consume-queue units, index slots, index entries, timerlog bytes
@@ -70,7 +70,7 @@ _SIZES: dict[Profile, tuple[int, int, int, int, int]] = {
     "rocketmq": (1 << 30, 300_000, 5_000_000, 20_000_000, 100 << 20),
 }
 _Sizes = tuple[int, int, int, int, int]
-# A file that decodes but holds something else than this is as bad as one that does not decode.
+# A file that decodes but has other types than these is as bad as one that does not decode.
 _TYPES: dict[str, type] = {
     "format": str,
     "schema": int,
@@ -90,7 +90,7 @@ _FIXED = tuple(name for name in _TYPES if name not in ("format", "schema", "requ
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What was fixed when a store was created. Sizes in bytes."""
+    """Properties of a store that were fixed when it was created. Sizes are in bytes."""
 
     profile: Profile
     checksum: Checksum
@@ -104,21 +104,21 @@ class Manifest:
     group_hash: str
     delay_levels: str
     exists: bool
-    """Whether the directory is a store already (False: about to be created)."""
+    """True if the directory is a store already. False if the store is about to be created."""
     has_file: bool
-    """Whether `mqstore.json` is (to be) there; never for a Java broker's directory."""
+    """True if the store has, or will have, `mqstore.json`. A Java broker's directory never has it."""
     unknown: dict[str, Any] = field(default_factory=dict)
-    """Keys of a newer program, kept on rewriting."""
+    """Keys that a newer program wrote, kept when the file is written."""
     problems: tuple[str, ...] = ()
 
 
 def segment_names(directory: Path, fs: FileSystem = REAL) -> list[str]:
-    """Names of 20 digits in `directory`, sorted; [] when it is absent."""
+    """Return the names of 20 digits in `directory`, sorted, or [] if it does not exist."""
     return [name for name in _listdir(directory, fs) if segment_start(name) is not None]
 
 
 def _manifest(profile: Profile, sizes: _Sizes, config: StoreConfig, **others: Any) -> Manifest:
-    """The manifest of a store that notes nothing itself, or does not exist yet."""
+    """Return the manifest of a store that has none, or that does not exist yet."""
     segment, queue_segment, slots, entries, timerlog = sizes
     return Manifest(
         profile=profile,
@@ -145,12 +145,12 @@ def _sizes_of_new(profile: Profile, config: StoreConfig) -> _Sizes:
 
 
 def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig, fs: FileSystem) -> _Sizes:
-    """Sizes of a store that records them nowhere: what its files say, else the option, else the profile's default."""
+    """Return the sizes of a store without a manifest: from its files, options, or the profile's defaults."""
     segment, cq_bytes, slots, entries, timerlog = _sizes_of_new(profile, config)
     names = segment_names(root / "commitlog", fs)
     starts = [int(name) for name in names]
-    # Names tell the size even where files were cut short, lengths even where some are missing, and a file that does not
-    # belong there tells neither: so what most of both say, and of two the greater. With a wrong one all would be cut.
+    # Names show the size even if files were cut short, lengths even if some are missing, and a foreign file neither. So
+    # the most frequent size counts, and of two the greater. With a wrong one all segments would be cut.
     sizes = Counter(b - a for a, b in itertools.pairwise(starts))
     sizes.update(os.stat(root / "commitlog" / name).st_size for name in names)
     segment = max(
@@ -170,7 +170,7 @@ def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig, fs: FileS
             cq_bytes = common
     index_names = [n for n in _listdir(root / "index", fs) if n.isdigit()]
     if index_names and config.index_slots is None:
-        # What stands in a file decides; only empty or damaged ones leave it to the ratio of the broker's defaults.
+        # The content of a file decides. If all are empty or damaged, the ratio of the broker's defaults does.
         shapes = (shape_of_file(root / "index" / name, fs) for name in index_names[:8])
         guess = next((shape for shape in shapes if shape is not None), None)
         guess = guess or slots_entries_from_length(os.stat(root / "index" / index_names[0]).st_size)
@@ -183,7 +183,7 @@ def _sizes_of_files(root: Path, profile: Profile, config: StoreConfig, fs: FileS
 
 
 def sizes_found(root: Path, profile: Profile, config: StoreConfig | None = None, fs: FileSystem = REAL) -> Manifest:
-    """The manifest of a directory that has none, by what its files say (format#sizes)."""
+    """Return the manifest of a directory that has none, by its files (format#sizes)."""
     config = config or StoreConfig()
     sizes = _sizes_of_files(root, profile, config, fs)
     return _manifest(profile, sizes, config, store_id="", created_ms=0, group_hash="jump", exists=True, has_file=False)
@@ -202,9 +202,10 @@ def _folders(path: Path, fs: FileSystem) -> list[str]:
 
 
 def checksum_found(root: Path, fs: FileSystem = REAL) -> Checksum | None:
-    """The checksum that a record of the log passes, mostly the first one; None when none decides. Not by that alone: it
-    may be damaged, and opened with the wrong checksum the whole log would be cut."""
-    kinds: tuple[Checksum, ...] = ("crc32c-record", "crc32-body")  # this one any record without a body passes
+    """Return the kind of checksum that a record of the log passes, or None if no record shows it.
+    This is usually the first record. Later ones are tried too, since the first may be damaged, and with the wrong
+    checksum the whole log would be cut."""
+    kinds: tuple[Checksum, ...] = ("crc32c-record", "crc32-body")  # any record without a body passes the second one
     names = [name for name in segment_names(root / "commitlog", fs) if int(name) < 1 << 62]
     for before in (1, _LOOK_BYTES):
         for name in names:
@@ -218,7 +219,8 @@ def checksum_found(root: Path, fs: FileSystem = REAL) -> Checksum | None:
 
 
 def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
-    """The manifest that the JSON `value` of the file `path` is; CorruptStoreError, UnsupportedStoreError."""
+    """Return the manifest in the JSON `value` of the file `path`.
+    Raises CorruptStoreError if it is none, UnsupportedStoreError if a newer program wrote it."""
 
     def bad(detail: str) -> CorruptStoreError:
         return CorruptStoreError(
@@ -276,7 +278,7 @@ def decode(value: Any, path: Path, problems: list[str]) -> Manifest:
 
 
 def kept_of(value: Any) -> dict[str, Any]:
-    """Fields of a bad manifest that may be right, and that no other file tells: for a new one in its place."""
+    """Return the fields of a bad manifest that may be right, and that no other file shows."""
     kept: dict[str, Any] = {}
     if isinstance(value, dict):
         if isinstance(store_id := value.get("store_id"), str) and store_id:
@@ -291,13 +293,13 @@ def kept_of(value: Any) -> dict[str, Any]:
 
 
 def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
-    """How the sizes in a manifest differ from those of all files; "" when they may be right. Opened with wrong sizes,
-    a sound store would look cut short, and be cut."""
+    """Return how the sizes in a manifest differ from those of all files, or "" if they may be right.
+    Opened with wrong sizes, a sound store would look cut short, and be cut."""
     found = [(segment_start(name), length) for name, length in _files(root / "commitlog", fs)]
     segments = {start: length for start, length in found if start is not None}
     lengths = list(segments.values())
     distances = {behind - start for start, behind in itertools.pairwise(sorted(segments))}
-    # Where names confirm the size, all files may have lost or got bytes.
+    # If names confirm the size, all files may have lost or gained bytes.
     confirmed = min(distances, default=0) == manifest.commitlog_segment_bytes
     if not confirmed and _differ(lengths, manifest.commitlog_segment_bytes):
         return f"commitlog_segment_bytes is {manifest.commitlog_segment_bytes}, but no segment has that length"
@@ -307,8 +309,8 @@ def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
             files = _files(root / "consumequeue" / topic / queue, fs)[:8]
             lengths += [length for name, length in files if segment_start(name) is not None]
             if manifest.consumequeue_segment_bytes in lengths:
-                return ""  # enough, and thousands of stores may be waiting to be opened
-    # A length that no size can be is damage, be it of all files.
+                return ""  # enough: thousands of stores may have to be opened
+    # An impossible length is damage, even if all files have it.
     possible = any(length and length % UNIT_BYTES == 0 for length in lengths)
     if possible and _differ(lengths, manifest.consumequeue_segment_bytes):
         return f"consumequeue_segment_bytes is {manifest.consumequeue_segment_bytes}, but no queue file has that length"
@@ -316,8 +318,9 @@ def contradiction_of(manifest: Manifest, root: Path, fs: FileSystem) -> str:
 
 
 def _differ(lengths: list[int], wanted: int) -> bool:
-    """A single short file, or several of different lengths, is damage of theirs and no contradiction; nor is a surplus
-    of a page or less, which somebody appended."""
+    """Return True if `lengths` contradict the size `wanted`.
+    A single short file, or several of different lengths, are damaged and no contradiction. Nor is a surplus of a page
+    or less, which somebody appended."""
     some = [length for length in lengths if length]
     if not some or wanted in some:
         return False
@@ -334,7 +337,7 @@ def resolve(
     clock: Clock,
     fs: FileSystem,
 ) -> Manifest:
-    """What the directory `root` is, or what it is to become. Writes nothing.
+    """Return the manifest that the directory `root` has, or will have. Writes nothing.
 
     Raises NotAStoreError, ConfigError (an option differs from the store's), CorruptStoreError, UnsupportedStoreError.
     """
@@ -384,7 +387,7 @@ def resolve(
 
 
 def _agree(found: Manifest, root: Path, profile: Profile | None, config: StoreConfig) -> Manifest:
-    """`found`, after checking that what the caller asked for is what the store is."""
+    """Return `found`, after checking that the store is what the caller asked for."""
     if profile is not None and profile != found.profile:
         raise ConfigError(
             f"{root} has profile {found.profile!r}, not {profile!r}: it is chosen when a "
@@ -404,7 +407,7 @@ def _agree(found: Manifest, root: Path, profile: Profile | None, config: StoreCo
     return found
 
 
-@cache  # looking it up takes longer than all else that makes a store
+@cache  # the lookup takes longer than all other steps of creating a store
 def _version() -> str:
     try:
         return metadata.version("mqstore")
@@ -422,7 +425,7 @@ _GUARD_TEXT = b"written by mqstore; see mqstore.json\n"
 
 
 def is_guarded(root: Path) -> bool:
-    """Whether the guard stands. An empty one does not count: a Java broker would remove it and go on."""
+    """Return True if the guard exists. An empty one does not count, since a Java broker would remove it."""
     path = root / GUARD
     return path.is_file() and path.stat().st_size == len(_GUARD_TEXT)
 

@@ -1,8 +1,7 @@
-"""A stored message as a reader sees it: a view that decodes what is asked for.
+"""Stored message as a reader sees it: a view that decodes each attribute when it is read.
 
-A `Message` keeps the buffer that holds its record, the record's position and size, and nothing else. Each attribute is
-decoded when read. The buffer is a mapped segment: the view pins it, so the bytes stay valid after retention has
-unlinked the file.
+A `Message` keeps only the buffer that holds its record, and the record's position and size. The buffer is a mapped
+segment. The view pins it, so the bytes stay valid after retention has unlinked the file.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ def _instant(timestamp_ms: int) -> datetime:
 
 
 class Message(Located):
-    """One stored message; looks like an immutable value. Attributes are named as in clients#message-names.
+    """Stored message, an immutable value. Attributes have the names of clients#message-names.
 
-    `offset` is the queue offset, `attempt` counts deliveries from 1, `properties` holds what the user set.
-    Bytes come as `body` (inflated when they were stored compressed); `body_view` gives the stored bytes uncopied.
+    `offset` is the queue offset, `attempt` counts deliveries from 1, `properties` has those that the user set.
+    `body` is bytes, inflated if they were stored compressed. `body_view` is the stored bytes, without a copy.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -69,12 +68,12 @@ class Message(Located):
 
     @property
     def tags_code(self) -> int:
-        """Of the consume-queue unit: hash of the tag, or the time of delivery (format#tags-code)."""
+        """Tags code of the consume-queue unit: hash of the tag, or the due time (format#tags-code)."""
         return self._stretch.tags_code(self.offset)
 
     @property
     def unique_key(self) -> str:
-        """What stays the same in every copy: deduplicate on it."""
+        """Key that is the same in every copy of the message. Use it to detect duplicates."""
         return self.stored_property(UNIQ_KEY) or self.stored_property(ORIGIN_MESSAGE_ID) or self.message_id
 
     # -- header -----------------------------------------------------------------------------------------------------
@@ -109,7 +108,7 @@ class Message(Located):
 
     @property
     def attempt(self) -> int:
-        """Which delivery of it this is, from 1."""
+        """Number of this delivery of the message, from 1."""
         return self.reconsume_times + 1
 
     # -- body -------------------------------------------------------------------------------------------------------
@@ -118,7 +117,7 @@ class Message(Located):
         return self._start + body_length_at(self.sys_flag) + BODY_LENGTH_BYTES
 
     def _stored_body(self) -> bytes:
-        """The body by way of its header, inflated when it was stored compressed."""
+        """Return the body as its header describes it, inflated if it was stored compressed."""
         buffer = self._stretch.buffer
         start = self._body_start()
         stored = buffer[start : start + _I4(buffer, start - BODY_LENGTH_BYTES)[0]]
@@ -126,28 +125,28 @@ class Message(Located):
 
     @property
     def body_view(self) -> memoryview:
-        """The stored bytes of the body, read-only and uncopied; as long as it lives, so does the mapping."""
+        """Stored bytes of the body, read-only and uncopied. They keep the mapping alive."""
         buffer, start = self._stretch.buffer, self._body_start()
         return memoryview(buffer)[start : start + _I4(buffer, start - BODY_LENGTH_BYTES)[0]].toreadonly()
 
     def text(self, encoding: str = "utf-8") -> str:
-        """The body as text."""
+        """Return the body as text."""
         return self.body.decode(encoding)
 
     def json(self) -> Any:
-        """The body as JSON."""
+        """Return the value of the body as JSON."""
         return json.loads(self.body)
 
     # -- properties -------------------------------------------------------------------------------------------------
 
     def stored_properties(self) -> dict[str, str]:
-        """Every property of the record, the user's and the system's."""
+        """Return every property of the record, the user's and the system's."""
         encoded = self.encoded_properties
         return decode_properties(encoded) if encoded else {}
 
     @property
     def properties(self) -> Mapping[str, str]:
-        """What the user set, and `dlq_reason`."""
+        """Properties that the user set, and `dlq_reason`."""
         return MappingProxyType(
             {k: v for k, v in self.stored_properties().items() if k not in RESERVED or k == DLQ_REASON}
         )
@@ -163,7 +162,7 @@ class Message(Located):
         return self  # immutable
 
     def record_bytes(self) -> bytes:
-        """The whole record as stored."""
+        """Return the whole record as stored."""
         return self._stretch.buffer[self._start : self._start + self.size]
 
     def __eq__(self, other: object) -> bool:
@@ -182,14 +181,14 @@ class Message(Located):
 
 
 def stored_bytes(messages: Iterable[Message]) -> int:
-    """The sum of their sizes, for who counts on a hot path."""
+    """Return the sum of the messages' sizes, quickly enough for a hot path."""
     return sum(map(_size, messages))
 
 
 def row_of(message: Message, *, stored: bool = False) -> dict[str, Any]:
-    """The message under the names and units of exports and columns (clients#message-names); `body` is bytes.
+    """Return the message as a row of exports and columns (clients#message-names). `body` is bytes.
 
-    `stored` leaves a compressed body as it lies in the log, for one that cannot be inflated.
+    With `stored` a compressed body stays as it is in the log, for one that cannot be inflated.
     """
     properties = message.stored_properties()
     return {

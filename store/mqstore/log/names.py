@@ -1,4 +1,4 @@
-"""Which names may become paths, and which may be created (format#names, clients#message-rules)."""
+"""Rules for names that become paths, and for new topics (format#names, clients#message-rules)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ MAX_SYSTEM_TOPIC = 255
 
 
 def is_path_safe(name: str) -> bool:
-    """Whether a name read from a record or a JSON file may become a file name: 1..255 bytes of UTF-8, no `/`, no
-    control character, not `.` or `..`.
+    """Return True if a name from a record or a JSON file may become a file name.
+
+    It must have 1..255 bytes of UTF-8, no `/` and no control character, and not be `.` or `..`.
 
     >>> is_path_safe("%RETRY%billing"), is_path_safe("../etc"), is_path_safe("")
     (True, False, False)
@@ -35,7 +36,7 @@ def is_path_safe(name: str) -> bool:
 
 
 def check_topic(topic: str) -> bytes:
-    """`topic` as bytes, if a message may be put to it. InvalidMessageError says which rule it breaks."""
+    """Return `topic` as bytes, if a message may be put to it, else raise InvalidMessageError."""
     if not isinstance(topic, str):
         raise InvalidMessageError(f"topic must be a str, not {type(topic).__name__}", "topic")
     if not _LEGAL.fullmatch(topic):

@@ -1,4 +1,4 @@
-"""How a store learns of new messages: its own from the dispatcher, those of another process from the files."""
+"""Sources of news about messages: the dispatcher of this process, or the files of another process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class News(Protocol):
     """Interface by which reading learns of a store's growth."""
 
     def catch_up(self, queue: ConsumeQueue | None, topic: str | None = None) -> None:
-        """Make what is new in `queue` visible; without a queue, in `topic` or anywhere."""
+        """Make new messages of `queue` visible. Without a queue, those of `topic`, or of all topics."""
 
     def list_again(self) -> None:
         """List the segments again. Does nothing for the process that owns them."""
@@ -48,7 +48,7 @@ class OwnNews:
         self._check_open = check_open
 
     def catch_up(self, queue: ConsumeQueue | None, topic: str | None = None) -> None:
-        """Dispatch what is visible, in this thread, unless the queue has nothing that is not dispatched."""
+        """Dispatch the visible messages, in this thread, unless the queue has none that is not dispatched."""
         if queue is not None and queue.max_offset == queue.next_offset:
             return
         if self._dispatcher.position < self._visible_end():
@@ -72,11 +72,11 @@ class OwnNews:
 
 
 class FileNews:
-    """News of a store that another process writes, or nobody."""
+    """News of a store that another process writes, or no process."""
 
     def __init__(self, parts: StoreParts) -> None:
         self.pending_splice: Intent | None = None
-        """The splice that the writer, or one that died, has under way."""
+        """Bulk append that the writer, or a dead one, has under way."""
         self._run, self._queues, self._index = parts.log_files, parts.queue_table, parts.index
         self._intents = IntentWatch(parts.root, parts.fs)
         self._lock = threading.RLock()
@@ -84,23 +84,23 @@ class FileNews:
         self._next_listing = 0.0
 
     def begin(self) -> None:
-        """Take the segments as they were loaded."""
+        """Start with the segments that were loaded."""
         self._first_listed = self._run.min_offset
 
     def stop_at_splice(self) -> None:
-        """Show nothing of a splice that is not recorded (spark#commit): the log ends where it began."""
+        """Hide a bulk append that is not recorded (spark#commit): the log ends at its start."""
         self.pending_splice = self._intents.pending()
         self._run.limit = None if self.pending_splice is None else self.pending_splice.start
 
     def list_again(self) -> None:
         """List the segments again."""
-        with self._lock:  # an intent that one thread saw must not be put in place over later news of another
+        with self._lock:  # an intent that one thread saw must not replace later news of another thread
             self.stop_at_splice()
             self._run.refresh()
 
     def catch_up(self, queue: ConsumeQueue | None, topic: str | None = None) -> None:
-        """Look for new units of `queue`, and once a second for new segments. Without a queue look for those, for new
-        queues of `topic` (None: of all topics), and for new index files."""
+        """Find new units of `queue`, and once a second new segments.
+        Without a queue, find new segments, new queues of `topic` (None: of all topics), and new index files."""
         if queue is not None:
             cuts = queue.cuts
             queue.refresh()
@@ -116,7 +116,7 @@ class FileNews:
                 changed = self._queues.refresh(topic)
                 self._index.refresh()
                 for each in self._queues if topic is None else self._queues.of(topic):
-                    if not each.max_offset:  # of one with messages nobody asks more here than that it has some
+                    if not each.max_offset:  # for one with messages, callers only need to know that it has some
                         each.refresh()
                         changed.append(each)
             first = self._run.min_offset
@@ -127,7 +127,7 @@ class FileNews:
                 each.correct_min(first)
 
     def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, is_closed: Callable[[], bool]) -> bool:
-        """Look again and again."""
+        """Look repeatedly until the queue has grown, or the time is up."""
         deadline = time.monotonic() + timeout_s
         pause = _PAUSE_MIN_S
         while queue.max_offset <= offset:

@@ -1,8 +1,8 @@
-"""Opening a store for writing: what its last writer left is brought in order, before anything else may use it.
+"""Opening of a store for writing, which repairs what its last writer left.
 
-    mark -> segment names -> folders -> half-done splice taken back -> recovery -> queue ends noted -> log synced
+    mark -> segment names -> folders -> unfinished bulk append undone -> recovery -> queue ends saved -> log synced
 
-The `abort` mark is there from the first change on. If opening fails on a file that must not be written, it goes again.
+The `abort` mark is set before the first change. If opening fails on a file that must not be written, it is removed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def report_renamed(report: RecoveryReport, places: Mapping[str, int]) -> None:
 
 
 def report_undone(report: RecoveryReport, undone: Undone) -> None:
-    """Add a splice that was taken back to `report`."""
+    """Add a bulk append that was undone to `report`."""
     report.findings[:0] = undone.findings
     report.truncated[:0] = undone.truncated
     report.changed |= bool(undone.findings)
@@ -52,15 +52,15 @@ class Opened:
 
     outcome: Outcome
     went_down: bool
-    """The last writer was killed together with the machine. The mark does not name this boot before the store is open.
-    """
+    """True if the last writer was killed together with the machine.
+    The mark does not name this boot before the store is open."""
 
 
 class Opening:
-    """One opening for writing, of a store whose lock is held."""
+    """Opening of a store for writing. The caller holds its lock."""
 
     def __init__(self, parts: StoreParts, txn: TxnFile, abort: AbortMark) -> None:
-        """`parts`: writable ones, of which nothing is loaded yet."""
+        """`parts` are writable, and nothing of them is loaded yet."""
         self._parts = parts
         self._txn = txn
         self._abort = abort
@@ -84,12 +84,12 @@ class Opening:
         if had_checkpoint is not None:
             parts.has_checkpoint = had_checkpoint
         else:
-            clean = clean and parts.checkpoint.clean_end != -1  # somebody took `abort` away
+            clean = clean and parts.checkpoint.clean_end != -1  # if it is -1, somebody removed `abort`
         txn.load()
         undone = undo(txn, parts.log_writer, parts.checksum, parts.checkpoint.flushed)
         if undone.start is not None:
             clean = False
-            # Puts before the splice were perhaps not synced: then the log ends before it, and what was behind is gone.
+            # Puts before it may not have been synced. Then the log ends earlier, and later segments are gone.
             end = min(undone.start, parts.log_files.end)
             parts.load_problems = [each for each in parts.load_problems if each.position < end]
         with self._taking_mark_back(clean):
@@ -107,7 +107,7 @@ class Opening:
         report = outcome.report
         report_renamed(report, renamed)
         report_undone(report, undone)
-        # The backup of this one knows one version less: that one could be spliced twice.
+        # The backup of this file lacks one version, which could be appended twice.
         mended += [(TXN_FILE, problem) for problem in txn.problems]
         for name, problem in mended:
             _log.warning("%s: %s", self._path, problem)
@@ -115,13 +115,13 @@ class Opening:
             report.changed = True
         self._note_queue_ends(outcome)
         if report.scanned_from is not None:
-            # What a killed process left in the page cache counts from now on, so it has to be on disk from now on.
+            # Bytes that a killed process left in the page cache count from now on, so they must be on disk.
             parts.log_writer.sync(report.scanned_from, outcome.end)
         return Opened(outcome, went_down)
 
     @contextmanager
     def _taking_mark_back(self, clean: bool) -> Iterator[None]:
-        """Remove the abort mark again if opening fails on a file that must not be written. The store stays closed."""
+        """Remove the abort mark again if opening fails on a file that must not be written."""
         try:
             yield
         except StoreIOError:
@@ -134,7 +134,7 @@ class Opening:
         return StoreParts(parts.root, parts.manifest, parts.config, parts.fs, parts.clock, writable=False)
 
     def _rename_segments(self) -> dict[str, int]:
-        """Rename segment files with wrong names; return where they belong, by their old names."""
+        """Rename segment files with wrong names. Return their right places, by old name."""
         parts = self._readable_parts()
         try:
             parts.log_files.load()
@@ -145,11 +145,11 @@ class Opening:
         return places
 
     def _note_watermark(self) -> bool | None:
-        """Note how far a store was written that ended cleanly and whose checkpoint says nothing. Return whether there
-        was a checkpoint; None if nothing was to be noted.
+        """Save the end of the log of a store that ended cleanly, and whose checkpoint does not have it.
 
-        With the mark, and without this note, the store looks like one whose first writer was killed before it synced
-        anything, and what is whole behind damage would be cut."""
+        Returns True if there was a checkpoint, False if not, None if nothing had to be saved. With the mark alone, the
+        store would look as if its first writer had been killed before any sync. Then whole records behind damage would
+        be cut."""
         parts = self._readable_parts()
         parts.load_checkpoint()
         known = parts.checkpoint
@@ -158,7 +158,7 @@ class Opening:
         try:
             parts.log_files.load()
             pending = IntentWatch(parts.root, parts.fs).pending()
-            if not parts.log_files.starts or pending is not None:  # who spliced did not end cleanly
+            if not parts.log_files.starts or pending is not None:  # during a bulk append it did not end cleanly
                 return None
             start = parts.log_files.min_offset
             end = written_end(parts.log_files, start, parts.checksum)
@@ -168,10 +168,10 @@ class Opening:
         return parts.has_checkpoint
 
     def _save_manifest(self, created: bool) -> list[tuple[str, str]]:
-        """Write the manifest if it is new, changed or damaged. Return the (file, problem) pairs that this mended."""
+        """Write the manifest if it is new, changed or damaged. Return (file, problem) of repaired faults."""
         manifest, path, fs = self._manifest, self._path, self._fs
         mended: list[tuple[str, str]] = []
-        if manifest.problems:  # there is one good copy of it: make it two again
+        if manifest.problems:  # there is only one good copy, so write the second
             _, problems = load_json(path / manifests.MANIFEST, writer=True, fs=fs, root=path)
             mended = [(manifests.MANIFEST, problem) for problem in problems]
         if created or (manifest.has_file and manifest.delay_levels != self._stored_delay_levels()):
@@ -188,17 +188,17 @@ class Opening:
         fs.mkdir(tmp, exist_ok=True)
         remove_temporaries(fs, tmp)
         guarded = self._manifest.profile != "mqstore" or manifests.is_guarded(path)
-        if created or not guarded:  # the latter: who created it was killed in between
+        if created or not guarded:  # not guarded if the creator was killed in between
             fs.mkdir(path / "commitlog", exist_ok=True)
             if not guarded:
                 manifests.write_guard(path, fs)
             fs.sync_directory(path)
 
     def _note_queue_ends(self, outcome: Outcome) -> None:
-        """Note where the queues end, if consumers may have got further than the log shows."""
+        """Save the queue ends, if consumers may have got further than the log shows."""
         parts, report = self._parts, outcome.report
         # After retention has removed a queue's records, only the queue's own files know its end offset. Without them
-        # its numbers begin again at 0, of which the log shows nothing.
+        # its offsets begin again at 0, and the log does not show this.
         lost = report.scanned_from is not None and parts.has_lost_queues()
         if lost:
             _log.warning("%s: the numbers of queues that were lost, or their ends, begin again at 0", parts.root)

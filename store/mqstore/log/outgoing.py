@@ -1,6 +1,6 @@
-"""What a caller may put: bodies, tags, keys, properties, and the bytes they become (clients#message).
+"""Checks and encoding of what a caller puts: bodies, tags, keys, properties (clients#message).
 
-Every check is made before anything is written, and names the argument that breaks a rule.
+Every check is made before anything is written. Its error names the argument that breaks a rule.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ __all__ = [
 Body = bytes | bytearray | memoryview
 
 Copy: TypeAlias = "tuple[Message, str, int, bytes]"
-"""A stored message on its way to another queue: message, topic, queue id, and the encoded properties that it has there,
-each closed by 0x02. A bare tuple: there are hundreds of thousands a second of them."""
+"""Stored message to be copied to a queue: message, topic, queue id, and encoded properties there.
+Each property is closed by 0x02. It is a bare tuple, since there are hundreds of thousands a second."""
 
 _OF_RECORD = (CRC32.encode() + b"\1", INNER_MULTI_QUEUE_OFFSET.encode() + b"\1")
 _CONTROL = frozenset(map(chr, (*range(32), *range(0x7F, 0xA0))))
 
 MAX_MESSAGE_GROUP = 63
-"""Bytes (clients#message-rules)."""
+"""Maximum number of bytes (clients#message-rules)."""
 ROUTING = ("message_group", "delay", "deliver_at", "delay_level")
-"""Options of a put that say where a message goes, or when; at most one of them."""
+"""Options of a put that say where a message goes, or when. At most one may be given."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingMessage:
-    """A message on its way in: a body with all that a put can be told about it.
+    """Message to be put: a body and the options of a put.
 
-    What stands behind the star says where it goes, and when: for a producer and its interceptors. A put of many to one
-    queue has that from the call, and refuses a message that asks for something else.
+    The keyword options say where it goes, and when. They are for a producer and its interceptors. A put of many to one
+    queue has these options itself, and refuses a message with different ones.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store, store.producer() as producer:
@@ -87,20 +87,20 @@ class OutgoingMessage:
     flag: int = 0
     _: KW_ONLY
     topic: str | None = None
-    """None: the one that the call names; so with the others."""
+    """None means the topic of the call. The other options are alike."""
     queue_id: int | None = None
     durability: Durability | None = None
     message_group: str | int | None = None
-    """A whole number stands for its digits."""
+    """An integer stands for its digits."""
     delay: Duration | None = None
     deliver_at: datetime | float | None = None
     delay_level: int | None = None
     compressed: Literal["zlib"] | None = None
-    """How the body was compressed already; whoever reads it gets it inflated."""
+    """Compression that the body already has. Readers get it inflated."""
 
 
 _ONE_BY_ONE = (*ROUTING, "compressed")
-"""Options that only messages put one by one may have."""
+"""Options that are only possible for messages that are put one by one."""
 _ELSEWHERE = ("queue_id", "durability", *_ONE_BY_ONE)
 _elsewhere = attrgetter(*_ELSEWHERE)
 _NOWHERE = (None,) * len(_ELSEWHERE)
@@ -109,7 +109,7 @@ SLOTS = attrgetter("body", "tag", "keys", "properties", "unique_key", "flag", "t
 
 
 def refuse_routing(message: OutgoingMessage, topic: str) -> None:
-    """InvalidMessageError for a message that a put of many to one queue of `topic` could not treat as it asks."""
+    """Raise InvalidMessageError for a message that a put of many to one queue cannot treat as it asks."""
     asked = _elsewhere(message)
     if asked == _NOWHERE and message.topic in (None, topic):
         return
@@ -123,8 +123,8 @@ def refuse_routing(message: OutgoingMessage, topic: str) -> None:
 
 
 def refuse_options(options: Mapping[str, object]) -> None:
-    """Refuse options of a put of many: InvalidMessageError for those that one message may have, which names what takes
-    them, and TypeError for those that there are not."""
+    """Raise an error for options of a put of many.
+    InvalidMessageError names what accepts options that one message may have. TypeError is for unknown options."""
     known = {field.name for field in fields(OutgoingMessage)} - {"body", "topic"}
     unknown = options.keys() - known
     if unknown:
@@ -139,7 +139,7 @@ def refuse_options(options: Mapping[str, object]) -> None:
 
 
 def no_such_option(names: Iterable[str], known: Iterable[str]) -> TypeError:
-    """The error for options of a put that there are not."""
+    """Return the error for unknown options of a put."""
     wrong = sorted(names)
     close = get_close_matches(wrong[0], known, 1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -147,7 +147,7 @@ def no_such_option(names: Iterable[str], known: Iterable[str]) -> TypeError:
 
 
 def flat_body(body: object) -> bytes:
-    """`body` as bytes, and no class derived from them. InvalidMessageError for what has none."""
+    """Return `body` as bytes, not as a derived class. Raises InvalidMessageError if it is no bytes."""
     if type(body) is bytes:
         return body
     if isinstance(body, (bytes, bytearray, memoryview)):
@@ -157,13 +157,13 @@ def flat_body(body: object) -> bytes:
 
 
 def check_integer(value: object, bits: int, field: str) -> None:
-    """InvalidMessageError unless `value` is an integer of `bits` bits, signed."""
+    """Raise InvalidMessageError unless `value` is a signed integer of `bits` bits."""
     if not isinstance(value, int) or isinstance(value, bool) or not -(1 << bits - 1) <= value < 1 << bits - 1:
         raise InvalidMessageError(f"{field} {value!r} is not an integer of {bits} bits", field)
 
 
 def checked_text(value: object, field: str, forbidden: str, rule: str) -> str:
-    """`value`, if it is a str, not blank, and free of `forbidden` and of control characters."""
+    """Return `value`, if it is a str, not blank, and free of `forbidden` and of control characters."""
     if not isinstance(value, str) or not value.strip() or any(c in value for c in forbidden):
         raise InvalidMessageError(f"{field} {value!r}: {rule}", field)
     if not value.isprintable() and not _CONTROL.isdisjoint(value):
@@ -172,15 +172,15 @@ def checked_text(value: object, field: str, forbidden: str, rule: str) -> str:
 
 
 def key_words(keys: object) -> tuple[str, ...]:
-    """The keys that `put` was given, one or several. InvalidMessageError for what is neither."""
+    """Return the keys that `put` was given, one or several. Raises InvalidMessageError for other types."""
     if not isinstance(keys, Iterable):
         raise InvalidMessageError(f"keys are a str or several, not {keys!r:.80}", "keys")
     return (keys,) if isinstance(keys, str) else tuple(keys)
 
 
 def checked_group(group: object) -> str:
-    """Return `group` as text; a whole number stands for its digits. InvalidMessageError for what is blank, too long, or
-    neither a str nor an int."""
+    """Return `group` as text. An integer stands for its digits.
+    Raises InvalidMessageError if it is blank, too long, or neither a str nor an int."""
     if isinstance(group, int) and not isinstance(group, bool):
         group = str(int(group))
     checked = checked_text(group, "message_group", "", "a message group is a str or an int, and not blank")
@@ -192,7 +192,7 @@ def checked_group(group: object) -> str:
 
 
 def checked_pairs(properties: object) -> Mapping[str, str]:
-    """`properties`, if they are a mapping."""
+    """Return `properties`, if they are a mapping."""
     if not isinstance(properties, Mapping):
         raise InvalidMessageError(f"properties are a mapping of str to str, not {properties!r:.80}", "properties")
     return properties
@@ -205,7 +205,7 @@ def user_properties(
     unique_key: str | None = None,
     message_group: str | int | None = None,
 ) -> dict[str, str]:
-    """What `put` was given, as stored properties. InvalidMessageError names the argument that breaks a rule."""
+    """Return the options of `put` as stored properties. Raises InvalidMessageError for the first bad one."""
     stored: dict[str, str] = {}
     for name, value in checked_pairs(properties or {}).items():
         checked_text(name, "properties", "", "names and values are str, and not blank")
@@ -229,18 +229,19 @@ def user_properties(
 
 
 def tail_of(plain_tail: bytes, properties: Mapping[str, str]) -> bytes:
-    """What stands behind a body: topic and properties with their lengths. `plain_tail` is that without properties."""
+    """Return the bytes behind a body: topic and properties with their lengths.
+    `plain_tail` is the result without properties."""
     return tail_of_bytes(plain_tail, encode_properties(properties))
 
 
 def tail_of_bytes(plain_tail: bytes, properties: bytes) -> bytes:
-    """As `tail_of`, of properties that are encoded already, by `without_place`."""
+    """Return what `tail_of` does for encoded properties, by `without_place`."""
     properties = without_place(properties)
     return b"".join((plain_tail[:-2], len(properties).to_bytes(2, "big"), properties))
 
 
 def without_place(properties: bytes) -> bytes:
-    """Return encoded properties without those that belong to another record, or the same object if there are none.
+    """Return encoded properties without those of another record, or the same object if there are none.
 
     A `__CRC32#` would make this record fail its check (format#crc-tail). The numbers of light queues would list it in
     the place of the other one.

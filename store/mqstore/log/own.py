@@ -1,9 +1,8 @@
 """Check that a store's own names are regular files and folders, before a writer changes anything.
 
-A link in place of a store's own file or folder would have the writer change, move or remove things elsewhere, so such a
-store is refused (`files/beneath.py` refuses each call, too). Names that are not the store's are none of its business.
-The folders of the log and of the consume queues, which may be 100,000, are not listed here but when they are loaded,
-and are checked with that.
+With a link in place of a store's own file or folder, the writer would change, move or remove files elsewhere. So such a
+store is refused (`files/beneath.py` also refuses each call). Other names are not checked. The folders of the log and of
+the consume queues, which may be 100,000, are checked when they are loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LISTED: Final = ("config", "cut", "index", "local_offsets", "timerlog")
 
 
 def check_own(root: Path, fs: FileSystem) -> None:
-    """Refuse a store at `root` whose own names are links, FIFOs and the like, with a StoreIOError that names one."""
+    """Raise StoreIOError if one of the store's own names is a link, a FIFO or the like, and name it."""
     if not root.exists():
         return
     there = fs.scandir(root)

@@ -1,7 +1,7 @@
-"""The parts of an opened store: its files, and how its last writer ended.
+"""Parts of an opened store: its files, and how its last writer ended.
 
-Whatever looks into a store (recovery, verify, exports, jobs, the broker's inspection) works on these, as `MessageStore`
-does. They know nothing of threads, puts or reads.
+`MessageStore`, recovery, verify, exports, jobs and the broker's inspection work on them. They know nothing of threads,
+puts or reads.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def _unnoticed(front: int) -> None:
 
 
 class StoreParts:
-    """The files of a store in the sizes of its manifest. No file is opened before it is loaded or asked for."""
+    """Files of a store in the sizes of its manifest. No file is opened before it is loaded or asked for."""
 
     def __init__(
         self, root: Path, manifest: Manifest, config: StoreConfig, fs: FileSystem, clock: Clock, *, writable: bool
     ) -> None:
-        # Cached descriptors and mappings; leave the program half of what is free.
+        # Cached descriptors and mappings. Half of the free ones are left to the program.
         budget = max(4, min(config.max_mappings, free_descriptors() // 4))
         tmp = root / "tmp"
         self.root = root
@@ -79,16 +79,16 @@ class StoreParts:
         )
         self.checkpoint_file = CheckpointFile(root, fs, config.file_mode)
         self.checkpoint = self.checkpoint_file.current
-        """Checkpoint as the last writer left it, then as this one saves it. What recovery notes is not in it."""
+        """Checkpoint of the last writer, and then of this one. It lacks what recovery saves."""
         self.has_checkpoint = False
         self.clean = False
-        """The last writer closed the store."""
+        """True if the last writer closed the store."""
         self.machine_ran_on = False
-        """The last writer was killed, and the machine has been running since."""
+        """True if the last writer was killed, and the machine has been running since."""
         self.load_problems: list[LoadProblem] = []
         """Problems with the names and sizes of segment files."""
         self.index_findings: Sequence[Finding] = ()
-        """Index files of the wrong length: not among `index.files`, and in the way."""
+        """Index files of the wrong length, which are not in `index.files`."""
 
     @property
     def log_writer(self) -> SegmentWriter:
@@ -115,12 +115,13 @@ class StoreParts:
     # -- the log ----------------------------------------------------------------------------------------------------
 
     def watermark(self, start: int | None = None) -> int:
-        """Return the physical offset below which the log had been synced (format#watermark). The log is not empty, and
-        no writer has it open. `start` as of `log.watermark`. May read much of the log."""
+        """Return the watermark: the log had been synced below this physical offset (format#watermark).
+        The log must not be empty or open for writing. `start` is as in `log.watermark`. May read much of the log."""
         return watermark(self.log_files, self.checkpoint, self.checksum, clean=self.clean, start=start)
 
     def torn_from(self, start: int | None = None) -> int:
-        """Return the physical offset from which bad bytes are a torn tail for the next opening, as `watermark` does."""
+        """Return the physical offset from which the next opening takes bad bytes for a torn tail.
+        May read much of the log, as `watermark` does."""
         return NEVER_TORN if self.machine_ran_on else self.watermark(start)
 
     def has_records(self) -> bool:
@@ -131,14 +132,14 @@ class StoreParts:
         return not isinstance(next(events), End)
 
     def listed_end(self) -> int:
-        """Return the end of what queues list; of a store whose queues are lost, the end of its log. For readers."""
+        """Return the end of the records that queues list, or of the log if the queues are lost. For readers."""
         end = max((sum(queue.last_message()[:2]) for queue in self.queue_table), default=0)
         return min(end, self.log_files.end) if end else self.readable_end(self.log_files.min_offset)
 
     def readable_end(self, start: int) -> int:
-        """Return the position behind the last record from physical offset `start` on, as far as recovery keeps them: of
-        a batch that was being put when its writer was killed, parts may lie behind a hole, and beyond the watermark the
-        log ends at the first hole. For readers."""
+        """Return the end of the last record from `start` on that recovery would keep. For readers.
+        If the writer was killed during a batch, parts of it may lie behind a hole. Beyond the watermark the log ends at
+        the first hole."""
         end = start
         events = scan_log(self.log_files, start, self.checksum, checksums=False, on_front=_unnoticed)
         for event in until_torn(events, self.torn_from):
@@ -147,8 +148,9 @@ class StoreParts:
         return end
 
     def missing_in_front(self) -> list[LoadProblem]:
-        """Return the segments that the log has lost at its beginning. The note of where that is was moved before
-        retention deleted anything, so it is read after the segments were listed."""
+        """Return the segments that the log has lost at its beginning.
+        Retention saves the start of the log before it deletes a segment. So this is read after the segments were
+        listed."""
         starts = self.log_files.starts
         checkpoint = CheckpointFile(self.root, self.fs, self.config.file_mode)
         checkpoint.load()
@@ -169,24 +171,24 @@ class StoreParts:
     # -- queues and index -------------------------------------------------------------------------------------------
 
     def has_no_queues(self) -> bool:
-        """Return True if the log holds records and no queue exists: a Java broker's directory does not note which
-        queues there were."""
+        """Return True if the log holds records and no queue exists.
+        A Java broker's directory does not save which queues there were."""
         queues = self.queue_table
         return not (len(queues) or queues.in_rocksdb or queues.batch_topics) and self.has_records()
 
     def has_lost_queues(self) -> bool:
-        """Return True if queues lack the files or ends that the last clean close noted."""
+        """Return True if queues lack files or ends that the last clean close saved."""
         noted = self.checkpoint.queues
         return noted is not None and noted != self.queue_table.digest()
 
     def has_all_queues(self) -> bool:
-        """Return True if the last clean close noted which queues there are and where they end, and so they are."""
+        """Return True if all queues and their ends are as the last clean close saved them."""
         noted = self.checkpoint.queues
         return self.clean and noted is not None and noted == self.queue_table.digest()
 
     def last_record(self, end: int) -> int:
-        """Return the physical offset of the newest listed record of a log that ends at `end`, for the checkpoint:
-        opening looks there for proof of a clean end."""
+        """Return the physical offset of the newest listed record of a log that ends at `end`.
+        The checkpoint has it, and opening looks there for proof of a clean end."""
         newest = -1
         for queue in self.queue_table:
             if queue.max_offset > queue.min_offset:
@@ -196,7 +198,7 @@ class StoreParts:
         return newest if newest >= 0 else min(self.checkpoint.confirm_physical_offset, end)
 
     def index_doubt(self) -> str:
-        """Return why the index of a reader may lack keys, as the lists of its files show: "" if they show nothing."""
+        """Return why the index of a reader may lack keys, by its files, or "" if they show nothing."""
         if self.index_findings:
             return f"{self.index_findings[0].file} is damaged"
         newest_ms = max((file.header.end_timestamp_ms for file in self.index.files), default=0)

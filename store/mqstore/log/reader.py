@@ -1,4 +1,4 @@
-"""Reading a store: from (topic, queue, offset) to messages (format#readers, format#reads).
+"""Reading of a store: from (topic, queue, offset) to messages (format#readers, format#reads).
 
 The same code serves the writer's own process and readers in others. `log.records` finds and checks the records.
 """
@@ -55,7 +55,7 @@ __all__ = ["Bound", "GetResult", "StoreReader"]
 
 Bound = Literal["lower", "upper"]
 _SCAN_UNITS = 800
-"""Units looked at for one filtered read (format#reads)."""
+"""Number of units examined by one filtered read (format#reads)."""
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _ROCKSDB_TABLES = ("topics", "subscriptionGroups", "consumerOffsets", "metadata", "rdb")
 """Folders of config/ that RocketMQ may keep in RocksDB."""
@@ -64,7 +64,7 @@ _TOPICS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class GetResult:
-    """What a read found. `next_offset` is where to go on; bounds are those at the time of the read (format#reads).
+    """Result of a read. Continue at `next_offset`. Bounds are as of the read (format#reads).
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -92,7 +92,7 @@ class GetResult:
 
 
 def to_ms(when: datetime) -> int:
-    """Milliseconds since the epoch of an aware datetime; InvalidMessageError for one that knows no zone.
+    """Return ms since the epoch of an aware datetime. Raises InvalidMessageError for one without a zone.
 
     >>> to_ms(datetime(2023, 11, 14, 22, 13, 20, 123_000, UTC))
     1700000000123
@@ -103,10 +103,10 @@ def to_ms(when: datetime) -> int:
 
 
 class StoreReader(Closing):
-    """What a store opened for reading and one opened for writing have in common: everything that changes nothing.
+    """Base of stores opened for reading and for writing, with everything that changes nothing.
 
-    `ReadOnlyMessageStore` and `MessageStore` are what a program opens. They differ in how they learn of new messages
-    (`log.news`), and in what a record that does not verify means to them (`log.records`).
+    A program opens `ReadOnlyMessageStore` or `MessageStore`. They differ in how they learn of new messages
+    (`log.news`), and in the meaning of a record that does not verify (`log.records`).
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as writer:
@@ -123,9 +123,10 @@ class StoreReader(Closing):
     news: News
     records: RecordReader
     recovery: RecoveryReport
-    """What opening found and did."""
+    """Report of what opening found and did."""
     _closed = _released = True
-    """Nothing may be done with the store any more; everything that it held was given back. Both until it is open."""
+    """`_closed` means that the store cannot be used, `_released` that all resources are freed.
+    Both are true until the store is open."""
 
     def __init__(self, path: str | os.PathLike[str], config: StoreConfig | None, fs: FileSystem) -> None:
         self._close_lock = threading.RLock()
@@ -153,7 +154,7 @@ class StoreReader(Closing):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called, or this is a forked child of the process that opened the store."""
+        """True if `close` was called, or this is a forked child of the process that opened the store."""
         return self._closed
 
     def check_open(self) -> None:
@@ -162,7 +163,7 @@ class StoreReader(Closing):
 
     @abstractmethod
     def close(self, timeout: Duration = 30) -> None:
-        """Give back all that the store holds."""
+        """Close all files and free all resources."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {str(self.path)!r}{' closed' if self._closed else ''}>"
@@ -170,13 +171,13 @@ class StoreReader(Closing):
     # -- what there is ----------------------------------------------------------------------------------------------
 
     def topics(self) -> list[str]:
-        """Names of the topics that have a queue, sorted."""
+        """Return the names of the topics that have a queue, sorted."""
         self.check_open()
         self.news.catch_up(None)
         return sorted({queue.topic for queue in self.queue_table if queue.max_offset or queue.next_offset})
 
     def queues(self, topic: str) -> list[QueueRef]:
-        """The queues of `topic`, by queue id; TopicNotFoundError without one."""
+        """Return the queues of `topic`, by queue id. Raises TopicNotFoundError if there is none."""
         self.check_open()
         self.news.catch_up(None, topic)
         found = [QueueRef(topic, q.queue_id) for q in self.queue_table.of(topic) if q.max_offset or q.next_offset]
@@ -185,9 +186,9 @@ class StoreReader(Closing):
         return found
 
     def foreign(self) -> list[str]:
-        """Return a sentence for each kind of thing of a RocketMQ broker that is here and that mqstore does not know.
+        """Return a sentence for each kind of file in this directory that only a RocketMQ broker uses.
 
-        None of it is damage, and all of it is left as it is (format#manifest).
+        None of these is damage, and all are left as they are (format#manifest).
         """
         found, queues = [], self.queue_table
         if queues.batch_topics:
@@ -215,7 +216,7 @@ class StoreReader(Closing):
         return found
 
     def queue_named(self, topic: str, queue_id: int, offset: int | None = None) -> ConsumeQueue:
-        """The queue, brought up to date unless `offset` is known to be there already."""
+        """Return the queue, brought up to date unless `offset` is known to exist already."""
         if self._closed:
             self.check_open()
         queue = self.queue_table.get(topic, queue_id)
@@ -230,13 +231,13 @@ class StoreReader(Closing):
         return queue
 
     def offsets(self, topic: str, queue_id: int = 0) -> tuple[int, int]:
-        """(offset of the first message, offset of the next one to come) of a queue."""
+        """Return (offset of the first message, offset of the next one to come) of a queue."""
         queue = self.queue_named(topic, queue_id)
         return queue.min_offset, queue.max_offset
 
     def offsets_or_none(self, topic: str, queue_id: int) -> tuple[int, int] | None:
-        """As `offsets`, for who asks often: None for a queue that no message was put to, and no look for news of
-        other processes."""
+        """Return what `offsets` does, or None for a queue that no message was put to.
+        For callers that ask often: it does not look for news of other processes."""
         queue = self.queue_table.get(topic, queue_id)
         if queue is None:
             return None
@@ -245,8 +246,8 @@ class StoreReader(Closing):
         return (queue.min_offset, queue.max_offset) if queue.next_offset else None
 
     def units(self, topic: str, queue_id: int, offset: int, max_units: int) -> npt.NDArray[np.void]:
-        """Units of a queue from `offset` on as an array (physical_offset, size, tags_code), unread and unverified; none
-        for a queue or an offset that does not exist."""
+        """Return units of a queue from `offset` on as an array (physical_offset, size, tags_code).
+        Empty for a queue or an offset that does not exist. The records are neither read nor verified."""
         queue = self.queue_table.get(topic, queue_id)
         if queue is None:
             return np.empty(0, UNIT_DTYPE)
@@ -268,11 +269,10 @@ class StoreReader(Closing):
         max_bytes: int | None = None,
         tags: str | None = "*",
     ) -> list[Message]:
-        """Messages of a queue from `offset` on; [] at the end. The first is returned however big it is.
+        """Return messages of a queue from `offset` on, or [] at the end. Any size of the first is allowed.
 
-        Raises TopicNotFoundError, OffsetOutOfRangeError (which carries the bounds), FilterError. Messages that cannot
-        be read are passed over and counted (`stats().bad_records`). The log names each file that they are lost from
-        once.
+        Raises TopicNotFoundError, OffsetOutOfRangeError (with the bounds), FilterError. Messages that cannot be read
+        are passed over and counted (`stats().bad_records`). Each file with such messages is logged once.
         """
         result = self.get(topic, queue_id, offset, max_messages, max_bytes=max_bytes, tags=tags)
         if result.messages:
@@ -299,11 +299,12 @@ class StoreReader(Closing):
         tags: str | UnitFilter | None = "*",
         tell: bool = True,
     ) -> GetResult:
-        """As `read`, with a status in place of errors, and where to go on (format#reads). `tags`: or a filter.
+        """Read as `read` does, but return a status instead of errors, and the next offset (format#reads).
 
-        Without `tell` nothing is logged about messages that are passed over, for a caller that reports them itself.
+        `tags` may also be a filter. Without `tell` nothing is logged about messages that are passed over, for a caller
+        that reports them itself.
         """
-        # Who could be given more than is known looks for news first: a thread sees what it has put.
+        # If the read could return more than is known, look for news first, so that a thread sees what it has put.
         queue = self.queue_named(topic, queue_id, offset + max(max_messages, 1) - 1)
         low, high = queue.min_offset, queue.max_offset
         if high == 0:
@@ -333,7 +334,7 @@ class StoreReader(Closing):
                 Request(queue, position, count, unit_filter, left, budget, not messages, tell)
             )
             if before < queue.min_offset and not (found and found[0].offset == before):
-                position = before  # retention took what comes here, and perhaps many behind: who asks for it is told
+                position = before  # retention took the messages here, and the next read will report it
                 break
             messages += found
             if stop:
@@ -352,12 +353,12 @@ class StoreReader(Closing):
     # -- single messages --------------------------------------------------------------------------------------------
 
     def at(self, physical_offset: int) -> Message:
-        """The message whose record starts at `physical_offset`. LookupError when no record that verifies does."""
+        """Return the message whose record starts at `physical_offset`. Raises LookupError without a good one."""
         return self.records.at(physical_offset)
 
     def get_by_id(self, message_id: str) -> Message:
-        """The message with this offset message id. LookupError: gone, or not the start of a record;
-        InvalidMessageError: no message id."""
+        """Return the message with this offset message id.
+        Raises LookupError if no record starts there any more, InvalidMessageError if it is no message id."""
         try:
             _, physical_offset = decode_message_id(message_id)
         except FormatError as error:
@@ -374,9 +375,10 @@ class StoreReader(Closing):
         stop_ms: int = (1 << 62),
         limit: int = 32,
     ) -> list[Message]:
-        """Messages of `topic` that bear `key` (or `unique_key`), stored in [start_ms, stop_ms], newest first.
+        """Return messages of `topic` with this `key` or `unique_key`, newest first.
 
-        The index suggests by hash and second; topic, key and time are then compared on each record.
+        Only messages stored in [start_ms, stop_ms] count. The index finds candidates by hash and second. Topic, key and
+        time are then compared on each record.
         """
         self.check_open()
         if (key is None) == (unique_key is None):
@@ -400,16 +402,16 @@ class StoreReader(Closing):
                     found[physical_offset] = message
             if len(found) >= limit or len(offsets) < asked:
                 break
-            asked *= 4  # other keys of the same hash took places
+            asked *= 4  # some results had other keys of the same hash
         return sorted(found.values(), key=lambda m: m.physical_offset, reverse=True)[:limit]
 
     # -- time -------------------------------------------------------------------------------------------------------
 
     def offset_at(self, topic: str, queue_id: int, when: datetime | int, bound: Bound = "lower") -> int:
-        """The offset that belongs to a time (an aware datetime, or ms since the epoch), format#time-search.
+        """Return the offset for a time, an aware datetime or ms since the epoch (format#time-search).
 
-        `"lower"`: the first message stored at or after it, the end if there is none. `"upper"`: the last message stored
-        at or before it, the first if there is none.
+        `"lower"` means the first message stored at or after it, or the end if there is none. `"upper"` means the last
+        message stored at or before it, or the first if there is none.
         """
         stamp = to_ms(when) if isinstance(when, datetime) else when
         queue = self.queue_named(topic, queue_id)
@@ -426,7 +428,7 @@ class StoreReader(Closing):
         return low if bound == "lower" else max(first, min(low - 1, end - 1)) if end > first else first
 
     def _time_at_or_after(self, queue: ConsumeQueue, slot: int, end: int) -> tuple[int, int | None]:
-        """(slot, store time) of the first readable message in [slot, end)."""
+        """Return (slot, store time) of the first readable message in [slot, end), or (end, None)."""
         while slot < end:
             unit = queue.read(slot, 1)
             physical, size, _ = UNIT.unpack(unit)
@@ -457,13 +459,14 @@ class StoreReader(Closing):
         follow: bool = False,
         tags: str | None = "*",
     ) -> Iterator[Message]:
-        """Messages of one queue in order, or with `queue_id` None of all queues of the topic merged by store time.
+        """Yield messages of one queue in order, or of all queues of the topic, merged by store time.
 
-        `start`: a word, a time, or (one queue) an offset; `stop`: the offset to end before, or None for the end as of
-        now. With `follow` it waits for more, for ever; of several queues it then yields what has come, merged within
-        each round. Where a writer has had to cut what a reader had seen already, following goes on there, and the log
-        says so. The same holds where retention overtakes the reader. Messages that cannot be read are passed over as by
-        `read`. An offset as `start` that is not there is an OffsetOutOfRangeError.
+        `queue_id` None means all queues. `start` is a word, a time, or for one queue an offset. `stop` is the offset
+        to end before. None means the end as of now. With `follow` it waits for more messages without end. It yields
+        those of several queues in rounds, merged within each round. If a writer cuts messages that this reader has
+        seen, following continues at the cut, with a log message. It does the same if retention overtakes the reader.
+        Messages that cannot be read are passed over as by `read`. Raises OffsetOutOfRangeError for a `start` offset
+        that does not exist.
         """
         return iterate(self, topic, queue_id, start=start, stop=stop, follow=follow, tags=tags)
 
@@ -482,10 +485,10 @@ class StoreReader(Closing):
     @property
     @abstractmethod
     def max_offset(self) -> int:
-        """Physical offset of the next record; for a reader the end of the last file."""
+        """Physical offset of the next record, or for a reader the end of the last file."""
 
     def stats(self) -> StoreStats:
-        """A snapshot of counters, lags and sizes."""
+        """Return a snapshot of counters, lags and sizes."""
         return StoreStats(
             gets=self._gets,
             get_bytes=self.records.bytes_read,
@@ -506,11 +509,12 @@ class StoreReader(Closing):
         until: int | None = None,
         max_errors: int | None = None,
     ) -> Verifier:
-        """A `Verifier` of this store: its `findings()` go through everything; for progress look at it meanwhile.
-        `json_checks`: by path within the store, what else than decode a JSON file must (`broker.configchecks`).
-        `until`: a writer has been at work since, and what lies at this physical offset or behind is not judged. Beside
-        a writer that is there now it is the end of what queues list. `max_errors`: findings listed of a range of the
-        log; None: all."""
+        """Return a `Verifier` of this store: `findings()` checks everything, attributes show progress.
+
+        `json_checks` are checks of JSON files beside decoding, by path within the store (`broker.configchecks`). With
+        `until`, a writer has had the store since, and records from this physical offset on are not checked. Beside a
+        present writer a reader's default is the end of the listed records. `max_errors` limits the findings for each
+        range of the log. None means all."""
         self.check_open()
         return self._verifier_until(until)(json_checks=json_checks, max_errors=max_errors)
 
@@ -519,7 +523,7 @@ class StoreReader(Closing):
         """Return the `Verifier` of this store, still without the other options of `verifier`."""
 
     def verify(self) -> Iterator[Finding]:
-        """Everything in the store that is not as it should be (format#damage); nothing for one in order."""
+        """Yield a finding for each fault of the store (format#damage)."""
         return self.verifier().findings()
 
 

@@ -1,7 +1,7 @@
-"""A store opened for reading: beside the process that writes it, or on one that nobody writes (format#readers).
+"""Store opened for reading, with or without another process that writes it (format#readers).
 
-It changes nothing in the directory. What a crash has left stays as it is: `plan_recovery` says what `mqstore recover`
-would do, and `unlisted_queue` whether queues miss messages until somebody does.
+It changes nothing in the directory, even after a crash. `plan_recovery` returns what `mqstore recover` would do.
+`unlisted_queue` shows if queues lack messages until then.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger("mqstore")
 
 
 class ReadOnlyMessageStore(StoreReader):
-    """A store directory, opened for reading. Use `mqstore.open` with mode="r".
+    """Store directory, opened for reading. Use `mqstore.open` with mode="r".
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as store:
@@ -59,8 +59,8 @@ class ReadOnlyMessageStore(StoreReader):
         config: StoreConfig | None = None,
         fs: FileSystem = REAL,
     ) -> None:
-        """`profile`: refuse a store of another. Raises NotAStoreError, ConfigError, CorruptStoreError,
-        UnsupportedStoreError."""
+        """Open the store. With `profile`, refuse a store of another profile.
+        Raises NotAStoreError, ConfigError, CorruptStoreError and UnsupportedStoreError."""
         super().__init__(path, config, fs)
         self.manifest = manifests.resolve(
             self.path, writer=False, create=False, profile=profile, config=self.config, clock=self.clock, fs=fs
@@ -82,8 +82,8 @@ class ReadOnlyMessageStore(StoreReader):
         self._closed = self._released = False
 
     def _load_queues(self) -> None:
-        """Find every queue, and what of it can be read."""
-        for problem in self.parts.missing_in_front():  # no read comes there
+        """Find every queue and its readable part."""
+        for problem in self.parts.missing_in_front():  # no read reaches these segments
             finding = finding_of(problem, self.log_files.segment_bytes)
             self.records.tell_lost(finding, "Its messages are passed over")
         self.queue_table.load(exact=not self.clean_shutdown)
@@ -98,7 +98,7 @@ class ReadOnlyMessageStore(StoreReader):
             self._bound(queue)
 
     def _bound(self, queue: ConsumeQueue) -> None:
-        """Set where a queue that was loaded begins and ends."""
+        """Set the begin and the end of a loaded queue."""
         if not self.clean_shutdown:
             queue.stop_at_hole(self.parts.checkpoint.dispatched or 0)
         queue.correct_min(self.log_files.min_offset)
@@ -109,7 +109,7 @@ class ReadOnlyMessageStore(StoreReader):
 
     @property
     def pending_splice(self) -> Intent | None:
-        """The splice that the writer, or one that died, has under way."""
+        """Bulk append that the writer, or a dead one, has under way."""
         return self.news.pending_splice
 
     def stop_at(self, end: int) -> None:
@@ -120,8 +120,8 @@ class ReadOnlyMessageStore(StoreReader):
     # -- after a crash ----------------------------------------------------------------------------------------------
 
     def place_segments(self) -> dict[str, int]:
-        """Show segment files with wrong names where their records belong. Return the places by file name. Does nothing
-        beside a writer."""
+        """Show segment files with wrong names in their right places. Return the places by file name.
+        Does nothing beside a writer."""
         if writer_alive(self.path, self.fs):
             return {}
         places = misnamed_segments(self.log_files, self.checksum, self.fs)
@@ -133,7 +133,7 @@ class ReadOnlyMessageStore(StoreReader):
         return places
 
     def plan_recovery(self, options: RecoverOptions, progress: Progress | None = None) -> RecoveryReport:
-        """What `mqstore recover` would do to this store; changes nothing. `options`: with `dry_run`."""
+        """Return what `mqstore recover` would do here. Changes nothing. `options` must have `dry_run`."""
         assert options.dry_run
         places = self.place_segments()
         self.queue_table.load(exact=True)
@@ -146,16 +146,17 @@ class ReadOnlyMessageStore(StoreReader):
         return self.recovery
 
     def has_unlisted(self) -> bool:
-        """Whether a crash left messages that no queue lists, and nobody is there who will list them. Who reads by
-        queues misses them until the store is opened for writing, or recovered."""
+        """Return True if a crash left messages that no queue lists, and no writer will list them.
+        Reading by queue skips them until the store is opened for writing, or recovered."""
         return not self.clean_shutdown and self.unlisted_queue() is not None
 
     def unlisted_queue(self, topics: Collection[str] | None = None) -> QueueRef | None:
-        """Return a queue, of `topics` if they are given, that does not list all its messages in the log: after a crash,
-        or because its files are lost. None beside a writer, who will list them.
+        """Return a queue of `topics`, or of all, that does not list all its messages in the log, or None.
 
-        Cheap for a store that mqstore closed, and that has its queues. Else it reads headers of the part of the log
-        that an opening would read, or of all if queues are known to be lost."""
+        The cause is a crash, or lost queue files. Returns None beside a writer, which will list them.
+
+        Cheap if mqstore closed the store and its queues exist. Otherwise it reads headers of the part of the log that
+        an opening would read, or of the whole log if queues are known to be lost."""
         if self.parts.has_all_queues() or self.queue_table.in_rocksdb or writer_alive(self.path, self.fs):
             return None
         wanted: Callable[[str], bool] = (lambda topic: True) if topics is None else topics.__contains__
@@ -181,8 +182,8 @@ class ReadOnlyMessageStore(StoreReader):
         )
 
     def close(self, timeout: Duration = 30) -> None:
-        """Close all files. Calling it again does nothing, except that it closes what an interrupted call has left open.
-        `timeout` is there for what a store open for writing does with it."""
+        """Close all files. Calling it again only closes what an interrupted call has left open.
+        `timeout` is not used here, but by stores open for writing."""
         del timeout
         if self._released or is_held_here(self._close_lock):
             return

@@ -1,4 +1,4 @@
-"""Receipts of puts: where in the store a message went."""
+"""Receipts of puts: the place of a message in the store."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["SendReceipt", "SendReceipts"]
 
 
 class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
-    """Where a message went. `unique_key` is the same in every copy of it; the rest is the address of this copy.
+    """Place of a stored message. `unique_key` is the same in every copy, the rest is about this copy.
 
-    An immutable value. A bare tuple underneath, because a put has no time for anything with an `__init__`.
+    An immutable value. It is a tuple, because an `__init__` would take too much of the time of a put.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -32,17 +32,17 @@ class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
 
     @property
     def queue(self) -> QueueRef:
-        """Which one: topic and queue id."""
+        """Topic and queue id."""
         return self[0]
 
     @property
     def topic(self) -> str:
-        """That of the queue."""
+        """Topic of the queue."""
         return self[0].topic
 
     @property
     def queue_id(self) -> int:
-        """That of the queue."""
+        """Number of the queue in its topic, from 0."""
         return self[0].queue_id
 
     @property
@@ -52,32 +52,32 @@ class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
 
     @property
     def physical_offset(self) -> int:
-        """Where the record starts in the commitlog."""
+        """Physical offset of the record in the commitlog."""
         return self[2]
 
     @property
     def size(self) -> int:
-        """Bytes of the whole record."""
+        """Size of the whole record in bytes."""
         return self[3]
 
     @property
     def store_timestamp_ms(self) -> int:
-        """When it was stored: ms since the epoch."""
+        """Time at which it was stored: ms since the epoch."""
         return self[4]
 
     @property
     def message_id(self) -> str:
-        """The offset message id: store host and physical offset, upper-case hex (format#ids)."""
+        """Offset message id: store host and physical offset, upper-case hex (format#ids)."""
         return encode_message_id(self[5], self[2])
 
     @property
     def unique_key(self) -> str:
-        """The key to deduplicate on; this copy's `message_id` when the message was put without one."""
+        """Key to detect duplicates by. It is this copy's `message_id` if the message was put without a key."""
         return self[6] or self.message_id
 
     @property
     def recall_handle(self) -> str | None:
-        """Of a message delayed to a moment: what cancels it. None of every other."""
+        """Handle that cancels a message that waits for a given time. None for other messages."""
         return None
 
     def __repr__(self) -> str:
@@ -88,7 +88,7 @@ class SendReceipt(tuple[QueueRef, int, int, int, int, bytes, "str | None"]):
 
 
 class SendReceipts(Sequence[SendReceipt]):
-    """The receipts of many messages put together, each made when it is looked at."""
+    """Receipts of many messages put together. Each is created when it is read."""
 
     __slots__ = ("_chunks", "_count", "_host", "_queue", "_unique")
 
@@ -100,7 +100,7 @@ class SendReceipts(Sequence[SendReceipt]):
         self._count = 0
 
     def add(self, offset: int, physical_offset: int, sizes: npt.NDArray[np.int64], store_timestamp_ms: int) -> None:
-        """Messages that lie together, from `physical_offset` on."""
+        """Add messages that lie together, from `physical_offset` on."""
         self._chunks.append((self._count, offset, physical_offset, sizes, store_timestamp_ms))
         self._count += len(sizes)
 

@@ -1,11 +1,11 @@
-"""From units of a queue to messages (format#readers, format#reads).
+"""Reading of the records that units of a queue lead to (format#readers, format#reads).
 
     unit of the queue -> record in a mapped segment -> checks -> Message, a view of the mapping
 
-What a record that does not verify means depends on who reads. To the writer it is damage, to be passed over and
-counted. To another process it may be a record that is just being written, so reading stops before it.
+For the writer a record that does not verify is damage, which is passed over and counted. For another process it may be
+a record that is just being written, so reading stops before it.
 
-Whatever reads, `tell_lost` logs what it passes over: one line for each file while the store is open.
+`tell_lost` logs the messages that any read passes over: one line for each file while the store is open.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = ["LOST_SEGMENTS", "RecordReader", "Request"]
 _log = logging.getLogger("mqstore")
 
 _COMPILED_UNITS = 4096
-"""Units read at once: their messages keep them all."""
+"""Number of units read at once. Their messages keep them all in memory."""
 _LOOK_AHEAD_UNITS = 256
 LOST_SEGMENTS = 1024
-"""A unit that points further behind the end of the log is a damaged one, and no sign of a lost segment."""
+"""If a unit points farther behind the end of the log, the unit is damaged, and no segment is lost."""
 
 
 class Request(NamedTuple):
-    """What a read asks of the units [offset, offset + units) of a queue."""
+    """Request of a read for the units [offset, offset + units) of a queue."""
 
     queue: ConsumeQueue
     offset: int
@@ -55,18 +55,18 @@ class Request(NamedTuple):
     max_messages: int
     max_bytes: int | None
     is_first: bool
-    """Nothing was found before. The first message is returned however big it is."""
+    """True if nothing was found before. Then the first message is returned however big it is."""
     tell: bool
-    """Log what messages are passed over."""
+    """True if messages that are passed over are logged."""
 
 
 class RecordReader:
-    """Reads the records of one store that units lead to."""
+    """Reads the records of a store that units lead to."""
 
     def __init__(self, parts: StoreParts, news: News, checker: RecordChecker, check_open: Callable[[], None]) -> None:
         self.checker = checker
         self.bytes_read = 0
-        """Bytes of the records that were handed out."""
+        """Bytes of the records that were returned."""
         self.bad: set[int] = set()
         """Physical offsets of records that did not verify."""
         self._root, self._fs = parts.root, parts.fs
@@ -76,7 +76,7 @@ class RecordReader:
         self._news = news
         self._check_open = check_open
         self._told: set[str] = set()
-        """Files whose loss or damage the log has a line about."""
+        """Files whose loss or damage has been logged."""
 
     def views(self, asked: Request) -> tuple[list[Message], int, bool]:
         """Return the messages, the offset behind the last unit consumed, and whether a limit ended the read."""
@@ -96,8 +96,8 @@ class RecordReader:
         return messages, after, stop
 
     def _compiled(self, kernel: ModuleType, asked: Request) -> tuple[list[Message], int, bool] | None:
-        """As `_locate`, up to the first unit that is no ordinary message of the segment that the first one lies in.
-        None, and nothing has happened, when that is the very first: `_locate` deals with it."""
+        """Read as `_locate` does, up to the first unit that is no ordinary message of the same segment.
+        Returns None if that is the first unit. Then nothing has changed, and `_locate` handles it."""
         queue, offset, count, unit_filter, max_messages, max_bytes, is_first, _ = asked
         count = min(count, _COMPILED_UNITS)
         units = queue.read(offset, count)
@@ -146,8 +146,8 @@ class RecordReader:
         return messages, after, stop
 
     def _locate(self, asked: Request) -> tuple[list[Stretch], int, bool]:
-        """Return where the records of the units lie, checked; the offset behind the last unit consumed; and whether a
-        limit ended it."""
+        """Return the checked records of the units, the offset behind the last unit consumed, and a flag.
+        The flag is True if a limit ended the read."""
         queue, size = asked.queue, self._run.segment_bytes
         units, slots, after, stop = self._choose(asked)
         physical = units["physical_offset"].astype(np.int64)
@@ -160,16 +160,16 @@ class RecordReader:
             buffer, good = checked.buffer, checked.good
             if buffer is None and physical[low] < self._run.min_offset:
                 queue.correct_min(self._run.min_offset)  # retention took it meanwhile
-                if stretches:  # to be told when it is asked for
+                if stretches:  # reported when it is asked for
                     after, stop = int(slots[low]), True
                     break
                 continue
             if not good.all():
-                self._check_open()  # a close meanwhile takes the segments away: no damage, and nothing to pass over
+                self._check_open()  # a close meanwhile unmaps the segments, which is no damage
                 bad = ~good
                 if not self.checker.passes_over_bad and high == len(physical) and bad[-1]:
-                    # Another process's writer may be at work there: what does not verify yet ends the read, unless
-                    # something behind it does. Then it is damage.
+                    # Another process may be writing this record, so it ends the read, unless a later record verifies.
+                    # Then it is damage.
                     whole = int(np.flatnonzero(good)[-1]) + 1 if good.any() else 0
                     if not self._verifies_behind(queue, int(slots[-1]) + 1):
                         after, stop = int(slots[low + whole]), True
@@ -187,8 +187,8 @@ class RecordReader:
         return stretches, after, stop
 
     def _choose(self, asked: Request) -> tuple[npt.NDArray[np.void], npt.NDArray[np.int64], int, bool]:
-        """Return the units of messages that the read asks for, up to its limits, and their slots; the offset behind the
-        last unit consumed; and whether a limit ended it. A hole is logged as lost."""
+        """Return the units that the read asks for, their slots, the offset behind the last unit, and a flag.
+        The flag is True if a limit ended the read. A hole is logged as lost."""
         queue, offset, count, unit_filter, max_messages, max_bytes, is_first, tell = asked
         units = queue.units(offset, count)
         live = is_message(units)
@@ -215,7 +215,7 @@ class RecordReader:
         return queue.min_offset
 
     def _verifies_behind(self, queue: ConsumeQueue, slot: int) -> bool:
-        """Whether any unit at or behind `slot` leads to a record that verifies."""
+        """Return True if any unit at or behind `slot` leads to a record that verifies."""
         while slot < queue.max_offset:
             count = min(queue.max_offset - slot, _LOOK_AHEAD_UNITS)
             units = queue.units(slot, count)
@@ -240,7 +240,7 @@ class RecordReader:
                 self.tell_lost(self.loss_at(position, 0, queue.ref, slot))
 
     def loss_at(self, physical: int, length: int, ref: QueueRef, slot: int) -> Finding:
-        """Return the finding for the record of a unit that cannot be read: a `missing_segment` or a `bad_record`."""
+        """Return the finding for a unit whose record cannot be read: `missing_segment` or `bad_record`."""
         message = f"{ref.topic}, queue {ref.queue_id}, offset {slot}"
         missing = self.missing_segment(physical)
         if missing is not None:
@@ -250,9 +250,9 @@ class RecordReader:
         return Finding("bad_record", *place, length, f"{message}: the record does not verify")
 
     def missing_segment(self, physical: int) -> str | None:
-        """Return the missing commitlog file, as a path below the store, that held the offset. None if it is there.
+        """Return the missing commitlog file that held the offset, as a path below the store, or None.
 
-        None also for an offset that retention has removed, or that lies far behind the end of the log.
+        Returns None also for an offset that retention has removed, or that lies far behind the end of the log.
         """
         size, run = self._run.segment_bytes, self._run
         if run.find(physical) is not None or not self._run.min_offset <= physical < run.end + LOST_SEGMENTS * size:
@@ -260,7 +260,7 @@ class RecordReader:
         return place_in_file(physical, size)[0]
 
     def tell_lost(self, finding: Finding, then: str = "Messages that cannot be read there are passed over") -> None:
-        """Log a loss that a read has met, unless the same file was named before."""
+        """Log a loss that a read has met, unless the same file was logged before."""
         if finding.file not in self._told:
             self._told.add(finding.file)
             _log.error(
@@ -269,12 +269,12 @@ class RecordReader:
             )
 
     def at(self, physical_offset: int) -> Message:
-        """The message whose record starts at `physical_offset`. LookupError when no record that verifies does."""
+        """Return the message whose record starts at `physical_offset`. Raises LookupError without a good one."""
         self._check_open()
         stop = physical_offset + MIN_RECORD_BYTES
         there = self.checker.segment_at(physical_offset, stop) if physical_offset >= 0 else None
         if there is None:
-            self._check_open()  # a close meanwhile takes the segments away
+            self._check_open()  # a close meanwhile unmaps the segments
             missing = self.missing_segment(physical_offset)
             why = "" if missing is None else f": missing_segment: {missing}"
             raise LookupError(f"{self._root} holds nothing at physical offset {physical_offset}{why}")

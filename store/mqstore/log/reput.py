@@ -1,12 +1,12 @@
-"""The dispatcher: follows the commitlog and builds consume queues and index from it (format#dispatch).
+"""Dispatcher: follows the commitlog and builds consume queues and index from it (format#dispatch).
 
     position --- records ---> end        everything below `position` has its units; readers see units, never the log
 
-It runs in passes, each over what was appended since the last: read, units by queue, index entries, wake who waits.
-The one message that somebody waits for takes the same steps without arrays (`dispatch.few`). Who calls it does not
-matter, a background thread or a reader that wants to see its own put: one lock, one order.
-A put does not wait for it; only a `put_many` of several chunks dispatches what is left before it returns. If a write
-fails, nothing is lost: `position` stays, and the next pass does it again.
+It runs in passes over newly appended records: read them, write units by queue, write index entries, wake waiting
+readers. A single message takes the same steps without arrays (`dispatch.few`). A background thread may call it, or a
+reader that wants to see its own put, under one lock and in one order. A put does not wait for it. Only a `put_many` of
+several chunks dispatches the rest before it returns. If a write fails, nothing is lost: `position` stays, and the next
+pass does it again.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ __all__ = ["Dispatcher", "slot_runs"]
 
 _log = logging.getLogger("mqstore")
 _BATCH = 1 << 15
-"""Records of one pass: those of a chunk of `put_many`. Each pass waits some times for the interpreter, which a thread
-that puts has."""
+"""Maximum number of records of one pass, as many as a chunk of `put_many` has.
+Each pass waits several times for the interpreter, while a thread that puts holds it."""
 _PACE_S, _PACE_BYTES = 0.01, 4 << 20
-"""How long, and for how many bytes, the dispatcher lets puts run before its next pass, while nobody waits: a pass has a
-fixed cost, and each switch of threads costs as much as thousands of puts."""
+"""Time, and number of bytes, for which puts may run before the next pass, if no reader waits.
+A pass has a fixed cost, and each switch of threads costs as much as thousands of puts."""
 _RETRY_MIN_S, _RETRY_MAX_S = 0.1, 10.0
 
 
 def slot_runs(end: int, offsets: npt.NDArray[np.int64] | Sequence[int]) -> list[tuple[int, int]]:
-    """(start, stop) index ranges of `offsets` that are consecutive slots, none below `end` nor below an earlier one.
+    """Return the index ranges (start, stop) of `offsets` that are consecutive, free slots from `end` on.
 
-    A record whose slot is taken already is a repeat and left out: the first one stands (format#unit-append).
+    A record whose slot is taken already is a repeat and left out. The first one counts (format#unit-append).
     """
     if isinstance(offsets, np.ndarray):
         count = len(offsets)
@@ -72,7 +72,7 @@ def slot_runs(end: int, offsets: npt.NDArray[np.int64] | Sequence[int]) -> list[
 
 
 class Dispatcher:
-    """Builds units and index entries for everything below `end_of()`."""
+    """Builds units and index entries for all records below `end_of()`."""
 
     def __init__(
         self,
@@ -85,15 +85,15 @@ class Dispatcher:
     ) -> None:
         self.position = 0
         self.dispatched = 0
-        """Records that got a unit since opening."""
+        """Number of records that got a unit since opening."""
         self.error: Exception | None = None
-        """What stopped the last pass; None once a pass has succeeded again."""
+        """Error that stopped the last pass, or None if it has succeeded."""
         self.listeners: list[Callable[[str, int, int, int], None]] = []
-        """Called with topic, queue id, first new offset and next offset of each queue that has grown, in the
-        dispatching thread; must not block."""
+        """Called with topic, queue id, first new offset and next offset of each queue that has grown.
+        They run in the dispatching thread, and must not block."""
         self.last_store_timestamp_ms = 0
         self.attended = False
-        """Somebody needs news at once, and hears of it by `listeners`."""
+        """True if somebody needs news at once, and gets it by `listeners`."""
         self._log = log
         self._queues = queues
         self._index = index
@@ -107,10 +107,10 @@ class Dispatcher:
         self._unsafe: set[str] = set()
 
     def run_once(self) -> int:
-        """Dispatch everything appended before this call, and perhaps more. Return the number of bytes dispatched.
+        """Dispatch all records appended before this call, and perhaps more. Return the number of bytes.
 
-        Called by a signal handler that interrupted a pass, it does nothing. Raises whatever writing units or index
-        entries raised.
+        Does nothing in a signal handler that interrupted a pass. Raises the errors of writing units or index
+        entries.
         """
         if is_held_here(self._turn):
             return 0
@@ -118,7 +118,7 @@ class Dispatcher:
             return self._run()
 
     def run_again(self) -> int:
-        """Dispatch as `run_once`, but after every thread that is waiting there: for a thread that loops."""
+        """Dispatch as `run_once` does, but after all threads that wait there. For a thread that loops."""
         with self._turn:
             pass
         return self._run()
@@ -138,7 +138,7 @@ class Dispatcher:
             return self.position - begin
 
     def run_thread(self, wakeups: Wakeups, errors: TaskErrors) -> None:
-        """Run in the dispatcher thread until the store is closed. A pass that fails is noted, and tried again."""
+        """Run in the dispatcher thread until the store is closed. A failed pass is noted, and tried again."""
         bell = wakeups.dispatcher
         retry_s = _RETRY_MIN_S
         while not wakeups.stopping:
@@ -159,14 +159,14 @@ class Dispatcher:
                 wakeups.wake_dispatcher_at(NEVER)
                 continue
             wakeups.wake_dispatcher_at(0)
-            # A put between our pass and that line saw no alarm: look again before sleeping.
+            # A put between the pass and that line saw no alarm, so check again before sleeping.
             if self.position >= self._end_of():
                 bell.wait()
             wakeups.wake_dispatcher_at(NEVER)
 
     def catch_up(self) -> bool:
-        """As `run_once`, for a reader: what hinders dispatch is noted and shows in `stats()`, what is dispatched can
-        still be read. Whether all is dispatched."""
+        """Dispatch as `run_once` does, for a reader. Return True if all is dispatched.
+        An error of dispatch is noted and shows in `stats()`. Dispatched messages can still be read."""
         try:
             self.run_once()
         except OSError as error:
@@ -174,11 +174,11 @@ class Dispatcher:
         return self.error is None
 
     def _pass(self, end: int, spares: Spares) -> None:
-        """One stretch: the rest of a segment, or `_BATCH` records of it."""
+        """Dispatch the rest of a segment, or `_BATCH` records of it."""
         run = self._log.run
         segment = run.find(self.position)
         if segment is None:
-            # The front was dropped under a dispatcher that lay far behind.
+            # Retention removed the front while the dispatcher was far behind.
             following = [start for start in run.starts if start > self.position]
             self.position = min(end, following[0]) if following else end
             return
@@ -217,7 +217,7 @@ class Dispatcher:
         self._dispatch(output, position)
         self.position = position
         if output.last_store_timestamp_ms is not None:
-            # After the position: who reads the two in this order never has a time of records beyond it.
+            # After the position: code that reads both in this order never gets a time of later records.
             self.last_store_timestamp_ms = output.last_store_timestamp_ms
 
     def _dispatch(self, output: Output, position: int) -> None:
@@ -232,27 +232,27 @@ class Dispatcher:
                 for start, stop in slot_runs(queue.max_offset, offsets):
                     first = int(offsets[start])
                     queue.write(first, units[start * UNIT_BYTES : stop * UNIT_BYTES])
-                    # Now: who waits is told whatever ends this pass half-way.
+                    # Noted now, so that waiting readers are woken even if an error ends this pass.
                     if not grown or grown[-1][0] is not queue:
                         grown.append((queue, first))
                     queue.publish(first + stop - start)
                     self.dispatched += stop - start
             if len(output.entry_hash):
-                with suppress(OSError):  # they wait in memory: `put_pending` says what hinders them
+                with suppress(OSError):  # they wait in memory, and `put_pending` raises the error
                     self._index.put(
                         output.entry_hash, output.entry_physical_offset, output.entry_store_timestamp_ms, end=position
                     )
-        finally:  # a queue that another's full disk came behind is visible all the same
+        finally:  # queues that were written before an error are visible
             for queue, begin in grown:
                 self._wake(queue)
                 for listener in self.listeners:
                     try:
                         listener(queue.topic, queue.queue_id, begin, queue.max_offset)
-                    except Exception:  # its trouble, not that of the messages
+                    except Exception:  # must not affect the messages
                         _log.exception("a listener failed on %s/%d", queue.topic, queue.queue_id)
 
     def put_pending(self) -> None:
-        """Put index entries that found no room when their records were dispatched. Raises what hinders them still."""
+        """Put index entries that found no room at dispatch. Raises the error if there is still none."""
         if self._index.pending:
             with self._lock:
                 self._index.put_pending()
@@ -275,7 +275,7 @@ class Dispatcher:
                 self._parked.pop(queue, None)
 
     def wake_all(self) -> None:
-        """Let every waiter go, and whoever comes later not wait at all: the store is closing."""
+        """Wake all waiting threads, and let later ones not wait, since the store is closing."""
         with self._parked_lock:
             self._closing = True
             for bells in self._parked.values():
@@ -288,15 +288,15 @@ class Dispatcher:
         return self.attended or bool(self._parked)
 
     def wait(self, queue: ConsumeQueue, offset: int, timeout_s: float, on_parked: Callable[[], None]) -> bool:
-        """Park until `queue` grows, or the time is up; whether it has a unit at `offset`. `on_parked` is called once
-        this thread is sure to be woken by any later dispatch."""
+        """Wait until `queue` grows, or the time is up. Return True if it has a unit at `offset`.
+        `on_parked` is called when any later dispatch is sure to wake this thread."""
         bell = Bell()
         try:
             with self._parked_lock:
                 if self._closing:
                     return queue.max_offset > offset
                 self._parked.setdefault(queue, []).append(bell)
-            # Only now: what was dispatched before we were on the list has woken nobody.
+            # Checked only now, since a dispatch before this thread was on the list has not woken it.
             if queue.max_offset > offset:
                 return True
             on_parked()

@@ -1,9 +1,9 @@
-"""What a retention policy no longer keeps: whole segments, oldest first, never the last (format#retention).
+"""Retention: deletion of whole segments, oldest first, never the last one (format#retention).
 
-Age is the store time of a segment's last record, not the file's: a directory that was copied is not young.
+Age is the store time of a segment's last record, not the file's, since a copied directory is not young.
 
-Segments beyond the end of the log are those of a splice under way. They count for nothing: it may yet be taken back,
-and what was deleted to make room for it would be lost for nothing.
+Segments beyond the end of the log belong to a bulk append under way. They do not count: it may still be undone, and
+messages deleted to make room for it would be lost for nothing.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Retainer:
         self._lock = threading.Lock()
         self._newest_times: dict[int, int] = {}
         self._dropped_before = 0
-        """Queues and index know that the log begins there."""
+        """Start of the log that queues and index know."""
 
     def expired(self, policy: Retention) -> int:
-        """Return the physical offset below which `policy` keeps nothing; 0 if it keeps everything."""
+        """Return the physical offset below which `policy` keeps nothing, or 0 if it keeps everything."""
         parts = self._parts
         with self._lock:
             return expired_before(parts.log_files, policy, self._log.end, parts.clock.now_ms(), self._newest_times)
@@ -62,8 +62,8 @@ class Retainer:
         parts, run = self._parts, self._parts.log_writer
         bound = min(physical_offset, self._log.end, self._settled())
         starts = run.starts
-        # Once the records are gone, only the units show the numbers of a queue: a queue that a power cut took them from
-        # would count from 0 again.
+        # Without the records, only the units show the offsets of a queue. If a power cut took them, the queue would
+        # count from 0 again.
         if len(starts) > 1 and starts[1] <= bound:
             if not self._checkpointer.sync_units():
                 advice = ": close the store and open it again" if self._checkpointer.is_doubtful else ""
@@ -74,7 +74,7 @@ class Retainer:
             self._checkpointer.note_log_start(next((start for start in starts if start > ends), starts[-1]))
         try:
             return run.drop_before(bound)
-        finally:  # what is gone is gone, even if the next one could not be deleted
+        finally:  # some segments may be deleted even if the next one could not be
             first = self._log.min_offset
             if first > self._dropped_before:
                 for queue in parts.queue_table:
@@ -84,11 +84,11 @@ class Retainer:
 
 
 def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, known: dict[int, int]) -> int:
-    """The physical offset below which `policy` keeps nothing; 0 when it keeps all.
+    """Return the physical offset below which `policy` keeps nothing, or 0 if it keeps everything.
 
-    `end`: where the log ends. `known`: start of segment -> store time of its last record (ms), kept by the caller from
-    one time to the next. To find it out every page of the segment is read, and the oldest is asked for every few
-    seconds for days."""
+    `end` is the end of the log. `known` has the store time (ms) of the last record of segments, by their start. The
+    caller keeps it between calls: finding the time reads every page of a segment, and the oldest one is examined every
+    few seconds for days."""
     listed = run.segments()
     segments = [segment for segment in listed if segment.start < end]
     size = run.segment_bytes
@@ -107,19 +107,19 @@ def expired_before(run: SegmentRun, policy: Retention, end: int, now_ms: int, kn
             if policy.age is None or (newest is not None and newest + seconds(policy.age, "age") * 1000 > now_ms):
                 break
             if newest is None:
-                continue  # nothing readable, so no age of its own: it goes with the next segment that is old
+                continue  # without a readable record it has no age, and is deleted with the next old segment
         bound = segment.end
     return bound
 
 
 def _bytes_over(run: SegmentRun, ratio: float) -> int:
-    """How many bytes too many the file system holds."""
+    """Return the number of bytes on the file system beyond the allowed `ratio`."""
     used, total = _disk_usage(run)
     return max(0, used - int(total * ratio))
 
 
 def disk_ratio(run: SegmentRun) -> float:
-    """How full the file system is, from 0 to 1; 0 where there is no log, as in a store that was never written to."""
+    """Return the used part of the file system, from 0 to 1, or 0 if there is no log yet."""
     try:
         used, total = _disk_usage(run)
     except FileNotFoundError:
@@ -128,14 +128,14 @@ def disk_ratio(run: SegmentRun) -> float:
 
 
 def _disk_usage(run: SegmentRun) -> tuple[int, int]:
-    """(used, total) bytes of the file system, as `df` counts them."""
+    """Return (used, total) bytes of the file system, as `df` counts them."""
     usage = os.statvfs(run.directory)
     used = (usage.f_blocks - usage.f_bfree) * usage.f_frsize
     return used, used + usage.f_bavail * usage.f_frsize
 
 
 def _newest_time(run: SegmentRun, start: int, known: dict[int, int]) -> int | None:
-    """Store time (ms) of the last record of a full segment; None when no record leads there."""
+    """Return the store time (ms) of the last record of a full segment, or None if no record leads there."""
     if start in known:
         return known[start]
     segment = run.find(start)

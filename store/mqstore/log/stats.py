@@ -1,4 +1,4 @@
-"""What a store tells of itself: counters, latencies, lags (delivery#statistics)."""
+"""Statistics of a store: counters, latencies, lags (delivery#statistics)."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ class Histogram:
         self._counts[bucket if bucket < _BUCKETS else _BUCKETS - 1] += 1
 
     def buckets(self) -> dict[int, int]:
-        """Upper bound in nanoseconds -> how many durations fell below it and not below the one before."""
+        """Return upper bound in nanoseconds -> number of durations below it and not below the one before."""
         return {1 << bucket: number for bucket, number in enumerate(self._counts) if number}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:
-    """A snapshot. Counters run from opening; lags and sizes are as of now, in bytes. A store opened for reading has no
-    more than the defaults of what a writer counts.
+    """Snapshot of the statistics of a store.
+
+    Counters run from opening. Lags and sizes are as of now, in bytes. In a store opened for reading, counters of a
+    writer have their defaults.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -49,29 +51,29 @@ class StoreStats:
     """
 
     puts: int = 0
-    """Messages appended that have a number in a queue."""
+    """Number of messages appended that have a queue offset."""
     put_bytes: int = 0
     """Bytes appended, BLANKs included."""
     failed_puts: int = 0
-    """Calls that raised: what they were given was refused, or could not be stored, or not be known to be on disk."""
+    """Number of failed puts: refused, not stored, or not known to be on disk."""
     gets: int
-    """Messages handed out."""
+    """Number of messages returned."""
     get_bytes: int
     """Bytes of their records."""
     dispatched: int = 0
-    """Messages that got a unit."""
+    """Number of messages that got a unit."""
     put_latency_ns: dict[int, int] = field(default_factory=dict, repr=False)
     """A sample of put durations, one of 64 in each queue: upper bound in nanoseconds -> count."""
     put_longest_ns: int = 0
     """The longest of that sample."""
     flush_latency_ns: dict[int, int] = field(default_factory=dict, repr=False)
-    """Durations of commitlog syncs, likewise."""
+    """Durations of commitlog syncs: upper bound in nanoseconds -> count."""
     dispatch_lag_bytes: int = 0
-    """Appended and not yet visible to readers."""
+    """Bytes appended and not yet visible to readers."""
     flush_lag_bytes: int = 0
-    """Appended and not yet known to be on disk."""
+    """Bytes appended and not yet known to be on disk."""
     index_pending: int = 0
-    """Index entries that wait for room on the disk."""
+    """Number of index entries that wait for room on the disk."""
     min_offset: int
     """First physical offset that is kept."""
     max_offset: int
@@ -80,15 +82,15 @@ class StoreStats:
     commitlog_bytes: int
     """Bytes of segment files."""
     disk_ratio: float
-    """How full the file system of the log is, as `df` counts it."""
+    """Used part of the file system of the log, as `df` counts it."""
     opened_ms: int
-    """When the store was opened; wall clock."""
+    """Wall time at which the store was opened."""
     queues: int
     bad_records: int
-    """Records that failed verification when they were to be handed out, and were passed over."""
+    """Number of records that failed verification when they were read, and were passed over."""
     inbox_spliced: int = 0
-    """Bundles of the inbox that were taken in since opening (spark#inbox)."""
+    """Number of bundles of the inbox that were appended since opening (spark#inbox)."""
     inbox_refused: int = 0
-    """Bundles that were moved to `inbox/refused/` since opening."""
+    """Number of bundles that were moved to `inbox/refused/` since opening."""
     errors: dict[str, str] = field(default_factory=dict)
-    """Background task -> what it last failed with; empty when all is well."""
+    """Last error by background task. Empty if all have succeeded."""

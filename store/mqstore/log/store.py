@@ -1,4 +1,4 @@
-"""The message store: the log's door. Opening, putting, keeping house, closing.
+"""Message store as one object, open for writing: opening, putting, housekeeping, closing.
 
     put -> commitlog -> (dispatcher) -> consume queue + index -> read
 
@@ -6,8 +6,8 @@
     dispatcher   builds units from what was appended, wakes waiting readers  a put; 10 ms or 4 MiB while puts go on
     flusher      interval syncs, checkpoint, next segment, retention         its next due time, or a position in the log
 
-Both are plain `run` functions that a test with a clock of its own calls by hand (`dispatch`, `run_once`). A put with
-durability "flush" syncs in its own thread, or waits for the one who does. Nothing here knows of consumer groups.
+Both are plain `run` functions. A test with a simulated clock calls `dispatch` and `run_once` instead. A put with
+durability "flush" syncs in its own thread, or waits for another that does. Nothing here knows consumer groups.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def _close_all() -> None:
     for store in list(_open_stores):
         try:
             store.close()
-        except Exception:  # nobody is left to be told, and the others have a right to a clean end
+        except Exception:  # there is no caller to report to, and the other stores must still be closed cleanly
             _log.exception("%s: not closed cleanly", store.path)
 
 
 def _disown_all() -> None:
-    # In a forked child: the mappings are shared with the parent, who goes on writing them.
+    # In a forked child the mappings are shared with the parent, which continues to write them.
     for store in list(_open_stores):
         store._disown()
 
@@ -96,7 +96,7 @@ def _by_writer(method: Callable[Concatenate[LogWriter, _P], _R]) -> Callable[Con
 
 
 class MessageStore(StoreReader, Sending):
-    """A store directory, opened. Use `mqstore.open`.
+    """Store directory, opened for writing. Use `mqstore.open`.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.engine.MessageStore(folder) as store:
@@ -146,7 +146,7 @@ class MessageStore(StoreReader, Sending):
             self._errors.attempt("inbox", self.take_inbox)
             if self._background:
                 self._start_threads()
-        except BaseException:  # nobody else would ever give the lock back
+        except BaseException:  # nobody else would release the lock
             if not self._closed:
                 self.close()
             else:
@@ -156,7 +156,7 @@ class MessageStore(StoreReader, Sending):
     # -- opening ----------------------------------------------------------------------------------------------------
 
     def _build(self, txn: TxnFile) -> None:
-        """Make what works on the parts."""
+        """Create the objects that work on the parts."""
         parts, config, errors = self.parts, self.config, self._errors
         pages = PagesAhead(parts.log_writer, self.clock)
         flushes = self.durability == "flush"
@@ -176,7 +176,7 @@ class MessageStore(StoreReader, Sending):
         )
         self.on_growth = self._dispatcher.listeners
         self.retention_bound: Callable[[Retention], int] | None = None
-        """What a broker above still needs: `clean` deletes nothing at or behind this physical offset."""
+        """Returns the physical offset from which a broker still needs the log: `clean` deletes nothing there."""
         self._read_by(OwnNews(self._dispatcher, self.wakeups, visible_end=visible_end, check_open=self.check_open))
         self._checkpointer = Checkpointer(parts, self._dispatcher, errors)
         self.background = BackgroundWork(
@@ -229,7 +229,7 @@ class MessageStore(StoreReader, Sending):
         self._dispatcher.last_store_timestamp_ms = outcome.last_store_timestamp_ms
         self.wakeups.pages.reset(end)
         if self.manifest.profile == "mqstore":
-            # Segments that it has lost at its beginning stay noted, until retention comes there.
+            # Segments lost at its beginning stay in the checkpoint, until retention has passed them.
             noted = parts.checkpoint.log_start if parts.log_files.starts else None
             self._checkpointer.log_start = self._log.min_offset if noted is None else min(noted, self._log.min_offset)
         self._checkpointer.save(
@@ -253,29 +253,29 @@ class MessageStore(StoreReader, Sending):
     take_put_times = _by_writer(LogWriter.take_put_times)
 
     def flush(self) -> None:
-        """Return once everything put before is on disk. Raises FlushFailedError, FlushTimeoutError."""
+        """Return when all earlier puts are on disk. Raises FlushFailedError, FlushTimeoutError."""
         self.check_open()
         self._syncs.flush()
 
     # -- dispatch and waiting ---------------------------------------------------------------------------------------
 
     def dispatch(self) -> int:
-        """Make everything put so far visible, now, in this thread; bytes done. Readers do it by themselves."""
+        """Make all earlier puts visible, in this thread. Return the bytes dispatched. Reads do it themselves."""
         self.check_open()
         done = self._dispatcher.run_once()
         self._dispatcher.put_pending()
         return done
 
     def wait(self, topic: str, queue_id: int, offset: int, timeout: Duration) -> bool:
-        """Block until the queue has a message at `offset`, or `timeout` seconds have passed; whether it has."""
+        """Wait up to `timeout` seconds until the queue has a message at `offset`. Return True if it has."""
         queue = self.queue_named(topic, queue_id, offset)
         return self.news.wait(queue, offset, seconds(timeout, "timeout"), lambda: self.closed)
 
     def attend(self, waiting: bool) -> None:
-        """Note whether somebody waits for `on_growth`. While this is so, what is put becomes visible at once, and not
-        when the dispatcher has let puts run for a while."""
+        """Note whether somebody waits for `on_growth`.
+        Meanwhile puts become visible at once, and not after the dispatcher has let puts run for a while."""
         self._dispatcher.attended = waiting
-        if waiting and self.wakeups.dispatcher_mark:  # it may be in that pause
+        if waiting and self.wakeups.dispatcher_mark:  # the dispatcher may be letting puts run
             self.wakeups.dispatcher.ring()
 
     # -- housekeeping -----------------------------------------------------------------------------------------------
@@ -288,8 +288,8 @@ class MessageStore(StoreReader, Sending):
             self._threads = (*self._threads, thread)
 
     def run_once(self, now_ms: int) -> int:
-        """Do the background work that is due at `now_ms` (monotonic); when to come again. For tests that own the clock.
-        A task that fails is logged, shows in `stats().errors`, and is tried again."""
+        """Do the background work that is due at `now_ms` (monotonic). Return when to call again.
+        For tests with a simulated clock. A task that fails is logged, shows in `stats().errors`, and is tried again."""
         return self.background.run_once(now_ms)
 
     # -- splicing ---------------------------------------------------------------------------------------------------
@@ -303,52 +303,53 @@ class MessageStore(StoreReader, Sending):
         progress: Progress | None = None,
         remembered: bool = True,
     ) -> SpliceResult:
-        """Append the records of staged shards, in the given order, all of them or none, durably (spark#splice).
+        """Append the records of staged shards durably, in the given order, all or none (spark#splice).
 
-        `shards`: folders as `log.shard` describes them. `app`, `version`: who splices what; a version that is not above
-        the last one of that application is in already, and nothing is done. All shards are checked before anything is
-        written. Puts wait meanwhile, readers see the records at the end, all together. `progress(done, total)` is told
-        bytes, each counted twice: checked and copied; what it raises takes the splice back. Without `remembered` the
-        version is not kept: for who draws a new `app` each time, and never splices the same again.
+        `shards` are folders as in `log.shard`. `app` and `version` identify this bulk append. If the version is not
+        above the last one of the application, it is in already, and nothing is done. All shards are checked before
+        anything is written. Puts wait meanwhile. Readers see all records together at the end. `progress(done, total)`
+        gets bytes, each counted twice: checked and copied. Its errors undo the bulk append. Without `remembered` the
+        version is not saved, for callers that use a new `app` each time and never repeat a bulk append.
 
-        Raises FormatError for a bad shard, ConfigError for a bad `app` or `version`, StoreFullError and StoreIOError
-        (in each case the store is as before), FlushFailedError (not known; opening the store anew decides it, and a
-        second splice finds out), ReadOnlyStoreError, StoreBusyError, StoreClosedError.
+        Raises FormatError for a bad shard, ConfigError for a bad `app` or `version`, StoreFullError and StoreIOError.
+        Then the store is as before. After FlushFailedError the result is not known: the next opening decides it, and a
+        repeated call shows it. Also raises ReadOnlyStoreError, StoreBusyError and StoreClosedError.
         """
         self.check_open()
         splice = self._bulk.splicer.splice
         return self._bulk.show(splice(shards, app=app, version=version, progress=progress, remembered=remembered))
 
     def spliced_version(self, app: str) -> int:
-        """The last version that was spliced for `app`; -1: none, or none that is remembered. Of a store open for
-        writing."""
+        """Return the last version that was appended in bulk for `app`, or -1 if none is remembered."""
         self.check_open()
         return self._bulk.txn.state.version_of(app)
 
     def take_inbox(self) -> int:
-        """Splice the bundles that wait in `inbox/`, now, in this thread; how many. Opening does it, and the
-        background work from time to time. Raises what keeps one from being taken in; bad ones are moved aside."""
+        """Append the bundles that wait in `inbox/`, in this thread. Return how many.
+        Opening does this, and the background work from time to time. Raises the error that keeps a bundle from being
+        appended. Bad bundles are moved aside."""
         with self._bulk.lock:
             self.check_open()
             return self._bulk.inbox.run_once()
 
     def enter_topics_by(self, create_topics: CreateTopics) -> None:
-        """For a broker: have topics of bundles entered by `create_topics` from now on, and those of bundles that were
-        spliced without a broker at once (spark#splice)."""
+        """Create the topics of bundles with `create_topics` from now on (spark#splice). For a broker.
+        Topics of bundles that were appended without a broker are created at once."""
         self._bulk.enter_topics_by(create_topics, self._errors)
 
     # -- retention --------------------------------------------------------------------------------------------------
 
     def drop_before(self, physical_offset: int) -> list[str]:
-        """Delete whole segments below `physical_offset`, oldest first, never the one being written; consume queues and
-        index follow. The names of the deleted segments. A view that is held stays valid (format#retention).
+        """Delete whole segments below `physical_offset`, oldest first, never the one that is written.
 
-        Raises FlushFailedError, nothing deleted, when the units of what stays cannot be made durable."""
+        Consume queues and index follow. Returns the names of the deleted segments. Messages that a program holds stay
+        valid (format#retention). Raises FlushFailedError, with nothing deleted, if the units of the remaining records
+        cannot be made durable."""
         self.check_open()
         return self._retainer.drop_before(physical_offset)
 
     def clean(self, retention: Retention | None = None) -> list[str]:
-        """Delete what `retention` (default: the store's) no longer keeps; the names of the deleted segments."""
+        """Delete segments that `retention` (default: the store's) does not keep. Return their names."""
         self.check_open()
         policy = retention or self.config.retention
         if policy is None:
@@ -359,7 +360,8 @@ class MessageStore(StoreReader, Sending):
         return self.drop_before(bound) if bound else []
 
     def expired(self, retention: Retention) -> int:
-        """The physical offset below which `retention` keeps nothing, whoever still needs it; 0: it keeps everything."""
+        """Return the physical offset below which `retention` keeps nothing, or 0 if it keeps everything.
+        Ignores what a broker still needs."""
         self.check_open()
         return self._retainer.expired(retention)
 
@@ -402,10 +404,10 @@ class MessageStore(StoreReader, Sending):
     # -- closing ----------------------------------------------------------------------------------------------------
 
     def close(self, timeout: Duration = 30) -> None:
-        """Dispatch, flush, write the checkpoint, and give the lock back.
+        """Dispatch, flush, write the checkpoint, and release the lock.
 
-        A store whose last sync failed, or whose closing was interrupted, is not declared clean: the next opening reads
-        the log again. Calling it again does nothing, except that it gives back whatever an interrupted call has kept.
+        A store whose last sync failed, or whose closing was interrupted, is not marked clean: the next opening reads
+        the log again. Calling it again only releases what an interrupted call has kept.
         """
         timeout_s = seconds(timeout, "timeout")
         if self._released or is_held_here(self._close_lock):
@@ -430,16 +432,16 @@ class MessageStore(StoreReader, Sending):
             self._dispatcher.wake_all()
             self.wakeups.stop()
             self._join_threads(timeout_s)
-            with self._bulk.lock:  # who splices sees that we are closing, and takes it back
+            with self._bulk.lock:  # a bulk append sees that the store is closing, and undoes itself
                 failed = self._log.failed
                 self._log.poison(closed)
             if failed is None:
                 self._finish()
-        finally:  # Ctrl-C in between costs the clean end, but nobody puts from here on, and the lock is given back
+        finally:  # Ctrl-C in between costs the clean end, but puts are refused, and the lock is released
             self.wakeups.stop()
             self._log.poison(closed)
             self._join_threads(timeout_s)
-            # Its files must not be taken from a splice that takes itself back.
+            # The files must not be closed while a bulk append undoes itself.
             with self._bulk.lock:
                 self._release()
 
@@ -448,7 +450,7 @@ class MessageStore(StoreReader, Sending):
             thread.join(timeout_s)
 
     def _finish(self) -> None:
-        """Everything a clean end promises (format#opening); until the last line a crash is a crash."""
+        """Do all that a clean end needs (format#opening). Until the last line, a crash is not a clean end."""
         if (soiled := self._log.settle()) is not None:
             self._log.run.sync(*soiled)
         if self._log.end > self._commit.flushed:
@@ -470,16 +472,16 @@ class MessageStore(StoreReader, Sending):
         digest, last = self.queue_table.digest(), self.parts.last_record(end)
         self._checkpointer.save(end, end, index_ms=index_ms, clean_end=end, last_record=last, queues=digest)
         if (self.queue_table.batch_topics and not self.clean_shutdown) or self.queue_table.in_rocksdb:
-            return  # with the mark there RocketMQ reads the log again, and such queues get what they lack
+            return  # because of the mark RocketMQ reads the log again, and completes such queues
         self._abort.clear()
 
     def _release(self) -> None:
         if any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread()):
-            # It may be writing. Beside another writer that would be two.
+            # It may be writing, and another process must not become a second writer.
             _log.error("%s: a background thread still runs, so its lock is kept; close the store again", self.path)
             return
         try:
-            if hasattr(self, "parts"):  # opening may have ended before that
+            if hasattr(self, "parts"):  # opening may have failed before that
                 self.parts.close()
         finally:
             if self._lock is not None:
@@ -488,7 +490,7 @@ class MessageStore(StoreReader, Sending):
             _open_stores.discard(self)
 
     def _disown(self) -> None:
-        """In a forked child: never touch the parent's files again."""
+        """Never touch the parent's files again, in a forked child."""
         self._closed = self._released = True
         self.wakeups.stopping = True
         self._log.disown(StoreClosedError(f"{self.path} belongs to the process that forked this one; open it here"))

@@ -1,7 +1,7 @@
-"""A stretch: messages of one queue whose records lie in one segment, in queue order, as arrays.
+"""Stretch: messages of one queue whose records lie in one segment, in queue order, as arrays.
 
-What a read finds, before its caller gets views of it. Everything here has been checked. Of few messages a
-read keeps no arrays, only `Few`: what views of them share.
+A read finds stretches, and its caller gets views of them. All their records have been checked. For few messages a read
+keeps no arrays, only a `Few` that their views share.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ __all__ = ["FEW", "Few", "Stretch"]
 _Int64s = npt.NDArray[np.int64]
 _NOT_PLAIN = COMPRESSED | BORN_HOST_V6 | STORE_HOST_V6
 FEW = 16
-"""Up to so many units one struct at a time is no slower than arrays."""
+"""For up to this many units, one struct at a time is no slower than arrays."""
 
 
 @dataclass(slots=True)
 class Stretch:
-    """`starts` and `sizes` are those of the records in `buffer`; `tags_codes` and `slots` those of their units."""
+    """Messages of one queue in one segment.
+    `starts` and `sizes` are those of the records in `buffer`, `tags_codes` and `slots` those of their units."""
 
     queue: QueueRef
     buffer: mmap.mmap | bytes
@@ -38,7 +39,7 @@ class Stretch:
     tags_codes: _Int64s
     slots: _Int64s
     known_headers: Headers | None
-    """Of these very records, if the check has gathered them already."""
+    """Headers of these records, if the check has gathered them already."""
     known_ends: _Int64s | None = None
     """`body_ends`, if the check has found them already."""
 
@@ -52,7 +53,7 @@ class Stretch:
         return self.known_headers
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> Stretch:
-        """The messages that a mask chooses."""
+        """Return the messages that a mask chooses."""
         return Stretch(
             self.queue,
             self.buffer,
@@ -64,26 +65,26 @@ class Stretch:
         )
 
     def tags_code(self, slot: int) -> int:
-        """Of the unit in `slot`."""
+        """Return the tags code of the unit in `slot`."""
         return int(self.tags_codes[np.searchsorted(self.slots, slot)])
 
     @property
     def plain(self) -> npt.NDArray[np.bool_]:
-        """Which bodies need nothing but a slice: stored as sent, behind two IPv4 hosts."""
+        """Mask of the bodies that need only a slice: stored as sent, behind two IPv4 hosts."""
         plain: npt.NDArray[np.bool_]
         plain = self.known_ends >= 0 if self.known_ends is not None else (self.headers.sys_flag & _NOT_PLAIN) == 0
         return plain
 
     @property
     def plain_sizes(self) -> _Int64s:
-        """Bytes of the bodies that are plain; of others it says nothing."""
+        """Sizes in bytes of the plain bodies. Those of other bodies have no meaning."""
         if self.known_ends is not None:
             return self.known_ends - self.starts - BODY_AT_V4
         return self.headers.plain_body_size.astype(np.int64)
 
     def body_ends(self) -> Iterable[int]:
-        """Where the body of each record ends, -1 for one that is compressed or has a host that is not IPv4: worked out
-        for all at once, unless there are few."""
+        """Return the end of each record's body, or -1 if it is compressed or has a host that is not IPv4.
+        The ends are computed for all at once, unless there are few."""
         if self.known_ends is not None:
             known: list[int] = self.known_ends.tolist()
             return known
@@ -96,18 +97,18 @@ class Stretch:
 
 
 class Few:
-    """Messages of one queue whose records lie in one segment, without arrays: enough to make `Message`s of."""
+    """Messages of one queue in one segment, without arrays: enough to make `Message`s of."""
 
     __slots__ = ("_first", "_units", "buffer", "queue")
 
     def __init__(self, queue: QueueRef, buffer: mmap.mmap | bytes, units: bytes, first: int) -> None:
-        """`units`: those of the slots from `first` on, of these messages and maybe of others."""
+        """`units` are those of the slots from `first` on, of these messages and maybe of others."""
         self.queue = queue
         self.buffer = buffer
         self._units = units
         self._first = first
 
     def tags_code(self, slot: int) -> int:
-        """Of the unit in `slot`."""
+        """Return the tags code of the unit in `slot`."""
         code: int = UNIT.unpack_from(self._units, (slot - self._first) * UNIT_BYTES)[2]
         return code

@@ -1,4 +1,4 @@
-"""Syncs of a log that is written: how far it is on disk, and who waits for that (format#flush)."""
+"""Syncs of a log: its durable end, and callers that wait for it (format#flush)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["LogSyncs"]
 
 
 class LogSyncs:
-    """Durability of a log. A caller that waits for the disk syncs in its own thread, or shares the sync of another."""
+    """Durability of a log. A caller that waits for the disk syncs in its own thread, or shares a sync."""
 
     def __init__(self, parts: StoreParts, log: CommitLog, wakeups: Wakeups, *, by_default: bool) -> None:
         self.by_default = by_default
-        """True if a put waits for the disk unless it says something else."""
+        """True if a put waits for the disk by default."""
         self.commit = GroupCommit(self._sync)
         self.latency = Histogram()
         """Durations of syncs."""
@@ -34,12 +34,12 @@ class LogSyncs:
         log.group = self.commit if by_default else None
 
     def visible_end(self) -> int:
-        """Return the physical offset below which readers see messages: with durability "flush" only what a crash cannot
-        take back."""
+        """Return the physical offset below which readers see messages.
+        With durability "flush" these are only messages that a crash cannot take back."""
         return self.commit.flushed if self.by_default else self._log.end
 
     def flush(self, receipt: SendReceipt | None = None) -> None:
-        """Return once everything put before is on disk; with `receipt`, once that message is.
+        """Return when all earlier puts are on disk, or with `receipt`, when that message is.
 
         Raises FlushFailedError, FlushTimeoutError."""
         end = self._log.end if receipt is None else receipt.physical_offset + receipt.size
@@ -54,8 +54,8 @@ class LogSyncs:
         self._wakeups.synced()
 
     def sync_beyond(self, end: int) -> None:
-        """Make the log durable up to `end`, which lies beyond its end. As any sync it has to be the only one: an error
-        is told once, and to one caller."""
+        """Make the log durable up to `end`, which lies beyond its end.
+        No other sync may run at the same time, since an error is reported only once, and to one caller."""
         self._sync_to = end
         try:
             self.commit.sync_now()
@@ -68,7 +68,7 @@ class LogSyncs:
         self.commit.poison(error)
 
     def _sync(self, flushed: int) -> int:
-        """Make everything appended so far durable. The group commit calls it, one thread at a time."""
+        """Make all appended records durable. The group commit calls it, one thread at a time."""
         begin = time.perf_counter_ns()
         end = self._log.end
         try:

@@ -1,6 +1,6 @@
 """Tag expressions: `A || B`, or `*` for everything (format#tags-code, format#tag-filter).
 
-A unit carries only the tag's hash, and hashes collide: the unit decides what is worth reading, the record decides.
+A unit has only the tag's hash, and hashes collide. So units only exclude messages, and the record decides.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["TagFilter", "UnitFilter", "parse_tags", "refuse_single_bar"]
 
 
 class UnitFilter(Protocol):
-    """What a read may be told to pass: first a guess by units, many at once, then the truth by message."""
+    """Filter of a read. First units are filtered, many at once, and then messages."""
 
     def units(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Mask of the units whose messages may pass."""
+        """Return a mask of the units whose messages may pass."""
 
     def accepts(self, message: Message) -> bool:
-        """Whether `message` passes."""
+        """Return True if `message` passes."""
 
 
 class TagFilter:
@@ -41,25 +41,25 @@ class TagFilter:
         self._hashes = np.array(sorted(java_hash(tag) for tag in tags), np.int32)
 
     def units(self, tags_codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Mask of the units that may pass: the low 32 bits of the tags code decide, unless it is an address."""
+        """Return a mask of the units that may pass, by the low 32 bits of the tags code. Addresses may pass."""
         mask: npt.NDArray[np.bool_] = np.isin(tags_codes.astype(np.int32), self._hashes)
         addresses = tags_codes <= LAST_ADDRESS
         return mask | addresses if addresses.any() else mask
 
     def accepts(self, message: Message) -> bool:
-        """Whether `message` bears one of the tags."""
+        """Return True if `message` has one of the tags."""
         return message.tag in self.tags
 
 
 def refuse_single_bar(expression: str) -> None:
-    """FilterError for "paid|refunded": taken for the name of a tag it would match nothing, and pass over all."""
+    """Raise FilterError for "paid|refunded", which would match nothing as the name of a tag."""
     at = expression.replace("||", "  ").find("|")
     if at >= 0:
         raise FilterError(f"tags {expression!r}: `||` stands between tags, and no tag has a single bar", at)
 
 
 def parse_tags(expression: str | None, topic: str) -> TagFilter | None:
-    """The filter that `expression` stands for; None for one that passes everything.
+    """Return the filter of `expression`, or None if it passes everything.
 
     >>> parse_tags("paid || refunded", "orders").tags == {"paid", "refunded"}
     True

@@ -12,7 +12,7 @@ _log = logging.getLogger("mqstore")
 
 
 class TaskErrors:
-    """Current error of each background task of the store at `path`; a new error is logged once."""
+    """Current error of each background task of the store at `path`. A new error is logged once."""
 
     def __init__(self, path: Path) -> None:
         self.messages: dict[str, str] = {}
@@ -31,7 +31,7 @@ class TaskErrors:
         self.messages.pop(task, None)
 
     def attempt(self, task: str, call: Callable[[], object]) -> None:
-        """Call `call`, and note what it raises."""
+        """Call `call`, and note its error."""
         try:
             call()
             self.clear(task)

@@ -1,7 +1,7 @@
-"""The end of the log as a put sees it, and a queue: bases of `CommitLog` and `ConsumeQueue`, compiled where possible.
+"""Bases of `CommitLog` and `ConsumeQueue` with what a put needs of them, compiled where possible.
 
 With `native.kernel` both hold their numbers as C integers, and `Tip._put` stores an ordinary record in one call that no
-signal and no other thread interrupts. Without it these are plain classes, and `_put` is not there to be called.
+signal and no other thread interrupts. Without it these are plain classes, and there is no `_put`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Numbered", "QueueRef", "Tip", "as_queue"]
 
 
 class QueueRef(NamedTuple):
-    """One queue of a topic.
+    """Queue of a topic.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(folder) as store:
@@ -34,7 +34,7 @@ class QueueRef(NamedTuple):
 
 
 def as_queue(queue: object) -> QueueRef:
-    """`queue`, which may be any pair of a topic and a queue id. ConfigError for what is none.
+    """Return `queue`, any pair of a topic and a queue id, as a QueueRef. Raises ConfigError for others.
 
     >>> as_queue(("orders", 3))
     QueueRef(topic='orders', queue_id=3)
@@ -48,43 +48,43 @@ def as_queue(queue: object) -> QueueRef:
 
 
 class Numbered:
-    """What a put needs of a queue."""
+    """State of a queue that a put needs."""
 
     __slots__ = ("magic", "next_offset", "plain_tail", "queue_id", "ref")
 
     next_offset: int
-    """The number that the next message gets."""
+    """Offset of the next message to come."""
     queue_id: int
     magic: int
-    """Of its records: V1, or V2 for a long topic."""
+    """Magic number of its records: V1, or V2 for a long topic."""
     ref: QueueRef
     """Its name, for receipts."""
     plain_tail: bytes
-    """Topic and empty properties as they end a record. It is filled in with `magic` at the first put."""
+    """Topic and empty properties as they end a record. Set together with `magic` at the first put."""
 
 
 class Tip:
-    """What a put needs of the log."""
+    """State of the log that a put needs."""
 
     end: int
     """The write position."""
     alarm: int
-    """Position at which a put calls `_on_alarm`: one comparison in the hot path serves every kind of wake-up."""
+    """Position at which a put calls `_on_alarm`. One comparison on the hot path serves all wake-ups."""
     group: GroupCommit | None
-    """Set where every put waits for its sync."""
+    """Set if every put waits for its sync."""
     _base: int
-    """Where the segment of `_mapping` starts."""
+    """Start of the segment of `_mapping`."""
     _limit: int
     """A record must end at or before this position, so that a BLANK always fits behind it."""
     _mapping: mmap.mmap | None
     _fd: int
-    """Of the same segment, for `_put` where every put waits for its sync; -1: it leaves those to Python."""
+    """Descriptor of the segment for `_put`, if every put waits for its sync. With -1 Python does them."""
     _whole_record: bool
-    """Whether the checksum is that over the whole record: `_put` knows no other."""
+    """True if the checksum is over the whole record. `_put` knows no other."""
     _acquire: Callable[..., bool]
     _release: Callable[[], None]
     _now_ns: Callable[[], int] | None
-    """None: the system's clock."""
+    """None means the system's clock."""
     _on_alarm: Callable[[], None]
     _born_host: bytes
     _store_host: bytes
@@ -93,7 +93,8 @@ class Tip:
     if TYPE_CHECKING:
 
         def _put(self, queue: Numbered, body: bytes, tail: bytes, unique_key: str | None) -> Any:
-            """Append one ordinary record: a receipt; or None with nothing changed when it takes more than storing."""
+            """Append one ordinary record and return its receipt, or do nothing and return None.
+            It returns None if the put takes more than storing."""
 
 
 if not TYPE_CHECKING and kernel is not None:

@@ -1,4 +1,4 @@
-"""When a put wakes the dispatcher or the flusher, and the pages that the flusher makes ready before the writer comes.
+"""Waking of dispatcher and flusher by puts, and pages that the flusher prepares for the writer.
 
 A put compares the end of the log with `CommitLog.alarm` and calls `Wakeups.passed` at or beyond it. So a put that wakes
 nobody costs one comparison.
@@ -19,12 +19,13 @@ NEVER = 1 << 62
 """Physical offset that no log reaches."""
 _POPULATE_MIN, _POPULATE_MAX = 4 << 20, 32 << 20
 _POPULATE_MS = 30
-"""Pages are made ready for what a writer stores in this time, at its recent pace: the flusher may take as long until it
-gets the interpreter. A page that the writer touches first costs more than the record."""
+"""Pages are prepared for what a writer stores in this time, at its recent pace.
+The flusher may take as long until it gets the interpreter. A page that the writer touches first costs more than the
+record."""
 
 
 class PagesAhead:
-    """Faults pages in and makes the next segment before the writer needs them."""
+    """Faults pages in, and creates the next segment, before the writer needs them."""
 
     def __init__(self, run: SegmentWriter, clock: Clock) -> None:
         self._run = run
@@ -38,12 +39,12 @@ class PagesAhead:
         self._first = end
         self._populated = end
         self._seen = self._clock.monotonic_ms(), end
-        """When (monotonic ms) and where the writer was the last time."""
+        """Time (monotonic ms) and position of the writer at the last look."""
 
     def mark(self, end: int, is_called: bool) -> int:
-        """Return the position at which the flusher is needed next for a log that ends at `end`: before the writer comes
-        to pages that are not populated, if it stores and does not call (`is_called`); for the next segment; and once
-        the writer has gone on to it."""
+        """Return the position at which the flusher is needed next for a log that ends at `end`.
+        That is before the writer reaches pages that are not populated, unless it writes by calls (`is_called`). It is
+        also needed for the next segment, and when the writer has entered it."""
         last = self._run.last
         if last is None:
             return 0
@@ -53,7 +54,7 @@ class PagesAhead:
         return mark if self._prepared >= last.end else min(mark, last.start + last.size * 3 // 4)
 
     def prepare(self, end: int, is_called: bool) -> None:
-        """Do what is needed now. Cheap if nothing is."""
+        """Prepare what is needed now. Cheap if nothing is."""
         last = self._run.last
         if last is None:
             return
@@ -73,12 +74,12 @@ class PagesAhead:
             if end - last.start >= last.size * 3 // 4 and end > self._first:
                 self._prepared = last.end
                 self._run.prepare(last.end, populate_bytes=self._bytes)
-        finally:  # on a full disk too: else every later put would call the flusher
+        finally:  # on a full disk too, or every later put would wake the flusher
             if self._populated < last.start:
                 self._populated = min(last.end, last.start + self._bytes)
 
     def _keep_pace(self, end: int) -> None:
-        """Make more or fewer pages ready at a time, by how fast the writer came to `end`."""
+        """Adapt the number of pages prepared at a time to the pace at which the writer reached `end`."""
         now_ms = self._clock.monotonic_ms()
         seen_ms, seen = self._seen
         self._seen = now_ms, end
@@ -87,26 +88,26 @@ class PagesAhead:
 
 
 class Wakeups:
-    """The bells of the two background threads, and the position in the log at which a put rings them."""
+    """Bells of the two background threads, and the position in the log at which a put rings them."""
 
     log: CommitLog
-    """The log whose `alarm` is set here. It is made with `passed`, so it comes second."""
+    """Log whose `alarm` is set here. It is created with `passed`, and so after this object."""
 
     def __init__(self, pages: PagesAhead, *, background: bool, after_sync: bool) -> None:
-        """`background`: there are threads. `after_sync`: messages become visible only when they are on disk."""
+        """With `background` there are threads. With `after_sync` messages become visible when on disk."""
         self.pages = pages
         self.dispatcher = Bell()
         self.flusher = Bell()
         self.stopping = False
-        """Both threads end as soon as they see it."""
+        """If true, both threads end as soon as they see it."""
         self.dispatcher_mark = NEVER
         """Physical offset at which a put wakes the dispatcher: 0 while it rests, `NEVER` while it works."""
         self._background = background
         self._after_sync = after_sync
         self._lock = threading.RLock()
         self._is_flusher_called = False
-        """A put has called the flusher, which has not come yet: it waits for the interpreter. It is not called again
-        until it has come."""
+        """True if a put has woken the flusher, which still waits for the interpreter.
+        It is not woken again until it has run."""
 
     def stop(self) -> None:
         """End both threads."""
@@ -117,7 +118,7 @@ class Wakeups:
     def passed(self) -> None:
         """Wake the threads that wait for a put that has passed `log.alarm`."""
         if is_held_here(self._lock):
-            return  # a signal handler's put, in the middle of this: who is being woken finds its message, too
+            return  # a signal handler's put in the middle of this: the woken threads find its message too
         with self._lock:
             log = self.log
             if log.end >= self.dispatcher_mark:
@@ -140,7 +141,7 @@ class Wakeups:
             self.set()
 
     def prepare(self) -> None:
-        """Make pages and the next segment ready, in the flusher's thread."""
+        """Prepare pages and the next segment, in the flusher's thread."""
         if self.stopping or self.log.run.last is None:
             return
         end = self.log.end
@@ -157,7 +158,7 @@ class Wakeups:
         end = log.end
         alarm = NEVER if self._after_sync else self.dispatcher_mark  # there is nothing to see before the sync
         if self._background and not self._is_flusher_called:
-            # After a call each put is looked at: the mark is another one if the next is stored.
+            # After a write by a call each put is checked: the mark is different if the next put is stored.
             alarm = 0 if end == log.called_end else min(alarm, self._mark(end))
         log.alarm = alarm
 

@@ -1,11 +1,10 @@
-"""Everything in a log, or in a queue, one message after the other, damaged or not: for exports (format#damage).
+"""Walk over all messages of a log or a queue, damaged or not, for exports (format#damage).
 
 `MessageStore.read` serves consumers: a reader beside a writer stops before a record that does not verify, since it may
-be one that is just being written. Whoever copies a store out wants the opposite: all that can be read, and to be told
-once of everything that cannot.
+be one that is just being written. An export wants the opposite: all that can be read, and one report of each fault.
 
 `walk_log` reads the log and needs no queue. It yields the messages that `mqstore recover` would list, and passes over
-damage everywhere, whatever the watermark says:
+all damage, regardless of the watermark:
 
     records that verify                        the messages, in log order
     bytes that hold no record                  Finding, where in the commitlog
@@ -48,11 +47,11 @@ _STEP = 512
 def walk_log(
     store: StoreReader, verifier: Verifier, wanted: Callable[[str, int], bool] | None = None
 ) -> Iterator[list[Stretch] | Finding | Gap]:
-    """Yield all messages of the queues `wanted` (by topic and queue id; None: all) that the log of a reader holds.
+    """Yield all messages in a reader's log of the queues `wanted`, by topic and queue id. None means all.
 
-    `verifier`: a new one of `store`; its `front` and `done_bytes` tell how far the walk is. The stretches of a list
-    belong to different queues, or follow each other in one, and their records lie in one segment. Beside a writer the
-    log ends where it ended when `verifier` was made. Bounded memory.
+    `verifier` is a new one of `store`. Its `front` and `done_bytes` show the progress of the walk. The stretches of a
+    list belong to different queues, or follow each other in one, and their records lie in one segment. Beside a writer
+    the log ends where it ended when `verifier` was made. Needs bounded memory.
     """
     yield from (finding for finding in verifier.segments() if finding.kind == "missing_segment")
     first = verifier.front
@@ -79,7 +78,7 @@ def walk_log(
 
 
 def damage_at(store: StoreReader, position: int) -> Iterator[Finding]:
-    """Yield the damaged range of a reader's log that holds physical offset `position`; nothing if it is not damaged.
+    """Yield the damaged range of a reader's log with physical offset `position`, if it is damaged.
     Reads the log from the start of that segment up to there."""
     verifier = store.verifier()
     size = store.manifest.commitlog_segment_bytes
@@ -95,7 +94,7 @@ def damage_at(store: StoreReader, position: int) -> Iterator[Finding]:
 
 
 def in_log_order(stretches: Sequence[Stretch]) -> Iterator[Message]:
-    """Yield the messages of stretches that `walk_log` gives together, as their records lie in the log."""
+    """Yield the messages of stretches from one list of `walk_log` in log order."""
     found = chain.from_iterable(
         map(Message, repeat(each), each.starts.tolist(), each.slots.tolist(), each.body_ends()) for each in stretches
     )
@@ -111,7 +110,7 @@ def _stretch(good: Good, found: Placed) -> Stretch:
 
 
 def _lost_behind(store: StoreReader, verifier: Verifier, wanted: Callable[[str, int], bool] | None) -> Iterator[Gap]:
-    """Queue offsets behind the last record of each queue that its units, or void ones, stand for."""
+    """Yield the queue offsets behind the last record of each queue that units, or void ones, stand for."""
     for queue in store.queue_table:
         if wanted is None or wanted(*queue.ref):
             first, seen = verifier.slots.behind_last(queue, verifier.front)
@@ -124,10 +123,10 @@ def _lost_behind(store: StoreReader, verifier: Verifier, wanted: Callable[[str, 
 def walk_queue(
     store: StoreReader, topic: str, queue_id: int, start: int | None = None, stop: int | None = None
 ) -> Iterator[Message | Finding]:
-    """Messages of queue offsets [start, stop) in order, and a `Finding` in place of what cannot be read.
+    """Yield the messages of queue offsets [start, stop) in order, and a `Finding` for unreadable ones.
 
-    `start` None: the first there is; one below that moves up to it. `stop` None: the end as of now. Bounded memory.
-    Raises TopicNotFoundError.
+    `start` None means the first offset, and a lower one is raised to it. `stop` None means the end as of now. Needs
+    bounded memory. Raises TopicNotFoundError.
     """
     low, high = store.offsets(topic, queue_id)
     queue = store.queue_table.get(topic, queue_id)
@@ -138,7 +137,7 @@ def walk_queue(
     while position < end:
         count = min(_STEP, end - position)
         result = store.get(topic, queue_id, position, count, tell=False)
-        if result.status == "OFFSET_TOO_SMALL":  # retention went on meanwhile
+        if result.status == "OFFSET_TOO_SMALL":  # retention ran meanwhile
             position = result.min_offset
             continue
         # A read that got nowhere found no record that verifies in the whole step.
@@ -151,7 +150,7 @@ def walk_queue(
             units = queue.units(position, after - position)
             front = store.records.find_front(
                 queue
-            )  # behind the look at the units: retention takes a record before its unit
+            )  # after reading the units, since retention takes a record before its unit
             yield from _with_gaps(store, queue, position, messages, units, front, missing)
         position = after
 
@@ -165,14 +164,14 @@ def _with_gaps(
     front: int,
     missing: set[str],
 ) -> Iterator[Message | Finding]:
-    """Yield the messages of the slots from `first` on, which have `units`, with findings in place of those missing.
-    `front`: the slot before which retention may have taken records."""
+    """Yield the messages of the slots from `first` on, and findings in place of missing ones.
+    The slots have `units`. Retention may have taken records of slots before `front`."""
     per = store.manifest.consumequeue_segment_bytes // UNIT_BYTES
     void = is_void(units)
     readable = {message.offset: message for message in messages}
 
     def kind_of(slot: int) -> tuple[str, int]:
-        """Return what there is in a slot, and the file of its unit."""
+        """Return the kind of a slot's content, and the number of its file."""
         _, length, _ = units[slot - first].tolist()
         kind = "message" if slot in readable else "hole" if length <= 0 else "void" if void[slot - first] else "bad"
         return kind if slot >= front or kind == "message" else "void", slot // per

@@ -1,11 +1,11 @@
-"""Putting: from what a caller gives to a record in the log, and to the disk if asked (format#limits).
+"""Writer: puts messages as records into the log, and waits for the disk if asked (format#limits).
 
     put        one message: look up the queue, check, append, count; `compiled_put` does the same for most messages
     put_many   many to one queue, encoded together
     append     one record with every field given, for the engine's own copies and for imports
     copy_many  stored records once more, each to another queue, built together from their bytes
 
-Checks come before anything is written.
+All checks are made before anything is written.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _FIELD_BITS = {"flag": 32, "sys_flag": 32, "reconsume_times": 32, "prepared_tran
 
 
 class MessageOptions(TypedDict, total=False):
-    """What `put` takes beside topic, body and queue id."""
+    """Options of `put` beside topic, body and queue id."""
 
     tag: str | None
     keys: str | Iterable[str] | None
@@ -76,13 +76,13 @@ class MessageOptions(TypedDict, total=False):
 
 
 class PutOptions(MessageOptions, total=False):
-    """The same with `durability`: "append" or "flush", None for the store's."""
+    """Message options and `durability`: "append" or "flush", None for the store's."""
 
     durability: Durability | None
 
 
 class RecordOptions(TypedDict, total=False):
-    """What `append` takes beside properties: the `Fields` of a record, and how it is put."""
+    """Options of `append` beside properties: the `Fields` of a record, and how it is put."""
 
     flag: int
     sys_flag: int
@@ -93,11 +93,11 @@ class RecordOptions(TypedDict, total=False):
     prepared_transaction_offset: int
     durability: Durability | None
     copied: bool
-    """The body was taken once, and may be larger than `max_message_size` is by now."""
+    """True if the body was accepted once. It may be larger than the present `max_message_size`."""
 
 
 def fields_of(message: Message) -> RecordOptions:
-    """Return the fields that a copy of `message` has, too."""
+    """Return the fields of `message` that a copy has too."""
     return {
         "flag": message.flag,
         "sys_flag": message.sys_flag,
@@ -108,17 +108,17 @@ def fields_of(message: Message) -> RecordOptions:
 
 
 class Way(NamedTuple):
-    """What an `Outlet` puts by."""
+    """State that an `Outlet` puts by."""
 
     log: Tip
     queue: Numbered
     tail: bytes
-    """What stands behind each body."""
+    """Bytes behind each body."""
     max_body: int
 
 
 class Outlet:
-    """Puts to one queue whose messages all bear the same properties, which are encoded once."""
+    """Puts messages with the same properties, encoded once, to one queue."""
 
     __slots__ = ("_append", "_max_body", "_queue", "_tail", "_writer")
 
@@ -130,7 +130,7 @@ class Outlet:
         self._max_body = writer._max_body
 
     def put(self, body: bytes, durability: Durability | None = None) -> SendReceipt:
-        """Append one message. Errors as of `LogWriter.put`."""
+        """Append one message. Raises what `LogWriter.put` raises."""
         writer = self._writer
         if len(body) > self._max_body:
             writer._refuse_body(len(body))
@@ -140,7 +140,7 @@ class Outlet:
         return receipt
 
     def way(self) -> Way | None:
-        """For compiled callers, which store records themselves; None where a put is more than storing."""
+        """Return the state for compiled callers, which store records themselves, or None if puts need more."""
         writer = self._writer
         return None if writer._syncs.by_default else Way(writer._log, self._queue, self._tail, self._max_body)
 
@@ -155,9 +155,9 @@ class Sending:
 
 
 def compiled_put(put: _Put) -> _Put:
-    """Decorator of the method `put` of a `Sending`: compiled parts put messages that are ordinary, `put` itself others.
+    """Decorate the method `put` of a `Sending`: compiled parts put ordinary messages, `put` puts others.
 
-    Without compiled parts, and for an object whose `_sender` is None or not set, every message is for `put`.
+    Without compiled parts, and for an object whose `_sender` is None or not set, `put` puts all messages.
     """
     return put if kernel is None else cast(_Put, update_wrapper(kernel.PutMethod(put), put))
 
@@ -177,8 +177,9 @@ def _counts_failures(
 
 
 class LogWriter:
-    """What puts to a log. `flush_soon` has the flusher sync at once; `check_open` raises if the store is closed;
-    `dispatch` makes visible what was put."""
+    """Puts messages to a log.
+    `flush_soon` wakes the flusher to sync at once. `check_open` raises if the store is closed. `dispatch` makes puts
+    visible."""
 
     def __init__(
         self,
@@ -194,7 +195,7 @@ class LogWriter:
         self.latency = Histogram()
         """Durations of the puts that were sampled."""
         self._put_times: dict[QueueRef, list[int]] = {}
-        """Nanoseconds and number of the puts that were sampled in a queue since somebody asked."""
+        """Nanoseconds and number of the sampled puts of each queue since the last `take_put_times`."""
         self._put_times_lock = threading.RLock()  # a signal handler may put in the middle of it
         self._queue_table = parts.queue_table
         self._segment_bytes = parts.log_files.segment_bytes
@@ -211,12 +212,12 @@ class LogWriter:
 
     @_counts_failures
     def put(self, topic: str, body: Body, queue_id: int = 0, **options: Unpack[PutOptions]) -> SendReceipt:
-        """Append one message to a queue of `topic`, which comes into being with its first message.
+        """Append one message to a queue of `topic`. The first message creates the queue.
 
-        Options: `tag`, `keys`, `properties`, `unique_key`, `message_group` (the queue is yours to choose), `flag`,
-        `durability` (`PutOptions`). With durability "flush" (here or of the store) it is on disk when this returns.
-        Raises InvalidMessageError (nothing written), StoreFullError (likewise), FlushTimeoutError (stored, durability
-        unknown), FlushFailedError, ReadOnlyStoreError, StoreClosedError; StoreBusyError to a signal handler that
+        Options: `tag`, `keys`, `properties`, `unique_key`, `message_group` (you choose the queue), `flag`, `durability`
+        (`PutOptions`). With durability "flush" (here or of the store) the message is on disk when this returns. Raises
+        InvalidMessageError and StoreFullError (nothing is written), FlushTimeoutError (stored, durability unknown),
+        FlushFailedError, ReadOnlyStoreError and StoreClosedError. Raises StoreBusyError in a signal handler that
         interrupted a put which is just writing.
         """
         queue = self.queue_to_put(topic, queue_id)
@@ -241,7 +242,7 @@ class LogWriter:
     def _put_record(
         self, queue: ConsumeQueue, body: bytes, tail: bytes, fields: Fields, key: str | None, waits: bool
     ) -> SendReceipt:
-        """Append a record whose parts were checked, and wait for the disk if it `waits`."""
+        """Append a record whose parts were checked. Wait for the disk if it `waits`."""
         begin = None if queue.next_offset & 63 else time.perf_counter_ns()
         receipt = self._log.append(queue, body, tail, fields, key)
         self._after_put(receipt if waits else None)
@@ -253,15 +254,16 @@ class LogWriter:
     def _put_encoded(
         self, topic: str, queue_id: int, body: bytes, properties: bytes, key: str | None, *numbers: int
     ) -> SendReceipt:
-        """Put what a sender has checked and encoded, and could not store. `numbers`: flag, system flag, 1 to wait."""
+        """Put the parts that a compiled sender has checked and encoded, but could not store.
+        `numbers` are flag, system flag, and 1 to wait for the disk."""
         queue = self.queue_to_put(topic, queue_id)
         flag, sys_flag, waits = numbers
         tail = tail_of_bytes(queue.plain_tail, properties)
         return self._put_record(queue, body, tail, Fields(flag, sys_flag), key, bool(waits))
 
     def sender(self, **more: object) -> Any:
-        """Return what an object with a `compiled_put` needs; None without compiled parts. `more`: what chooses the
-        queue, as `Road.put` does."""
+        """Return the `_sender` of an object with a `compiled_put`, or None without compiled parts.
+        `more` is what chooses the queue, as `Road.put` does."""
         if kernel is None:
             return None
         return kernel.Sender(
@@ -284,19 +286,19 @@ class LogWriter:
             times[1] += 1
 
     def take_put_times(self) -> dict[QueueRef, list[int]]:
-        """What a sample of puts took since the last call: by queue [nanoseconds, puts]."""
+        """Return the durations of sampled puts since the last call: by queue [nanoseconds, puts]."""
         with self._put_times_lock:
             taken, self._put_times = self._put_times, {}
         return taken
 
     def outlet(self, topic: str, queue_id: int = 0, properties: Mapping[str, str] | None = None) -> Outlet:
-        """A quick road for who puts often with the same properties, reserved names included."""
+        """Return an object for frequent puts with the same properties. Reserved names are allowed."""
         queue = self.queue_to_put(topic, queue_id)
         return Outlet(self, queue, self._checked_tail(queue, properties or {}))
 
     def _checked_tail(self, queue: ConsumeQueue, properties: Mapping[str, str]) -> bytes:
         tail = tail_of(queue.plain_tail, properties)
-        # What recovery would take for damage (format#verifies) does not get in.
+        # Refuse properties that recovery would take for damage (format#verifies).
         wrong = unreadable_number(queue.topic.encode(), tail[len(queue.plain_tail) :])
         if wrong:
             raise InvalidMessageError(wrong, "properties")
@@ -312,13 +314,14 @@ class LogWriter:
         properties: Mapping[str, str] | None = None,
         **options: Unpack[RecordOptions],
     ) -> SendReceipt:
-        """Append a record with every field given (`RecordOptions`): for copies that an engine makes (delay, retry, half
-        messages) and for imports. `properties` may have reserved names. Errors as of `put`."""
+        """Append a record with every field given (`RecordOptions`). Raises what `put` raises.
+        For the engine's own copies (delay, retry, half messages) and for imports. `properties` may have reserved
+        names."""
         queue = self.queue_to_put(topic, queue_id)
         flat = flat_body(body) if options.pop("copied", False) else self._checked_body(body)
         waits = self._waits(options.pop("durability", None))
         host = options.pop("born_host", None)
-        fields = Fields(**options)  # type: ignore[arg-type, misc]  # what is no field is taken out
+        fields = Fields(**options)  # type: ignore[arg-type, misc]  # options that are no fields were popped
         if host is not None:
             fields = fields._replace(born_host=encode_host(host))
         if fields != ORDINARY:
@@ -340,11 +343,12 @@ class LogWriter:
         *,
         durability: Durability | None = None,
     ) -> SendReceipts:
-        """Append many messages with one flush wait. They lie together, and become visible together, in chunks of about
-        `max_message_size` bytes; all are checked before the first is written. Errors as of `put`."""
+        """Append many messages with one flush wait. Raises what `put` raises.
+        They lie together and become visible together, in chunks of about `max_message_size` bytes. All are checked
+        before the first is written."""
         queue = self.queue_to_put(topic, queue_id)
         waits = self._waits(durability)
-        items = list(bodies)  # ours: another thread may change the caller's
+        items = list(bodies)  # a copy, since another thread may change the caller's
         tails: list[bytes] | bytes = queue.plain_tail
         flags: list[int] | int = 0
         unique: dict[int, str] = {}
@@ -356,7 +360,7 @@ class LogWriter:
                 if kernel is not None and kernel.message_parts(
                     items, at, topic, queue.plain_tail, SLOTS, RESERVED, flat, tails, flags, unique
                 ):
-                    continue  # the same, for as many as are ordinary
+                    continue  # compiled parts have handled some ordinary ones
                 item, tail, flag = items[at], queue.plain_tail, 0
                 if isinstance(item, OutgoingMessage):
                     refuse_routing(item, topic)
@@ -372,10 +376,10 @@ class LogWriter:
         return self._put_flat(queue, flat, tails, flags, unique, waits)
 
     def copy_many(self, copies: Sequence[Copy]) -> int:
-        """Append the first of `copies`, as many as go together in one piece; how many, at least one. All of these lie
-        together and become visible together, and none is stored if this raises. Does not wait for the disk.
+        """Append the first of `copies`, as many as fit one batch. Return how many, at least one.
 
-        Raises as `append`, for the first copy: what is wrong with a later one shows when that is the first.
+        They lie together and become visible together. None is stored if this raises. Does not wait for the disk. Raises
+        what `append` raises, for the first copy. A fault of a later copy shows when that is the first.
         """
         room = self._max_chunk
         overhead = self._log.header_bytes
@@ -385,7 +389,7 @@ class LogWriter:
         tails: list[bytes] = []
         while (at := len(heads)) < len(copies):
             if kernel is not None and type(copies) is list:
-                # The same, for as many as are ordinary and go to queues that were put to before.
+                # Compiled parts handle ordinary copies, to queues that were put to before.
                 count, room = kernel.copy_parts(copies, at, self._putters, overhead, room, queues, heads, bodies, tails)
                 if count:
                     continue
@@ -427,7 +431,7 @@ class LogWriter:
         return tail_of_bytes(queue.plain_tail, properties)
 
     def _copy_one(self, copy: Copy) -> None:
-        """The long way, which knows every kind of record."""
+        """Append one copy by `append`, which handles every kind of record."""
         message, topic, queue_id, properties = copy
         fields: RecordOptions = {**fields_of(message), "durability": "append"}
         self.append(topic, queue_id, bytes(message.body_view), properties=decode_properties(properties), **fields)
@@ -451,7 +455,7 @@ class LogWriter:
         if longest > self._max_body:
             self._refuse_body(longest)
         overhead = self._log.header_bytes + (len(tails) if isinstance(tails, bytes) else max(map(len, tails)))
-        # Most batches fit as they are: only count bytes one by one when the cheap bound says that this one may not.
+        # Most batches fit as they are. Only count bytes one by one if the cheap bound shows that this one may not.
         cuts = [0, len(bodies)]
         if (longest + overhead) * len(bodies) > self._max_chunk:
             cuts = self._cuts(bodies, tails)
@@ -469,12 +473,12 @@ class LogWriter:
             error.receipts = receipts
             raise
         self._after_put(receipts[-1] if waits else None)
-        if len(cuts) > 2:  # the first reader of a large batch would have to do it, and wait for milliseconds
+        if len(cuts) > 2:  # otherwise the first reader of a large batch would have to do it, which takes milliseconds
             self._dispatch()
         return receipts
 
     def _cuts(self, bodies: list[bytes], tails: list[bytes] | bytes) -> list[int]:
-        """Indices that cut a batch into chunks of records of at most `_max_chunk` bytes each."""
+        """Return indices that cut a batch into chunks of records of at most `_max_chunk` bytes each."""
         count = len(bodies)
         sizes = np.fromiter(map(len, bodies), np.int64, count) + self._log.header_bytes
         sizes += len(tails) if isinstance(tails, bytes) else np.fromiter(map(len, tails), np.int64, count)
@@ -488,7 +492,7 @@ class LogWriter:
         return cuts
 
     def queue_to_put(self, topic: str, queue_id: int) -> ConsumeQueue:
-        """Return the queue, which is made if it is not there. InvalidMessageError for a name or id that is none."""
+        """Return the queue, created if it is new. Raises InvalidMessageError for a bad name or id."""
         try:
             return self._putters[topic][queue_id]
         except (KeyError, TypeError):
@@ -528,7 +532,7 @@ class LogWriter:
         return waits_for_disk(durability, self._syncs.by_default)
 
     def _after_put(self, awaited: SendReceipt | None) -> None:
-        """Wait until `awaited` is on disk, or have it flushed soon."""
+        """Wait until `awaited` is on disk, or wake the flusher."""
         if awaited is not None:
             self._syncs.flush(awaited)
         elif self._syncs.by_default:
@@ -536,5 +540,5 @@ class LogWriter:
 
     @_counts_failures
     def _after_stored(self, awaited: SendReceipt | None) -> None:
-        """As `_after_put`, for compiled parts, which have stored the message."""
+        """Do what `_after_put` does, for compiled parts that have stored the message."""
         self._after_put(awaited)

@@ -1,1 +1,1 @@
-"""Work on whole stores for the people who run them: what a store holds, and what recovery has cut from it."""
+"""Tools for operators of whole stores: the content of a store, and what recovery has cut from it."""

@@ -1,4 +1,4 @@
-"""What a store directory holds, at a glance: the value behind `mqstore inspect --json`.
+"""Content of a store directory at a glance: the value behind `mqstore inspect --json`.
 
     {"path", "profile", "checksum", "store_id", "clean_shutdown", "writer_alive", "recovery_needed",
      "undispatched_bytes", "incomplete_queue": None or {"topic", "queue_id"},
@@ -15,14 +15,14 @@
      "consumer_offsets": {GROUP: {TOPIC: {"0": n}}}, "delay_offsets": {"1": n}, "order_info": {"TOPIC@GROUP": {...}},
      "problems":   [sentence, ...]}
 
-Offsets are physical (bytes in the commitlog) but for a queue's `min_offset` and `max_offset`, which count messages;
-`max_` is always one behind the last: the end of a record, the next offset. A queue without messages has -1 for its
-physical ones. A segment stands for the bytes [`start`, `end`), its file really has `length`, records fill `used`.
-`undispatched_bytes`: whole records that no queue knows yet. `incomplete_queue`: a queue that lacks messages of the log,
-where no writer is at work; there may be more. `order_info` is the broker's table as it lies in the file.
+Offsets are physical (bytes in the commitlog), except a queue's `min_offset` and `max_offset`, which count messages. A
+`max_` is always one behind the last: the end of a record, or the next offset. A queue without messages has -1 for its
+physical ones. A segment stands for the bytes [`start`, `end`), its file has `length` bytes, and records fill `used`.
+`undispatched_bytes` are whole records that are in no queue yet. `incomplete_queue` is a queue that lacks messages of
+the log while no writer has the store. There may be more. `order_info` is the broker's table as it is in the file.
 
-Takes no lock, needs no `config/`, and leaves no trace: bytes and times stay as they are (see `files.quiet`). Lengths,
-magic numbers and offsets of the log are followed, checksums are not computed: that is what `verify` is for.
+This takes no lock, needs no `config/`, and leaves no trace: bytes and times stay as they are (see `files.quiet`). It
+follows lengths, magic numbers and offsets of the log. It computes no checksums, since `verify` does that.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from mqstore.options import StoreConfig
 __all__ = ["inspect_store"]
 
 _MAX_PROBLEMS = 1000
-"""Sentences kept; a store can be damaged in more places than anyone reads about."""
+"""Maximum number of sentences in `problems`. A store may have more faults than anyone reads about."""
 
 
 def inspect_store(
@@ -66,11 +66,12 @@ def inspect_store(
     progress: Callable[[int, int], None] | None = None,
     fs: FileSystem = QUIET,
 ) -> dict[str, Any]:
-    """Look at the store in directory `path` and say what is there; plain values, as the module says.
+    """Return the content of the store in directory `path` as plain values, as described in the module.
 
-    Works on stores that are damaged, not closed, a Java broker's, or being written. `config` only helps where a Java
-    store's files do not tell their own shape (`index_slots`, `index_entries`). `progress(bytes done, bytes in all)`.
-    Raises NotAStoreError, CorruptStoreError (the manifest), UnsupportedStoreError, StoreIOError, ReadOnlyStoreError.
+    Works on stores that are damaged, not closed, a Java broker's, or being written. `config` is only needed if a Java
+    store's files do not show their sizes (`index_slots`, `index_entries`). `progress` is called with (bytes done, total
+    bytes). Raises NotAStoreError, CorruptStoreError (the manifest), UnsupportedStoreError, StoreIOError and
+    ReadOnlyStoreError.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +104,7 @@ def inspect_store(
             if not queue.max_offset:
                 continue
             first, end = _physical_bounds(queue)
-            if end <= store.log_files.end:  # else a unit that points nowhere; `verify` tells of it
+            if end <= store.log_files.end:  # else the unit points nowhere, which `verify` reports
                 dispatched = max(dispatched, end)
             topics.setdefault(queue.topic, {"queues": {}})["queues"][str(queue.queue_id)] = {
                 "min_offset": queue.min_offset,
@@ -172,7 +173,7 @@ def inspect_store(
 
 
 def _physical_bounds(queue: ConsumeQueue) -> tuple[int, int]:
-    """(physical offset of the first message, end of the last one's record); (-1, -1) without one."""
+    """Return (physical offset of the first message, end of the last record), or (-1, -1) without one."""
     first = end = -1
     for _, units in queue.chunks(queue.min_offset, queue.max_offset):
         live = np.flatnonzero(is_message(units))
@@ -198,8 +199,9 @@ def _walk_log(
     *,
     live: bool,
 ) -> tuple[dict[str, Any], int, str]:
-    """(the commitlog's part, bytes of whole records at or beyond `dispatched` that a queue should list, "" or what
-    stands at the end of the log that is no record)."""
+    """Return the `commitlog` part, the undispatched bytes, and the reason why the log ends, or "".
+    Undispatched bytes are those of whole records at or beyond `dispatched` that a queue should list. The reason
+    describes bytes at the end of the log that are no record."""
     run = store.log_files
     size = run.segment_bytes
     segments: dict[int, dict[str, Any]] = {
@@ -223,7 +225,7 @@ def _walk_log(
             del segments[start]
 
     events = scan_log(run, first, store.checksum, checksums=False, on_front=go_on_at)
-    # What lies before the end that is looked at beside a writer was written whole.
+    # Beside a writer, all records before the end that is read here are complete.
     for event in until_torn(events, lambda: NEVER_TORN if live else store.parts.torn_from()) if segments else ():
         if isinstance(event, Good):
             entry = segments[event.base]
@@ -260,11 +262,11 @@ def _walk_log(
 
 
 def _without_queue(store: StoreReader, good: Good, dispatched: int) -> int:
-    """Bytes of the records at or beyond `dispatched` that dispatch would give a unit."""
+    """Return the bytes of the records at or beyond `dispatched` that dispatch would give a unit."""
     rows = store.queue_table.rows_of(good.buffer, good.headers, good.base)
     total = 0
     for topic, queue_id, chosen, *_ in rows.listed():
-        if queue_id >= 0 and is_path_safe(topic) and int(chosen[0]) < len(rows):  # light queues count nothing twice
+        if queue_id >= 0 and is_path_safe(topic) and int(chosen[0]) < len(rows):  # light queues do not count again
             late = rows.physical_offset[chosen] >= dispatched
             total += int(rows.size[chosen][late].sum(dtype=np.int64))
     return total
@@ -274,7 +276,7 @@ def _without_queue(store: StoreReader, good: Good, dispatched: int) -> int:
 
 
 def _consumer_offsets(root: Path, fs: FileSystem, problems: list[str]) -> dict[str, dict[str, dict[str, int]]]:
-    """Group -> topic -> queue id -> offset, with what was published and waits for the owner of the store."""
+    """Return group -> topic -> queue id -> offset, with published offsets that wait for the owner."""
     offsets: dict[str, dict[str, dict[str, int]]] = {}
     for key, queues in _table(root, fs, "consumerOffset.json", "offsetTable", problems).items():
         topic, at, group = key.partition("@")
@@ -289,7 +291,8 @@ def _consumer_offsets(root: Path, fs: FileSystem, problems: list[str]) -> dict[s
 
 
 def _table(root: Path, fs: FileSystem, name: str, field: str, problems: list[str]) -> dict[str, Any]:
-    """A table of `config/` in either dialect of JSON. What the broker would not load is a problem, and empty here."""
+    """Return a table of `config/`, in either dialect of JSON, or an empty one if it is bad.
+    Adds a sentence to `problems` about a table that the broker would not load."""
     try:
         check = CONFIG_CHECKS[f"config/{name}"]
         value, found = load_json(root / "config" / name, writer=False, fs=fs, check=check, root=root)

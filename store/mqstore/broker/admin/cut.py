@@ -1,22 +1,22 @@
-"""Read what recovery has cut from the log, and append it again.
+"""Reading of what recovery has cut from the log, and restoring of it.
 
     cut/<physical offset>-<ms>     bytes of one segment: byte i lay at that offset (20 digits) + i, until that time
     cut/restored/                  files whose messages were appended again
     cut/staged/, restoring.json    files of a `restore` that is running or was killed
 
-A restore appends all its messages by one splice (`log.splice`), so all of them are in or none. Each restore has a
-number, which is the version of that splice:
+A restore appends all its messages by one bulk append (`log.splice`), so all of them or none are in the log. Each
+restore has a number, which is the version of that bulk append:
 
     step                                                     a crash right after it leaves
     1 stage the records that are not in the log              files that the next restore removes
-    2 write restoring.json: number, names of the files       the same: the number is not spliced
-    3 splice                                                 the number is spliced, so the files count as restored
+    2 write restoring.json: number, names of the files       the same: the number is not recorded
+    3 bulk append                                            the number is recorded, so the files count as restored
     4 move the files to cut/restored/, remove restoring.json nothing to do
 
 A message is left alone if its bytes still lie at its place in the log, or in an earlier file of the same restore. Files
 that share a message are therefore restored together or not at all.
 
-The files may be anybody's work. They are mapped, every record is verified, and links, pipes and devices are refused.
+Anybody may have written the files. So every record is verified, and links, pipes and devices are refused.
 """
 
 from __future__ import annotations
@@ -99,22 +99,23 @@ class Tally:
     in_place: int = 0
     """Messages that are still in the log."""
     repeated: int = 0
-    """Messages that an earlier file of the same restore has, too."""
+    """Messages that are also in an earlier file of the same restore."""
     bookkeeping: int = 0
-    """Records of the engine's own topics. They describe the old place of other records, and are never restored."""
+    """Records of the engine's own topics, which are never restored: they describe old places of others."""
     refused: Counter[str] = field(default_factory=Counter)
     """Messages that cannot be restored, by reason."""
     other_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, under the same names."""
+        """Return the fields as a dict for JSON, under the same names."""
         return {**asdict(self), "refused": dict(self.refused)}
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Result of a restore, or its plan. `queues`: messages appended to each queue. `offsets`: the queue offsets that
-    they got, (first, end); empty in a plan."""
+    """Result of a restore, or its plan.
+    `queues` is the number of messages appended to each queue. `offsets` are the queue offsets that they got, (first,
+    end). In a plan `offsets` is empty."""
 
     files: Sequence[Tally]
     queues: Mapping[QueueKey, int]
@@ -215,13 +216,12 @@ def _walk(store: StoreReader, file: CutFile, buffer: mmap.mmap | bytes) -> Itera
 def restore(
     store: StoreReader, names: Sequence[str] = (), *, dry_run: bool = False, progress: Progress | None = None
 ) -> Restore:
-    """Append the messages of the files in `cut/`, or of those with these `names`, to the log, in the order of their old
-    offsets.
+    """Append the messages of the files in `cut/` to the log, or of those with these `names`.
 
-    Queue, body, properties, flags, time and host of birth stay. Queue offset, physical offset and store time are new.
-    All messages become visible at once, or none. The files are moved to `cut/restored/` then. The call may be killed
-    and repeated. With `dry_run` nothing is written, and `store` may be open for reading. `progress` is called with
-    (bytes done, bytes in all).
+    They are appended in the order of their old offsets. Queue, body, properties, flags, time and host of birth stay.
+    Queue offset, physical offset and store time are new. All messages become visible at once, or none. Then the files
+    are moved to `cut/restored/`. The call may be killed and repeated. With `dry_run` nothing is written, and `store`
+    may be open for reading. `progress` is called with (bytes done, total bytes).
 
     Raises ConfigError for an unknown name, for files that share messages with files that are not named, and for a
     message whose topic no longer has its queue. Raises what `MessageStore.splice` raises. Nothing was appended then.
@@ -263,11 +263,11 @@ def restore(
 
 
 def _unheard(done: int, total: int) -> None:
-    """Progress that nobody wants to hear of."""
+    """Ignore the progress."""
 
 
 def _size(store: StoreReader, file: CutFile) -> int:
-    return len(_map(store, file))  # of a regular file, as everywhere: `stat` would follow a link
+    return len(_map(store, file))  # `stat` would follow a link
 
 
 def _gather(store: StoreReader, files: Sequence[CutFile], staged: _Staged, progress: Progress) -> list[Tally]:
@@ -280,7 +280,7 @@ def _gather(store: StoreReader, files: Sequence[CutFile], staged: _Staged, progr
     tallies = []
 
     def beside(file: CutFile, candidates: Sequence[CutFile]) -> list[tuple[CutFile, mmap.mmap | bytes]]:
-        """Return those of the candidates that have bytes of the same physical offsets, mapped."""
+        """Return the candidates that have bytes of the same physical offsets, mapped."""
         stop = file.start + sizes[file]
         found = [each for each in candidates if each.start < stop and file.start < each.start + sizes[each]]
         return [(each, _map(store, each)) for each in found]
@@ -323,12 +323,13 @@ def _gather(store: StoreReader, files: Sequence[CutFile], staged: _Staged, progr
 
 
 def _is_bookkeeping(topic: str) -> bool:
-    """Return True for a topic in which the engine notes what became of other records. Half messages are messages."""
+    """Return True for a topic in which the engine keeps records about other messages.
+    Half messages are messages themselves."""
     return topic.lower().startswith(SYSTEM_PREFIX) and topic not in (TIMER_TOPIC, HALF_TOPIC)
 
 
 def _obstacle(message: Message) -> str:
-    """Return why a message cannot be appended; "" if nothing is in its way."""
+    """Return why a message cannot be appended, or "" if it can."""
     if message.topic == HALF_TOPIC or message.sys_flag & TRANSACTION_MASK not in (0, TRANSACTION_COMMIT):
         return "message of a transaction that was not committed"
     if message.sys_flag & INNER_BATCH:
@@ -365,7 +366,7 @@ def _holder(message: Message, files: Sequence[tuple[CutFile, mmap.mmap | bytes]]
 
 
 class _Staged:
-    """Records on their way into the log, as a shard (`log.shard`). With `write` false they are only counted."""
+    """Records to be appended, as a shard (`log.shard`). With `write` false they are only counted."""
 
     def __init__(self, store: StoreReader, *, write: bool) -> None:
         self.folder: Path = store.path / "cut" / _STAGED
@@ -424,7 +425,7 @@ class _Staged:
 
 
 def _without_place(message: Message) -> bytes:
-    """Return a record as a shard has it: all that only the log gives is zero or gone."""
+    """Return a record as a shard has it: all fields that the log sets are zero or left out."""
     record = bytearray(message.record_bytes())
     properties = message.encoded_properties
     kept = without_place(properties)
@@ -441,7 +442,7 @@ def _without_place(message: Message) -> bytes:
 
 
 def _spliced(store: StoreReader) -> frozenset[str]:
-    """Return the names of the files that the last restore has appended and, being killed, may not have moved."""
+    """Return the names of the files that the last restore has appended, and may not have moved yet."""
     path = store.path / "cut" / _JOURNAL
     try:
         value = decode_json(read_json(path, store.fs))
@@ -463,7 +464,7 @@ def _spliced(store: StoreReader) -> frozenset[str]:
 
 
 def _settle(store: StoreReader) -> None:
-    """Bring the last restore to its end: move its files, and remove what is left of it."""
+    """Finish the last restore: move its files, and remove what is left of it."""
     fs, folder = store.fs, store.path / "cut"
     done = _spliced(store)
     if done:

@@ -1,14 +1,14 @@
-"""What a broker keeps, looked at from outside: takes no lock, changes nothing, also beside a broker at work.
+"""View of a broker's state from outside, without a lock or a change, even beside a running broker.
 
     levels      delayOffset.json, the schedule topic's queues              delivery#levels
     timer       timercheck, timer log, timer topic                         delivery#timer
     in flight   consumerOrderInfo.json, pop log, consumerOffset.json       delivery#pop-log
     halves      half topic, op topic                                       delivery#transactions
     lag         offsets and pop log beside the ends of queues              delivery#statistics
-    pins        all of these: whose record keeps the front of the log      delivery#retention-bound
+    pins        all of these: the record that keeps the front of the log   delivery#retention-bound
 
-What a running broker knows and has not written yet is not seen: commits of the last seconds, mostly. What is shown was
-true of the files at some moment; nothing is locked, so two numbers may be of two moments.
+State that a running broker has not saved yet is not seen: usually the commits of the last seconds. Each number was true
+of the files at some moment. Nothing is locked, so two numbers may be of two moments.
 
 The value behind the `broker` member of `mqstore inspect --json`, times in ms since the epoch:
 
@@ -108,7 +108,7 @@ __all__ = [
 _log = logging.getLogger("mqstore")
 
 _LOOKS = 3
-"""Looks at files that a writer may take away while we look."""
+"""Number of attempts to read files that a writer may remove meanwhile."""
 _GIVEN_UP_SHOWN = 100
 
 
@@ -120,17 +120,18 @@ class LevelView(NamedTuple):
 
     level: int
     delay_ms: int | None
-    """None: an orphan. The table has no such level any more; its messages stay until it has (delivery#level-crash)."""
+    """None for an orphan, a level that the table has no longer. Its messages stay (delivery#level-crash)."""
     offset: int
-    """The next queue offset to look at, by what is on disk."""
+    """Next queue offset to look at, as saved on disk."""
     end: int
     waiting: int
     next_due_ms: int | None
-    """When the first that waits is due; None: nothing waits, or its unit is damaged."""
+    """Due time of the first waiting message. None if no message waits, or its unit is damaged."""
 
 
 def delay_levels(tables: Tables) -> list[LevelView]:
-    """The levels in use, orphans included. CorruptStoreError when `delayOffset.json` and its backup are damaged."""
+    """Return the levels in use, orphans included.
+    Raises CorruptStoreError if `delayOffset.json` and its backup are damaged."""
     store = tables.store
     if SCHEDULE_TOPIC not in store.topics():
         return []
@@ -152,7 +153,7 @@ def _due_ms(store: StoreReader, level: int, offset: int) -> int | None:
     units = store.units(SCHEDULE_TOPIC, level - 1, offset, 1)
     if len(units) and int(units["tags_code"][0]) > 0:
         return int(units["tags_code"][0])
-    # An address in a file of extensions, which RocketMQ keeps and we do not (delivery#level-unit).
+    # RocketMQ may store the address of an extension here, which mqstore does not have (delivery#level-unit).
     messages = store.get(SCHEDULE_TOPIC, level - 1, offset, 1).messages
     return deliver_time_ms(store.delay_table_ms, level, messages[0].store_timestamp_ms) if messages else None
 
@@ -162,17 +163,17 @@ def _due_ms(store: StoreReader, level: int, offset: int) -> int | None:
 
 @dataclass(slots=True)
 class TimerView:
-    """What waits for a moment of its own."""
+    """Messages that wait for a moment of any delay."""
 
     waiting: int = 0
-    """Messages; one that was cancelled counts until its moment has come."""
+    """Number of messages. A cancelled message counts until its due time."""
     next_due_ms: int | None = None
-    """When the first of them is delivered, or carried on that is more than two days off."""
+    """Time at which the first one is delivered, or moved on if it is due in more than two days."""
     physical_offset: int | None = None
-    """The oldest record among them."""
+    """Physical offset of the oldest record among them."""
 
     def add(self, count: int, due_ms: int, physical_offset: int) -> None:
-        """`count` more, the first due at `due_ms`, the oldest at `physical_offset`."""
+        """Add `count` messages, the first due at `due_ms`, the oldest at `physical_offset`."""
         self.waiting += count
         self.next_due_ms = due_ms if self.next_due_ms is None else min(self.next_due_ms, due_ms)
         old = self.physical_offset
@@ -180,8 +181,9 @@ class TimerView:
 
 
 def timer_view(tables: Tables) -> TimerView:
-    """What waits, by the timer's last checkpoint and what came into its topic since. Reads 52 bytes a message; where
-    the files are lost or damaged each message itself, as the timer will that builds them again."""
+    """Return the waiting messages, by the timer's last checkpoint and later messages of its topic.
+    Reads 52 bytes for each message. If the files are lost or damaged it reads each message itself, as the timer will
+    when it rebuilds them."""
     store = tables.store
     bounds = store.offsets_or_none(TIMER_TOPIC, 0)
     if bounds is None:
@@ -205,7 +207,8 @@ def timer_view(tables: Tables) -> TimerView:
 
 
 def _done(found: Progress | JavaProgress | None) -> tuple[int, int]:
-    """(ms, queue offset): messages before the one whose slot lies before the other are done, if they have no unit."""
+    """Return (ms, queue offset) below which messages without a unit are done.
+    These are messages below the offset whose slot lies before ms."""
     if found is None:
         return 0, 0
     if isinstance(found, JavaProgress):
@@ -217,7 +220,7 @@ def _done(found: Progress | JavaProgress | None) -> tuple[int, int]:
 
 
 def _placed(tables: Tables, progress: Progress) -> TimerView | None:
-    """What has a unit in the timer log; None when the log is not as the checkpoint says."""
+    """Return the messages with a unit in the timer log, or None if the log differs from the checkpoint."""
     store = tables.store
     size = store.manifest.timerlog_segment_bytes
     mode = tables.config.file_mode
@@ -237,7 +240,8 @@ def _placed(tables: Tables, progress: Progress) -> TimerView | None:
 
 
 def _placed_until(message: Message) -> int | None:
-    """Until when a message of the timer topic waits in its slot; None for a cancellation, and for what cannot wait."""
+    """Return the time until which a message of the timer topic waits in its slot.
+    Returns None for a cancellation, and for a message that cannot wait."""
     properties = message.stored_properties()
     out_ms = number(properties.get(TIMER_OUT_MS))
     if out_ms is None or not properties.get(REAL_TOPIC) or TIMER_DEL_UNIQKEY in properties:
@@ -247,8 +251,8 @@ def _placed_until(message: Message) -> int | None:
 
 
 def is_waiting(tables: Tables, handle: str, now_ms: int) -> bool:
-    """Whether the message of a recall handle could still be cancelled, by what its topic holds (delivery#recall).
-    InvalidReceiptError for what is no handle."""
+    """Return True if its topic shows that the message of a handle can be cancelled (delivery#recall).
+    Raises InvalidReceiptError for a bad handle."""
     wanted = parse_recall_handle(handle)
     if tables.store.offsets_or_none(TIMER_TOPIC, 0) is None:
         return False
@@ -265,15 +269,15 @@ class InFlight(NamedTuple):
 
     group: str
     topic: str
-    """Where the messages lie; may be a retry topic."""
+    """Topic that holds the messages. It may be a retry topic."""
     queue_id: int
     fifo: bool
     messages: int
     local: int
-    """How many of them have their receiver in the broker's process: the next opening gives those to others at once."""
+    """Number of these messages whose receiver is in the broker's process. The next opening releases them."""
     first_offset: int
     next_visible_ms: int
-    """When the first of them comes again."""
+    """Time at which the first of these messages is redelivered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,22 +286,23 @@ class PopView:
 
     in_flight: list[InFlight] = field(default_factory=list)
     orders: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of `order_info`: the last batch of each FIFO queue; of one that is consumed in order without popping the
-    failed attempts, with a pop time of 0. `next_visible_ms` is until when the queue is blocked, at least."""
+    """Rows of `order_info`: the last batch of each FIFO queue.
+    A queue that is consumed in order without popping has the failed attempts, and a pop time of 0. The queue is blocked
+    until `next_visible_ms` at least."""
     standings: dict[QueueKey, Standing] = field(default_factory=dict)
-    """Of the queues that these know of."""
+    """Standing of each queue that the order info file and the pop log know."""
     suspended: dict[QueueKey, Suspended] = field(default_factory=dict)
-    """The failed message that holds a queue up, in either model."""
+    """Failed message that blocks a queue, in either model."""
 
     def count(self, group: str, topic: str, queue_id: int) -> int:
-        """Messages of one queue that are in flight."""
+        """Return the number of messages of one queue that are in flight."""
         return sum(each.messages for each in self.in_flight if each[:3] == (group, topic, queue_id))
 
 
 def pop_view(tables: Tables, now_ms: int) -> PopView:
-    """What is in flight and how queues stand, as the next opening will find it; what receivers in the broker's own
-    process hold still counts, and what a Java broker had handed out does not until ours has taken it over.
-    CorruptStoreError when `consumerOrderInfo.json` and its backup are damaged."""
+    """Return the messages in flight and the standing of queues, as the next opening will find them.
+    Messages held by receivers in the broker's own process still count. Deliveries of a Java broker count only after
+    mqstore has taken them over. Raises CorruptStoreError if `consumerOrderInfo.json` and its backup are damaged."""
     parts = _as_parts(tables)
     pop_tables = PopTables(parts, _nothing, _NOBODY_WAITS, Reads(tables), _no_letter)
     pop_tables.orders.load(ConfigFile(tables.store, "consumerOrderInfo.json", check_order_info).load() or {})
@@ -349,7 +354,7 @@ def _note_order(view: PopView, key: QueueKey, record: OrderInfo, committed: int,
         return
     unacked = [offset for offset in record.unacked() if offset >= committed]
     invisible = {offset: record.visible_at(offset) for offset in unacked if not record.is_visible(offset, now_ms)}
-    if record.pop_time_ms == 0:  # of a RocketMQ that kept no pop times: nobody can say
+    if record.pop_time_ms == 0:  # a RocketMQ that kept no pop times wrote it, so the times are not known
         invisible = {}
     next_ms = min(invisible.values(), default=None)
     row |= {"pop_time_ms": record.pop_time_ms, "offsets": list(record.offsets), "unacked": unacked}
@@ -363,7 +368,7 @@ def _note_order(view: PopView, key: QueueKey, record: OrderInfo, committed: int,
 
 
 def _as_parts(tables: Tables) -> Parts:
-    """For what is built to be asked, and never puts: of a store opened for reading there is no way in."""
+    """Return the tables as `Parts`, for objects that only read. A store opened for reading takes no puts."""
     return cast(Parts, tables)
 
 
@@ -376,7 +381,7 @@ _NOBODY_WAITS = cast(Waiters, _Nobody())
 
 
 def _nothing() -> None:
-    """Nobody is to be woken."""
+    """Do nothing: no thread has to be woken."""
 
 
 def _no_letter(*_: object, **__: object) -> None:
@@ -387,7 +392,7 @@ def _no_letter(*_: object, **__: object) -> None:
 
 
 class QueueLag(NamedTuple):
-    """How far a group is behind in one queue."""
+    """Lag of a group in one queue."""
 
     group: str
     topic: str
@@ -395,32 +400,32 @@ class QueueLag(NamedTuple):
     first: int
     """Offset of the first message that counts."""
     committed: int | None
-    """The first offset that is not settled; None: the group has no progress here."""
+    """First offset that is not settled. None if the group has no committed offset here."""
     end: int
     """Offset of the next message to come."""
     messages: int
-    """Not consumed, those in flight included; 0 without progress, for nobody knows where it would begin."""
+    """Number of messages not consumed, those in flight included. 0 if there is no committed offset."""
     lost: int
-    """Gone before the group came to them: retention, expiry, a purge."""
+    """Number of messages that retention, expiry or a purge removed before the group consumed them."""
     in_flight: int
-    """Popped and not settled. What a group has read and not committed files do not tell."""
+    """Number of messages popped and not settled. Files do not show what was read and not committed."""
     oldest_ms: int | None
-    """When the first message that is not consumed was stored; None without one, or when it is damaged."""
+    """Store time of the first message that is not consumed. None without one, or if it is damaged."""
 
 
 def group_names(tables: Tables) -> list[str]:
-    """Every group of consumers that has settings or progress."""
+    """Return every consumer group that has settings or committed offsets."""
     return sorted({*tables.groups.names(), *tables.offsets.groups()})
 
 
 def lag_of(tables: Tables, group: str, pops: PopView) -> list[QueueLag]:
-    """The queues of each topic that the group has progress on, or something in flight, its retry topics included.
-    GroupNotFoundError when it has neither settings nor progress."""
+    """Return the lag of each queue in topics where the group has committed offsets or messages in flight.
+    Its retry topics are included. Raises GroupNotFoundError if the group has neither settings nor committed offsets."""
     progress = tables.offsets.of_group(group)
     if not progress and tables.groups.get(group) is None:
         raise GroupNotFoundError(f"{tables.store.path} has no group {group!r}: no settings, no progress")
     found: list[QueueLag] = []
-    # A broker at work may have popped or failed in a queue, and not have written its offsets yet.
+    # A running broker may have popped from a queue, or failed in it, without having saved its offsets yet.
     files = {*pops.standings, *pops.suspended}
     known: dict[str, set[int]] = {}
     for topic, queue_id in (*progress, *((each.topic, each.queue_id) for each in files if each.group == group)):
@@ -435,7 +440,7 @@ def lag_of(tables: Tables, group: str, pops: PopView) -> list[QueueLag]:
 def _lag(tables: Tables, key: QueueKey, pops: PopView) -> QueueLag:
     store, offsets = tables.store, tables.offsets
     popped = pops.standings.get(key)
-    # The table of a broker at work is seconds old, the pop log is not.
+    # The saved offsets of a running broker are seconds old, the pop log is not.
     committed = offsets.committed(*key) if popped is None else popped.first
     low, high = offsets.bounds(key.topic, key.queue_id)
     lag = None if committed is None else measure(store, offsets, key, committed, popped)
@@ -445,7 +450,7 @@ def _lag(tables: Tables, key: QueueKey, pops: PopView) -> QueueLag:
     if lag.messages:
         messages = store.get(key.topic, key.queue_id, lag.standing.first, 1).messages
         oldest_ms = messages[0].store_timestamp_ms if messages else None
-    # What was popped and is gone still counts as in flight: its time has to run out before that is noticed.
+    # Popped messages that are gone still count as in flight until their visibility timeout ends.
     lost = max(0, low - (committed if popped is None else popped.next))
     return QueueLag(*key, low, committed, lag.end, lag.messages, lost, lag.standing.in_flight, oldest_ms)
 
@@ -454,7 +459,7 @@ def _lag(tables: Tables, key: QueueKey, pops: PopView) -> QueueLag:
 
 
 def oldest_pin(tables: Tables, transactions: Transactions, levels: Iterable[LevelView], timer: TimerView) -> Pin | None:
-    """What keeps the front of the log, by what is on disk; None when nothing does."""
+    """Return the pin that keeps the front of the log, by the files on disk, or None if there is none."""
     return oldest_of(_pins(tables, transactions, levels, timer))
 
 
@@ -482,10 +487,10 @@ def _pins(tables: Tables, transactions: Transactions, levels: Iterable[LevelView
 def inspect_broker(
     path: str | os.PathLike[str], *, config: StoreConfig | None = None, fs: FileSystem = QUIET
 ) -> dict[str, Any]:
-    """Look at the broker's side of the store in directory `path`; plain values, as the module says.
+    """Return the broker's state in the store in directory `path` as plain values (see the module).
 
-    Never fails because of what lies in `config/`: a section that cannot be told stands under `not_shown`. Raises what
-    opening the store for reading raises.
+    Never fails because of files in `config/`. A section that cannot be shown is in `not_shown` with the reason. Raises
+    what opening the store for reading raises.
     """
     found: dict[str, Any] = {}
     not_shown: dict[str, str] = {}
@@ -515,7 +520,8 @@ _EMPTY: dict[str, Any] = {
 
 
 def _sections(tables: Tables, now_ms: int) -> dict[str, Callable[[], Any]]:
-    """Look at each section. What several of them need is looked at once; if that fails, so do they."""
+    """Return a function for each section. State that several sections need is read once.
+    If reading it fails, all of them fail."""
     levels = cache(lambda: delay_levels(tables))
     timer = cache(lambda: timer_view(tables))
     pops = cache(lambda: pop_view(tables, now_ms))
@@ -561,6 +567,6 @@ def _pin_row(store: StoreReader, pin: Pin | None) -> dict[str, Any] | None:
         return None
     try:
         queue_offset: int | None = store.at(pin.physical_offset).offset
-    except LookupError:  # damaged; it is kept all the same
+    except LookupError:  # a damaged record is kept, too
         queue_offset = None
     return {**pin._asdict(), "queue_offset": queue_offset}

@@ -1,13 +1,12 @@
-"""How far a group is behind in one queue (delivery#statistics): one rule for a broker at work and for who looks at its
-files from outside.
+"""Lag of a group in one queue, by one rule for brokers and file views (delivery#statistics).
 
     lag       = ready + in flight
-    popped    ready: not delivered yet, or free to be delivered again     in flight: delivered and not settled
+    popped    ready: not delivered yet, or free to be redelivered         in flight: delivered and not settled
     read      ready: behind the last read                                 in flight: read and not committed
 
-What was acknowledged behind a message in flight is no lag, though the committed offset stands before it. Where a group
-has no progress nothing is known of it, which counts as 0. Files do not tell how far a group has read: of one that
-reads, what is in flight counts as ready there, and the sum is the same.
+Messages that were acknowledged behind a message in flight are no lag, although the committed offset is lower. Without a
+committed offset the lag counts as 0. Files do not show how far a group has read. So from outside, its messages in
+flight count as ready, and the sum is the same.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["Lag", "measure"]
 
 
 class Lag(NamedTuple):
-    """Where a group stands in a queue, and what that means for the bounds the queue has now."""
+    """Standing of a group in a queue, and the end of the queue by which its lag is measured."""
 
     standing: Standing
     end: int
@@ -42,17 +41,17 @@ class Lag(NamedTuple):
 def measure(
     store: StoreReader, offsets: OffsetTable, key: QueueKey, committed: int, popped: Standing | None
 ) -> Lag | None:
-    """The lag of a group that goes on at `committed`; `popped`: where it stands by what it popped, if it did. None for
-    a queue that is not there yet."""
+    """Return the lag of a group whose next offset is `committed`, or None if the queue does not exist.
+    `popped` is its standing by the pop log, if it has popped."""
     bounds = store.offsets_or_none(key.topic, key.queue_id)
     if bounds is None:
         return None
     low, high = max(bounds[0], offsets.start_of(key.topic, key.queue_id)), bounds[1]
-    # One that has nothing popped, and is committed elsewhere than its pops ended, reads by now.
+    # A group without popped messages that is committed elsewhere than its pops ended reads by offset now.
     if popped is not None and (popped.in_flight or popped.again or popped.first == committed):
         first, ready, behind = (max(low, offset) for offset in (popped.first, popped.ready_from, popped.next))
         return Lag(Standing(first, ready, behind, popped.in_flight, popped.again), max(behind, high))
-    # Who reads has in flight what was read and is not committed.
+    # For a group that reads, the messages in flight are those that were read and not committed.
     first = min(high, max(low, committed))
     pulled = min(high, max(first, offsets.query_pull(key) or 0))
     return Lag(Standing(first, pulled, pulled, pulled - first, 0), high)

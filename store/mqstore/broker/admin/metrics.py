@@ -1,17 +1,17 @@
-"""Sources of the statistics of a broker: numbers that are noted, and those measured on demand (delivery#statistics).
+"""Sources of a broker's statistics: counters, and values measured on demand (delivery#statistics).
 
     put ------> dispatcher --- "this queue grew from .. to .." --> noted    |
     read -----> `Reads`        plain numbers by group and queue             |--- `harvest` --> `Statistics` --> windows
     pop, ack -> `QueueState`   plain numbers, under the lock it holds       |
     lags, ages, sizes, what waits   ----------- measured by `prometheus` when somebody asks --> text
 
-A put pays nothing: the dispatcher tells of each queue once a pass, and sizes are summed over the units afterwards,
-thousands at once. `harvest` runs every ten seconds, before the windows take their samples, and whenever somebody looks.
-So nothing is known of a queue that did not grow, and opening costs the same with one queue or a hundred thousand.
+A put pays nothing: the dispatcher reports each queue once a pass, and sizes are summed over the units afterwards,
+thousands at once. `harvest` runs every ten seconds, before the windows take their samples, and whenever somebody asks.
+Queues that did not grow have no entry, so opening costs the same with one queue or a hundred thousand.
 
-Counted are messages that came into a queue: a delayed message once where it waited and once where it was sent to, a
-redelivered copy in its retry topic. A message got is one that a consumer was given: by a read, or by a pop when it was
-delivered, not when it was read ahead.
+Puts are messages that came into a queue. A delayed message counts where it waited and again in its own topic. A
+redelivered copy counts in its retry topic. Gets are messages delivered to a consumer by a read or a pop. Messages that
+a pop has only prefetched do not count.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _log = logging.getLogger("mqstore")
 _PAGE_UNITS = 65_536
 _NS_A_MS = 1_000_000
 _ALL_TOPICS = 1_000
-"""With more topics than that, those that no group consumes have no zeros in each scrape."""
+"""If there are more topics, those that no group consumes are left out of the zeros in each scrape."""
 
 _SERVES = {SCHEDULE_TOPIC: "delay", TIMER_TOPIC: "delay", HALF_TOPIC: "transaction"}
 """Message type of the engine's own topics."""
@@ -65,7 +65,7 @@ _Item = tuple[str, str, int, int]
 
 
 class Metrics:
-    """Statistics of one store, counted and measured. Thread-safe. Listens to `store.on_growth` until `close`."""
+    """Statistics of one store. Thread-safe. Listens to `store.on_growth` until `close`."""
 
     def __init__(
         self,
@@ -88,21 +88,21 @@ class Metrics:
         self._transactions = transactions
         self._topics = parts.topics
         self._lock = threading.Lock()
-        """Held for a whole harvest, so that who looks sees all of what came before."""
+        """Held for a whole harvest, so that each caller sees all earlier counts."""
         self._grown_lock = threading.Lock()
         self._grown_from: dict[tuple[str, int], int] = {}
         self._grown_to: dict[tuple[str, int], int] = {}
-        """By (topic, queue id): what came in between is not counted yet."""
+        """By (topic, queue id). Messages between `_grown_from` and `_grown_to` are not counted yet."""
         self._rest_ns: dict[QueueKey, int] = {}
-        """What reads took beyond whole milliseconds."""
+        """Time that reads took beyond whole milliseconds."""
         self._put_rest_ns: dict[tuple[str, int], int] = {}
-        """What puts took, likewise."""
+        """Time that puts took beyond whole milliseconds."""
         self._store.on_growth.append(self._grown)
 
     # -- as a mechanism ---------------------------------------------------------------------------------------------
 
     def run_once(self, now_ms: int) -> int:
-        """Count, then let the windows take the samples that are due; wall ms of the next."""
+        """Count, then take the samples of windows that are due. Return the wall time of the next one in ms."""
         self.harvest()
         return self._statistics.run_once(now_ms)
 
@@ -115,7 +115,7 @@ class Metrics:
         return ()
 
     def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
-        """`store.on_growth`, in the dispatching thread."""
+        """Note that a queue grew. `store.on_growth` calls this in the dispatching thread."""
         key = (topic, queue_id)
         with self._grown_lock:
             self._grown_from.setdefault(key, begin)
@@ -124,14 +124,14 @@ class Metrics:
     # -- counting ---------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Bring the counters up to date with every put that has returned, as far as the disk has room for its units.
-        StoreClosedError."""
-        with suppress(OSError):  # what hinders dispatch shows elsewhere, and is no reason to tell nothing
+        """Update the counters with every put that has returned. Raises StoreClosedError.
+        Puts are left out if the disk has no room for their units."""
+        with suppress(OSError):  # errors of dispatch are reported elsewhere, and other counts are still useful
             self._store.dispatch()
         self.harvest()
 
     def harvest(self) -> None:
-        """Bring the counters up to date with what readers can see."""
+        """Update the counters with what readers can see."""
         with self._lock:
             items = [*self._puts(), *self._put_times(), *self._pops(), *self._gets()]
             if items:
@@ -164,8 +164,8 @@ class Metrics:
             yield "TOPIC_PUT_LATENCY", f"{queue_id}@{topic}", took_ms, times
 
     def _came(self, topic: str, queue_id: int, begin: int, end: int) -> tuple[int, int]:
-        """(messages, bytes) between two offsets of a queue. What was let go by retention since is counted, and not
-        measured; so is what cannot be read now."""
+        """Return (messages, bytes) between two offsets of a queue.
+        Messages that retention has deleted since, or that cannot be read now, are counted without their bytes."""
         count, size = 0, 0
         bounds = self._store.offsets_or_none(topic, queue_id) or (end, end)
         if begin < bounds[0]:
@@ -210,16 +210,16 @@ class Metrics:
     # -- measuring --------------------------------------------------------------------------------------------------
 
     def lag(self, group: str) -> dict[tuple[str, int], int]:
-        """(topic, queue id) -> messages that the group has not consumed, those in flight included; its retry topics
-        are among them."""
+        """Return (topic, queue id) -> number of messages that the group has not consumed.
+        Messages in flight and the group's retry topics are included."""
         return {
             queue: 0 if (lag := self._lag(QueueKey(group, *queue), offset)) is None else lag.messages
             for queue, offset in self._offsets.of_group(group).items()
         }
 
     def prometheus(self) -> str:
-        """All counters and gauges in Prometheus' text format 0.0.4. StoreClosedError."""
-        stats = self._store.stats()  # before we dispatch what is behind
+        """Return all counters and gauges in Prometheus' text format 0.0.4. Raises StoreClosedError."""
+        stats = self._store.stats()  # before the refresh dispatches
         self.refresh()
         return self._statistics.prometheus_text(
             self._gauges(stats), expected=self._expected(), type_of=self._message_type
@@ -231,7 +231,7 @@ class Metrics:
         return _SERVES.get(topic) or ("unspecified" if config is None else config.message_type.lower())
 
     def _expected(self) -> Iterator[CounterKey]:
-        """Counters that stand at 0 until something happens: of topics of users, and of the groups that came there."""
+        """Yield the counters that are 0 until something happens: those of user topics and their groups."""
         topics = [name for name in self._topics.names() if not (is_retry_topic(name) or is_dlq_topic(name))]
         pairs = [(group, topic) for group, topic, _ in self._offsets.of_all()]
         if len(topics) > _ALL_TOPICS:
@@ -246,8 +246,8 @@ class Metrics:
                 yield "DLQ_PUT_NUMS", f"{topic}@{group}"
 
     def _gauges(self, stats: StoreStats) -> dict[str, int | Samples]:
-        """Series -> its samples, as of now. Costs a look at every queue that a group has progress in, two more where
-        something waits."""
+        """Return the samples of each series, as of now.
+        Costs a look at every queue in which a group has a committed offset, and two more if messages wait there."""
         now_ms = self._clock.now_ms()
         overdue, overdue_ms, batches = self._pop.figures.backlog(now_ms)
         waiting: Samples = [({"kind": "level"}, self._delay.waiting()), ({"kind": "moment"}, self._timer.waiting())]
@@ -270,7 +270,7 @@ class Metrics:
         return {**gauges, **of_groups}
 
     def _of_group(self, group: str, topic: str, queues: dict[int, int], now_ms: int) -> dict[str, int]:
-        """Series -> value, over the queues of a topic."""
+        """Return series -> value, summed over the queues of a topic."""
         sums: Counter[str] = Counter()
         unsettled: list[int] = []
         undelivered: list[int] = []
@@ -288,7 +288,7 @@ class Metrics:
                 physical = physical_of(self._store, topic, queue_id, first) if waits else None
                 if physical is not None:
                     found.append(physical)
-        # The log is in the order of time: of the first messages of several queues the lowest is the oldest.
+        # The log is in order of time, so the lowest of several physical offsets is the oldest message.
         return {
             "rocketmq_consumer_lag_messages": sums["messages"],
             "rocketmq_consumer_ready_messages": sums["ready"],
@@ -301,7 +301,7 @@ class Metrics:
         return measure(self._store, self._offsets, key, committed, self._pop.figures.standing(key))
 
     def _age_ms(self, physical_offset: int | None, now_ms: int) -> int:
-        """How old the message at a place of the log is; 0 when there is none, or none that can be read."""
+        """Return the age of the message at a physical offset, or 0 if there is none that can be read."""
         if physical_offset is None:
             return 0
         try:

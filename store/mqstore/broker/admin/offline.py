@@ -1,12 +1,12 @@
-"""Changes that an operator makes while no broker runs: the door for the command, and for scripts.
+"""Changes that an operator makes while no broker runs, by the command or by scripts.
 
     reset, delete_group, delete_topic     tables, and the pop log, which would bring back what they forget
     cancel                                a record in the timer topic
     everything else                       `parts`: topics, groups, dead letters
 
-Nothing is delivered, redelivered, expired or dropped meanwhile, for no mechanism runs: each only loads its state when
-it is needed, and writes it down at the end. What receivers held when the broker ended stays as it is, too: to release
-it is the next broker's to decide.
+No message is delivered, redelivered, expired or dropped meanwhile, since no service runs. Each only loads its state
+when it is needed, and saves it at the end. Messages that were in flight when the broker ended stay in flight. The next
+broker decides whether to release them.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Offline:
     def __init__(self, store: MessageStore) -> None:
         self.parts: Parts = open_parts(store)
         self._opened = ExitStack()
-        self._opened.callback(self.parts.offsets.close)  # last: what the others write moves offsets
+        self._opened.callback(self.parts.offsets.close)  # runs last, since closing the others moves offsets
 
     @cached_property
     def _pop(self) -> PopService:
-        """Pop with its state from the log; from then on it hears of topics and groups that go."""
+        """Pop service with its state from the log. It then hears of topics and groups that are deleted."""
         parts = self.parts
         waiters = Waiters(parts, _nothing)
         self._opened.callback(waiters.close)
@@ -63,23 +63,24 @@ class Offline:
     def reset(
         self, group: str, topic: str, queue_id: int | None, to: Literal["earliest", "latest"] | datetime | int
     ) -> dict[QueueRef, int]:
-        """As `Broker.reset`: what was in flight there is no longer, and receipts that are out have expired."""
+        """Reset a group as `Broker.reset` does. Its messages are no longer in flight: receipts have expired."""
         return Reads(self.parts).reset(group, topic, queue_id, to, on_reset=self._pop.reset)
 
     def delete_group(self, group: str) -> None:
-        """Forget a group: settings, progress, what it has in flight. Its dead letters and retries stay. If it never had
-        settings, its progress alone. GroupNotFoundError when it has neither."""
+        """Delete a group: settings, committed offsets, and what it has in flight.
+        Its dead letters and retries stay. A group without settings has only committed offsets to delete. Raises
+        GroupNotFoundError if it has neither."""
         if self.parts.groups.get(group) is not None:
             self._pop  # noqa: B018  (listens)
         delete_group(self.parts, group)
 
     def delete_topic(self, topic: str, *, force: bool = False) -> None:
-        """As `TopicTable.delete`, and nothing of it stays in flight."""
+        """Delete a topic as `TopicTable.delete` does. Its messages are no longer in flight."""
         self._pop  # noqa: B018  (listens)
         self.parts.topics.delete(topic, force=force)
 
     def cancel(self, handle: str) -> bool:
-        """As `Broker.recall`; durable when it returns True."""
+        """Cancel a message as `Broker.recall` does. Durable when it returns True."""
         timer = TimerService(self.parts, _nothing)
         try:
             cancelled = timer.recall(handle)
@@ -90,14 +91,14 @@ class Offline:
         return cancelled
 
     def close(self) -> None:
-        """Write down what changed. Whatever one part meets, the others are written; then it is raised."""
+        """Save all changes. If one part fails the others are still saved, and then its error is raised."""
         self._opened.close()
 
 
 @contextmanager
 def offline(path: str | os.PathLike[str], *, config: StoreConfig | None = None) -> Iterator[Offline]:
-    """The store in directory `path`, opened for changing it by hand. Raises what opening for writing raises, foremost
-    StoreLockedError while a broker runs; NotAStoreError where there is none: none is made."""
+    """Open the store in directory `path` for changes by an operator. Never creates a store.
+    Raises what opening for writing raises: StoreLockedError while a broker runs, NotAStoreError without a store."""
     config = replace(config or StoreConfig(), release_in_flight=False)
     with MessageStore(path, create=False, config=config) as store:
         desk = Offline(store)
@@ -108,4 +109,4 @@ def offline(path: str | os.PathLike[str], *, config: StoreConfig | None = None) 
 
 
 def _nothing() -> None:
-    """No housekeeper is there to be woken."""
+    """Do nothing: there is no housekeeper to wake."""

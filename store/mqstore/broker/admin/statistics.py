@@ -1,8 +1,8 @@
-"""What the broker counts, and how fast it grows (delivery#statistics, delivery#read-status).
+"""Counters of the broker, and their rates of growth (delivery#statistics, delivery#read-status).
 
-Counters by name and key, each with three windows (minute, hour, day), the messages that groups lost to retention, and
-the text that Prometheus scrapes. Knows nothing of stores: what is not counted but measured (lags, sizes, messages in
-flight) the broker hands to `prometheus_text` as gauges.
+This module has counters by name and key, each with three windows (minute, hour, day), the messages that groups lost to
+retention, and the text that Prometheus scrapes. It knows nothing of stores. The broker passes measured values (lags,
+sizes, messages in flight) to `prometheus_text` as gauges.
 
 ========================================================================  ==============================================
 name                                                                      key
@@ -19,13 +19,13 @@ BROKER_CK_NUMS, BROKER_ACK_NUMS
 COMMIT_NUMS, ROLLBACK_NUMS (transactions), DELAY_LATENCY (ms late)        topic
 ========================================================================  ==============================================
 
-Puts, gets and pops are counted by `metrics.py`, what fails and what ends by the mechanism that did it.
+`metrics.py` counts puts, gets and pops. The services count failures, and the ends of transactions and delays.
 
-A window is 7, 7 or 25 samples, taken every 10 seconds, 10 minutes or hour. Between the oldest and the newest of them
-tps is the growth of the value by the second, average its growth by the number of times it was added to.
+A window is 7, 7 or 25 samples, taken every 10 seconds, 10 minutes or hour. Between its oldest and newest sample, tps is
+the growth of the value in a second, and average is the growth for each addition.
 
-Kept are not the samples but what changed between two of them: a counter that stands still costs nothing, so that a
-hundred thousand queues of which a few are busy do not fill the memory with thirty-nine copies of themselves.
+Only the changes between two samples are kept, so a counter that does not grow costs nothing. Otherwise a hundred
+thousand queues, a few of them busy, would fill the memory with thirty-nine copies of their counters.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CounterKey = tuple[str, str]
 
 
 class Total(NamedTuple):
-    """A counter since the store was opened: the sum of what was added, and how many times something was."""
+    """Counter since the store was opened: the sum of all additions, and their number."""
 
     value: int
     times: int
@@ -68,16 +68,16 @@ class Rate(NamedTuple):
     """Growth between the oldest and the newest sample."""
     times: int
     span_ms: int
-    """Between those two."""
+    """Time between the oldest and the newest sample."""
 
     @property
     def tps(self) -> float:
-        """Growth by the second; 0.0 before there are two samples."""
+        """Growth in a second, or 0.0 before there are two samples."""
         return self.value * 1000 / self.span_ms if self.span_ms > 0 else 0.0
 
     @property
     def average(self) -> float:
-        """Growth by the times something was added; 0.0 when nothing was."""
+        """Growth for each addition, or 0.0 if there was none."""
         return self.value / self.times if self.times else 0.0
 
 
@@ -86,30 +86,30 @@ _NOTHING: Final = Total(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class StatisticsSnapshot:
-    """All of it at one moment; nothing in it changes any more."""
+    """All statistics at one moment. Immutable."""
 
     taken_ms: int
-    """Wall clock."""
+    """Wall time of the snapshot."""
     totals: Mapping[CounterKey, Total]
     """Since the store was opened."""
     latest: Mapping[CounterKey, int]
     """Last values: GROUP_GET_FALL_SIZE in bytes, GROUP_GET_FALL_TIME in ms behind the end of the log."""
     minute_ms: int
-    """Length of `minute`; 0 before the first samples, when no rate is known."""
+    """Length of `minute`, or 0 before the first samples, when no rate is known."""
     minute: Mapping[CounterKey, Rate]
-    """Counters that changed in the last minute, as of the newest sample; of others the rate is 0."""
+    """Counters that changed in the last minute, as of the newest sample. Other counters have rate 0."""
     hour: Mapping[CounterKey, Rate]
     day: Mapping[CounterKey, Rate]
     lost: Mapping[QueueKey, int]
     """Messages that retention took before the group consumed them, since the store was opened."""
 
     def total(self, name: str, key: str = "") -> int:
-        """The sum of a counter; 0 when it was never added to."""
+        """Return the sum of a counter, or 0 if nothing was added to it."""
         return self.totals.get((name, key), _NOTHING).value
 
 
 class _Round(NamedTuple):
-    """What changed between two samples."""
+    """Changes between two samples."""
 
     start_ms: int
     end_ms: int
@@ -126,7 +126,7 @@ class _Window:
         self.sampled_ms = now_ms
         self.due_ms = now_ms + period_ms
         self._last: dict[CounterKey, tuple[int, int]] = {}
-        self._rounds: deque[_Round] = deque(maxlen=samples - 1)  # so many lie between so many samples
+        self._rounds: deque[_Round] = deque(maxlen=samples - 1)  # one between each two samples
 
     def sample(self, totals: dict[CounterKey, tuple[int, int]], now_ms: int) -> None:
         # A total is replaced when it changes, never altered: the same object means the same numbers.
@@ -141,7 +141,7 @@ class _Window:
         self.due_ms = now_ms + self.period_ms
 
     def span_ms(self) -> int:
-        """Time between the oldest and the newest sample; 0 before there are two."""
+        """Return the time between the oldest and the newest sample, or 0 before there are two."""
         return self.sampled_ms - self._rounds[0].start_ms if self._rounds else 0
 
     def rates(self) -> Mapping[CounterKey, Rate]:
@@ -155,7 +155,7 @@ class _Window:
 
 
 class Statistics:
-    """The counters of a store. Safe to call from many threads; `add` is one short section under one lock.
+    """Counters of a store. Thread-safe. `add` is one short section under one lock.
 
     >>> from mqstore.clock import SimulatedClock
     >>> clock = SimulatedClock()
@@ -174,7 +174,7 @@ class Statistics:
         self._totals: dict[CounterKey, tuple[int, int]] = {}
         self._latest: dict[CounterKey, int] = {}
         self._lost: dict[QueueKey, int] = {}
-        # Windows have a lock of their own: closing one walks over all counters, and no put should wait for that.
+        # Windows have a separate lock. Taking a sample reads all counters, and no put should wait for that.
         self._window_lock = threading.Lock()
         now_ms = clock.monotonic_ms()
         self._minute = _Window(10_000, 7, now_ms)
@@ -182,14 +182,14 @@ class Statistics:
         self._day = _Window(3_600_000, 25, now_ms)
 
     def add(self, name: str, key: str = "", value: int = 1) -> None:
-        """Add `value` to a counter; names and keys as in the module's table."""
+        """Add `value` to a counter. Names and keys are in the module's table."""
         counter = (name, key)
         with self._lock:
             total = self._totals.get(counter, (0, 0))
             self._totals[counter] = (total[0] + value, total[1] + 1)
 
     def add_many(self, items: Iterable[tuple[str, str, int, int]]) -> None:
-        """Add each (name, key, value, times), under one lock: what came together in a while."""
+        """Add each (name, key, value, times), all under one lock."""
         batch = tuple(items)
         with self._lock:
             for name, key, value, times in batch:
@@ -197,7 +197,7 @@ class Statistics:
                 self._totals[name, key] = (total[0] + value, total[1] + times)
 
     def set(self, name: str, key: str, value: int) -> None:
-        """Note the last value of what is measured rather than counted: GROUP_GET_FALL_SIZE, GROUP_GET_FALL_TIME."""
+        """Set the last value of a measured number: GROUP_GET_FALL_SIZE or GROUP_GET_FALL_TIME."""
         with self._lock:
             self._latest[name, key] = value
 
@@ -210,8 +210,9 @@ class Statistics:
             self._lost[key] = self._lost.get(key, 0) + messages
 
     def run_once(self, now_ms: int) -> int:
-        """Take the samples that are due; wall ms of the next. `now_ms` only dates the answer: windows are measured on
-        the monotonic clock, for a rate over a span that the wall clock stepped through would be nonsense."""
+        """Take the samples that are due. Return the wall time of the next one in ms.
+        `now_ms` is only used for the result. Windows are measured on the monotonic clock, since the wall clock may be
+        set."""
         with self._window_lock:
             monotonic_ms = self._clock.monotonic_ms()
             windows = (self._minute, self._hour, self._day)
@@ -224,7 +225,7 @@ class Statistics:
             return now_ms + min(window.due_ms for window in windows) - monotonic_ms
 
     def snapshot(self) -> StatisticsSnapshot:
-        """Everything as of now; the windows as of their last samples."""
+        """Return all statistics as of now. Windows are as of their last samples."""
         with self._window_lock:
             minute, hour, day = self._minute.rates(), self._hour.rates(), self._day.rates()
             minute_ms = self._minute.span_ms()
@@ -245,11 +246,11 @@ class Statistics:
     def prometheus_text(
         self, gauges: Mapping[str, int | Samples], *, expected: Iterable[CounterKey], type_of: Callable[[str], str]
     ) -> str:
-        """All series in Prometheus' text format 0.0.4, counters from here, `gauges` from the broker.
+        """Return all series in Prometheus' text format 0.0.4: counters from here, `gauges` from the broker.
 
         `gauges` maps the name of a series to its samples (labels, value), or to one number for a series without labels.
-        `expected`: counters that are told as 0 before their first event (without one, their series are), or a scraper
-        would never see them grow from 0 to 1. `type_of`: a topic's `message_type`.
+        `expected` are counters that are 0 before their first event. Otherwise a scraper would never see them grow from
+        0 to 1. Without any, their series are 0. `type_of` returns a topic's `message_type`.
         """
         series = _counted(self.snapshot(), expected, type_of)
         for name, samples in gauges.items():
@@ -263,7 +264,7 @@ class Statistics:
 Samples = list[tuple[dict[str, str], int]]
 """Labels and value of each sample of a series."""
 _Series = dict[str, int]
-"""Labels as they are written, braces included, or a suffix and labels -> value."""
+"""Value by labels as text, with braces, or by a suffix and labels."""
 
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
@@ -303,7 +304,7 @@ _COUNTED: Final[dict[str, str]] = {
     "COMMIT_NUMS": "rocketmq_commit_messages_total",
     "ROLLBACK_NUMS": "rocketmq_rollback_messages_total",
 }
-"""Counter -> series; keys are `topic` or `topic@group`."""
+"""Series by counter. Keys are `topic` or `topic@group`."""
 
 
 _FROM_THE_START: Final = ("DLQ_PUT_NUMS", "COMMIT_NUMS", "ROLLBACK_NUMS")
@@ -329,7 +330,7 @@ def _counted(
             series.setdefault("rocketmq_message_size", {}).update(_summary(labels, total.value, messages))
         if name == "DELAY_LATENCY":
             series.setdefault("rocketmq_delay_message_latency", {}).update(_summary(labels, *total))
-    for name in _FROM_THE_START:  # of a store that knows no topic and no group yet
+    for name in _FROM_THE_START:  # for a store without topics and groups
         series.setdefault(_COUNTED[name], {"": 0})
     series.setdefault("rocketmq_delay_message_latency", dict(_summary("", 0, 0)))
     for (group, topic, queue_id), lost in snapshot.lost.items():
@@ -343,7 +344,7 @@ def _summary(labels: str, total: int, count: int) -> _Series:
 
 
 def labels_of(group: str, topic: str) -> dict[str, str]:
-    """Return the labels of a number about a group on a topic; `group` is empty for one about the whole topic.
+    """Return the labels of a series of a group on a topic. `group` is empty for the whole topic.
 
     >>> labels_of("billing", "orders")
     {'topic': 'orders', 'consumer_group': 'billing', 'is_retry': 'false', 'is_system': 'false'}

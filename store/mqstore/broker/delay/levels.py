@@ -1,10 +1,10 @@
-"""Delay levels: messages that wait a fixed time and then go on to where they were sent (delivery#levels).
+"""Delay levels: messages that wait a fixed time before they reach their topic (delivery#levels).
 
     put, DELAY = n  ->  SCHEDULE_TOPIC_XXXX, queue n - 1  ->  (due)  ->  REAL_TOPIC, queue REAL_QID
 
-Who puts has rewritten the message, and the dispatcher has written its time of delivery into its unit. What
-is left to do is to look at the head of each level's queue. All messages of a level wait equally long, so a queue is in
-the order of its times: nothing is sorted, nothing is kept in memory, and a level costs the same with a million waiting.
+The put has rewritten the message, and the dispatcher has written its due time into its unit. So this service only looks
+at the head of each level's queue. All messages of a level wait equally long, so a queue is in order of due time.
+Nothing is sorted or kept in memory, and a level costs the same with a million waiting messages.
 
     a level is   because                             until
     idle         its queue has nothing more          the queue grows
@@ -17,19 +17,19 @@ the order of its times: nothing is sorted, nothing is kept in memory, and a leve
     belongs to the half topic            passed over
     does not verify                      passed over, reported and counted
 
-What waits long, where only such messages still hold the log, is rolled: the same is done with it before it is
-due, but that it goes to the timer topic, for the rest of its time. The queue of a level is in the order of the log, so
-that is its front, and progress tells it from the rest. It comes as if the level had delivered it, at the same time.
-Where delivery is late, it may come behind messages of the level that were put after it and not rolled.
+Messages that wait long are relocated if only such messages still hold the log. They are copied to the timer topic
+before they are due, and wait there for the rest of their time. The queue of a level is in log order, so they are at its
+front, and progress passes them. The timer delivers them at the same time, as the level would have. If delivery is late,
+a relocated message may come behind messages of the level that were put later.
 
-Progress, the next unit of each level to look at, is written to `delayOffset.json` every ten seconds and at the end, and
-never before the log is on disk as far as it had been written: a progress on disk rests on copies on disk. In between
-it is saved quickly (`configfile`), 100 ms after a delivery that was not saved. So `kill -9` repeats at most what was
-delivered in that time, a power cut what was delivered in ten seconds, and neither loses anything. Until nothing
-more is due after opening, and after messages were rolled, it is written at the end of each step: a machine that crashes
-again and again within ten seconds repeats a message once, not each time.
+Progress is the next unit of each level to look at. It is written to `delayOffset.json` every ten seconds and at the
+end, after the log has been synced. So progress on disk rests on copies on disk. In between it is saved without a sync
+(`configfile`), 100 ms after a delivery. So `kill -9` repeats at most the deliveries of that time, and a power cut those
+of ten seconds. Neither loses a message. After opening, until nothing more is due, progress is written at the end of
+each step. So it is after messages were relocated. Then a machine that crashes again and again within ten seconds
+repeats a message once, not each time.
 
-Knows the store's queues, the road and the progress file; knows nothing of consumers.
+This module knows the store's queues, the road and the progress file, but no consumers.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ __all__ = ["DelayService", "check_delay_offsets", "deliver_time_ms"]
 _log = logging.getLogger("mqstore")
 
 _STEP_UNITS = 2048
-"""Messages of one `run_once`: some tens of milliseconds, after which other mechanisms get their turn."""
+"""Number of messages in one `run_once`: some tens of ms, after which other services get their turn."""
 _BATCH_UNITS = 1024
-"""Messages of one level before the level that is most behind is chosen anew."""
+"""Number of messages of one level before the level that is most behind is chosen again."""
 _RETRY_MIN_MS, _RETRY_MAX_MS = 100, 10_000
 _SAVE_MS = 10_000
 _VERSION_STEP = 200
-"""Deliveries for which RocketMQ counts the file's version up by one (delivery#tables)."""
+"""Number of deliveries after which RocketMQ increments the version of the file (delivery#tables)."""
 _UNKNOWN_LEVEL_MS = 1_000
 _LEVEL = re.compile("[1-9][0-9]{0,8}")
 
 
 def deliver_time_ms(table_ms: Sequence[int], level: int, store_timestamp_ms: int) -> int:
-    """When a message of `level` is due; a level that the table does not have waits a second (delivery#level-unit).
+    """Return the due time of a message of `level`. An unknown level waits a second (delivery#level-unit).
 
     >>> deliver_time_ms((1000, 5000), 2, 1_700_000_000_000), deliver_time_ms((1000, 5000), 999, 0)
     (1700000005000, 1000)
@@ -87,23 +87,23 @@ def deliver_time_ms(table_ms: Sequence[int], level: int, store_timestamp_ms: int
 
 @dataclass(eq=False, slots=True)
 class _Level:
-    """One level's queue. Only `run_once` changes it, but for `grown`."""
+    """Queue of one level. Only `run_once` changes it, except `grown`."""
 
     number: int
     delay_ms: int | None
-    """Delay by the table; None: the table has no such level, and its messages are due now."""
+    """Delay by the table. None if the table has no such level. Then its messages are due now."""
     offset: int
     """Progress: the next unit to look at."""
     saved: int
-    """The same as the file on disk has it."""
+    """Progress in the file on disk."""
     due_ms: int | None = 0
-    """When to look next; None: when the queue grows."""
+    """Time of the next look. None means when the queue grows."""
     ahead_ms: int = 0
-    """`due_ms` was so far ahead when it was set: farther now means that the clock was set back since."""
+    """Distance of `due_ms` when it was set. If it is greater now, the clock was set back since."""
     failures: int = 0
     grown: bool = False
     stuck: int | None = None
-    """Offset of a message that cannot wait elsewhere."""
+    """Offset of a message that cannot be relocated."""
 
     @property
     def queue_id(self) -> int:
@@ -116,14 +116,15 @@ class _Level:
 
 
 class DelayService:
-    """Delivers what the delay levels hold, each message when it is due: never early by the wall clock it is given, and
-    as late as `run_once` is called after the time it named.
+    """Delivers the messages of the delay levels when they are due.
 
-    `dead_letter(message, group, reason)` stores a dead letter; it must leave out DELAY. Where the table no longer has a
-    level in which messages wait, `orphan_level_policy="deliver_now"` delivers those at once, "keep" leaves them alone
-    until the level is back. Raises CorruptStoreError when the progress file and its backup are damaged.
+    A message is never early by the wall clock, and as late as `run_once` is called after the time that it returned.
 
-    Long because delivering, rolling, skipping and saving all move the offset of a level, in the same order.
+    `dead_letter(message, group, reason)` stores a dead letter, and must leave out DELAY. If the table no longer has a
+    level with waiting messages, `orphan_level_policy="deliver_now"` delivers them at once, and "keep" leaves them until
+    the level is back. Raises CorruptStoreError if the progress file and its backup are damaged.
+
+    Long because delivering, relocating, skipping and saving all move the offset of a level, in the same order.
     """
 
     def __init__(self, parts: Parts, wake: Wake, dead_letter: Callable[[Message, str, str], object]) -> None:
@@ -135,9 +136,9 @@ class DelayService:
         self._wake = wake
         self._dead_letter = dead_letter
         self.errors: dict[int, str] = {}
-        """By level: what hinders its delivery right now."""
+        """Error that stops delivery at present, by level."""
         self._kept: list[int] = []
-        """Levels that the table no longer has, whose messages are kept."""
+        """Levels that the table no longer has, and whose messages are kept."""
         self._table_ms = self._store.delay_table_ms
         self._file = ConfigFile(self._store, "delayOffset.json", check_delay_offsets, log_end=self._store.max_offset)
         value = self._file.load() or {}
@@ -147,19 +148,19 @@ class DelayService:
         self._save_due_ms: int | None = None
         self._quick_due_ms: int | None = None
         self._saves_each_step = True
-        """True until all overdue messages are delivered after opening, and after messages were relocated. Saving each
-        step keeps a second crash from repeating the same messages."""
+        """True until overdue messages are delivered after opening, and after messages were relocated.
+        Saving each step keeps a second crash from repeating the same messages."""
         self._saved_ms = self._clock.now_ms()
         self._levels = {level.queue_id: level for level in self._open(parts.config.orphan_level_policy)}
-        # What was corrected is written before the queues grow: they may pass the old number before the next crash, and
-        # it would then be taken for progress.
+        # Corrected offsets are written before the queues grow. Otherwise a queue might grow beyond the old offset
+        # before the next crash, which would then count as progress.
         self.save(self._clock.now_ms())
         self._store.on_growth.append(self._on_growth)
 
     # -- opening ----------------------------------------------------------------------------------------------------
 
     def _open(self, orphan_level_policy: str) -> Iterator[_Level]:
-        """The levels to serve, from where the file says they were left."""
+        """Yield the levels to deliver, each from its offset in the file."""
         for number, delay_ms in enumerate(self._table_ms, 1):
             yield self._level(number, delay_ms, self._table.get(str(number), 0))
         for number, high in self._queues_beyond_the_table():
@@ -175,15 +176,16 @@ class DelayService:
                     self._kept.append(number)
 
     def _level(self, number: int, delay_ms: int | None, stored: int) -> _Level:
-        """A level at its stored offset, lowered to where its queue ends: a crash may have taken the end, and its
-        numbers are given to the messages that come next, which must not be passed over (delivery#level-progress)."""
+        """Return a level at its stored offset, or at the end of its queue if that is lower.
+        A crash may have taken the end of the queue. The next messages get the same offsets, and must not be skipped
+        (delivery#level-progress)."""
         high = (self._store.offsets_or_none(SCHEDULE_TOPIC, number - 1) or (0, 0))[1]
         if stored > high:
             self._warn(f"delay level {number} was at {stored}, but its queue ends at {high}: goes on from there")
         return _Level(number, delay_ms, min(stored, high), stored)
 
     def _queues_beyond_the_table(self) -> Iterator[tuple[int, int]]:
-        """(level, end of its queue) of the schedule queues that no level of the table serves."""
+        """Yield (level, end of its queue) of the schedule queues for which the table has no level."""
         if SCHEDULE_TOPIC not in self._store.topics():
             return
         for ref in self._store.queues(SCHEDULE_TOPIC):
@@ -196,7 +198,7 @@ class DelayService:
     # -- looking at it ----------------------------------------------------------------------------------------------
 
     def progress(self) -> dict[int, tuple[int, int]]:
-        """(next offset to look at, end of its queue) of each level whose queue has ever held a message."""
+        """Return (next offset to look at, end of its queue) of each level whose queue ever held a message."""
         found = {}
         for level in self._levels.values():
             bounds = self._store.offsets_or_none(SCHEDULE_TOPIC, level.queue_id)
@@ -205,11 +207,11 @@ class DelayService:
         return found
 
     def waiting(self) -> int:
-        """How many messages wait in all levels; orphans are not among them unless they are delivered."""
+        """Return the number of messages that wait in all levels. Orphans count only if they are delivered."""
         return sum(high - offset for offset, high in self.progress().values())
 
     def pins(self) -> Iterator[Pin]:
-        """The record of the first message of each level that a crash now would deliver again."""
+        """Yield the record of the first message of each level that a crash now would redeliver."""
         for level in [*self._levels.values()]:
             record = self._first_record(level.queue_id, min(level.saved, level.offset))
             if record is not None:
@@ -223,7 +225,7 @@ class DelayService:
                 yield Pin(record, SCHEDULE_TOPIC, number - 1, SCHEDULE_GROUP, why)
 
     def _first_record(self, queue_id: int, offset: int) -> int | None:
-        """Physical offset of the first record of a schedule queue at or behind `offset`."""
+        """Return the physical offset of the first record of a schedule queue at or behind `offset`, or None."""
         low, high = self._store.offsets_or_none(SCHEDULE_TOPIC, queue_id) or (0, 0)
         offset = max(offset, low)
         while offset < high:
@@ -237,8 +239,9 @@ class DelayService:
     # -- delivery ---------------------------------------------------------------------------------------------------
 
     def _on_growth(self, topic: str, queue_id: int, begin: int, end: int) -> None:
-        """Called by whoever dispatches, ourselves included, so no lock is taken here. `grown` is set before `due_ms` is
-        looked at, `run_once` sets `due_ms` before it looks at `grown`: one of the two sees the other."""
+        """Note that a queue grew. Any thread that dispatches may call it, this one too, so it takes no lock.
+        It sets `grown` before it reads `due_ms`, and `run_once` sets `due_ms` before it reads `grown`. So one of them
+        sees the other's change."""
         if topic != SCHEDULE_TOPIC:
             return
         level = self._levels.get(queue_id)
@@ -248,7 +251,7 @@ class DelayService:
                 self._wake()
 
     def run_once(self, now_ms: int) -> int | None:
-        """Deliver what is due, the level that is most behind first, at most 2048 messages; when to come again."""
+        """Deliver at most 2048 due messages, the level that is most behind first. Return when to call again."""
         heap = [(level.due_ms or 0, level.queue_id) for level in self._levels.values() if level.ready(now_ms)]
         heapify(heap)
         budget = _STEP_UNITS
@@ -257,9 +260,9 @@ class DelayService:
             budget -= max(1, self._step(level, now_ms, min(budget, _BATCH_UNITS)))
             if level.ready(now_ms):
                 heappush(heap, (level.due_ms or 0, level.queue_id))
-        each_step, self._saves_each_step = self._saves_each_step, False  # for one that fails is tried again by time
+        each_step, self._saves_each_step = self._saves_each_step, False  # a failed save is tried again later
         if self._save_due_ms is not None and (each_step or not now_ms < self._save_due_ms <= now_ms + _SAVE_MS):
-            # First: a full disk must not make this the only thing we do.
+            # The times are set first. Otherwise, on a full disk, each call would only try to save.
             self._save_due_ms = self._quick_due_ms = now_ms + _SAVE_MS
             self.save(now_ms)
         elif self._quick_due_ms is not None and not now_ms < self._quick_due_ms <= now_ms + _SAVE_MS:
@@ -271,14 +274,14 @@ class DelayService:
         return min((time for time in times if time is not None), default=None)
 
     def _step(self, level: _Level, now_ms: int, count: int) -> int:
-        """Look at up to `count` units of a level, deliver those that are due, find out when the next one is. How many
-        units that was."""
+        """Deliver the due messages among up to `count` units of a level. Return how many units were passed.
+        Sets the time of the next one."""
         level.due_ms = None
-        level.grown = False  # before the look: what comes behind it is not missed
+        level.grown = False  # before the look, so that later growth is not missed
         begin = level.offset
         try:
             level.due_ms = self._look(level, now_ms, count)
-        except Exception as error:  # whatever it is, the message is not lost by it, and the other levels go on
+        except Exception as error:  # no error loses the message or stops the other levels
             self._fail(level, now_ms, error)
         else:
             level.ahead_ms = 0 if level.due_ms is None else max(0, level.due_ms - now_ms)
@@ -288,7 +291,7 @@ class DelayService:
         return level.offset - begin
 
     def _look(self, level: _Level, now_ms: int, count: int) -> int | None:
-        """When to look again, after delivery of what is due among the next `count` units."""
+        """Deliver the due messages among the next `count` units. Return when to look again."""
         low, high = self._store.offsets_or_none(SCHEDULE_TOPIC, level.queue_id) or (0, 0)
         if not low <= level.offset <= high:
             self._move_into(level, low, high)
@@ -303,9 +306,9 @@ class DelayService:
         return int(times[due]) if due < len(times) else now_ms
 
     def _times(self, level: _Level, units: npt.NDArray[np.void], now_ms: int) -> npt.NDArray[np.int64]:
-        """Return when the messages of `units` are due: at the time in their unit, whatever the clock does.
+        """Return the due times of the messages of `units`: those in their units, whatever the clock does.
 
-        A message that was stored while its level had a longer delay is due now. Its record tells it from a
+        A message that was stored while its level had a longer delay is due now. Its record distinguishes it from a
         message that only looks too far ahead because the clock was set back.
         """
         times = units["tags_code"].astype(np.int64)
@@ -325,7 +328,7 @@ class DelayService:
     # -- rolling ----------------------------------------------------------------------------------------------------
 
     def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """As `Roller` says."""
+        """Return the waiting messages with records below `physical_offset`, as `Roller` does."""
         offsets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for level in self._levels.values():
             offset = level.offset
@@ -340,7 +343,7 @@ class DelayService:
         return np.concatenate(offsets), np.concatenate(sizes)
 
     def roll(self, physical_offset: int, count: int, now_ms: int) -> int:
-        """As `Roller` says. A level whose head is due is left alone: that is delivered, and needs no other copy."""
+        """Relocate messages as `Roller` does. A level whose head is due is left out: delivery copies it."""
         done = 0
         for level in self._levels.values():
             if done < count:
@@ -348,7 +351,7 @@ class DelayService:
         return done
 
     def _roll(self, level: _Level, physical_offset: int, count: int, now_ms: int) -> int:
-        """Let up to `count` messages of a level wait in the timer topic; how many units were passed."""
+        """Relocate up to `count` messages of a level to the timer topic. Return the number of units passed."""
         begin = level.offset
         units = self._store.units(SCHEDULE_TOPIC, level.queue_id, begin, count)
         messages = is_message(units)
@@ -361,7 +364,7 @@ class DelayService:
         self._topics.ensure(TIMER_TOPIC, 1)
         try:
             self._deliver(level, end, dict(enumerate(times.tolist(), begin)), rolled=True)
-        except InvalidMessageError as error:  # with what the timer needs it is too large
+        except InvalidMessageError as error:  # too large with the properties for the timer
             if level.stuck != level.offset:
                 _log.error("%s: the message at %d of delay level %d cannot be put again, and holds the log until it is "
                            "due: %s", self._store.path, level.offset, level.number, error)  # fmt: skip
@@ -369,13 +372,13 @@ class DelayService:
         finally:
             if level.offset > begin:
                 self._saves_each_step = True
-                self._wake()  # there is progress to be saved
+                self._wake()  # to save progress
         return level.offset - begin
 
     # -- dealing with messages --------------------------------------------------------------------------------------
 
     def _move_into(self, level: _Level, low: int, high: int) -> None:
-        """Retention has taken what was to come next, or the queue ends before it."""
+        """Move a level into the bounds of its queue. Retention may have taken its front, or it ends earlier."""
         if level.offset < low:
             lost = low - level.offset
             self._statistics.lost(SCHEDULE_GROUP, SCHEDULE_TOPIC, level.queue_id, lost)
@@ -388,14 +391,14 @@ class DelayService:
             self._advance(level, high)
 
     def _deliver(self, level: _Level, end: int, times: Mapping[int, int], *, rolled: bool = False) -> None:
-        """Deliver the units from where the level is up to `end`, to the timer topic those that are `rolled`. `times`:
-        offset -> when it is due. Progress stands at what could not be, if it raises."""
+        """Deliver the units of a level up to `end`, or relocate them to the timer topic if `rolled`.
+        `times` has the due time of each offset. After an error, progress is at the message that failed."""
         while level.offset < end:
             found = self._store.get(SCHEDULE_TOPIC, level.queue_id, level.offset, end - level.offset)
-            if found.status == "OFFSET_TOO_SMALL":  # retention came in between
+            if found.status == "OFFSET_TOO_SMALL":  # retention ran in between
                 self._move_into(level, found.min_offset, found.max_offset)
                 continue
-            # Behind units that lead nowhere a read takes as many more, which may not be due.
+            # A read replaces units that lead nowhere by later ones, which may not be due.
             messages = [message for message in found.messages if message.offset < end]
             self._pass_on(level, messages, times, rolled=rolled)
             self._skip(level, min(found.next_offset, end))
@@ -411,14 +414,14 @@ class DelayService:
         level.failures += 1
 
     def _pass_on(self, level: _Level, messages: list[Message], times: Mapping[int, int], *, rolled: bool) -> None:
-        """Send each of `messages`, in order, to where it belongs, those that are `rolled` to where they wait on;
-        progress follows what was stored."""
+        """Copy each of `messages`, in order, to its real queue, or to the timer topic if `rolled`.
+        Progress follows the stored copies."""
         copies: list[Copy] = []
         settled: dict[str, int] = {}
         ways: dict[bytes, tuple[str, int, bytes]] = {}
         at = 0
         while at < len(messages):
-            if kernel is not None and ways:  # the same, for those that are restored as one before them was
+            if kernel is not None and ways:  # compiled, for messages that are restored as an earlier one was
                 at += kernel.restore(messages, at, DELAY_PIECE, ways, TOUCHED_NAMES, copies)
                 if at == len(messages):
                     break
@@ -441,7 +444,7 @@ class DelayService:
                 if rolled:
                     properties = level_properties(properties, level.number, times[message.offset])
                     topic, home = TIMER_TOPIC, 0
-                elif settles:  # whoever sent it, and when
+                elif settles:  # independent of sender and time
                     ways[end] = topic, home, rest
                 copies.append((message, topic, home, properties))
                 continue
@@ -457,13 +460,13 @@ class DelayService:
         self._copy(level, copies, times, rolled=rolled)
 
     def _copy(self, level: _Level, copies: list[Copy], times: Mapping[int, int], *, rolled: bool) -> None:
-        """Put `copies` at the ends of their queues, and forget them. Raises InvalidMessageError for what is `rolled`:
-        it may well be delivered."""
+        """Put `copies` at the ends of their queues, and clear the list.
+        Raises InvalidMessageError for a copy that cannot be `rolled`, since the message may still be delivered."""
         at = 0
         while at < len(copies):
             try:
                 count = self._road.copy_many(copies[at:] if at else copies)
-            except InvalidMessageError as error:  # of the first, which no later attempt makes valid
+            except InvalidMessageError as error:  # about the first copy, which stays invalid
                 if rolled:
                     raise
                 self._bury(level, copies[at][0], f"a delayed message that cannot be put: {error}")
@@ -483,7 +486,7 @@ class DelayService:
         copies.clear()
 
     def _tell_late(self, copies: Sequence[Copy], times: Mapping[int, int]) -> None:
-        """Count how late these were delivered."""
+        """Count how late the copies were delivered."""
         now_ms = self._clock.now_ms()
         sums: dict[str, list[int]] = {}
         for topic, run in groupby(copies, itemgetter(1)):
@@ -494,7 +497,7 @@ class DelayService:
         self._statistics.add_many(("DELAY_LATENCY", topic, late_ms, count) for topic, (late_ms, count) in sums.items())
 
     def _done(self, level: _Level, message: Message) -> None:
-        """Go on behind `message`, which was dealt with."""
+        """Continue behind `message`, which is settled."""
         self._skip(level, message.offset)
         self._advance(level, message.offset + 1)
 
@@ -506,7 +509,7 @@ class DelayService:
                    self._store.path, reason, message.offset, level.number, SCHEDULE_GROUP)  # fmt: skip
 
     def _skip(self, level: _Level, offset: int) -> None:
-        """Go on at `offset`: what lies before it cannot be read."""
+        """Continue at `offset`. The messages before it cannot be read."""
         count = offset - level.offset
         if count > 0:
             self._statistics.add("delay_unreadable", str(level.number), count)
@@ -525,8 +528,8 @@ class DelayService:
     # -- progress on disk -------------------------------------------------------------------------------------------
 
     def save(self, now_ms: int) -> None:
-        """Write the progress file if it has changed, after the log is on disk as far as it counts. Raises what `flush`
-        and writing raise; the old file then stays."""
+        """Write the progress file if it has changed, after syncing the log.
+        Raises what `flush` and writing raise. The old file stays then."""
         offsets = self._moved()
         if offsets:
             self._file.flush_log()
@@ -537,7 +540,7 @@ class DelayService:
         self._save_due_ms = self._quick_due_ms = None
 
     def _save_quickly(self, now_ms: int) -> None:
-        """Have the progress with the kernel. Raises as `save`."""
+        """Write the progress to the page cache. Raises what `save` raises."""
         if not self._file.has_saved:
             self.save(now_ms)
             return
@@ -545,7 +548,7 @@ class DelayService:
         self._quick_due_ms = None
 
     def _moved(self) -> dict[_Level, int]:
-        """Progress of the levels that has changed since the last synced save."""
+        """Return the progress of the levels that has changed since the last synced save."""
         return {level: level.offset for level in self._levels.values() if level.offset != level.saved}
 
     def _write(self, offsets: Mapping[_Level, int], now_ms: int, quick_log_end: int | None = None) -> None:
@@ -558,13 +561,13 @@ class DelayService:
         self._table = table
 
     def close(self) -> None:
-        """Write the progress."""
+        """Save the progress."""
         self._store.on_growth.remove(self._on_growth)
         self.save(self._clock.now_ms())
 
 
 def check_delay_offsets(value: Mapping[str, Any]) -> None:
-    """ValueError unless `value` has the shape of the progress file."""
+    """Raise ValueError unless `value` has the shape of the progress file."""
     DataVersion.from_json(object_member(value, "dataVersion"))
     for level, offset in object_member(value, "offsetTable").items():
         if type(offset) is not int or offset < 0 or not _LEVEL.fullmatch(level):

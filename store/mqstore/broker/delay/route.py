@@ -1,10 +1,10 @@
-"""The rules of delay, without state: who waits, where, until when, in which slot (delivery#timer-put).
+"""Rules of delay, without state: which messages wait, where and until when (delivery#timer-put).
 
     a message with                         waits
     DELAY > 0                              in the queue of its level
-    TIMER_OUT_MS                           not again: it has waited, or lies in the timer topic
-    TIMER_DELAY_SEC, TIMER_DELAY_MS,       from now, from now, until then; the first of these counts. A moment that has
-    TIMER_DELIVER_MS                       come is no delay; one too far ahead, or no number, is refused
+    TIMER_OUT_MS                           not again: it has waited, or is in the timer topic
+    TIMER_DELAY_SEC, TIMER_DELAY_MS,       from now, from now, until then. The first of these counts. A past time is no
+    TIMER_DELIVER_MS                       delay. A time too far ahead, or no number, is refused
 
 Time is cut into slots of one precision P. A message due at D waits in the slot that begins before D and ends at D or
 later. While that slot passes, each of its messages is delivered at its own D (`due_of`).
@@ -13,15 +13,15 @@ later. While that slot passes, each of its messages is delivered at its own D (`
     slot       1000      2000                      = TIMER_OUT_MS
     slot ends  2000      3000
 
-A message farther off than the roll window W waits part of the way, is then put again at the end of the log, and waits
-on (`placement`). So the log is pinned by it for no longer than W, and the wheel need hold no more than W.
+A message that is due in more than the roll window W waits for a part of its time. Then it is copied to the end of the
+log, and waits again (`placement`). So it pins the log no longer than W, and the wheel need hold no more than W.
 
-One that waits by level, and holds a part of the log that is dead but for it, goes on waiting here (`level_properties`):
+A message of a level that alone holds a part of the log is relocated to the timer topic (`level_properties`):
 
     level n, REAL_TOPIC, REAL_QID, due at D    DELAY is gone; TIMER_DELIVER_MS = D, TIMER_OUT_MS as above,
                                                TIMER_DELAY_LEVEL = n
 
-By the latter it is known at the end, and delivered with the properties that the level would have given it.
+TIMER_DELAY_LEVEL marks it, so it is delivered with the properties that the level would have given it.
 """
 
 from __future__ import annotations
@@ -82,13 +82,14 @@ __all__ = [
 PRECISION_MS = 1_000
 """Length of a slot."""
 RECALLED_BORN_MS = "mqstore_recalled_born_ms"
-"""Property of a cancellation: which message of its key it means, by when that was born; negative: none of ours."""
+"""Property of a cancellation: birth time of the message of its key. Negative for none of mqstore's."""
 WINDOW_MS = 172_800 * PRECISION_MS
-"""Two days: the farthest that a message is carried in one go."""
+"""Two days: the longest that a message waits in one slot."""
 
 LEVEL_MARKS = frozenset({TIMER_DELIVER_MS, TIMER_OUT_MS, TIMER_DELAY_LEVEL, TIMER_ROLL_TIMES, TIMER_DEL_UNIQKEY})
-"""What a message of a level has only while the timer holds it. One that came with such (a record of a Java broker, put
-again after a delay that is over) is rid of it: TIMER_DEL_UNIQKEY would make a cancellation of it."""
+"""Properties that a message of a level has only while the timer holds it.
+They are removed from a message that came with one: a record of a Java broker, put again after its delay.
+TIMER_DEL_UNIQKEY would make it a cancellation."""
 
 _LEVEL_MARKS = frozenset(name.encode() for name in LEVEL_MARKS)
 
@@ -97,24 +98,24 @@ _TIMER_NAMES = _RELATIVE_NAMES | {TIMER_DELIVER_MS}
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 _REMOVED = frozenset(name.encode() for name in (DELAY, TIMER_DELIVER_MS, TIMER_DELAY_SEC, TIMER_DELAY_MS, WAIT, CRC32))
-"""What would delay the copy of a message once more, or describes the record that it was copied from."""
+"""Properties that would delay the copy of a message again, or that describe the original record."""
 _REAL_TOPIC, _REAL_QID = REAL_TOPIC.encode(), REAL_QID.encode()
 _NO_WAIT = f"{WAIT}\x01false".encode()
 _QUEUE_ID = re.compile(rb"[+-]?[0-9]{1,10}")
 TOUCHED_NAMES = tuple(name + NAME_END for name in (*_REMOVED, _REAL_TOPIC, _REAL_QID))
-"""Beginnings of the pairs that `restored` does more about than to copy them."""
+"""Beginnings of the pairs that `restored` does not only copy."""
 _TOUCHED = re.compile(rb"(?:\A|\x02)(?:" + rb"|".join(map(re.escape, TOUCHED_NAMES)) + rb")")
 DELAY_PIECE = b"\x02" + DELAY.encode() + NAME_END
 _MEMO_ENTRIES = 1024
 
 
 def number(text: str | None) -> int | None:
-    """What Java's `parseLong` makes of `text` (18 digits at most, which is more than any time), None if nothing."""
+    """Return `text` as Java's `parseLong` reads it, with at most 18 digits, or None if it is no number."""
     return int(text) if text is not None and _NUMBER.fullmatch(text) else None
 
 
 def slot_of(deliver_ms: int) -> int:
-    """Start of the slot of what is due at `deliver_ms`: the one that begins before it and ends then or later.
+    """Return the start of the slot of a due time: the slot begins before it and ends then or later.
 
     >>> slot_of(2000), slot_of(2001), slot_of(3000)
     (1000, 2000, 2000)
@@ -123,8 +124,9 @@ def slot_of(deliver_ms: int) -> int:
 
 
 class Cancellations:
-    """What was recalled, of one slot or one handle. A cancellation of ours holds for messages born by the time that it
-    says, so that one which is put with the same key later is delivered; a Java broker's holds for all."""
+    """Cancellations of one slot or one handle.
+    One of mqstore's covers messages that were born by the time in it, so a message put later with the same key is
+    delivered. One of a Java broker covers all messages of its key."""
 
     __slots__ = ("_born_ms",)
 
@@ -134,7 +136,7 @@ class Cancellations:
             self.add(message)
 
     def add(self, message: Message) -> None:
-        """Take note of a message of the timer topic, if it is a cancellation."""
+        """Add a message of the timer topic if it is a cancellation."""
         properties = message.stored_properties()
         key = properties.get(TIMER_DEL_UNIQKEY)
         if key is not None:
@@ -142,17 +144,18 @@ class Cancellations:
             self._born_ms[key] = max(self._born_ms.get(key, -1), math.inf if born_ms is None else born_ms)
 
     def cover(self, message: Message) -> bool:
-        """Whether a message that waits was recalled."""
+        """Return True if a waiting message was recalled."""
         properties = message.stored_properties()
         key = properties.get(UNIQ_KEY)
-        # 5.3 names the topic, too; 5.4 does only if it is told to (`appendTopicForTimerDeleteKey`).
+        # 5.3 adds the topic. 5.4 adds it only with the option `appendTopicForTimerDeleteKey`.
         names = (f"{properties.get(REAL_TOPIC)}+{key}", key)
         return any(message.born_timestamp_ms <= self._born_ms.get(name, -1) for name in names if name is not None)
 
 
 def copies_of(store: StoreReader, wanted: RecallHandle) -> list[Message]:
-    """Return the messages of the timer topic with a handle's key, topic and moment: the first, its
-    rolled copies, and cancellations. Messages of a level are not among them: they cannot be recalled."""
+    """Return the messages of the timer topic with a handle's key, topic and time.
+    These are the first one, its rolled copies, and cancellations. Messages of a level are left out, since they cannot
+    be recalled."""
     real = {REAL_TOPIC: wanted.topic, TIMER_OUT_MS: str(slot_of(wanted.deliver_ms))}
     found = []
     for message in store.find(TIMER_TOPIC, unique_key=wanted.unique_key, limit=sys.maxsize):
@@ -163,7 +166,7 @@ def copies_of(store: StoreReader, wanted: RecallHandle) -> list[Message]:
 
 
 def recallable(copies: Iterable[Message], now_ms: int) -> list[Message]:
-    """Return those of `copies_of` that are no cancellations and not due."""
+    """Return the messages of `copies_of` that are no cancellations and not due."""
     stored = [(message, message.stored_properties()) for message in copies]
     return [message for message, has in stored if TIMER_DEL_UNIQKEY not in has and due_of(has) > now_ms]
 
@@ -177,9 +180,10 @@ def delay_route(
     levels: int,
     max_delay_ms: int,
 ) -> tuple[str, int, dict[str, str]] | None:
-    """Where a message with these properties waits, of `levels` levels or in the timer topic, and the properties it is
-    stored with there. None when it is not to wait. A level that is no number is none. `now_ms`: called if the time
-    matters, as it does not for most records. Raises as `timer_route` does.
+    """Return the topic, queue id and properties with which a message waits, or None if it does not wait.
+
+    It waits in one of `levels` levels or in the timer topic. A level that is no number does not count. `now_ms` is only
+    called if the time matters, as it does for few records. Raises what `timer_route` raises.
 
     >>> delay_route("orders", 0, {"DELAY": "99"}, lambda: 0, levels=18, max_delay_ms=0)
     ('SCHEDULE_TOPIC_XXXX', 17, {'DELAY': '18', 'REAL_TOPIC': 'orders', 'REAL_QID': '0'})
@@ -197,12 +201,11 @@ def delay_route(
 def timer_route(
     topic: str, queue_id: int, properties: Mapping[str, str], now_ms: int, *, max_delay_ms: int
 ) -> tuple[str, int, dict[str, str]] | None:
-    """Where a message with these properties goes instead of to queue `queue_id` of `topic`: the timer topic, with the
-    properties it is stored with there: with its moment as TIMER_DELIVER_MS. None when it is not to wait.
+    """Return the timer topic, its queue id and the properties with which a message waits, or None.
 
-    A message that waits gets a UNIQ_KEY if it has none, since a recall names it by that. Raises InvalidMessageError
-    (field "properties") for a time that is no number, negative, or more than `max_delay_ms` ahead, and for a
-    cancellation that comes too late.
+    TIMER_DELIVER_MS is its due time. A waiting message gets a UNIQ_KEY if it has none, since a recall names it by that.
+    Raises InvalidMessageError (field "properties") for a time that is no number, negative, or more than `max_delay_ms`
+    ahead, and for a cancellation that is too late.
     """
     if topic == TIMER_TOPIC or TIMER_OUT_MS in properties or (number(properties.get(DELAY)) or 0) > 0:
         return None
@@ -224,7 +227,7 @@ def timer_route(
     stored[TIMER_OUT_MS] = str(slot_of(deliver_ms))
     stored[REAL_TOPIC] = topic
     stored[REAL_QID] = str(queue_id)
-    if UNIQ_KEY not in stored:  # of a copy that the retries made, the key it is known by already
+    if UNIQ_KEY not in stored:  # a copy made by retries keeps its known key
         stored[UNIQ_KEY] = stored.get(ORIGIN_MESSAGE_ID) or new_unique_key()
     return TIMER_TOPIC, 0, stored
 
@@ -246,10 +249,10 @@ def _deliver_ms(properties: Mapping[str, str], now_ms: int) -> int | None:
 
 
 def due_of(properties: Mapping[str, str]) -> int:
-    """Return when a message of the timer topic is due (delivery#timer-due). It must have a TIMER_OUT_MS.
+    """Return the due time of a timer message, which must have TIMER_OUT_MS (delivery#timer-due).
 
-    It is due at TIMER_DELIVER_MS. A record that does not name that moment, or one within its slot, is due at the end of
-    its slot: a Java broker wrote it.
+    It is due at TIMER_DELIVER_MS. If that is missing, or outside its slot, a Java broker wrote the record. Then it is
+    due at the end of its slot.
 
     >>> due_of({"TIMER_OUT_MS": "2000", "TIMER_DELIVER_MS": "2345"}), due_of({"TIMER_OUT_MS": "2000"})
     (2345, 3000)
@@ -257,14 +260,16 @@ def due_of(properties: Mapping[str, str]) -> int:
     out_ms = int(properties[TIMER_OUT_MS])
     end_ms = slot_of(out_ms + 1) + PRECISION_MS
     asked_ms = number(properties.get(TIMER_DELIVER_MS))
-    if asked_ms is None or not _RELATIVE_NAMES.isdisjoint(properties):  # the moment was another one
+    if asked_ms is None or not _RELATIVE_NAMES.isdisjoint(properties):  # the due time was another one
         return end_ms
     return asked_ms if out_ms < asked_ms <= end_ms else end_ms
 
 
 def restored(properties: bytes) -> tuple[str, int, bytes]:
-    """(topic, queue id, properties) of the copy that is delivered, of the stored properties of the delayed message
-    (delivery#restore). Works on the bytes: what it does not know stays as it is. ValueError says what is missing.
+    """Return (topic, queue id, properties) of the copy to deliver, from a message's stored properties.
+
+    Works on the bytes, so unknown properties stay as they are (delivery#restore). Raises ValueError if there is no
+    valid topic or queue id.
 
     >>> restored(b"TAGS\\x01a\\x02DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02")
     ('orders', 2, b'TAGS\\x01a\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02WAIT\\x01false\\x02')
@@ -290,12 +295,13 @@ def restored(properties: bytes) -> tuple[str, int, bytes]:
 
 
 restored_end = lru_cache(_MEMO_ENTRIES)(restored)
-"""`restored`, for the second part of what `parted` gives."""
+"""`restored`, cached, for the second part of a result of `parted`."""
 
 
 def parted(properties: bytes) -> tuple[bytes, bytes]:
-    """(a beginning that the copy has as well, the rest, which is to be restored). The engine writes DELAY and what it
-    adds last (delivery#level-put), so few different rests follow upon many different beginnings.
+    """Return (a beginning that the copy has too, the rest, which has to be restored).
+
+    The engine writes DELAY and its own properties last (delivery#level-put). So there are few different rests.
 
     >>> parted(b"TAGS\\x01a\\x02DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02")
     (b'TAGS\\x01a\\x02', b'DELAY\\x013\\x02REAL_TOPIC\\x01orders\\x02REAL_QID\\x012\\x02')
@@ -306,8 +312,9 @@ def parted(properties: bytes) -> tuple[bytes, bytes]:
 
 
 def level_properties(delivered: bytes, level: int, due_ms: int) -> bytes:
-    """The stored properties with which a message of `level` waits for `due_ms` in the timer topic; `delivered`: those
-    with which the level would deliver it (delivery#restore).
+    """Return the properties with which a message of `level` waits for `due_ms` in the timer topic.
+
+    `delivered` are those with which the level would deliver it (delivery#restore).
 
     >>> level_properties(b"REAL_TOPIC\\x01orders\\x02REAL_QID\\x010\\x02", 2, 2001)[29:]
     b'TIMER_DELIVER_MS\\x012001\\x02TIMER_OUT_MS\\x012000\\x02TIMER_DELAY_LEVEL\\x012\\x02'
@@ -321,11 +328,11 @@ def level_properties(delivered: bytes, level: int, due_ms: int) -> bytes:
 
 
 def placement(stored_ms: int, out_ms: int) -> tuple[int, bool]:
-    """(slot in which a message waits that was stored at `stored_ms`, whether it is then rolled); `out_ms`: the slot in
-    which it is due (TIMER_OUT_MS).
+    """Return (the slot in which a message waits, True if it is rolled then).
 
-    Counted from the time of storing, not from the time it is looked at (as RocketMQ does), so that it follows from the
-    record alone: who builds the wheel again from the records knows which of them were rolled before.
+    It was stored at `stored_ms`, and is due in slot `out_ms` (TIMER_OUT_MS). RocketMQ counts from the time at which it
+    reads the record. Here it is the store time, so the result follows from the record alone. When the wheel is rebuilt,
+    the records then show which of them were rolled before.
 
     >>> day = 86_400_000
     >>> placement(0, day), placement(0, 10 * day), placement(0, 2 * day + 1000)
@@ -335,5 +342,5 @@ def placement(stored_ms: int, out_ms: int) -> tuple[int, bool]:
     rest_ms = out_ms - begin_ms - WINDOW_MS
     if rest_ms < 0:
         return out_ms, False
-    # A short rest would be a second hop for little: two even ones move the message, and free the log, earlier.
+    # Instead of a long and a short wait, two even ones relocate the message, and free the log, earlier.
     return begin_ms + (WINDOW_MS // 2 if rest_ms < WINDOW_MS // 3 else WINDOW_MS), True

@@ -1,4 +1,4 @@
-"""Options of a put that say where a message goes, or when: message group, delay, delivery time, delay level."""
+"""Options of a put that route a message: message group, delay, delivery time, delay level."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["routed_properties"]
 
 
 def routed_properties(options: Mapping[str, Any], *, now_ms: int, max_delay_ms: int) -> dict[str, str]:
-    """As `user_properties`, of all options of a put, those of `ROUTING` included. InvalidMessageError as there, and for
-    two of them that exclude each other."""
+    """Return what `user_properties` does for all options of a put, including those of `ROUTING`.
+    Raises InvalidMessageError as that does, and for two options that exclude each other."""
     given = [name for name in ROUTING if options.get(name) is not None]
     if len(given) > 1:
         raise InvalidMessageError(f"{' and '.join(given)} exclude each other: give one of them", given[1])
@@ -44,7 +44,7 @@ def routed_properties(options: Mapping[str, Any], *, now_ms: int, max_delay_ms: 
 
 
 def _deliver_ms(delay: Duration | None, deliver_at: object, now_ms: int, max_delay_ms: int) -> int | None:
-    """The moment asked for, rounded up to the next millisecond; None for no delay."""
+    """Return the requested time, rounded up to the next millisecond, or None for no delay."""
     if delay is not None:
         try:
             wait_ms = math.ceil(seconds(delay, "delay") * 1000)

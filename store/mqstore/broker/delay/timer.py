@@ -1,4 +1,4 @@
-"""Arbitrary delay: messages that wait for a moment of their own, on a timer wheel (delivery#timer).
+"""Arbitrary delay: messages that wait for any time, on a timer wheel (delivery#timer).
 
     put (`route.py`)      -> rmq_sys_wheel_timer, queue 0 --place-> slot of the wheel --read-> REAL_TOPIC, REAL_QID
                                       ^                                      |
@@ -6,49 +6,47 @@
 
 One step (`run_once`) does, in this order, a bounded amount of
 
-    place    each message that came into the timer topic goes to the slot in which it is due, or is to be rolled: a unit
-             in the timer log, chained to the others of its slot (`timerunits.py`)
-    read     each slot that has begun, oldest first, once nothing is left to be placed: its chain is looked through,
-             then dealt with in the order of due times, each unit at its own (`timerslot.py`): what was cancelled there
-             is left out, what is due is put to its real queue, what is to be rolled is put to the timer topic again
-             (`timermessages.py`)
-    flush    every second: commitlog, timer log, checkpoint; at the end of each step until it has caught up after
-             opening, and after messages were rolled early
+    place    each new message of the timer topic gets a place in the slot in which it is due, or is rolled: a unit in
+             the timer log, chained to the others of its slot (`timerunits.py`)
+    read     each slot that has begun, oldest first, after all new messages are placed. Its chain is read, and then its
+             units are handled at their due times (`timerslot.py`). Cancelled messages are left out, due ones are put
+             to their real queues, and others are rolled: put to the timer topic again (`timermessages.py`)
+    flush    every second: commitlog, timer log, checkpoint. Also at the end of each step until the timer has caught up
+             after opening, and after messages were relocated
 
-A message costs one unit and one slot when it is placed, and one record and two looks at its unit when it is read,
-however many wait. Nothing is kept in memory for those that wait, but for each of the slot that is being read eight
-bytes. Slots without messages are passed over half an hour at a time. A recall asks the index for its records, and finds
-their units without a walk through the slot: the log is in the order of the topic's queue, so they are counted off from
-its end (`TimerLog.find`).
+However many messages wait, each costs one unit and one slot when it is placed. It costs one record and two reads of its
+unit when its slot is read. Waiting messages need no memory, except eight bytes for each message of the slot that is
+read. Slots without messages are skipped half an hour at a time. A recall finds its records by the index. It finds
+their units without reading the slot, by counting from the end: the log is in the order of the topic's queue
+(`TimerLog.find`).
 
-Never early. A unit is dealt with when the wall clock has reached its due time, and before a message is delivered its
-record is asked as well. A clock set back by more than a few seconds is followed: what waits is placed again, and what
-comes then is not late (`_turn_back`).
+Never early. A unit is handled when the wall clock has reached its due time, and the record's due time is checked before
+delivery. If the clock is set back by more than a few seconds, waiting messages are placed again, and are not late
+(`_turn_back`).
 
-Never lost. The checkpoint says which slots were read and which messages were placed; the commitlog is flushed before
+Never lost. The checkpoint says which slots were read and which messages were placed. The commitlog is flushed before
 it is written, so that it never rests on copies that a power cut takes. After a crash everything since is done again,
 in the same order. At most one second of deliveries is repeated. While catching up, progress is saved after each step:
-a process that crashes within each second repeats a message once, not each time. Files that are missing or damaged are
-built again from the timer topic's queue: `placement` tells of each message, and of each copy that was rolled, whether
-it was done by then. Retention keeps the oldest record that waits (`pins`).
+a process that crashes within each second repeats a message once, not each time. Missing or damaged files are rebuilt
+from the timer topic's queue. `placement` shows for each message, and each rolled copy, whether it was done by then.
+Retention keeps the oldest waiting record (`pins`).
 
-Rolled early (`roll`): what waits where all else in the log is dead is put to the timer topic again, as it is. Units
-before `TimerUnits.low` are done by that. A crash falls back to the one of the checkpoint, which is written when the
-copies are on disk: what was rolled since comes twice. So does, if the files have to be built again, what was rolled and
-its first record not yet deleted.
+Relocated (`roll`). Waiting messages in an otherwise dead part of the log are put to the timer topic again, unchanged.
+So units before `TimerUnits.low` are done. A crash falls back to `low` in the checkpoint, which is written when the
+copies are on disk. Messages that were relocated since are delivered twice. So are, if the files have to be rebuilt,
+relocated messages whose first record is not deleted yet.
 
-A cancellation is a message for the same slot, and takes effect for all of it that is not delivered. A recall that
-returned True holds: it is refused once its message is due, and nothing is read before all that came into the topic is
-placed.
+A cancellation is a message for the same slot, and covers its messages that are not delivered yet. A recall that
+returned True holds: it is refused once its message is due, and all new messages are placed before any slot is read.
 
-    slots in use     [read, read + 7 days): the wheel holds 14, so none is taken from another. What belongs farther on,
-                     as after a long stop what comes then does, is rolled from the last of them
-    late             overdue before it could be placed: goes to the slot that is being read, or the next one, and comes
-                     at once, behind what was delivered from there
+    slots in use     [read, read + 7 days). The wheel holds 14 days, so no slot replaces another. Messages for later
+                     slots, as after a long stop, are rolled from the last one
+    late             overdue before they could be placed: such messages go to the slot that is being read, or the next
+                     one, and are delivered at once, behind those already delivered from it
 
-Knows the store, the road and its files; knows nothing of consumers.
+This module knows the store, the road and its files, but no consumers.
 
-Long because placing, delivering, rolling and saving move one progress under one lock; the files have their own.
+Long because placing, delivering, rolling and saving move one progress under one lock. The files have their own.
 """
 
 from __future__ import annotations
@@ -104,20 +102,23 @@ __all__ = ["TimerService"]
 _log = logging.getLogger("mqstore")
 
 _STEP: Final = 1_000
-"""Messages placed, and messages read, in one step: some ten milliseconds, then others have their turn."""
+"""Maximum number of messages placed, and of messages read, in one step: some ten milliseconds.
+Then other services have their turn."""
 _LOOKS: Final = 4_000
-"""Units of a slot looked through in one step, before any of it is dealt with: as long, if all of them cancel others."""
+"""Number of units of a slot that one step examines before it handles any.
+If all of them are cancellations, this takes as long as the rest of a step."""
 _FLUSH_MS: Final = 1_000
 _PENDING_BYTES: Final = 4 << 20
-"""Units in memory that make a flush worth it before its time."""
+"""Bytes of units in memory that make an early flush worth it."""
 _TURN_MS: Final = 5_000
-"""A clock set back by less is waited for: what then comes late does so by less than this."""
+"""If the clock is set back by less, the timer waits. Messages are then late by less than this."""
 _JAVA_MARGIN_MS: Final = 60_000
-"""RocketMQ places by the time of looking, not of storing: what its log does not tell of is delivered rather twice."""
+"""Margin for RocketMQ, which counts from the time of reading, not of storing.
+Messages that its log does not show may be delivered twice rather than lost."""
 
 
 class TimerService:
-    """The mechanism. `recall`, `waiting` and `pins` may be called from any thread; the last two never wait."""
+    """Timer service. `recall`, `waiting` and `pins` are thread-safe, and the last two never wait."""
 
     def __init__(self, parts: Parts, wake: Wake) -> None:
         self._parts = parts
@@ -131,39 +132,39 @@ class TimerService:
         self._units = TimerUnits(self._log, TimerWheel(store.path / "timerwheel", tmp, fs, mode))
         self._check = TimerCheck(store.path / "config" / "timercheck", fs, mode)
         self._begun = False
-        """Whether there are files; until the first message of the timer topic there are none."""
+        """True if there are files. There are none before the first message of the timer topic."""
         self._left: JavaProgress | None = None
-        """What a Java broker left, and nobody has taken over yet."""
+        """Progress that a Java broker left, and that is not taken over yet."""
         self._reading: SlotReading | None = None
         self._start(0, 0)
         self._durable: Progress | None = None
         self._dirty_ms: int | None = None
         self._flushes_each_step = True
-        """True until all overdue messages are delivered after opening, and after messages were relocated. Saving each
-        step keeps a second crash from repeating the same messages."""
+        """True until overdue messages are delivered after opening, and after messages were relocated.
+        Saving each step keeps a second crash from repeating the same messages."""
         self._pinned: tuple[int | None, int] = (None, 0)
         self._stuck: int | None = None
-        """Physical offset of a message that cannot be put again, not being due."""
+        """Physical offset of a message that cannot be relocated before it is due."""
         self._load()
         store.on_growth.append(self._grown)
 
     def _start(self, read_ms: int, queue_offset: int) -> None:
-        """The state of a timer without units."""
+        """Set the state of a timer without units."""
         self._read_ms = read_ms
         self._queue_offset = queue_offset
         self._reading = None
         self._skip_ms = self._skip_until = 0
-        """Whatever was read, messages before that offset whose slot lies before that time are done."""
+        """Messages before this offset whose slot lies before that time are done, whatever slots were read."""
         self._java: JavaPlaces | None = None
-        """Which of them a Java broker had placed, and where, when it was the last to have the store."""
+        """Slots in which a Java broker had placed them, if it was the last to have the store."""
         self._late_offset = self._late_slot_ms = NOWHERE
 
     # -- the mechanism ----------------------------------------------------------------------------------------------
 
     def run_once(self, now_ms: int) -> int | None:
-        """A step, see the module. Returns when there is more to do: at once, at the next due time, when the next slot
-        that holds a message has begun, or for the next flush. Errors of a put or a file are raised, nothing is lost: it
-        is done again."""
+        """Do one step (see the module), and return when to call again.
+        That is at once, at the next due time, when the next slot with a message begins, or for the next flush. Errors
+        of a put or a file are raised, and the next call tries again."""
         with self._lock:
             if self._left is not None:
                 self._take_over(self._left)
@@ -184,7 +185,7 @@ class TimerService:
                 return now_ms
 
     def close(self) -> None:
-        """Flush, and give the files back."""
+        """Flush, and close the files."""
         with self._lock:
             is_open = self._grown in self._store.on_growth
             if is_open:
@@ -197,7 +198,7 @@ class TimerService:
                     self._begin(now_ms)
                 if self._begun and self._dirty_ms is not None:
                     self._flush(now_ms)
-            except TimerFilesDamaged as damage:  # found after all was written; the next opening finds it, too
+            except TimerFilesDamaged as damage:  # all is written already, and the next opening finds the damage too
                 _log.warning("%s: %s", self._store.path, damage)
             finally:
                 self._begun = False
@@ -210,7 +211,7 @@ class TimerService:
         return there and not self._begun and self._left is None
 
     def pins(self) -> Iterable[Pin]:
-        """The oldest message that waits, by what is on disk: a crash falls back to that."""
+        """Yield the oldest waiting message, by the files on disk: a crash falls back to it."""
         physical, queue_offset = self._pinned
         if physical is None:
             bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
@@ -222,17 +223,17 @@ class TimerService:
             yield Pin(physical, TIMER_TOPIC, 0, "", "the oldest message that waits for its time", rolls)
 
     def waiting(self) -> int:
-        """How many messages wait."""
+        """Return the number of waiting messages."""
         low, high = self._store.offsets_or_none(TIMER_TOPIC, 0) or (0, 0)
         not_in_the_wheel_yet = max(0, high - max(low, self._queue_offset))
         return self._units.waiting + not_in_the_wheel_yet
 
     def recall(self, handle: str) -> bool:
-        """Cancel the message of a recall handle. True: it waits no more, and will not be delivered. False: it is
-        due or delivered already, or there is none. Raises InvalidReceiptError for what is no handle, and what a put
-        does. As durable as a put, by the store's durability."""
+        """Cancel the message of a recall handle.
+        Returns True if it waits no more and will not be delivered. Returns False if it is due, was delivered, or does
+        not exist. Raises InvalidReceiptError for a bad handle, and what a put raises. It is as durable as a put."""
         wanted = parse_recall_handle(handle)
-        # Under the lock, so that none is delivered between the look at it and the cancellation.
+        # Under the lock, so that no message is delivered between the check and the cancellation.
         with self._lock:
             now_ms = self._parts.clock.now_ms()
             copies = copies_of(self._store, wanted)
@@ -245,7 +246,7 @@ class TimerService:
     # -- rolled early -----------------------------------------------------------------------------------------------
 
     def waiting_below(self, physical_offset: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """As `Roller` says; of what is placed and written."""
+        """Return the waiting messages that are placed and written, as `Roller` does."""
         offsets, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         with self._lock:
             try:
@@ -253,11 +254,11 @@ class TimerService:
                     offsets.append(units["physical_offset"].astype(np.int64))
                     sizes.append(units["record_size"].astype(np.int64))
             except TimerFilesDamaged:
-                pass  # whoever reads the slot, or rolls, finds the same
+                pass  # reading the slot, or `roll`, will find the same damage
         return np.concatenate(offsets), np.concatenate(sizes)
 
     def roll(self, physical_offset: int, count: int, now_ms: int) -> int:
-        """As `Roller` says. 0 as well while something is overdue: that goes first, and needs no copy."""
+        """Relocate messages as `Roller` does. Returns 0 while a message is overdue: delivery needs no copy."""
         with self._lock:
             try:
                 next_ms = self._next_read() if self._begun else None
@@ -270,7 +271,7 @@ class TimerService:
                 return 0
 
     def _roll_some(self, physical_offset: int, count: int, now_ms: int) -> int:
-        """How many of the first `count` units were dealt with."""
+        """Relocate the first `count` units. Return how many were handled."""
         positions: list[int] = []
         for found, _ in self._units.old(physical_offset, self._read_ms):
             positions += found[: count - len(positions)].tolist()
@@ -280,22 +281,22 @@ class TimerService:
             return 0
         self._touch(now_ms)
         self._flushes_each_step = True
-        self._wake()  # for the flush: until then all of this holds the log as it did
+        self._wake()  # for the flush: until then the old records still pin the log
         for rolled, position in enumerate(positions):
             if not self._roll(position):
                 return rolled
         return len(positions)
 
     def _roll(self, position: int) -> bool:
-        """Put the message of the unit at `position` to the timer topic again, and be done with the unit. False: that
-        cannot be. A record that cannot be read is counted, and waits no longer."""
+        """Put the message of the unit at `position` to the timer topic again. Return False if it cannot be.
+        The unit is done then. A record that cannot be read is counted, and waits no longer."""
         unit = self._log.unit(position)
         if self._reading is not None and unit.slot_ms == self._reading.slot_ms:
             return False  # it is due within a second
-        self._units.chain(unit.slot_ms)  # before the message is put: it is not put again and again
+        self._units.chain(unit.slot_ms)  # raises before the put, so that damage does not repeat the put for ever
         try:
             self._messages.put_again(unit)
-        except InvalidMessageError as error:  # by a limit that has changed since it was put
+        except InvalidMessageError as error:  # a limit has changed since it was put
             if self._stuck != unit.physical_offset:
                 _log.error("%s: timer: the message at %d cannot be put again, and holds the log until it is due: %s",
                            self._store.path, unit.physical_offset, error)  # fmt: skip
@@ -311,30 +312,30 @@ class TimerService:
         return min(due, default=None)
 
     def _next_read(self) -> int | None:
-        """When there is something to be read next."""
+        """Return when there is something to read next."""
         if self._reading is not None:
             return self._reading.next_ms
         slot_ms = self._units.next_slot(self._read_ms)
         return None if slot_ms is None else slot_ms + 1
 
     def _waits(self, message: Message) -> bool:
-        """Whether a message of the timer topic is neither delivered nor rolled. Where it is placed tells; the time does
-        not, for the clock may have been set back."""
+        """Return True if a message of the timer topic is neither delivered nor rolled.
+        Its place decides, and not the time, since the clock may have been set back."""
         behind = self._queue_offset - message.offset
         if behind <= 0:
             return True
         try:
-            # Hardly ever does a message get no unit, so its own is the one counted off from the end.
+            # Nearly every message has a unit, so counting from the end usually finds it at once.
             found = self._log.find(message.physical_offset, self._units.low, behind)
             if found is None:
                 return False
             reading, (position, unit) = self._reading, found
             if reading is None or unit.slot_ms != reading.slot_ms:
                 return unit.slot_ms >= self._read_ms
-            while not reading.complete:  # after an opening: which units are done shows when all are known
+            while not reading.complete:  # after an opening all units must be known to see which of them are done
                 reading.look(_LOOKS, self._messages.record)
         except TimerFilesDamaged:
-            return True  # what is built again from the topic finds the cancellation there
+            return True  # when the files are rebuilt from the topic, they will have the cancellation
         return reading.waits(position, unit)
 
     def _grown(self, topic: str, queue_id: int, begin: int, end: int) -> None:
@@ -344,13 +345,13 @@ class TimerService:
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def _step(self, now_ms: int) -> bool:
-        """Place, then read; whether there is more to do now."""
+        """Place, then read. Return True if there is more to do now."""
         places = reads = _STEP
         looks = _LOOKS
         while True:
             if self._is_clock_back(now_ms):
                 self._turn_back(now_ms)
-            # Nothing is read before all that came is placed: a cancellation may be among it.
+            # All new messages are placed before a slot is read, since one of them may be a cancellation.
             placed, more = self._place_some(places, now_ms)
             places -= placed
             if more:
@@ -369,7 +370,7 @@ class TimerService:
                 return True
 
     def _place_some(self, count: int, now_ms: int) -> tuple[int, bool]:
-        """Place up to `count` messages; how many, and whether there are more."""
+        """Place up to `count` messages. Return how many, and True if there are more."""
         bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
         if bounds is None:
             return 0, False
@@ -409,13 +410,13 @@ class TimerService:
         if message.offset < self._skip_until:
             done = None if self._java is None else self._java.was_done(message.physical_offset)
             if slot_ms < self._skip_ms if done is None else done:
-                return  # delivered, or rolled, before the files were lost
+                return  # it was delivered or rolled before the files were lost
         due_ms = slot_ms + PRECISION_MS if rolls else due_of(properties)
         earliest_ms = self._read_ms + 1 if self._reading is None else self._reading.earliest_ms
         if due_ms < earliest_ms:
             due_ms = earliest_ms
             if slot_ms < self._read_ms:
-                # Overdue itself: not rolled past its cancellation, which comes as late, and into the same slot.
+                # An overdue message is not rolled past its cancellation, which is as late, and in the same slot.
                 rolls = rolls and out_slot_ms > self._read_ms
                 self._late_slot_ms = self._read_ms
                 if self._late_offset < 0:
@@ -423,18 +424,18 @@ class TimerService:
         magic = WAITS | (ROLLS if rolls else 0) | (CANCELS if TIMER_DEL_UNIQKEY in properties else 0)
         times = unit_times(stored_ms, due_ms)
         unit = TimerUnit(NOWHERE, magic, *times, message.physical_offset, message.size, java_hash(topic))
-        # Beyond reach after a long stop, or when the clock was ahead: rolled from there. It cannot wait for its turn:
-        # a cancellation may lie behind it, of what is read next.
+        # Slots beyond reach (after a long stop, or when the clock was ahead) are rolled from the last one in reach. The
+        # message cannot wait to be placed, since a cancellation of the slot that is read next may lie behind it.
         unit = within(unit, self._read_ms + REACH_MS)
         position = self._units.add(unit)
         if self._reading is not None and unit.slot_ms == self._reading.slot_ms:
             self._reading.add(position, unit, message)
 
     def _open_slot(self, now_ms: int) -> bool:
-        """Begin to read the next slot that has begun; whether there is one."""
+        """Begin to read the next slot that has begun. Return False if there is none."""
         slot_ms = self._units.next_slot(self._read_ms)
         if slot_ms is None or slot_ms >= now_ms:
-            # Nothing was there, so there is nothing to write down.
+            # These slots were empty, so there is nothing to save.
             self._read_ms = max(self._read_ms, slot_of(now_ms))
             return False
         self._read_ms = slot_ms
@@ -442,13 +443,13 @@ class TimerService:
         return True
 
     def _read_some(self, reading: SlotReading, count: int, now_ms: int) -> int:
-        """Deal with up to `count` units of the slot that is being read; with how many, at least 1."""
+        """Handle up to `count` units of the slot that is being read. Return how many, but at least 1."""
         dealt = 0
         while dealt < count and (position := reading.next_position(now_ms)) is not None:
             self._touch(now_ms)
             unit = self._log.unit(position)
             self._messages.finish(unit, reading.cancelled, now_ms)
-            reading.settle()  # only now: an error leaves this one to be done again
+            reading.settle()  # only now, so that after an error the unit is handled again
             self._units.done(unit)
             dealt += 1
         if reading.is_over(now_ms):
@@ -474,7 +475,7 @@ class TimerService:
         return self._flushes_each_step or is_over or self._log.pending_bytes >= _PENDING_BYTES
 
     def _flush(self, now_ms: int) -> None:
-        """Write down what is done. First what it rests on: the copies in the commitlog, the units in the timer log."""
+        """Save progress, after all that it rests on: copies in the commitlog and units in the timer log."""
         reading = self._reading
         progress = Progress(
             read_ms=self._read_ms,
@@ -501,12 +502,12 @@ class TimerService:
         self._pinned = (self._units.settle(durable.read_ms, durable.log_end), durable.queue_offset)
 
     def _load(self) -> None:
-        """Take up the state of the last run, or build it again."""
+        """Continue from the state of the last run, or rebuild it."""
         found = self._check.load()
         bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
         if found is None:
             if bounds is not None:
-                # The first second of the first timer message; or the checkpoint was lost, which nobody can tell.
+                # Either this is the first second of the first message, or the checkpoint was lost.
                 self._rebuild("no checkpoint: all that the log still holds is delivered, perhaps again")
             return
         if isinstance(found, JavaProgress):
@@ -520,7 +521,7 @@ class TimerService:
                 raise TimerFilesDamaged("the commitlog ends before what the checkpoint says was placed")
             done_ms = self._units.load(found)
             if self._late_offset >= 0:
-                self._late_slot_ms = self._units.newest_ms  # which of them is late is forgotten; this is late enough
+                self._late_slot_ms = self._units.newest_ms  # it is not known which one is late: this is late enough
             if found.slot_done:
                 self._reading = SlotReading(found.read_ms, self._units, found.slot_done, done_ms)
         except TimerFilesDamaged as damage:
@@ -531,8 +532,9 @@ class TimerService:
         self._settle()
 
     def _take_over(self, found: JavaProgress) -> None:
-        """Place what a Java broker left, behind its log, which tells what it had done and goes only when all of that is
-        on disk: whoever dies before does it again."""
+        """Place the messages that a Java broker left, behind its timer log.
+        Its log shows what it had done, and is removed when all units are on disk. After a crash before that, this is
+        done again."""
         _log.warning("%s: timer files are built again from the timer topic: left by a Java broker", self._store.path)
         java = JavaPlaces(found.read_ms, *self._log.placed_by_java(found.log_end))
         now_ms = self._parts.clock.now_ms()
@@ -552,17 +554,18 @@ class TimerService:
             raise
 
     def _begin(self, now_ms: int) -> None:
-        """Make the files; the log was restarted."""
+        """Create the files. The log must have been restarted."""
         self._units.clear()
         self._start(slot_of(now_ms), 0)
         self._begun = True
         self._touch(now_ms)
 
     def _rebuild(self, why: object) -> None:
-        """Forget log and wheel, and place every message of the timer topic again but those that were done: those before
-        `_queue_offset` whose slot lies before `_read_ms`. Not those that were placed late, and are perhaps not done.
+        """Rebuild log and wheel: place each message of the timer topic again, except those that were done.
 
-        The checkpoint keeps what it says until the next flush, so a crash meanwhile leads here again."""
+        A message was done if it lies before `_queue_offset` and its slot before `_read_ms`. Late ones may not be done,
+        so they are placed again. The checkpoint stays as it is until the next flush, so a crash meanwhile leads here
+        again."""
         read_ms, queue_offset = self._read_ms, self._queue_offset
         if queue_offset < self._skip_until:  # not the first time, and not done the last time
             read_ms, queue_offset = self._skip_ms, self._skip_until
@@ -578,15 +581,16 @@ class TimerService:
         self._pinned = (None, self._queue_offset)
 
     def _is_clock_back(self, now_ms: int) -> bool:
-        """Return True if the wall clock was set back by more than is waited for."""
+        """Return True if the wall clock was set back by more than the timer waits for."""
         known = self._reading is None or self._reading.complete
         return known and self._read_ms > slot_of(now_ms) + PRECISION_MS + _TURN_MS
 
     def _turn_back(self, now_ms: int) -> None:
-        """Follow a wall clock that was set back: place again, behind the others, all units that are not done, and read
-        on from the present. What was read before stays done, for its units lie below `TimerUnits.low` now.
+        """Continue from the present after the wall clock was set back.
 
-        Costs as much as wait, once for each time that the clock is set back."""
+        All units that are not done are placed again behind the others. Slots that were read stay done, since their
+        units lie below `TimerUnits.low` now. Costs as much as messages wait, once for each time that the clock is set
+        back."""
         if self._log.pending_bytes:
             self._flush(now_ms)
         begin_ms = slot_of(now_ms)

@@ -1,4 +1,4 @@
-"""The checkpoint of the timer: how far it was when all of that was on disk (delivery#timer-files).
+"""Checkpoint of the timer: its progress that is on disk (delivery#timer-files).
 
     config/timercheck       4096 bytes
 
@@ -7,7 +7,7 @@
           1024   84        `_EXTENSION`: `Progress` and its CRC-32C              odd counters
           2048   84        the same                                              even counters
 
-Knows bytes and files, and nothing of units.
+This module knows bytes and files, but no units.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ _JAVA: Final = struct.Struct(">7q")
 _EXTENSION: Final = struct.Struct(">iiq8q")
 _EXTENSION_MAGIC: Final = 0x4D51_5354
 _EXTENSION_VERSION: Final = 2
-"""A record of version 1 counted the units of a slot in another order. Its first bytes are gone on with, as a Java
-broker's, and one slot is repeated."""
+"""Version of the record. Version 1 counted the units of a slot in another order.
+After version 1 the timer continues from the first bytes, as after a Java broker, and repeats one slot."""
 _CRC: Final = struct.Struct(">I")
 _EXTENSION_AT: Final = (2048, 1024)
-"""By counter modulo 2: sectors of their own."""
+"""Position by counter modulo 2. Each lies in a separate sector."""
 _CHECK_BYTES: Final = 4096
 
 
 class Progress(NamedTuple):
-    """How far the timer is. Durable before it is written: the commitlog to its end, and the timer log to `log_end`."""
+    """Progress of the timer.
+    The commitlog, and the timer log up to `log_end`, are synced before it is saved."""
 
     read_ms: int
     """Every slot before this one is done."""
     log_end: int
     queue_offset: int
-    """Next message of the timer topic to give a place; each before it has one below `log_end`, or is done."""
+    """Next message of the timer topic to place. Earlier ones have a unit below `log_end`, or are done."""
     log_low: int = 0
-    """Every unit before this position is done, whatever its slot: it, or its message, was put again farther on."""
+    """Every unit before this position is done, or its message was put again farther on."""
     slot_done: int = 0
     """Number of units of slot `read_ms` that are done, in the order of their due times."""
     skip_ms: int = 0
     skip_until: int = 0
-    """Messages before `skip_until` whose slot lies before `skip_ms` are done, though `read_ms` may not say so: while
-    the files are rebuilt, or after the clock was set back."""
+    """Messages before `skip_until` whose slot lies before `skip_ms` are done, even if `read_ms` is lower.
+    That is so while the files are rebuilt, or after the clock was set back."""
     late_offset: int = NOWHERE
-    """First message of those placed in a later slot than theirs and perhaps not done."""
+    """First message that was placed in a later slot than its own, and may not be done."""
 
 
 class JavaProgress(NamedTuple):
@@ -68,13 +69,13 @@ class JavaProgress(NamedTuple):
 
 
 class JavaPlaces:
-    """The slots that a Java broker gave to the records at `offsets`, and the first slot that it had not read."""
+    """Slots that a Java broker gave to the records at `offsets`, and the first slot that it had not read."""
 
     def __init__(self, read_ms: int, offsets: npt.NDArray[np.int64], slots_ms: npt.NDArray[np.int64]) -> None:
         self._read_ms, self._offsets, self._slots_ms = read_ms, offsets, slots_ms
 
     def was_done(self, physical_offset: int) -> bool | None:
-        """Whether it had delivered, or rolled, that record; None: it had not placed it."""
+        """Return True if it had delivered or rolled that record, or None if it had not placed it."""
         at = int(np.searchsorted(self._offsets, physical_offset))
         if at == len(self._offsets) or self._offsets[at] != physical_offset:
             return None
@@ -82,7 +83,7 @@ class JavaPlaces:
 
 
 class TimerCheck:
-    """`config/timercheck`."""
+    """The file `config/timercheck`."""
 
     def __init__(self, path: Path, fs: FileSystem, file_mode: int) -> None:
         self._path = path
@@ -94,7 +95,7 @@ class TimerCheck:
         self._failed: OSError | None = None
 
     def load(self) -> Progress | JavaProgress | None:
-        """The newer of the two records that are whole; without one, what a Java broker says; None: nothing is known."""
+        """Return the newer valid record, or else the Java broker's progress, or None if nothing is known."""
         fs = self._fs
         try:
             fd = fs.open(self._path, os.O_RDONLY)
@@ -110,14 +111,14 @@ class TimerCheck:
         *java, _, _, _, java_counter = _JAVA.unpack_from(self._page)
         if found:
             self._counter, progress = max(found, key=lambda each: each[0])
-            # Of a torn page either record may be the one that the first bytes belong to.
+            # In a torn page the first bytes may belong to either record.
             if any((*java, java_counter) == (*each[:3], counter) for counter, each in found):
                 return progress
         left = JavaProgress(*java)
         return left if left.read_ms > 0 and left.queue_offset >= 0 else None
 
     def save(self, progress: Progress, now_ms: int) -> None:
-        """Write and sync. A failed sync is final, as of `TimerLog.write`."""
+        """Write and sync. A failed sync is final, as in `TimerLog.write`."""
         if self._failed is not None:
             raise FlushFailedError(f"{self._path}: {self._failed}; close the store and open it again")
         counter = self._counter + 1
@@ -131,7 +132,7 @@ class TimerCheck:
             fs.sync_directory(self._path.parent.parent)
         fd = fs.open(self._path, os.O_RDWR | os.O_CREAT, self._file_mode)
         try:
-            # What begins the page last: it says whose the rest is.
+            # The first bytes are written last, since they show which program wrote the others.
             fs.pwrite(fd, page[_JAVA.size :], _JAVA.size)
             fs.pwrite(fd, page[: _JAVA.size], 0)
             try:

@@ -1,40 +1,40 @@
-"""The log and the wheel of the timer (delivery#timer-files, format#sizes).
+"""Log and wheel of the timer (delivery#timer-files, format#sizes).
 
-    timerlog/<20 digits>    one unit a message that waits, in the order of the timer topic's queue; in segments
+    timerlog/<20 digits>    segments with one unit for each waiting message, in order of the timer topic's queue
 
         offset size type  field
              0    4 i32   size             52
              4    8 i64   prevPos          the unit before this one in the same slot, -1: none
             12    4 i32   magic            1, plus 2: to be rolled, plus 4: cancels others
-            16    8 i64   writeTime        ms: the second in which the message was stored; ours: plus the milliseconds
+            16    8 i64   writeTime        ms: the second in which the message was stored. mqstore adds the milliseconds
                                            of its due time, since only the sum matters to other readers
             24    4 i32   delay            ms; writeTime + delay is the slot
             28    8 i64   offsetPy         of the record in the commitlog
             36    4 i32   sizePy           of the record
             40    4 i32   hash             Java's hash of the real topic
-            44    8 i64   reserved         RocketMQ writes 0; ours: CRC-32C of the 44 bytes before, started from the
-                                           position, so that a unit that is damaged or elsewhere is known for it
+            44    8 i64   reserved         RocketMQ writes 0. mqstore writes the CRC-32C of the 44 bytes before, started
+                                           from the position, which shows if a unit is damaged or in a wrong place
             52
 
-        A unit that would leave less than 16 bytes of its segment goes to the next. In front of it, at the old end:
+        A unit that would leave less than 16 bytes of its segment goes to the next. Then the old segment ends with:
         i32 bytes left, i64 0, i32 0xCBD43194.
 
-    timerwheel              1 209 600 slots of 32 bytes, sparse; the slot of time t is number t / P mod 1 209 600
+    timerwheel              1 209 600 slots of 32 bytes, sparse. The slot of time t is number t / P mod 1 209 600
 
-             0    8 i64   t / P            another time than the one asked for: the slot is empty
+             0    8 i64   t / P            if it is of another time, the slot is empty
              8    8 i64   firstPos
             16    8 i64   lastPos          head of the chain of prevPos
             24    4 i32   num
             28    4 i32   magic            0
 
-What may be relied on after a crash. The checkpoint alone: its two records are written by turns, each synced before the
-next is written, so one of them is whole whatever is torn. A Java broker writes its 56 bytes and leaves the records:
-when these say something else, it was there since, and the records are of old. The log as far as the checkpoint says,
-since it was synced before; what lies behind was never promised, and is written again. Nothing of the wheel: it is made
-anew from the log at each opening (a million waiting are 52 MB to read) and never synced. RocketMQ instead searches the
-log for its end, trusts what it finds there, and mends the wheel.
+After a crash the checkpoint is trusted. Its two records are written in turn, each synced before the next one is
+written. So one of them is intact. A Java broker writes its 56 bytes and leaves the records. If these differ from its
+bytes, it has used the store since, and the records are outdated. The log is trusted up to the end in the checkpoint,
+since it was synced before. Later units were never promised, and are written again. The wheel is not trusted. It is
+rebuilt from the log at each opening (52 MB to read for a million messages), and never synced. RocketMQ instead searches
+the log for its end, trusts it, and repairs the wheel.
 
-Knows bytes and files; what a slot means and when it is due is `timer.py`'s business. Not thread-safe: its owner is.
+This module knows bytes and files. `timer.py` knows the meaning of slots. Not thread-safe: its owner is.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ WAITS, ROLLS, CANCELS = 1, 2, 4
 
 
 class TimerFilesDamaged(Exception):  # noqa: N818  # no error: a finding, after which all is rebuilt
-    """The log or the wheel is not what was written. Never leaves the room: both are rebuilt from the timer topic."""
+    """The log or the wheel is not as written. Caught in this room: both are rebuilt from the topic."""
 
 
 # --- units ----------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ _BLANK_MAGIC: Final = 0xCBD4_3194 - (1 << 32)
 
 
 class TimerUnit(NamedTuple):
-    """One message that waits. Times in ms, positions in bytes of their log."""
+    """Unit of a waiting message. Times are in ms, positions in bytes of their log."""
 
     previous: int
     magic: int
@@ -124,25 +124,25 @@ class TimerUnit(NamedTuple):
 
     @property
     def due_ms(self) -> int:
-        """Due time. The end of the slot for a unit that names no milliseconds."""
+        """Due time. It is the end of the slot for a unit without milliseconds."""
         return self.slot_ms + 1 + (self.write_ms - 1) % PRECISION_MS
 
 
 def encode_unit(position: int, unit: TimerUnit) -> bytes:
-    """The 52 bytes of `unit` at `position` of the timer log."""
+    """Return the 52 bytes of `unit` at `position` of the timer log."""
     data = _UNIT.pack(UNIT_BYTES, *unit)
     return data + _SUM.pack(crc32c.crc32c(data, position & 0xFFFF_FFFF))
 
 
 def decode_unit(position: int, data: bytes) -> TimerUnit:
-    """What `encode_unit` encoded; TimerFilesDamaged for anything else."""
+    """Return the unit that `encode_unit` encoded. Raises TimerFilesDamaged for other bytes."""
     if len(data) != UNIT_BYTES or _SUM.unpack_from(data, _UNIT.size)[0] != _sum(position, data):
         raise TimerFilesDamaged(f"timer log: no unit at {position}")
     return TimerUnit(*_UNIT.unpack_from(data)[1:])
 
 
 def slots_of_units(units: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """The slot (ms) of each."""
+    """Return the slot of each unit, in ms."""
     slots: npt.NDArray[np.int64] = units["write_ms"].astype(np.int64) + units["delay_ms"]
     return slots
 
@@ -155,15 +155,15 @@ def _sum(position: int, data: bytes | memoryview) -> int:
 
 
 class TimerLog:
-    """Units one behind the other. What is appended stays in memory until `write`, and can be read all the same.
+    """Log of units. Appended units stay in memory until `write`, and can be read before.
 
-    Positions only grow, over a `restart` as well, so that none ever means two units.
+    Positions only grow, even over a `restart`, so that a position never means two units.
     """
 
     def __init__(
         self, folder: Path, tmp: Path, segment_bytes: int, fs: FileSystem, file_mode: int, *, writable: bool = True
     ) -> None:
-        """Not `writable`: for who looks; `load` and `scan` change nothing then."""
+        """With `writable` false, `load` and `scan` change nothing."""
         # Sparse and by pwrite: eight megabytes for three waiting messages would be seven too many.
         self._run = (
             SegmentWriter(folder, tmp, segment_bytes, fs=fs, max_mappings=8, file_mode=file_mode, sparse=True)
@@ -184,8 +184,8 @@ class TimerLog:
         return self._run
 
     def load(self, low: int, end: int) -> None:
-        """Take [low, end) of the files for the log; what lies before or behind is no longer, or was never, part of it.
-        TimerFilesDamaged when a part of it is missing."""
+        """Use [low, end) of the files as the log. Other bytes are not part of it.
+        Raises TimerFilesDamaged if a part of it is missing."""
         run = self._run
         run.load()
         size = run.segment_bytes
@@ -201,8 +201,8 @@ class TimerLog:
             run.drop_before(low)
 
     def placed_by_java(self, end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(physical offsets, slots) of the units up to `end` in a log that a Java broker wrote, by ascending offset; of
-        what it placed again the last. None at all when a part of the log is missing."""
+        """Return (physical offsets, slots) of the units in a Java broker's log up to `end`, by offset.
+        A record that it placed again has its last slot. Empty if a part of the log is missing."""
         try:
             self._run.load()
             self.load(self._run.min_offset, end)
@@ -215,8 +215,8 @@ class TimerLog:
         return offsets, slots_of_units(units[at])
 
     def restart(self, *, keep: bool = False) -> None:
-        """Forget all units. The log goes on empty, behind all it ever held; with `keep` the files stay until they are
-        dropped."""
+        """Empty the log. Positions continue behind all units that it ever held.
+        With `keep` the files stay until they are dropped."""
         self._run.load()
         size = self._run.segment_bytes
         self.end = self._written = -(-max(self.end, self._run.end) // size) * size
@@ -226,11 +226,11 @@ class TimerLog:
 
     @property
     def pending_bytes(self) -> int:
-        """How much `write` has to do."""
+        """Number of bytes that `write` has to write."""
         return len(self._buffer)
 
     def append(self, unit: TimerUnit) -> int:
-        """Add a unit; its position."""
+        """Append a unit. Return its position."""
         size = self._run.segment_bytes
         left = size - self.end % size
         if left < UNIT_BYTES + _BLANK.size:
@@ -242,7 +242,7 @@ class TimerLog:
         return position
 
     def unit(self, position: int) -> TimerUnit:
-        """The unit at `position`; TimerFilesDamaged when there is none that is whole."""
+        """Return the unit at `position`. Raises TimerFilesDamaged if it is missing or damaged."""
         if position >= self._written:
             at = position - self._written
             data = bytes(self._buffer[at : at + UNIT_BYTES])
@@ -255,8 +255,9 @@ class TimerLog:
         return decode_unit(position, data)
 
     def find(self, physical_offset: int, low: int, behind: int) -> tuple[int, TimerUnit] | None:
-        """Position and unit of the record at `physical_offset` among those from `low` on, which must be in the order of
-        their records; None: there is none. One look if it is the `behind`th from the end, else a search by halves."""
+        """Return position and unit of the record at `physical_offset` among the units from `low` on, or None.
+        The units must be in the order of their records. Costs one read if it is the `behind`th from the end, else a
+        binary search."""
         first, end = self._ordinal(low), self._ordinal(self.end)
 
         def offset_of(ordinal: int) -> int:
@@ -270,7 +271,7 @@ class TimerLog:
         return self._nth(at), unit
 
     def _ordinal(self, position: int) -> int:
-        """How many units would lie before `position` if there had been no `restart`."""
+        """Return the number of units that would lie before `position` if there had been no `restart`."""
         segment, at = divmod(position, self._run.segment_bytes)
         return segment * self._per_segment + min(at // UNIT_BYTES, self._per_segment)
 
@@ -280,15 +281,15 @@ class TimerLog:
 
     @property
     def written(self) -> int:
-        """End of what is durable."""
+        """End of the durable units."""
         return self._written
 
     def scan(
         self, low: int, stop: int | None = None, *, verified: bool
     ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
-        """(positions, units) of all units from `low` on, one segment at a time, up to `stop`, None: the end. Only what
-        is written: `write` first. With `verified` each is checked, and TimerFilesDamaged raised for the first that is
-        not whole."""
+        """Yield (positions, units) of the units from `low` on, segment by segment.
+        Ends at `stop`, or at the end of the log if it is None. All units must be written. With `verified` each is
+        checked, and TimerFilesDamaged is raised for the first bad one."""
         end = self.end if stop is None else stop
         assert end <= self._written, "write first"
         size = self._run.segment_bytes
@@ -313,8 +314,9 @@ class TimerLog:
             yield positions, units
 
     def write(self) -> None:
-        """Make all units durable. May be tried again, but for a failed sync: that is final (format#flush), the
-        log stays as it was last promised, and the next opening goes on from there."""
+        """Make all units durable. May be tried again, except after a failed sync.
+        A failed sync is final (format#flush). The log stays as it was last promised, and the next opening continues
+        from there."""
         if self._failed is not None:
             raise FlushFailedError(f"{self._run.directory}: {self._failed}; close the store and open it again")
         if not self._buffer:
@@ -342,7 +344,7 @@ class TimerLog:
         self._writer.drop_before(low)
 
     def close(self) -> None:
-        """Give mappings and descriptors back."""
+        """Close mappings and descriptors."""
         self._run.close()
 
 
@@ -357,8 +359,9 @@ _BLOCK_SLOTS: Final = 2048
 
 
 class Slot(NamedTuple):
-    """A slot's chain: positions of its oldest and its newest unit, and how many there are. `first` is the oldest of
-    all that were ever in the chain: one that was put again since leaves it (`num`), and is not looked at any more."""
+    """Chain of a slot: positions of its oldest and its newest unit, and the number of units.
+    `first` is the oldest unit that was ever in the chain. A relocated unit leaves the chain (`num`), and is not read
+    any more."""
 
     first: int
     last: int
@@ -368,8 +371,8 @@ class Slot(NamedTuple):
 class TimerWheel:
     """Slots by time. Times are in ms and multiples of `PRECISION_MS`.
 
-    Times that are used at once must lie less than the wheel's length apart (14 days of seconds): the later of two that
-    share a place would take it from the other. `timer.py` keeps them within half of that.
+    Times in use must lie less than the wheel's length apart (14 days of seconds). Of two times with the same place, the
+    later would replace the other. `timer.py` keeps them within half of that.
     """
 
     def __init__(self, path: Path, tmp: Path, fs: FileSystem, file_mode: int) -> None:
@@ -379,11 +382,11 @@ class TimerWheel:
         self._file_mode = file_mode
         self._fd = -1
         self._dirty: dict[int, Slot] = {}
-        """What `put` has changed and `write` has not yet written, by tick (time / precision)."""
+        """Slots that `put` has changed and `write` has not yet written, by tick (time / precision)."""
 
     def make(self, slots_ms: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
-        """A new wheel in place of the old one: of units at ascending `positions`, each in the slot of `slots_ms`. When
-        it fails the old one is still there."""
+        """Replace the wheel by one of units at ascending `positions`, each in its slot of `slots_ms`.
+        If this fails the old one is kept."""
         ticks, first_at, nums = np.unique(slots_ms // PRECISION_MS, return_index=True, return_counts=True)
         backwards = (slots_ms // PRECISION_MS)[::-1]
         last_at = len(backwards) - 1 - np.unique(backwards, return_index=True)[1]
@@ -405,7 +408,7 @@ class TimerWheel:
         self._fd = fd
 
     def _write_blocks(self, fd: int, slots: npt.NDArray[np.void]) -> None:
-        """Write scattered slots to an empty file by blocks: half a million calls of 32 bytes would take seconds."""
+        """Write scattered slots to an empty file in blocks. Half a million calls of 32 bytes take seconds."""
         places = slots["tick"].astype(np.int64) % WHEEL_SLOTS
         order = np.argsort(places, kind="stable")
         slots, places = slots[order], places[order]
@@ -418,7 +421,7 @@ class TimerWheel:
             self._fs.pwrite(fd, block.tobytes(), at * SLOT_BYTES)
 
     def get(self, slot_ms: int) -> Slot | None:
-        """The slot of that time, None when it is empty."""
+        """Return the slot of a time, or None if it is empty."""
         tick = slot_ms // PRECISION_MS
         if tick in self._dirty:
             return self._dirty[tick] if self._dirty[tick].num else None
@@ -430,7 +433,7 @@ class TimerWheel:
         self._dirty[slot_ms // PRECISION_MS] = slot
 
     def write(self) -> None:
-        """Bring what `put` changed into the file: a call for each run of neighbours. May be tried again."""
+        """Write the slots that `put` changed, with one call for each run of neighbours. May be tried again."""
         if not self._dirty:
             return
         ticks = sorted(self._dirty)
@@ -445,7 +448,7 @@ class TimerWheel:
         self._dirty.clear()
 
     def first(self, start_ms: int, stop_ms: int) -> int | None:
-        """The time of the first slot in [start_ms, stop_ms) that holds a unit; one read for half an hour of them."""
+        """Return the time of the first slot with a unit in [start_ms, stop_ms). One read covers half an hour."""
         self.write()
         tick, stop = start_ms // PRECISION_MS, stop_ms // PRECISION_MS
         while tick < stop:
@@ -463,7 +466,7 @@ class TimerWheel:
         return None
 
     def close(self) -> None:
-        """Give the descriptor back; what was not written is forgotten."""
+        """Close the descriptor. Slots that were not written are lost."""
         self._dirty.clear()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1

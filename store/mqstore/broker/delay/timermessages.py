@@ -2,11 +2,11 @@
 
     delivered     to REAL_TOPIC, REAL_QID, without what delayed it
     rolled        to the timer topic again: on its way, or early, as it is
-    left out      cancelled; or its topic was deleted since
+    left out      it was cancelled, or its topic was deleted since
     dead letter   it can never be delivered
     lost          its record is damaged, or retention took it: counted and logged
 
-Knows the store and the road, and nothing of slots.
+This module knows the store and the road, but no slots.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _ROLLED_WITHOUT: Final = frozenset({DELAY, CRC32})
 
 
 class TimerMessages:
-    """The records behind the timer's units."""
+    """Delivers, rolls and counts the messages of the timer's units."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -68,7 +68,7 @@ class TimerMessages:
         self._retries = Retries(parts)
 
     def finish(self, unit: TimerUnit, cancelled: Cancellations, now_ms: int) -> None:
-        """Deliver, roll or leave out what a unit stands for."""
+        """Deliver, roll or leave out the message of a unit."""
         message = self.record(unit)
         if message is None:
             return
@@ -79,12 +79,12 @@ class TimerMessages:
             self._pass_over(message, topic)
             return
         due_ms = due_of(properties)
-        # One that was to be rolled is, even if it is overdue by now: its cancellation waits in its own slot.
+        # A message to be rolled is rolled even if it is overdue, since its cancellation waits in its own slot.
         if unit.magic & ROLLS or due_ms > now_ms:
             hops = str((number(properties.get(TIMER_ROLL_TIMES)) or 0) + 1)
             self._put(message, TIMER_TOPIC, 0, properties, _ROLLED_WITHOUT, {TIMER_ROLL_TIMES: hops})
             return
-        by_level = TIMER_DELAY_LEVEL in properties  # such cannot be recalled, and comes as from its level
+        by_level = TIMER_DELAY_LEVEL in properties  # cannot be recalled, and is delivered as by its level
         if not by_level and cancelled.cover(message):
             self._parts.statistics.add("TIMER_CANCELLED", topic)
             return
@@ -112,31 +112,32 @@ class TimerMessages:
         without: frozenset[str],
         marks: Mapping[str, str],
     ) -> None:
-        """Copy a message to where it goes now. One that cannot be stored there, now or ever, is a dead letter; any
-        other error is raised, and the put tried again (5.4 c)."""
+        """Copy a message to its next queue. A message that can never be stored there becomes a dead letter.
+        Any other error is raised, and the put is tried again (5.4 c)."""
         kept = {name: value for name, value in properties.items() if name not in without}
         copy = self._parts.road.copy
         try:
             copy(message, topic, queue_id, {**kept, **marks}, durability="append")
         except InvalidMessageError:
-            # It may have been so large that our marks are what is too much.
+            # The message may be so large that only the added properties make it invalid.
             try:
                 copy(message, topic, queue_id, kept, durability="append")
             except InvalidMessageError as error:
                 self.bury(message, str(error))
 
     def bury(self, message: Message, reason: str) -> None:
-        """A message that can never be delivered goes to the dead letters of delay."""
+        """Put a message that can never be delivered to the dead letters of delay."""
         text = f"message at {message.physical_offset} of {TIMER_TOPIC}: {reason}"
         try:
             self._retries.dead_letter(message, SCHEDULE_GROUP, text)
         except InvalidMessageError as error:
-            # No room for it anywhere. It stays where it is until retention comes there.
+            # There is no room for it anywhere. It stays in its place until retention deletes it.
             text += f"; and it cannot be dead-lettered: {error}"
         self.count("TIMER_UNDELIVERABLE", 1, text)
 
     def record(self, unit: TimerUnit) -> Message | None:
-        """The record of a unit; None, counted, when the commitlog no longer has it whole."""
+        """Return the record of a unit. If it is damaged or deleted, count it and return None.
+        Raises TimerFilesDamaged if the unit points to no message of the timer topic."""
         try:
             message = self._store.at(unit.physical_offset)
         except LookupError:
@@ -149,7 +150,7 @@ class TimerMessages:
         return None
 
     def _in_queue(self, unit: TimerUnit) -> bool:
-        """Whether the timer topic's queue has a message at that place: then the record is what is damaged."""
+        """Return True if the timer topic's queue has a message there, so that its record is damaged."""
         bounds = self._store.offsets_or_none(TIMER_TOPIC, 0)
         low, high = bounds or (0, 0)
         while low < high:
@@ -178,14 +179,14 @@ class TimerMessages:
         }
         names = {f"{wanted.topic}+{wanted.unique_key}": born_ms}
         if self._store.manifest.profile == "rocketmq":
-            names[wanted.unique_key] = NOWHERE  # for a broker of 5.4, should it take over; nothing to us
+            names[wanted.unique_key] = NOWHERE  # only for a broker of 5.4 that may take over
         for name, until_ms in names.items():
             marks = {TIMER_DEL_UNIQKEY: name, RECALLED_BORN_MS: str(until_ms)}
             self._parts.road.append(TIMER_TOPIC, 0, b"", {**properties, **marks})
 
     def put_again(self, unit: TimerUnit) -> None:
-        """Put the message of a unit to the timer topic again, as it is, for the rest of its time. One that cannot be
-        read is counted. InvalidMessageError if it cannot be put."""
+        """Put the message of a unit to the timer topic again, unchanged, for the rest of its time.
+        A message that cannot be read is counted. Raises InvalidMessageError if it cannot be put."""
         message = self.record(unit)
         if message is None:
             return

@@ -1,11 +1,11 @@
-"""The slot that is being read: what waits in it, in the order of due times.
+"""Slot that is being read: its waiting messages, in order of due time.
 
-    looked through     from the newest unit of its chain back to the oldest, a bounded number at a time
-    complete           each unit has its turn: by its due time, and within a millisecond by its place in the log
-    dealt with         the first in the order that is due, then the next one; `done` counts them
+    examined     from the newest unit of its chain back to the oldest, a bounded number at a time
+    complete     all units are in order: by due time, and within a millisecond by place in the log
+    handled      the first unit that is due, then the next one. `done` counts them
 
-A unit that is added meanwhile gets its turn, too. Its due time is `earliest_ms` or later, which puts it behind all that
-are done: so `done` names the same units after a restart.
+A unit that is added meanwhile is put in order, too. Its due time is `earliest_ms` or later, which is behind all units
+that are done. So `done` means the same units after a restart.
 
 Not thread-safe: its owner is.
 """
@@ -32,7 +32,7 @@ _POSITION: Final = (1 << _POSITION_BITS) - 1
 
 
 class SlotReading:
-    """A slot. Its first `done` units by due time are done already, the last of them at `done_ms`."""
+    """Slot. Its first `done` units by due time are done already, the last of them at `done_ms`."""
 
     def __init__(self, slot_ms: int, units: TimerUnits, done: int = 0, done_ms: int = 0) -> None:
         self.slot_ms = slot_ms
@@ -41,16 +41,17 @@ class SlotReading:
         """Earliest due time that a unit may be added with."""
         self.cancelled = Cancellations()
         self.complete = False
-        """True when all units of the chain were looked at."""
+        """True when all units of the chain have been examined."""
         self._units = units
         chain = units.chain(slot_ms)
         self._count, self._next, self._looked = chain.num, chain.last, 0
         self._turns = array("q")
-        """Of all units but cancellations that take effect here: milliseconds from the slot's begin to the due time, and
-        the position below them. Sorted once it is complete. A million units would fill 300 MB."""
+        """Order of all units except cancellations that take effect here.
+        An entry is milliseconds from the slot's begin to the due time, with the position in the low bits. Sorted once
+        it is complete. A million `TimerUnit`s would fill 300 MB."""
 
     def look(self, count: int, record: Callable[[TimerUnit], Message | None]) -> int:
-        """Look at up to `count` more units, and return how many that was. `record` reads a unit's message."""
+        """Examine up to `count` more units. Return how many. `record` reads the message of a unit."""
         units, begin = self._units, self._looked
         while self._next >= units.low and self._looked - begin < count:  # NOWHERE, or one that was put again
             position = self._next
@@ -73,7 +74,7 @@ class SlotReading:
         return self._looked - begin
 
     def add(self, position: int, unit: TimerUnit, message: Message) -> None:
-        """Take up a unit that was placed into the slot just now."""
+        """Add a unit that was just placed in the slot."""
         if unit.magic & (CANCELS | ROLLS) == CANCELS:
             self.cancelled.add(message)
         elif self.complete:
@@ -83,7 +84,7 @@ class SlotReading:
 
     @property
     def next_ms(self) -> int:
-        """When to come next: the first due time, or the end of the slot; at once (the begin) if it is not complete."""
+        """Time of the next call: the first due time or the slot's end, or its begin if it is not complete."""
         if not self.complete:
             return self.slot_ms
         if self.done == len(self._turns):
@@ -97,22 +98,22 @@ class SlotReading:
         return self._turns[self.done] & _POSITION
 
     def settle(self) -> None:
-        """The unit at `next_position` was dealt with."""
+        """Mark the unit at `next_position` as handled."""
         self.earliest_ms = self.next_ms
         self.done += 1
 
     def is_over(self, now_ms: int) -> bool:
-        """Return True if all of it is done and nothing more can come."""
+        """Return True if all units are done and no more can come."""
         return self.complete and self.done == len(self._turns) and self.slot_ms + PRECISION_MS <= now_ms
 
     def waits(self, position: int, unit: TimerUnit) -> bool:
-        """Return True if a unit of this slot is not done. It is complete."""
+        """Return True if a unit of this slot is not done. The slot must be complete."""
         turn = self._turn(position, unit)
         at = bisect_left(self._turns, turn, self.done)
         return at < len(self._turns) and self._turns[at] == turn
 
     def left(self) -> npt.NDArray[np.int64]:
-        """Positions of the units that are not done."""
+        """Return the positions of the units that are not done."""
         return np.frombuffer(self._turns, np.int64)[self.done :] & _POSITION
 
     def _turn(self, position: int, unit: TimerUnit) -> int:

@@ -1,12 +1,12 @@
-"""The units that wait for their time: each stands in the timer log, and the wheel chains those of one slot.
+"""Units of the timer: all are in the timer log, and the wheel chains the units of each slot.
 
     unit                 before `low`                     from `low` on
     slot before `read`   done                             done
-    slot from `read` on  put again, another stands for it waits
+    slot from `read` on  put again, with another unit     waits
 
 `read` is the first slot that is not read, which the timer knows (`timer.py`). The log is in the order of the timer
-topic, so what holds the front of the commitlog are the first units from `low` on; `low` moves over those that were put
-again, and a chain ends where it goes on below. Not thread-safe: its owner is.
+topic, so the first units from `low` on hold the front of the commitlog. `low` moves over units that were put again, and
+a chain ends where its next unit is below `low`. Not thread-safe: its owner is.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from mqstore.broker.delay.timerfiles import (
 __all__ = ["REACH_MS", "TimerUnits", "due_times", "unit_times", "units_from", "waiting_units", "within"]
 
 REACH_MS: Final = (7 * 86_400 - 60) * PRECISION_MS
-"""How far beyond `read` a slot may lie: half the wheel."""
+"""Greatest distance of a slot beyond `read`: half the wheel."""
 _LAG_MS: Final = 86_400_000
-"""A slot farther ahead than that, beyond reach, was never placed: the checkpoint is a second old."""
+"""Slots this much farther ahead were never placed, since the checkpoint is a second old."""
 
 
 class TimerUnits:
-    """Log and wheel as one. Raises TimerFilesDamaged where they do not hold what was written."""
+    """Log and wheel together. Raises TimerFilesDamaged if they differ from what was written."""
 
     def __init__(self, log: TimerLog, wheel: TimerWheel) -> None:
         self.log = log
@@ -52,18 +52,19 @@ class TimerUnits:
         self.waiting = 0
         """Number of units that wait and are no cancellations."""
         self.newest_ms = NOWHERE
-        """No unit lies in a later slot than this one."""
+        """The latest slot that may hold a unit."""
         self._next_ms: int | None = None
-        """The first slot that is not read and holds a unit, once it was looked for."""
+        """The first slot that is not read and holds a unit, if it is known."""
 
     def clear(self) -> None:
-        """An empty wheel: no unit before the log's end waits any more."""
+        """Empty the wheel, so that no unit before the log's end waits any more."""
         self.wheel.make(np.empty(0, np.int64), np.empty(0, np.int64))
         self.low = self.log.end
         self.waiting, self.newest_ms, self._next_ms = 0, NOWHERE, None
 
     def load(self, progress: Progress) -> int:
-        """Take up the log as a checkpoint says, and make a wheel of all that waits. Returns as `waiting_units`."""
+        """Load the log up to a checkpoint, and make a wheel of all units that wait.
+        Returns the latest due time of `waiting_units`."""
         self.log.load(progress.log_low, progress.log_end)
         self.low = progress.log_low
         positions, units = units_from(self.log, progress.log_low, progress.read_ms)
@@ -91,7 +92,7 @@ class TimerUnits:
         return position
 
     def next_slot(self, read_ms: int) -> int | None:
-        """The first slot from `read_ms` on that holds a unit."""
+        """Return the first slot from `read_ms` on that holds a unit, or None."""
         if self._next_ms is None and self.newest_ms >= read_ms:
             self._next_ms = self.wheel.first(read_ms, self.newest_ms + PRECISION_MS)
             if self._next_ms is None:
@@ -101,22 +102,22 @@ class TimerUnits:
         return self._next_ms
 
     def done(self, unit: TimerUnit) -> None:
-        """A unit was dealt with."""
+        """Note that a unit was handled."""
         self.waiting -= not unit.magic & CANCELS
 
     def slot_done(self) -> None:
-        """A slot was read to its end."""
+        """Note that a slot was read to its end."""
         self._next_ms = None
 
     def chain(self, slot_ms: int) -> Slot:
-        """The units of a slot."""
+        """Return the chain of a slot. Raises TimerFilesDamaged if it is empty."""
         slot = self.wheel.get(slot_ms)
         if slot is None:
             raise TimerFilesDamaged(f"timer wheel: slot {slot_ms} holds nothing")
         return slot
 
     def put_again(self, position: int, unit: TimerUnit) -> None:
-        """The message of the first unit that waits was put again: the unit is passed over from now on."""
+        """Skip the first unit that waits from now on, since its message was put again."""
         slot = self.chain(unit.slot_ms)
         self.wheel.put(unit.slot_ms, slot._replace(num=slot.num - 1))
         self.low = position + UNIT_BYTES
@@ -124,8 +125,8 @@ class TimerUnits:
         self.done(unit)
 
     def old(self, physical_offset: int, read_ms: int) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]]:
-        """(positions, units) of what waits and has its record below `physical_offset`, as far as it is written. These
-        are the first from `low` on: whoever is placed later lies farther on in the commitlog as well."""
+        """Yield (positions, units) of the written units that wait and have records below `physical_offset`.
+        These are the first from `low` on, since records of later units lie farther on in the commitlog."""
         for positions, units in self.log.scan(self.low, max(self.low, self.log.written), verified=False):
             young = np.flatnonzero(units["physical_offset"] >= physical_offset)
             count = int(young[0]) if len(young) else len(units)
@@ -135,7 +136,7 @@ class TimerUnits:
                 return
 
     def settle(self, read_ms: int, end: int) -> int | None:
-        """Move `low` over units up to `end` that are done. The physical offset of the first that waits, None: none."""
+        """Move `low` over units up to `end` that are done. Return the first waiting record's offset, or None."""
         for positions, units in self.log.scan(self.low, verified=False):
             live = np.flatnonzero(slots_of_units(units) >= read_ms)
             if len(live):
@@ -145,8 +146,9 @@ class TimerUnits:
         return None
 
     def place_again(self, read_ms: int, begin_ms: int, left: npt.NDArray[np.int64] | None) -> int:
-        """Place all units that wait behind the others, since slots from `begin_ms` on are read again; how many. The log
-        must be written. `left`: positions of slot `read_ms` that are not done, None: none of it is."""
+        """Place all waiting units behind the others again, for reading from `begin_ms`. Return their number.
+        The log must be written. `left` are the positions of slot `read_ms` that are not done. None means that all
+        wait."""
         positions, units = units_from(self.log, self.low, read_ms)
         live = np.ones(len(units), np.bool_)
         if left is not None:
@@ -164,7 +166,8 @@ class TimerUnits:
 
 
 def units_from(log: TimerLog, low: int, read_ms: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.void]]:
-    """(positions, units) from `low` on whose slot is `read_ms` or later, each checked. The log must be written."""
+    """Return (positions, units) from `low` on whose slot is `read_ms` or later. Each is checked.
+    The log must be written."""
     found = [(np.empty(0, np.int64), np.empty(0, UNIT_DTYPE))]
     for positions, units in log.scan(low, verified=True):
         live = slots_of_units(units) >= read_ms
@@ -174,14 +177,16 @@ def units_from(log: TimerLog, low: int, read_ms: int) -> tuple[npt.NDArray[np.in
 
 
 def in_order_of_due(units: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Mask of the units that are dealt with one by one: all but cancellations that take effect in their slot."""
+    """Return a mask of the units that are handled one by one.
+    These are all but cancellations that take effect in their slot."""
     mask: npt.NDArray[np.bool_] = units["magic"] & (CANCELS | ROLLS) != CANCELS
     return mask
 
 
 def waiting_units(units: npt.NDArray[np.void], progress: Progress) -> tuple[npt.NDArray[np.bool_], int]:
-    """(mask of those of `units_from` that wait by a checkpoint and are no cancellations, latest due time of those that
-    are done of its slot, 0: none is). TimerFilesDamaged if the slot has fewer than are done."""
+    """Return a mask of the `units_from` that wait, and the latest due time of those that are done.
+    `progress` decides. Cancellations are not in the mask. The due time is that of units of slot `read_ms`, or 0 if none
+    is done. Raises TimerFilesDamaged if the slot has fewer units than are done."""
     waits: npt.NDArray[np.bool_] = units["magic"] & CANCELS == 0
     in_turn = np.flatnonzero((slots_of_units(units) == progress.read_ms) & in_order_of_due(units))
     done = in_turn[np.argsort(due_times(units[in_turn]), kind="stable")][: progress.slot_done]
@@ -192,12 +197,13 @@ def waiting_units(units: npt.NDArray[np.void], progress: Progress) -> tuple[npt.
 
 
 def due_times(units: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """`TimerUnit.due_ms` of each."""
+    """Return `TimerUnit.due_ms` of each unit."""
     return slots_of_units(units) + 1 + (units["write_ms"].astype(np.int64) - 1) % PRECISION_MS
 
 
 def within(unit: TimerUnit, last_ms: int) -> TimerUnit:
-    """`unit` for another chain, rolled on the way if its slot lies beyond `last_ms`: the wheel reaches no farther."""
+    """Return `unit` for another chain. If its slot lies beyond `last_ms` it is rolled there.
+    The wheel reaches no farther."""
     due_ms, magic = unit.due_ms, unit.magic
     if unit.slot_ms > last_ms:
         due_ms, magic = last_ms + PRECISION_MS, magic | ROLLS
@@ -205,8 +211,8 @@ def within(unit: TimerUnit, last_ms: int) -> TimerUnit:
 
 
 def unit_times(stored_ms: int, due_ms: int) -> tuple[int, int]:
-    """writeTime and delay of a unit: the slot is their sum, writeTime has the milliseconds of the due time, and the
-    delay has 32 bits."""
+    """Return writeTime and delay of a unit. Their sum is the slot.
+    writeTime has the milliseconds of the due time. The delay has 32 bits."""
     slot_ms = slot_of(due_ms)
     begin_ms = stored_ms // PRECISION_MS * PRECISION_MS
     if abs(slot_ms - begin_ms) >= (1 << 31) - PRECISION_MS:

@@ -1,4 +1,4 @@
-"""The bulk door of a store that is open for writing: staged shards and the bundles of its inbox (spark#commit)."""
+"""Bulk appends to an open store: staged shards, and the bundles of its inbox (spark#commit)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("mqstore")
 
 
 class BulkAppender:
-    """Door for staged shards and bundles, which are taken in one at a time."""
+    """Appends staged shards and bundles, one at a time."""
 
     def __init__(
         self, parts: StoreParts, splicer: Splicer, commit: GroupCommit, *, appended: Callable[[], None]
@@ -30,7 +30,7 @@ class BulkAppender:
         self.splicer = splicer
         self.txn: TxnFile = splicer.txn
         self.lock = splicer.lock
-        """Held during a splice: closing the store waits for it."""
+        """Held during a bulk append. Closing the store waits for it."""
         self.inbox = Inbox(
             parts.root, parts.fs, parts.clock, splice=self._take_bundle, file_mode=parts.config.file_mode
         )
@@ -39,38 +39,39 @@ class BulkAppender:
         self._appended = appended
 
     def show(self, result: SpliceResult) -> SpliceResult:
-        """Make the records of a splice visible to all. Return `result`."""
+        """Make the records of a bulk append visible to all readers. Return `result`."""
         if not result.already:
             try:
                 self._commit.sync_now()
-            except (OSError, MQStoreError) as error:  # puts will hear of it; to say so of the splice would be wrong
+            except (OSError, MQStoreError) as error:  # later puts will fail, but this bulk append has succeeded
                 _log.error("%s: %s; what was spliced before is in", self._root, error)
             self._appended()
         return result
 
     def _take_bundle(self, shards: list[Path], app: str, version: int, create: Mapping[str, int]) -> int:
-        """Splice a bundle of the inbox. Return the last version of `app` that is in by now."""
+        """Append a bundle of the inbox. Return the last version of `app` that is in the log by now."""
         self.show(self.splicer.splice(shards, app=app, version=version, create=create))
-        return self.txn.state.version_of(app)  # also while the store is being closed: it is in
+        return self.txn.state.version_of(app)  # also while the store is being closed
 
     def take_inbox_if_idle(self, is_closed: Callable[[], bool]) -> None:
-        """Splice the bundles that wait in the inbox, unless a splice is under way or the store is closed."""
+        """Append the bundles that wait in the inbox, unless a bulk append runs or the store is closed."""
         if self.splicer.is_busy:
-            return  # the flusher has better to do than to wait
+            return  # the flusher must not wait
         with self.lock:
             if not is_closed():
                 self.inbox.run_once()
 
     def enter_topics_by(self, create_topics: CreateTopics, errors: TaskErrors) -> None:
-        """Enter topics of bundles by `create_topics` from now on. Topics of bundles that were spliced without a broker
-        are entered at once."""
+        """Create the topics of bundles with `create_topics` from now on.
+        Topics of bundles that were appended without a broker are created at once."""
         with self.lock:
             self.inbox.create_topics = create_topics
             if self.txn.state.create:
                 errors.attempt("topics of bundles", self._enter_noted)
 
     def _enter_noted(self) -> None:
-        """Enter topic by topic: one that the broker may not enter must not keep the others out. Its messages stay."""
+        """Create the noted topics one by one, so that a topic that fails does not keep the others out.
+        The messages of a topic that fails stay."""
         assert self.inbox.create_topics is not None
         for topic, queues in self.txn.state.create.items():
             try:

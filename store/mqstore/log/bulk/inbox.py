@@ -1,4 +1,4 @@
-"""Bundles of staged shards that wait for the owner of the store, who has its lock (spark#inbox).
+"""Inbox of bundles: staged shards that wait for the process that owns the store (spark#inbox).
 
     inbox/<app>-<version>/bundle.json   {"version": 1, "app", "ver", "shards": [names in order],
                                          "create": {TOPIC: queues}, "highest": {TOPIC: queue id}}
@@ -9,21 +9,21 @@
     bundle --splice--> recorded --rename to _done-<name>--> --remove--> gone
        \\--bad----> refused/<name>, and reason.txt beside what it holds
 
-A bundle comes by one rename and is whole then. It is spliced, which records its version, and only then removed: a crash
-in between meets the version that was the last one in. One of a version below that was never in, or was long ago:
-nobody knows any more, so it is not spliced and not removed but moved aside. The bundles of one application go in the
-order of their versions; while one cannot be read, the later ones wait. Of one whose `bundle.json` cannot be read the
-application is told from the folder's name.
+One rename puts a complete bundle into the inbox. Appending it records its version, and then it is removed. After a
+crash in between, its version is the last recorded one, and it is only removed. A lower version may have been appended
+long ago, or never. Nobody knows, so such a bundle is neither appended nor removed but moved aside. The bundles of an
+application are appended in the order of their versions. While one cannot be read, later ones wait. If `bundle.json`
+cannot be read, the folder's name shows the application.
 
-What is wrong with the bundle itself moves it aside at once. What is wrong with the disk leaves it where it is, and it
-is tried again, ever more rarely; one whose own files cannot be read is moved aside after `_TRIES` times. Those of other
-applications do not wait for it, and nobody waits for one that is in and cannot be deleted.
+A bundle with a fault is moved aside at once. After an error of the disk a bundle stays and is tried again, less and
+less often. If its own files cannot be read, it is moved aside after `_TRIES` times. Bundles of other applications do
+not wait for it. No bundle waits for an appended one that cannot be deleted.
 
-`highest`, which older programs do not write: the highest queue that the records of a topic name. While a bundle was
-staged or waited its topic may have lost queues, and records in those nobody would read: such a bundle is refused.
+`highest` is the highest queue id in the records of a topic. Older programs do not write it. The topic may have lost
+queues since the bundle was staged. Then nobody would read some of its records, so the bundle is refused.
 
-Knows folders and the splicer. Who is to enter the topics of a bundle is a function that a broker gives; without one the
-splice notes them for a broker to come.
+This module knows folders and the splicer. The broker provides the function that creates the topics of a bundle. Without
+a broker, the splicer saves them for the next broker.
 """
 
 from __future__ import annotations
@@ -60,17 +60,18 @@ _REFUSED = "refused"
 _DONE = "_done-"
 _QUEUES_MAX = 16_384
 _ENTRY = {"readQueueNums": 16, "writeQueueNums": 16, "perm": 6}
-"""Members of an entry of `topics.json`, and what RocketMQ takes where one is absent."""
+"""Members of an entry of `topics.json`, and RocketMQ's defaults for absent ones."""
 _TRIES = 8
 _PAUSE_MIN_MS, _PAUSE_MAX_MS = 1_000, 300_000
 
 CreateTopics = Callable[[Mapping[str, int]], None]
-"""Enter topics with so many queues. What it raises about a name or a number is the bundle's fault."""
+"""Creates topics, given the number of queues of each.
+Errors about a name or a number are the bundle's fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What `bundle.json` says."""
+    """Content of a `bundle.json`."""
 
     folder: Path
     app: str
@@ -81,7 +82,7 @@ class Bundle:
 
     @classmethod
     def load(cls, folder: Path, fs: FileSystem) -> Bundle:
-        """FormatError when it is missing or says what nobody can do, StoreIOError when it cannot be read."""
+        """Read the bundle in `folder`. Raises FormatError if it is missing or invalid, else StoreIOError."""
         path = folder / "bundle.json"
         try:
             value = decode_json(read_json(path, fs))
@@ -116,17 +117,17 @@ class Bundle:
 
 
 def _is_name(name: Any) -> bool:
-    """Whether a shard's name leads to a folder of the bundle and nowhere else."""
+    """Return True if a shard's name leads to a folder of the bundle and nowhere else."""
     return isinstance(name, str) and is_path_safe(name)
 
 
 def _is_count(queues: Any) -> bool:
-    """Whether a topic may have so many queues."""
+    """Return True if a topic may have this number of queues."""
     return type(queues) is int and 1 <= queues <= _QUEUES_MAX
 
 
 class Entered(NamedTuple):
-    """What a topic's entry says."""
+    """Number of queues and permissions of a topic."""
 
     read_queues: int
     write_queues: int
@@ -134,8 +135,9 @@ class Entered(NamedTuple):
 
 
 def topics_entered(root: Path, fs: FileSystem) -> dict[str, Entered]:
-    """The topics that the store at `root` has in its table. One without an entry has as many queues as were ever put
-    to. The file is a broker's, who changes it before he goes by it. Raises as `load_json`."""
+    """Return the topics in the table of the store at `root`. Raises what `load_json` raises.
+    A topic without an entry has every queue that was ever put to. A broker changes this file before it uses the
+    change."""
     value = load_json(root / "config" / "topics.json", writer=False, fs=fs, root=root).value or {}
     table = value.get("topicConfigTable")
     found: dict[str, Entered] = {}
@@ -148,8 +150,8 @@ def topics_entered(root: Path, fs: FileSystem) -> dict[str, Entered]:
 
 
 def check_highest(root: Path, entered: Mapping[str, Entered], highest: Mapping[str, int]) -> None:
-    """ConfigError if a topic of the store at `root`, which has `topics_entered`, has no longer the `highest` queue that
-    records were given."""
+    """Raise ConfigError if a topic no longer has the `highest` queue that its records name.
+    `entered` is the result of `topics_entered` for the store at `root`."""
     for topic, queue_id in highest.items():
         queues = queues_of(entered.get(topic))
         if queue_id >= queues:
@@ -160,13 +162,13 @@ def check_highest(root: Path, entered: Mapping[str, Entered], highest: Mapping[s
 
 
 def queues_of(entry: Entered | None) -> int:
-    """Return the number of queues that a topic has by its entry; without one, the most that a topic can have."""
+    """Return the number of queues in a topic's entry, or the greatest possible number without one."""
     return _QUEUES_MAX if entry is None else max(entry.read_queues, entry.write_queues)
 
 
 @dataclass(frozen=True, slots=True)
 class InboxState:
-    """Names of bundles that wait, of those that were refused, and of what jobs have staged and not committed."""
+    """Names of waiting bundles, of refused bundles, and of what jobs have staged and not committed."""
 
     waiting: tuple[str, ...]
     refused: tuple[str, ...]
@@ -174,7 +176,7 @@ class InboxState:
 
 
 def inbox_state(root: Path, fs: FileSystem) -> InboxState:
-    """What lies in the inbox of the store at `root`; changes nothing."""
+    """Return the content of the inbox of the store at `root`. Changes nothing."""
     folder = root / "inbox"
     names = [name for name in _folders(folder, fs) if _is_bundle(name)]
     refused, staged = _folders(folder / _REFUSED, fs), _folders(root / "_staging", fs)
@@ -189,7 +191,7 @@ def _folders(path: Path, fs: FileSystem) -> list[str]:
 
 
 def free_path(path: Path) -> Path:
-    """`path`, or it with a number behind: a name that nothing has."""
+    """Return `path`, or `path` with a number appended if it exists already."""
     number = 0
     found = path
     while os.path.lexists(found):
@@ -204,7 +206,7 @@ def _is_bundle(name: str) -> bool:
 
 @dataclass(slots=True)
 class _Trouble:
-    """A bundle that could not be taken in: how often, when to try again (monotonic), and why."""
+    """A failed bundle: number of tries, monotonic time of the next try, and the error."""
 
     tries: int
     due_ms: int
@@ -214,8 +216,8 @@ class _Trouble:
 class Inbox:
     """The inbox of a store that is open for writing.
 
-    `splice(shards, app, version, create)` stores a bundle, and gives the version of `app` that is the last one in by
-    then: a higher one when nothing was done. `create_topics`: see the module, set by a broker.
+    `splice(shards, app, version, create)` appends a bundle and returns the last version of `app` that is in the log. It
+    is a higher version if nothing was done. `create_topics` creates the topics of bundles, and is set by a broker.
     """
 
     def __init__(
@@ -229,9 +231,9 @@ class Inbox:
     ) -> None:
         self.create_topics: CreateTopics | None = None
         self.spliced = 0
-        """Bundles that were spliced since opening."""
+        """Number of bundles that were appended since the store was opened."""
         self.refused = 0
-        """Bundles that were moved aside since opening."""
+        """Number of bundles that were moved aside since the store was opened."""
         self._folder = root / "inbox"
         self._fs = fs
         self._clock = clock
@@ -241,10 +243,10 @@ class Inbox:
         self._undeletable: set[Path] = set()
 
     def run_once(self) -> int:
-        """Take in what waits; how many bundles were spliced. Where there is no inbox this is one look.
+        """Append the waiting bundles and return how many were appended.
 
-        Raises what keeps a bundle from being taken in, when all others have had their turn; it is tried again by a
-        later call.
+        Without an inbox this costs one look at its folder. After all bundles had their turn, raises the error that
+        keeps one of them from being appended. A later call tries it again.
         """
         fs = self._fs
         if not fs.exists(self._folder):
@@ -263,8 +265,8 @@ class Inbox:
         return self.spliced - before
 
     def _in_order(self, names: list[str], stuck: set[str]) -> list[Bundle]:
-        """The bundles that wait, by application and version; bad ones are moved aside. The applications of those that
-        cannot be read come to `stuck`."""
+        """Return the waiting bundles by application and version. Bad ones are moved aside.
+        Adds the applications of bundles that cannot be read to `stuck`."""
         found: list[Bundle] = []
         for name in names:
             if not self._try(name, partial(self._load, self._folder / name, found)):
@@ -298,14 +300,14 @@ class Inbox:
         self._remove(bundle.folder)
 
     def _try(self, name: str, step: Callable[[], None]) -> bool:
-        """Do `step` of the bundle `name`; False when it is to be tried again. One at fault itself is moved aside."""
+        """Run `step` for the bundle `name`. Return False to try it again later. A bad bundle is moved aside."""
         try:
             try:
                 step()
-            except NotPermittedError as error:  # before the others: it is an OSError, but of a topic
+            except NotPermittedError as error:  # an OSError too, but about a topic, so it comes first
                 self._refuse(self._folder / name, error)
             except (OSError, StoreBusyError, StoreClosedError):
-                raise  # the disk, or the state of the store: no fault of the bundle, as far as is known
+                raise  # a fault of the disk or the state of the store, not of the bundle as far as is known
             except MQStoreError as error:
                 self._refuse(self._folder / name, error)
         except OSError as error:
@@ -317,7 +319,7 @@ class Inbox:
         return trouble is not None and self._clock.monotonic_ms() < trouble.due_ms
 
     def _give_up(self, name: str, error: OSError) -> bool:
-        """Count a failure; whether the bundle was moved aside, its own files being the reason time and again."""
+        """Count a failure. Return True if the bundle was moved aside, since its own files failed repeatedly."""
         if self._pauses(name):
             return False
         folder = self._folder / name
@@ -338,7 +340,7 @@ class Inbox:
     # -- folders ----------------------------------------------------------------------------------------------------
 
     def _refuse(self, folder: Path, error: Exception) -> None:
-        """Move a bundle aside, and say why."""
+        """Move a bundle aside, with the reason."""
         fs = self._fs
         aside = self._folder / _REFUSED
         fs.mkdir(aside, exist_ok=True)
@@ -357,24 +359,25 @@ class Inbox:
             fs.fdatasync(fd)
 
     def _remove(self, folder: Path) -> None:
-        """Remove a bundle that is in. The new name first, durably: half of one must never look like one that waits."""
+        """Remove an appended bundle.
+        It is durably renamed first, since a half-removed bundle must never look like a waiting one."""
         done = free_path(self._folder / f"{_DONE}{folder.name}")
         self._fs.replace(folder, done)
         self._fs.sync_directory(self._folder)
         self._tidy(done)
 
     def _sweep(self) -> None:
-        """Go on removing what a crash left."""
+        """Continue to remove what a crash left."""
         for name in _folders(self._folder, self._fs):
             if name.startswith(_DONE) and not os.path.islink(self._folder / name):
                 self._tidy(self._folder / name)
 
     def _tidy(self, folder: Path) -> None:
-        """Delete what is done with, or leave it to a later sweep: nobody has to wait for that."""
+        """Delete an appended bundle. If that fails, a later sweep does it."""
         try:
             self._fs.remove_tree(folder)
             self._undeletable.discard(folder)
         except OSError as error:
-            if folder not in self._undeletable:  # told once, not with every look
+            if folder not in self._undeletable:  # logged once, not on every sweep
                 _log.warning("%s is done with and cannot be deleted: %s", folder, error)
             self._undeletable.add(folder)

@@ -1,4 +1,4 @@
-"""A staged shard: records that a task has encoded and that only lack their place in the log (spark#stage).
+"""Staged shard: records that a task has encoded and that only lack a place in the log (spark#stage).
 
     <folder>/records.bin    complete records side by side in the store's profile; queueOffset, physicalOffset,
                             storeTimestamp and checksum are zero, no BLANKs
@@ -7,12 +7,12 @@
 
 Earlier versions added a member "index" and a file records.idx. Both are ignored.
 
-`Shard.load` reads the JSON, `check` all of the records; what is wrong is a `FormatError` that names file, place and
-reason, raised before anything of the shard is stored. `windows` then gives the records piece by piece, in bounded
-memory, and compares the CRC once more: a file that changed between check and copy is found before its splice counts.
+`Shard.load` reads the JSON, and `check` reads all records. A fault is a `FormatError` with file, position and reason,
+raised before any record is stored. `windows` then yields the records in pieces, in bounded memory, and compares the CRC
+again. So a file that changed between check and copy is found before the bulk append counts.
 
-Whatever a put would refuse is refused here: bytes in the log are read by programs that trust them to be records.
-Writes nothing.
+All that a put would refuse is refused here, since programs that read the log trust its bytes to be records. This module
+writes nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ QueueKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the store asks of a record."""
+    """Limits of the store for a record."""
 
     profile: Profile
     segment_bytes: int
@@ -79,7 +79,7 @@ class Limits:
 
 
 class Window(NamedTuple):
-    """Whole records at the start of `data`; `headers.positions` count from there, the last one ends at `stop`."""
+    """Whole records at the start of `data`, up to `stop`. `headers.positions` count from the start."""
 
     data: memoryview
     headers: Headers
@@ -87,7 +87,7 @@ class Window(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Which queue each record of a window goes to: `keys[group[i]]`, and how many go to each."""
+    """Queues of a window's records: record i goes to `keys[group[i]]`. `counts` are totals by key."""
 
     keys: list[QueueKey]
     group: npt.NDArray[np.integer]
@@ -95,7 +95,7 @@ class Groups(NamedTuple):
 
 
 def by_queue(window: Window) -> Groups:
-    """The records of a window by queue."""
+    """Return the records of a window by queue."""
     topics, topic = topics_of(window.data, window.headers)
     codes = topic * (MAX_QUEUE_ID + 1) + np.clip(window.headers.queue_id, 0, MAX_QUEUE_ID)
     counts = np.bincount(codes)
@@ -110,7 +110,7 @@ def by_queue(window: Window) -> Groups:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What `shard.json` says. `queues`: how many records each queue gets."""
+    """Content of a `shard.json`. `queues` is the number of records for each queue."""
 
     folder: Path
     records: int
@@ -129,8 +129,9 @@ class Shard:
 
     @classmethod
     def load(cls, folder: Path, limits: Limits, fs: FileSystem) -> Shard:
-        """Of the shard in `folder`, its records not yet looked at. FormatError for a file that is missing, does not
-        decode, or says what this store cannot take; StoreIOError when it cannot be read."""
+        """Read the `shard.json` in `folder`. Its records are not examined.
+        Raises FormatError if it is missing, does not decode, or does not fit this store. Raises StoreIOError if it
+        cannot be read."""
         path = folder / "shard.json"
         try:
             value = decode_json(read_json(path, fs))
@@ -174,9 +175,10 @@ class Shard:
     # -- records.bin ------------------------------------------------------------------------------------------------
 
     def check(self, progress: Callable[[int], None], remember: int = 0) -> list[Groups] | None:
-        """Read every record; `progress(bytes)` after each window. FormatError for what is wrong first, StoreIOError.
+        """Read and check every record. Calls `progress(bytes)` after each window.
 
-        Returns the groups of the windows, which `windows` cuts alike every time; None for more than `remember` records.
+        Returns the groups of the windows, which `windows` always cuts alike, or None for more than `remember` records.
+        Raises FormatError about the first fault, and StoreIOError.
         """
         counts: dict[QueueKey, int] = {}
         records = largest = done = 0
@@ -205,14 +207,16 @@ class Shard:
         return remembered if records <= remember else None
 
     def window_bytes(self, least: int = WINDOW_BYTES) -> int:
-        """How large a buffer must be to hold any record, and most windows."""
+        """Return the size of a buffer that can hold any record, and most windows."""
         return max(1, min(self.bytes, max(least, self.largest)))
 
     def windows(self, take: Callable[[int], memoryview]) -> Iterator[Window]:
-        """All records in order, in stretches. `take(n)` gives the buffer for the next one, of `n` bytes at least, which
-        the receiver may change; it is asked before the stretch before is handed out, for the next is read meanwhile.
-        FormatError when records, size or CRC are not what `shard.json` says: at the end at the latest. StoreIOError
-        when the file cannot be read."""
+        """Yield all records in order, in windows.
+
+        `take(n)` returns the buffer of at least `n` bytes for the next window, which the receiver may change. It is
+        called before the window before is yielded, since the next one is read meanwhile. Raises FormatError if records,
+        size or CRC differ from `shard.json`, at the end at the latest. Raises StoreIOError if the file cannot be
+        read."""
         with ExitStack() as held:
             fd = _open(self.file, self.fs, "shard")
             held.callback(self.fs.close, fd)
@@ -243,7 +247,7 @@ class Shard:
                 _refuse(self.file, f"its CRC-32C is {crc}, shard.json says {self.crc32c}: it is damaged", "crc32c")
 
     def _check_heads(self, window: Window, base: int) -> None:
-        """What a put would have checked, of all records of a window at once."""
+        """Check the headers of a window as a put would have. Raises FormatError."""
         headers = window.headers
         limits = self.limits
         transaction = headers.sys_flag & TRANSACTION_MASK
@@ -268,8 +272,9 @@ class Shard:
                 _refuse(self.file, f"record {row} of this stretch: {why}", field, base + int(headers.positions[row]))
 
     def _check_tails(self, window: Window, groups: Groups, base: int) -> None:
-        """Topics that may be, and no property that would keep a record from being read: a CRC tail that the copy makes
-        wrong, numbers that are none (format#crc-tail, format#verifies)."""
+        """Check topics and properties of a window. Raises FormatError.
+        Refuses invalid topics, and properties that would make a record unreadable: a CRC tail, which the copy would
+        make wrong, and numbers that are none (format#crc-tail, format#verifies)."""
         headers, data = window.headers, window.data
         topics = [topic for topic, _ in groups.keys]
         for topic in set(topics):
@@ -293,7 +298,7 @@ class Shard:
 
 
 def _rows_with_inner(window: Window) -> npt.NDArray[np.int64]:
-    """Of the records whose properties may have one of the two reserved names; some of these may be there twice."""
+    """Return the records whose properties may have one of the two reserved names. Some may come twice."""
     headers = window.headers
     if kernel is None:
         places = [found.start() for found in _INNER.finditer(window.data[: window.stop])]
@@ -301,7 +306,7 @@ def _rows_with_inner(window: Window) -> npt.NDArray[np.int64]:
     starts, sizes = (
         np.ascontiguousarray(column, np.int64) for column in (headers.properties_position, headers.properties_size)
     )
-    # What is longer than its record was refused by then.
+    # Properties that are longer than their record were refused by then.
     found = np.empty(len(starts), np.bool_)
     kernel.find_inner(window.data, starts, sizes, found)
     return np.flatnonzero(found)
@@ -316,7 +321,7 @@ def shard_json(
     largest: int,
     queues: Mapping[QueueKey, int],
 ) -> bytes:
-    """Return `shard.json` of `size` bytes of records whose CRC-32C is `crc`."""
+    """Return the `shard.json` of `size` bytes of records whose CRC-32C is `crc`."""
     counts: dict[str, dict[str, int]] = {}
     for (topic, queue_id), count in sorted(queues.items()):
         counts.setdefault(topic, {})[str(queue_id)] = count
@@ -325,7 +330,7 @@ def shard_json(
 
 
 def _open(path: Path, fs: FileSystem, field: str) -> int:
-    """A descriptor to read `path`. FormatError when it is missing, or no regular file."""
+    """Open `path` for reading. Raises FormatError if it is missing or not a regular file."""
     try:
         return fs.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:

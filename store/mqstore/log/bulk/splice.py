@@ -1,4 +1,4 @@
-"""Appending staged shards to the log in bulk, all of them or none, and each once (spark#splice).
+"""Bulk append of staged shards to the log: all of them or none, and each once (spark#splice).
 
     step                          log                 config/spark/txn.json      a crash right after it leaves
     1 check every shard           ends at S           no intent                  nothing
@@ -8,20 +8,19 @@
     5 record app and version *    "                   no intent, app: version    all of it
     6 move the end, let puts in   ends at E                                      all of it
 
-Until step 6 the end of the log does not move, and with it neither dispatch, nor retention, nor the watermarks of the
-checkpoint: to everybody else the records are not there. Puts of other threads wait meanwhile, so nothing but this
-splice can lie beyond S, and cutting back takes nobody's message away. Step 5 is one rename, made durable; step 4 comes
-before it, so that what is recorded is on disk. * Of a splice that nobody will repeat only the intent is cleared: its
-application would take room in the table from those that are asked for again.
+Until step 6 the end of the log does not move. So dispatch, retention and the watermarks of the checkpoint stop at S,
+and nobody else sees the records. Puts of other threads wait. Only this bulk append writes beyond S, so cutting back to
+S removes no other message. Step 5 is one durable rename. Step 4 comes before it, so recorded versions are on disk.
+* If nobody will repeat the bulk append, only the intent is cleared. Its application would take room in the table from
+applications that may ask again.
 
-What fails before step 5 is undone at once: zeros from S on, segments beyond removed, intent cleared, numbers never
-given out. Where even that fails, and whenever a sync fails (format#flush), the store takes no more puts until it
-is opened anew, and opening undoes it (`undo`). A second splice of the same (app, version), or of an older one, writes
-nothing.
+An error before step 5 is undone at once: zeros from S on, later segments removed, intent cleared, queue offsets unused.
+If that fails, or if a sync fails (format#flush), the store takes no more puts until it is opened again. Opening then
+undoes the bulk append (`undo`). A second bulk append of the same (app, version), or of an older one, writes nothing.
 
-All records of a splice bear one store time, that of its intent, as those of a batch do (format#batch): it tells
-them from whatever else might stand beyond S. Numbers, places, times and checksums are put into a window of 8 MiB at a
-time with numpy; a thread of its own writes them while the next window is made.
+All records have the store time of the intent, as those of a batch have one time (format#batch). It distinguishes them
+from anything else beyond S. With numpy, queue offsets, physical offsets, times and checksums are written into a window
+of 8 MiB at a time. A separate thread writes each window while the next one is prepared.
 """
 
 from __future__ import annotations
@@ -67,22 +66,22 @@ __all__ = ["SpliceResult", "Splicer", "Undone", "undo", "would_undo"]
 
 _log = logging.getLogger("mqstore")
 _BUFFERS = 4
-"""Windows in memory: one being read, one being made, one waiting, one being written."""
+"""Windows in memory: one is read, one is prepared, one waits and one is written."""
 _REMEMBERED = 8 << 20
-"""Records whose queue is kept from check to copy, two bytes each."""
+"""Number of records whose queue is remembered from check to copy, two bytes each."""
 
 Checked = tuple[Shard, list[Groups] | None]
-"""A shard, and what its check remembers of it."""
+"""A shard, and the groups that its check remembered."""
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all): every byte counts twice, once checked and once copied."""
+"""Called with (bytes done, total bytes). Every byte counts twice: once checked and once copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpliceResult:
-    """What became of a splice. `already`: its version, or a later one of its application, was in; nothing was done.
+    """Result of a bulk append. With `already`, this or a later version was in, and nothing was done.
 
-    Offsets: `first_offset` and `end_offset` physical, `offsets` (start, stop) of each queue that got records.
+    `first_offset` and `end_offset` are physical. `offsets` are (start, stop) for each queue that got records.
     """
 
     already: bool
@@ -93,10 +92,10 @@ class SpliceResult:
 
 
 class Splicer:
-    """The splicing half of `MessageStore`; one splice at a time.
+    """Bulk appends of a `MessageStore`, one at a time.
 
-    `queue_of(topic, queue id)`: the queue to put to. `sync(end)`: make the log durable up to `end`, beyond its end as
-    puts know it. `poison(error)`: take no more puts. `stopping()`: whether the store is being closed.
+    `queue_of(topic, queue id)` returns the queue to put to. `sync(end)` makes the log durable up to `end`, which lies
+    beyond the end that puts see. `poison(error)` stops all later puts. `stopping()` is true while the store closes.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class Splicer:
     ) -> None:
         self.txn = txn
         self.lock = threading.RLock()
-        """Held during a splice: closing the store waits for it."""
+        """Held during a bulk append. Closing the store waits for it."""
         self._run = log.run
         self._log = log
         manifest = parts.manifest
@@ -134,17 +133,17 @@ class Splicer:
         create: Mapping[str, int] | None = None,
         remembered: bool = True,
     ) -> SpliceResult:
-        """As `MessageStore.splice`. `create`: topics with their queues to be noted for a broker to come.
+        """Append `shards` as `MessageStore.splice` does. `create` are topics to be saved for the next broker.
 
-        StoreBusyError for one that `progress`, or a signal handler, asks for in the middle of another: it would find
-        the version of that one not yet recorded, and in the end let in the puts that it holds.
+        Raises StoreBusyError if `progress` or a signal handler calls it during another bulk append. The inner call
+        would find the version of the outer one not yet recorded, and would release the puts that wait for it.
         """
         if not is_app(app):
             raise ConfigError(f"app must be a text of 1..255 bytes, not {app!r:.80}")
         if type(version) is not int or not 0 <= version < 1 << 63:
             raise ConfigError(f"version must be an integer from 0 on, not {version!r:.80}")
         with self.lock:
-            if self.is_busy:  # of this thread, or the lock would not have let us in
+            if self.is_busy:  # in this thread, since the lock keeps other threads out
                 raise StoreBusyError("splice within a splice of the same thread; do it later")
             try:
                 self.is_busy = True
@@ -195,7 +194,7 @@ class Splicer:
         end: int | None = None
         recording = False
         try:
-            start = self._log.hold()  # in here: Ctrl-C right behind it must not leave puts waiting
+            start = self._log.hold()  # inside `try`, so that Ctrl-C right after it does not leave puts waiting
             numbers = {key: queue.next_offset for key, queue in queues.items()}
             stamp_ms = self._clock.now_ms()
             intent = Intent(app, version, start, stamp_ms, numbers)
@@ -208,13 +207,13 @@ class Splicer:
                 if queues:
                     self._sync(copied)
                 self._stop()
-                recording = True  # before it the file may say the same, if this splice is not to be remembered
+                recording = True  # if the version is not remembered, the file may already look like `recorded`
                 self.txn.save(recorded)
             except BaseException as error:
                 if not (recording and self._is_recorded(recorded, error)):
                     self._take_back(before, start, error)
                     raise
-                # Ctrl-C came behind the last step: it is in, and the error goes up all the same.
+                # Ctrl-C came after the last step. The bulk append counts, and the error is still raised.
                 end = self._publish(queues, stops, copied)
                 raise
             end = self._publish(queues, stops, copied)
@@ -224,8 +223,8 @@ class Splicer:
         return SpliceResult(False, start, end, records, {key: (numbers[key], stops[key]) for key in queues})
 
     def _is_recorded(self, recorded: TxnState, error: BaseException) -> bool:
-        """Whether step 5 was done although it, or what came around it, raised `error`. FlushFailedError where that is
-        not known."""
+        """Return True if step 5 was done although `error` was raised in it or around it.
+        Raises FlushFailedError if that is not known."""
         if self.txn.state is recorded:
             return True
         try:
@@ -233,14 +232,14 @@ class Splicer:
         except Exception:
             renamed = True  # not known
         if renamed:
-            # The rename was made but perhaps not durable: neither taking back nor going on would be safe.
+            # The rename may not be durable, so neither undoing nor continuing would be safe.
             unknown = FlushFailedError(
                 f"{self.txn.path}: a splice was recorded, but not known to be on disk ({error}); close the store "
                 "and open it again"
             )
             self._poison(unknown)
             if isinstance(error, Exception):
-                raise unknown from error  # not `error`: that would say that nothing was done
+                raise unknown from error  # `error` itself would say that nothing was done
         return False
 
     def _publish(self, queues: Mapping[QueueKey, ConsumeQueue], stops: Mapping[QueueKey, int], end: int) -> int:
@@ -250,7 +249,7 @@ class Splicer:
 
         try:
             move()
-        except BaseException:  # Ctrl-C in between: all of it or none, and none is no longer possible
+        except BaseException:  # after Ctrl-C all queues have to move, since the version is recorded
             move()
             raise
         return end
@@ -258,16 +257,16 @@ class Splicer:
     def _let_puts_in(self, end: int | None) -> None:
         try:
             self._log.release(end)
-        except BaseException:  # Ctrl-C: whoever waits must not wait for ever
+        except BaseException:  # after Ctrl-C, waiting puts must not wait for ever
             self._log.release(end)
             raise
 
     # -- taking back ------------------------------------------------------------------------------------------------
 
     def _take_back(self, before: TxnState, start: int, error: BaseException) -> None:
-        """Make everything as it was. Where that cannot be done, the store is poisoned: opening it will."""
+        """Undo the bulk append. If that fails the store is poisoned, and the next opening undoes it."""
         if self._log.failed is not None and not isinstance(self._log.failed, StoreClosedError):
-            return  # a sync failed: what the disk holds is not known
+            return  # a sync failed, so the content of the disk is not known
         try:
             _cut_back(self._run, start)
             self._restore(before)
@@ -282,7 +281,7 @@ class Splicer:
                 raise
 
     def _restore(self, before: TxnState) -> None:
-        """Clear the intent. If there is no room for a new file, the backup made by the intent says the same."""
+        """Clear the intent. If there is no room for a new file, restore the backup made with the intent."""
         if self.txn.on_disk() == before:
             self.txn.state = before
             return
@@ -301,9 +300,10 @@ class Splicer:
     def _copy(
         self, shards: list[Checked], start: int, numbers: Mapping[QueueKey, int], stamp_ms: int, work: _Progress
     ) -> tuple[int, dict[QueueKey, int]]:
-        """Lay the records of `shards` into the log from `start` on; (where they end, the next number of each queue)."""
+        """Copy the records of `shards` into the log from `start` on.
+        Returns the end of the records, and the next offset of each queue."""
         stops = dict(numbers)
-        laid = 0  # of the last window, which is not told of before it is written
+        laid = 0  # bytes of the last window, which count as progress once it is written
         sink = _Sink(self._run, start)
         try:
             for shard, groups in shards:
@@ -323,7 +323,7 @@ class Splicer:
 
 
 class _Progress:
-    """Bytes done, told to whoever asked; and the moment to give up when the store is being closed."""
+    """Reports progress, and raises if the store is being closed."""
 
     def __init__(self, tell: Progress | None, total: int, stop: Callable[[], None]) -> None:
         self._tell = tell
@@ -344,8 +344,9 @@ class _Progress:
 def _numbers_of(
     window: Window, known: Groups | None, stops: dict[QueueKey, int], shard: Shard
 ) -> npt.NDArray[np.int64]:
-    """The queue offset of each record, counted on in `stops`. FormatError for what the check did not see; a change that
-    is not seen here will be seen by the CRC of the whole."""
+    """Return the queue offset of each record, and advance `stops`.
+    Raises FormatError if the records differ from those that were checked. The CRC finds changes that are not seen
+    here."""
     keys, group, counts = known or by_queue(window)
     same = len(group) == len(window.headers) and int(window.headers.size.max()) <= shard.largest
     if not same or any(key not in stops for key in keys):
@@ -370,7 +371,7 @@ def _patch(
     stamp_ms: int,
     checksum: Checksum,
 ) -> None:
-    """Write into the records what only the log knows: numbers, places, the time, and at last the checksums."""
+    """Write queue offsets, physical offsets and the store time into the records, then their checksums."""
     data, headers = window.data, window.headers
     positions = headers.positions
     if kernel is not None and checksum == "crc32c-record":
@@ -392,7 +393,7 @@ def _patch(
 
 
 def _column(data: memoryview, kind: str) -> npt.NDArray[Any]:
-    """What stands at any position, as a value of `kind`."""
+    """Return an array whose element i is the value of `kind` at byte i of `data`."""
     dtype = np.dtype(kind)
     return np.ndarray((len(data) - dtype.itemsize + 1,), dtype, data, 0, (1,))
 
@@ -405,10 +406,10 @@ def _slices(data: memoryview, starts: npt.NDArray[np.int64], sizes: npt.NDArray[
 
 
 class _Sink:
-    """Lays windows into segments beyond the end of the log, and writes them in a thread of its own.
+    """Places windows in segments beyond the end of the log, and writes them in a separate thread.
 
-    The rules of rolling are those of a put (format#blank): a record ends 8 bytes before its segment does, or a
-    BLANK takes the rest and the record begins the next one. `end` is how far is laid, `_written` how far is written.
+    A record ends at least 8 bytes before its segment does. Otherwise a BLANK fills the rest and the record begins the
+    next segment, as for a put (format#blank). Records are placed up to `end`, and written up to `_written`.
     """
 
     def __init__(self, run: SegmentWriter, start: int) -> None:
@@ -423,17 +424,17 @@ class _Sink:
             self._free.put(memoryview(b""))
 
     def take(self, size: int) -> memoryview:
-        """A buffer of `size` bytes that nobody uses. Raises what writing an earlier one raised."""
+        """Return an unused buffer of at least `size` bytes. Raises the error of an earlier write."""
         buffer = self._free.get()
         while self._pending and self._pending[0].done():
             self._pending.pop(0).result()
         return buffer if len(buffer) >= size else np.empty(size, np.uint8).data
 
     def lay(self, sizes: npt.NDArray[np.int32]) -> tuple[list[tuple[int, int]], npt.NDArray[np.int64]]:
-        """Find room for records of these sizes, each behind the other; none may be larger than a segment takes.
+        """Find room for consecutive records of these sizes. None may be larger than a segment can hold.
 
-        Returns (pieces that lie together: (index behind its last record, physical offset); the physical offset of each
-        record)."""
+        Returns two values. The first are pieces that lie together: (index behind the last record, physical offset). The
+        second is the physical offset of each record."""
         ends = np.cumsum(sizes, dtype=np.int64)
         places = ends - sizes
         pieces: list[tuple[int, int]] = []
@@ -452,16 +453,16 @@ class _Sink:
         return pieces, places
 
     def put(self, window: Window, pieces: Sequence[tuple[int, int]]) -> None:
-        """Have a window written as `lay` laid it; its buffer comes back by `take`."""
+        """Write a window in the thread, at the places from `lay`. Its buffer becomes free for `take`."""
         self._pending.append(self._threads.submit(self._write, window, pieces))
 
     def finish(self) -> None:
-        """Wait until all is written. Raises what writing raised."""
+        """Wait until all windows are written. Raises the error of a write."""
         while self._pending:
             self._pending.pop(0).result()
 
     def close(self) -> None:
-        """End the thread, whatever comes: who takes back must not meet it still writing."""
+        """End the thread, even after an error. No write may still run while the bulk append is undone."""
         interrupted: BaseException | None = None
         while True:
             try:
@@ -492,7 +493,7 @@ class _Sink:
             self._free.put(window.data)
 
     def _make_room(self, offset: int) -> None:
-        """The segment of `offset`, made before the BLANK that leads to it, as for a put."""
+        """Create the segment of `offset`, and then write the BLANK that leads to it, as a put does."""
         run = self._run
         if run.find(offset) is None:
             run.create(offset - offset % run.segment_bytes)
@@ -505,8 +506,7 @@ class _Sink:
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """What opening found of a splice that a crash cut short. `start`: where the log was cut, or would be; None: it was
-    not."""
+    """Result of `undo`. The log was or would be cut at `start`, or not at all if `start` is None."""
 
     start: int | None
     findings: list[Finding]
@@ -514,14 +514,14 @@ class Undone:
 
 
 def _cut_back(run: SegmentWriter, start: int) -> None:
-    """Zeros from `start` to the end of its segment, no segments behind, durably (format#zeros). A segment that
-    begins at `start` stays when it is the first, so that the log remembers where it is. May be repeated."""
+    """Durably write zeros from `start` to the end of its segment, and remove later ones (format#zeros).
+    A segment that begins at `start` stays if it is the first, so that the log keeps its position. May be repeated."""
     run.zero(start)
     run.drop_from(start + 1 if run.starts and run.starts[0] == start else start)
 
 
 def _remains(run: SegmentRun, intent: Intent) -> tuple[int, list[Cut]]:
-    """(bytes from the start of `intent` on that are not zeros to the end, where they are)."""
+    """Return (bytes from the start of `intent` to the last one that is not zero, ranges of these bytes)."""
     cuts = []
     total = 0
     for segment in run.segments():
@@ -536,13 +536,14 @@ def _remains(run: SegmentRun, intent: Intent) -> tuple[int, list[Cut]]:
 
 
 def _describe(intent: Intent, run: SegmentRun, total: int) -> Finding:
-    """The finding for a splice that is not finished."""
+    """Return the finding about an unfinished bulk append."""
     detail = f"version {intent.version} of {intent.app!r} was being spliced when its writer died: none of it counts"
     return Finding("unfinished_splice", *place_in_file(intent.start, run.segment_bytes), total, detail)
 
 
 def would_undo(intent: Intent, run: SegmentRun, fs: FileSystem) -> Undone:
-    """What `undo` will do to the log that a reader's `run` shows up to the start of `intent`; changes nothing."""
+    """Return what `undo` would do to the log. Changes nothing.
+    A reader's `run` shows the log up to the start of `intent`."""
     whole = SegmentRun(run.directory, run.segment_bytes, fs=fs)
     whole.load()
     try:
@@ -553,11 +554,12 @@ def would_undo(intent: Intent, run: SegmentRun, fs: FileSystem) -> Undone:
 
 
 def undo(txn: TxnFile, run: SegmentWriter, checksum: Checksum, flushed: int | None) -> Undone:
-    """For a writer that opens a store, before anything else looks at the log: cut an unfinished splice back and clear
-    its intent. Idempotent, and may be killed at any moment: the intent goes last.
+    """Cut back an unfinished bulk append and clear its intent, before anything else reads the log.
 
-    `flushed`: the watermark of the checkpoint. A file without an intent is written once more all the same: a killed
-    process may have left it in the page cache alone, and an older one with an intent must not come back (format#flush).
+    Idempotent, and may be killed at any moment, since the intent is cleared last.
+
+    `flushed` is the watermark of the checkpoint. A file without an intent is written again, too. A killed process may
+    have left it in the page cache alone, and an older one with an intent must not come back (format#flush).
     """
     nothing = Undone(None, [], [])
     intent = txn.state.intent

@@ -1,29 +1,29 @@
-"""What a splice leaves behind: which versions of which applications are in, and which one is under way (spark#splice).
+"""Record of bulk appends: the last version of each application, and the one under way (spark#splice).
 
     config/spark/txn.json
     {"version": 1,
      "apps":   {APP: {"version": n, "used_ms": ms}},           the last version that was spliced for each application
-     "create": {TOPIC: queues},                                topics that a broker is still to enter in its table
-     "intent": {"app", "version", "start", "stamp_ms",         absent but while a splice is under way
+     "create": {TOPIC: queues},                                topics that the next broker has to create
+     "intent": {"app", "version", "start", "stamp_ms",         only there while a bulk append is under way
                 "queues": {TOPIC: {"0": n}}}}
 
-`start` is the end of the log before the splice, `queues` the next offset of each queue it appends to. Every record of a
-splice bears the store time `stamp_ms`, by which its records are told from anybody else's.
+`start` is the end of the log before the bulk append, `queues` the next offset of each queue it appends to. Each of its
+records has the store time `stamp_ms`, which distinguishes them from other records.
 
-    state on disk        means                                   who opens the store for writing
-    no intent            all that is in the log counts           goes on
+    state on disk        means                                   opening the store for writing
+    no intent            all records in the log count            continues
     intent               bytes at and beyond `start` are half    cuts the log back to `start`, then clears the intent
                          a transaction, not yet in any queue
 
-Recording a version and clearing its intent is one rename, so there is no third state. An intent is not acted on, only
-reported and cleared, where it cannot be the last word (`doubt`): it comes from the backup of a damaged file, the log
-was flushed beyond `start` since, or somebody else's records lie there, as when a Java broker has gone on with the
-directory, which knows nothing of this file. Then half a transaction may stay; a stored message is never lost for it.
+One rename records a version and clears its intent, so there is no third state. An intent that may be outdated (`doubt`)
+is only reported and cleared. It may come from the backup of a damaged file, or the log was flushed beyond `start`
+since. Or other records lie there, as when a Java broker, which does not know this file, has used the directory. Then
+half a transaction may stay, but no stored message is lost.
 
-The table keeps who was used last: beyond 10,000 applications those that nobody used for 30 days go, beyond 100,000 the
-oldest. A streaming query uses its entry with every batch; what goes is batch jobs that will hardly be run again.
+Beyond 10,000 applications, those that were not used for 30 days are removed. Beyond 100,000, the oldest are. A
+streaming query uses its entry with every batch, so this removes batch jobs that will hardly be run again.
 
-Knows JSON and the log's scanner; knows neither shards nor how they are appended.
+This module knows JSON and the log's scanner, but neither shards nor how they are appended.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _APP_BYTES_MAX = 255
 
 
 def is_app(app: object) -> bool:
-    """Whether `app` may name an application: a text of 1..255 bytes. The file keeps up to 100,000 of them."""
+    """Return True if `app` may name an application: a text of 1..255 bytes. The file keeps up to 100,000."""
     return isinstance(app, str) and 1 <= len(app.encode("utf-8", "surrogatepass")) <= _APP_BYTES_MAX
 
 
@@ -66,7 +66,7 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """A splice under way. Offsets: `start` physical, `queues` by (topic, queue id)."""
+    """Bulk append under way. `start` is a physical offset, `queues` are offsets by (topic, queue id)."""
 
     app: str
     version: int
@@ -88,7 +88,7 @@ class Intent:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Intent:
-        """ValueError for a member that is missing or of another type."""
+        """Return the intent in `value`. Raises ValueError for a member that is missing or of the wrong type."""
         queues = {
             (topic, int(queue_id)): _number(offset, "queues")
             for topic, offsets in _object(value, "queues").items()
@@ -103,20 +103,20 @@ class Intent:
 
 @dataclass(frozen=True, slots=True)
 class TxnState:
-    """The content of the file. `apps`: (version, when it was used) by application."""
+    """Content of the file. `apps` is (version, time of last use) by application."""
 
     apps: Mapping[str, tuple[int, int]] = field(default_factory=_nothing)
     intent: Intent | None = None
     create: Mapping[str, int] = field(default_factory=_nothing)
     unknown: Mapping[str, Any] = field(default_factory=_nothing)
-    """Members of a newer program, kept on rewriting."""
+    """Members that a newer program wrote, kept when the file is written."""
 
     def version_of(self, app: str) -> int:
-        """The last version spliced for `app`; -1: none, or none that is remembered."""
+        """Return the last version that was appended for `app`, or -1 if none is remembered."""
         return self.apps[app][0] if app in self.apps else -1
 
     def recorded(self, app: str, version: int, now_ms: int, create: Mapping[str, int]) -> TxnState:
-        """With `version` as the last of `app`, no intent, and these topics to be created."""
+        """Return a state with `version` as the last of `app`, no intent, and these topics to be created."""
         apps = {**self.apps, app: (version, now_ms)}
         if len(apps) > _APPS_KEPT:
             newest_first = sorted(apps.items(), key=lambda item: -item[1][1])
@@ -141,8 +141,9 @@ class TxnState:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], file: str | os.PathLike[str] = TXN_FILE) -> TxnState:
-        """ValueError for another shape: that makes the file a bad one (format#json-load). UnsupportedStoreError, which
-        names `file`, for one of a newer program: that is no damage, and nobody may move it aside."""
+        """Return the state in `value`. Raises ValueError for a wrong shape: a bad file (format#json-load).
+        Raises UnsupportedStoreError, which names `file`, if a newer program wrote it. That is no damage, and nobody may
+        move the file aside."""
         if (version := _number(value.get("version"), "version")) > _SCHEMA:
             raise UnsupportedStoreError(
                 f"{os.fspath(file)} was written by a newer mqstore (version {version}); this one knows version "
@@ -174,13 +175,13 @@ def _number(value: Any, name: str) -> int:
 
 
 class TxnFile:
-    """The file of a writer. Not thread-safe: the splicer calls it under its own lock."""
+    """The file, for a writer. Not thread-safe: the splicer calls it under its own lock."""
 
     def __init__(self, root: Path, fs: FileSystem, clock: Clock, file_mode: int) -> None:
         self.path = root / TXN_FILE
         self.state = TxnState()
         self.written = False
-        """Whether there is, or was, such a file."""
+        """True if there is, or was, such a file."""
         self.problems: list[str] = []
         self._root = root
         self._fs = fs
@@ -190,8 +191,9 @@ class TxnFile:
         self._check = partial(TxnState.from_json, file=self.path)
 
     def load(self) -> None:
-        """Read `state`. Raises CorruptStoreError when there was a value and no good copy is left, UnsupportedStoreError
-        for that of a newer program, StoreIOError."""
+        """Read `state`.
+        Raises CorruptStoreError if there was a value and no good copy is left, UnsupportedStoreError if a newer program
+        wrote it, and StoreIOError."""
         value, self.problems = load_json(
             self.path, writer=True, fs=self._fs, clock=self._clock, check=self._check, root=self._root
         )
@@ -199,9 +201,11 @@ class TxnFile:
         self.state = self._check(value) if value is not None else TxnState()
 
     def save(self, state: TxnState) -> None:
-        """Write `state`, durable on return. Raises StoreFullError, StoreIOError: then the file says what it said
-        before, or `state` if only the last sync failed (`on_disk` tells). ValueError, nothing written, for a state that
-        could not be read again: opening would take it for damage, and an older one for the last word."""
+        """Write `state`. Durable on return.
+
+        Raises StoreFullError or StoreIOError. Then the file has its old value, or `state` if only the last sync failed
+        (see `on_disk`). Raises ValueError and writes nothing for a state that could not be read again. Opening would
+        take that for damage, and use an older state."""
         value = state.as_json()
         self._check(value)
         self._make_folders()
@@ -209,7 +213,7 @@ class TxnFile:
         self.state, self.written = state, True
 
     def on_disk(self) -> TxnState:
-        """What the file says now, as far as the page cache knows."""
+        """Return the current value of the file, as the page cache has it."""
         return read_txn(self._root, self._fs)
 
     def _make_folders(self) -> None:
@@ -223,20 +227,21 @@ class TxnFile:
 
 
 def read_txn(root: Path, fs: FileSystem) -> TxnState:
-    """What the file says now, as far as the page cache knows, for anybody. Raises as `TxnFile.load` does."""
+    """Return the current value of the file, as the page cache has it. Raises what `TxnFile.load` raises."""
     return _read(root, fs)[0]
 
 
 def _read(root: Path, fs: FileSystem) -> tuple[TxnState, list[str]]:
-    """Likewise, and what was amiss with the file."""
+    """Return the current value of the file, and the problems found in it."""
     check = partial(TxnState.from_json, file=root / TXN_FILE)
     value, problems = load_json(root / TXN_FILE, writer=False, fs=fs, check=check, root=root)
     return (check(value) if value is not None else TxnState()), problems
 
 
 class IntentWatch:
-    """For readers: whether a splice is under way. The file may be long, so it is read again only when it has changed:
-    each change is a rename, which gives it another inode, another time, or both."""
+    """Bulk append under way, as a reader sees it.
+    The file may be long, so it is read again only if it has changed. Each change is a rename, which changes its inode,
+    its time, or both."""
 
     def __init__(self, root: Path, fs: FileSystem) -> None:
         self._root = root
@@ -245,10 +250,11 @@ class IntentWatch:
         self._intent: Intent | None = None
 
     def pending(self) -> Intent | None:
-        """The splice from whose start on the log is half a transaction; None without one.
+        """Return the bulk append under way, or None. From its start on, the log is half a transaction.
 
-        A file that cannot be used counts as none, and so does an intent below what was flushed: whoever opens the store
-        for writing will say so. But a newer program's is UnsupportedStoreError: what counts in the log is not known.
+        A file that cannot be used counts as none, and so does an intent below the flushed offset. The next opening for
+        writing reports them. Raises UnsupportedStoreError for a newer program's file, since then it is not known which
+        records count.
         """
         seen = self._signature()
         if seen is None or seen != self._seen:
@@ -263,7 +269,7 @@ class IntentWatch:
         return None if flushed is not None and flushed > self._intent.start else self._intent
 
     def _signature(self) -> tuple[int, int, int] | None:
-        """Taken before the file is read: what changes in between is then read once more, not once too few."""
+        """Return the identity of the file. Taken before it is read, so that a change meanwhile is read again."""
         try:
             found = self._fs.stat(self._root / TXN_FILE)
         except OSError:
@@ -279,7 +285,7 @@ class IntentWatch:
 
 
 def doubt(intent: Intent, run: SegmentRun, checksum: Checksum, flushed: int | None, from_backup: bool) -> str:
-    """Why `intent` must not be acted on; "" when what lies beyond its start is its own and nothing else."""
+    """Return why `intent` must not be acted on, or "" if only its own records lie beyond its start."""
     if from_backup:
         return "it was read from a backup, the file itself being damaged"
     if flushed is not None and flushed > intent.start:

@@ -6,9 +6,9 @@ takes them. The queues of the next generation count from 0 again:
     log      0 1 2 ... 89 | 0 1 2 ... 14         of one queue
     files                   0 1 2 ... 14         slot 0 leads to the second 0
 
-A record is of an earlier generation if it lies before all records that the queue lists, and its number is that of the
-first listed one or greater. A log of one generation has no such record: numbers before the first listed one are
-smaller. A unit that was lost, or that leads elsewhere, is therefore still missed.
+A record is of an earlier generation if it lies before all records that the queue lists, and its queue offset is not
+below that of the first listed one. A log of one generation has no such record, since offsets before the first listed
+one are smaller. So a lost unit, or one that leads elsewhere, is still missed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from mqstore.log.recovery.scanner import record_at
 __all__ = ["TopicGenerations"]
 
 _TRIED = 64
-"""Maximum number of units to examine when searching for the first that leads to its record. Earlier ones may be
-damaged."""
+"""Maximum number of units to examine in search of one that leads to its record. Some may be damaged."""
 _NONE = 0, -1
 
 
 class TopicGenerations:
-    """Tells records of the current generation of a topic from older ones, by the queue files as they were at first."""
+    """Classifies records by topic generation: the current one or an earlier one.
+    The answer for a queue rests on its files as they were when they were first asked for."""
 
     def __init__(self, run: SegmentRun, checksum: Checksum) -> None:
         self._run = run
@@ -45,8 +45,8 @@ class TopicGenerations:
     def current(
         self, queue: ConsumeQueue, offsets: npt.NDArray[np.int64], physical: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_] | None:
-        """Return a mask of a queue's records that are of the current generation; None if all are. `offsets` are their
-        queue offsets, `physical` their physical offsets, ascending."""
+        """Return a mask of a queue's records of the current generation, or None if all are.
+        `offsets` are their queue offsets, `physical` their physical offsets, ascending."""
         slot, place = self._begin(queue, int(offsets[0]), int(physical[0]))
         if place < 0:
             return None
@@ -58,8 +58,8 @@ class TopicGenerations:
         return self._begin(queue, offset, physical)[1] >= 0
 
     def are_older(self, queue: ConsumeQueue, least: int, physical: int, end: int) -> bool:
-        """Return True if all records of a queue in `[physical, end)` are of an earlier generation. `least` is the
-        smallest of their queue offsets."""
+        """Return True if all records of a queue in `[physical, end)` are of an earlier generation.
+        `least` is the smallest of their queue offsets."""
         slot, place = self._begin(queue, least, physical)
         return end <= place and least >= slot
 
@@ -71,8 +71,9 @@ class TopicGenerations:
         return (record.topic, record.queue_id, record.queue_offset) == (queue.topic, queue.queue_id, slot)
 
     def _begin(self, queue: ConsumeQueue, offset: int, physical: int) -> tuple[int, int]:
-        """Return (slot, physical offset): an earlier record has at least that slot and lies before that place; (0, -1)
-        if the record `offset` at `physical`, and all behind it, are of the current generation."""
+        """Return the slot and the physical offset that delimit the earlier generations of a queue.
+        Their records have at least that slot and lie before that offset. Returns (0, -1) if the record `offset` at
+        `physical`, and all behind it, are of the current generation."""
         if physical >= self._listed.get(queue, 1 << 62):
             return _NONE
         begin = self._begins.get(queue)
@@ -85,15 +86,15 @@ class TopicGenerations:
 
     @staticmethod
     def _is_behind_one_listed(queue: ConsumeQueue, offset: int, physical: int) -> bool:
-        """Return True if a record is listed, or lies behind one that is. This is the rule, and one unit tells it."""
+        """Return True if a unit shows that a record is listed, or lies behind a listed record."""
         if not queue.max_offset:
             return False
         unit = queue.units(max(0, min(offset, queue.max_offset - 1)), 1)
         return bool(unit["size"][0] > 0 and unit["physical_offset"][0] <= physical and not is_void(unit)[0])
 
     def _first_listed(self, queue: ConsumeQueue) -> tuple[int, int]:
-        """Return (the first slot whose unit leads to its record, the least physical offset of the units up to it); (0,
-        -1) without one."""
+        """Return the first slot whose unit leads to its record, and the least physical offset so far.
+        The latter is the least of all units up to that slot. Returns (0, -1) if there is no such slot."""
         tried, place = 0, 1 << 62
         first, end = queue.first_offset(), queue.max_offset
         near = min(first + _TRIED, end)  # mostly enough, and much less than a whole file

@@ -14,16 +14,16 @@ __all__ = ["IndexRepair", "is_nonsense"]
 
 
 def is_nonsense(file: IndexFile, index: Index) -> bool:
-    """Return True if nothing can be put into `file`."""
+    """Return True if the header of `file` is impossible, so that no entry can be added."""
     header = file.header
     return not 1 <= header.next_entry <= index.entries_per_file or header.end_timestamp_ms < 0
 
 
 class IndexRepair:
-    """`plan` first, then `take` what is read, in log order, then `finish`.
+    """Repair of the index while a store is opened. Call `plan`, then `take` in log order, then `finish`.
 
-    `whole`: the whole log will be taken, and every file is compared with it. `force`: rebuild it even then.
-    Changes are noted in `report`; without `writing` they are only noted.
+    With `whole` the whole log will be taken, and every file is compared with it. With `force` all files are rebuilt
+    even if they agree with the log. Changes are noted in `report`, and made only with `writing`.
     """
 
     def __init__(self, parts: StoreParts, report: RecoveryReport, *, whole: bool, force: bool, writing: bool) -> None:
@@ -37,8 +37,8 @@ class IndexRepair:
         self._entries: list[Wanted] = []
 
     def plan(self, start: int, first: int) -> int:
-        """Choose the files to be rebuilt; return the physical offset of the first record whose entries may be
-        missing. The log begins at `first`, and is read from `start` on."""
+        """Choose the files to be rebuilt. Return the first physical offset whose entries may be missing.
+        The log begins at `first`, and is read from `start` on."""
         self._start = self._plan(start, first)
         return self._start
 
@@ -68,7 +68,7 @@ class IndexRepair:
             return max(first, newest)
         if dispatched is not None and not parts.clean:
             return dispatched
-        # A Java store, or a clean end that was doubted: entries go on behind the newest one there is.
+        # In a Java store, or after a clean end that was doubted, entries follow the newest existing one.
         return max(start, newest)
 
     def take(self, rows: Rows) -> None:
@@ -77,12 +77,12 @@ class IndexRepair:
             self._entries.append(entries)
 
     def rebuild(self) -> None:
-        """Have all files rebuilt, whatever `plan` chose."""
+        """Mark all files to be rebuilt, regardless of what `plan` chose."""
         self._doomed = list(self._parts.index.files)
         self._is_forced = True
 
     def finish(self, end: int) -> None:
-        """Bring the index in line with a log that ends at `end`."""
+        """Make the index agree with a log that ends at `end`."""
         index, report, doomed = self._parts.index, self._report, self._doomed
         entries, self._entries = self._entries, []
         if self._whole:
@@ -107,8 +107,8 @@ class IndexRepair:
         return any(file.header.end_physical_offset >= end for file in kept)
 
     def _without_known(self, kept: list[IndexFile], entries: list[Wanted]) -> list[Wanted]:
-        """`entries` without those of the newest indexed record that the kept files have: a record's keys may be spread
-        over two files."""
+        """Return `entries` without those that the kept files already have for the newest indexed record.
+        The keys of a record may be spread over two files."""
         newest = max((f.header.end_physical_offset for f in kept if f.header.next_entry > 1), default=-1)
         known = 0
         for file in reversed(kept):

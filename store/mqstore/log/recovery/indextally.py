@@ -1,4 +1,4 @@
-"""Compare the index with the keys of records: which lack an entry, and which entries have another time."""
+"""Comparison of the index with the keys of records: missing entries, and entries with another time."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Wanted = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int6
 
 @dataclass(slots=True)
 class IndexTally:
-    """What of the index is not as some records ask for; of others it says nothing. Tallies of parts add up to that of
-    the whole, since a key has its entry at one physical offset."""
+    """Differences between the index and what some records ask for.
+    Tallies of parts of the log can be added, since a key has its entry at one physical offset."""
 
     missing: int = 0
     """Keys without an entry."""
     wrong_times: dict[str, int] = field(default_factory=dict)
-    """By file: entries that bear another time than their records, which would hide a key from a query by time."""
+    """Entries by file whose time differs from their record's. They would hide a key from a query by time."""
     wrong_ends: set[str] = field(default_factory=set)
     """Files whose begin or end is not the time of their first or last entry."""
 
     def add(self, other: IndexTally) -> None:
-        """Take in that of other records."""
+        """Add the tally of other records."""
         self.missing += other.missing
         for name, count in other.wrong_times.items():
             self.wrong_times[name] = self.wrong_times.get(name, 0) + count
         self.wrong_ends |= other.wrong_ends
 
     def findings(self, index: Index) -> Iterator[Finding]:
-        """In words."""
+        """Yield a finding for each difference."""
         if self.missing:
             name = f"index/{index.files[0].name}" if index.files else "index"
             yield Finding("bad_index", name, 0, 0, f"{self.missing} keys of the log have no entry")
@@ -52,13 +52,14 @@ class IndexTally:
 
 
 def _fingerprints(hashes: npt.NDArray[np.int32], physical: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """One number for (hash, physical offset); equal pairs are equal, others almost never."""
+    """Return one number for each (hash, physical offset). Different pairs almost never have the same."""
     mixed = physical.astype(np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
     return mixed ^ hashes.astype(np.uint64)
 
 
 def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
-    """Hold the index against the entries `wanted`; only files, and entries in them, of their part of the log count."""
+    """Compare the index with the `wanted` entries.
+    Only files and entries in the part of the log that `wanted` covers count."""
     tally = IndexTally()
     hashes = np.concatenate([np.zeros(0, np.int32), *(part[0] for part in wanted)])
     physical = np.concatenate([np.zeros(0, np.int64), *(part[1] for part in wanted)])
@@ -73,7 +74,7 @@ def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
     there = [np.zeros(0, np.uint64)]
     matched = 0
     for file, header in index.headers():
-        last = header.next_entry - 2  # beside a writer there are more by now, and its end is of the last
+        last = header.next_entry - 2  # a writer may have added more by now; `header` has the end of the last
         try:
             if file.lies_outside(low, high):
                 continue
@@ -83,7 +84,7 @@ def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
         if not len(here):
             continue
         there.append(_fingerprints(keys, places))
-        # In a whole index what comes next is what is asked for next, and there is nothing to search.
+        # In an intact index the entries are in the order of `wanted`, so nothing has to be searched.
         met = slice(matched, matched + len(places))
         if np.array_equal(physical[met], places):
             known, times = np.ones(len(places), np.bool_), stamps[met]
@@ -95,7 +96,7 @@ def tally_index(index: Index, wanted: Sequence[Wanted]) -> IndexTally:
             np.maximum(times - header.begin_timestamp_ms, 0) // 1000 if header.begin_timestamp_ms > 0 else times * 0
         )
         wrong = known & (np.minimum(seconds, 0x7FFF_FFFF) != diffs)
-        wrong &= here != 0  # RocketMQ counts that one from the end of the file before (format#index-put)
+        wrong &= here != 0  # RocketMQ counts the first entry from the end of the file before (format#index-put)
         if wrong.any():
             tally.wrong_times[file.name] = int(np.count_nonzero(wrong))
         begins, ends = known & (here == 0), known & (here == last)

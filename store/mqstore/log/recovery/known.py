@@ -1,11 +1,12 @@
-"""Known damage: what `recover` has reported and nobody can bring back, so that `verify` tells it from new damage.
+"""Known damage of a log: ranges that `recover` has reported and that cannot be repaired.
+
+`verify` reads them to distinguish known damage from new damage.
 
     config/knownDamage.json   {"ranges": {"bad_record": [[4096, 4300]], "missing_segment": [[16384, 32768]]}}
 
-A range is [first physical offset, the one behind the last]. Physical offsets are never used twice, so a range stands
-for the same bytes until retention deletes them. Each `recover` writes the ranges that it found, and so drops those that
-retention has taken. A finding is known if its kind is that of a range and its bytes lie within it. Damage that reaches
-beyond a known range is new.
+A range is [start, stop) in physical offsets, which are never used twice. So it means the same bytes until retention
+deletes them. Each `recover` writes the ranges that it found, which drops those that retention has deleted. A finding is
+known if a range of its kind contains its bytes. Damage that reaches beyond a known range is new.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ __all__ = ["KNOWN_FILE", "KnownDamage", "check_known", "load_known", "save_known
 
 KNOWN_FILE: Final = "config/knownDamage.json"
 _RANGES_MAX: Final = 100_000
-"""Ranges in the file, a third of what a JSON file may hold. Damage behind them stays new."""
+"""Maximum number of ranges in the file: a third of what a JSON file may hold.
+Damage behind them stays new."""
 
 _Range = tuple[int, int]
 
@@ -49,7 +51,7 @@ class KnownDamage:
 
 
 def load_known(root: Path, segment_bytes: int, fs: FileSystem) -> KnownDamage:
-    """Return the known damage of a store. A bad file, which is a finding of its own, counts as empty."""
+    """Return the known damage of a store. A bad file, which `verify` reports separately, counts as empty."""
     try:
         value = load_json(root / KNOWN_FILE, writer=False, fs=fs, root=root, check=check_known).value
     except (MQStoreError, OSError):
@@ -63,8 +65,8 @@ def load_known(root: Path, segment_bytes: int, fs: FileSystem) -> KnownDamage:
 def save_known(
     root: Path, before: KnownDamage, findings: Iterable[Finding], log_end: int, segment_bytes: int, fs: FileSystem
 ) -> None:
-    """Write the ranges of `findings` that lie before `log_end`, for what lies behind it is written again. Durable on
-    return; writes nothing if they are those of `before`. Raises as `save_json`."""
+    """Save the ranges of `findings` that lie before `log_end`. The bytes behind it are written again.
+    Writes nothing if the ranges equal those of `before`. Durable on return. Raises what `save_json` raises."""
     ranges: dict[str, set[_Range]] = {}
     room = _RANGES_MAX
     for finding in findings:
@@ -81,7 +83,7 @@ def save_known(
 
 
 def check_known(value: dict[str, Any]) -> None:
-    """ValueError unless this is a table of known damage."""
+    """Raise ValueError unless `value` is a table of known damage."""
     ranges = value.get("ranges")
     if not isinstance(ranges, dict):
         raise ValueError(f"'ranges' must be an object, not {ranges!r:.80}")
@@ -100,8 +102,8 @@ def _is_range(value: Any) -> bool:
 
 
 def _place(finding: Finding, segment_bytes: int) -> _Range | None:
-    """Return the bytes of the log that a finding is about; None if it is about something else, or about the surplus of
-    a segment."""
+    """Return the range of the log that a finding is about, or None.
+    A finding about something else, or about the surplus of a segment, has no range."""
     if finding.file == "commitlog":  # all of it
         return finding.position, finding.position + finding.length
     folder, _, name = finding.file.rpartition("/")

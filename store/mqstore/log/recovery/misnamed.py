@@ -1,7 +1,7 @@
-"""Segment files with each other's names, or with wrong ones: each record says where in the log it lies.
+"""Detection and renaming of segment files with wrong names, by the physical offsets in their records.
 
-`mqstore recover` renames such files. Commands that read show the log as it will be then. Opening for writing refuses
-the store, since it would take what does not lie in its place for damage, and cut it at the end of the log.
+`mqstore recover` renames such files. Commands that read show the log as if they were renamed already. Opening for
+writing refuses the store: records in a wrong place would count as damage, and be cut at the end of the log.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAGICS = tuple(magic.to_bytes(4, "big", signed=True) for magic in (MAGIC_V1, MA
 _TRIED = 1000
 """Number of magic numbers to examine in one file. A hostile file may consist of them."""
 _UNFINISHED = ".moved"
-"""Ends the name of a file that a killed recovery was renaming."""
+"""Suffix of a file that a killed recovery was renaming."""
 
 
 class MisnamedSegmentsError(CorruptStoreError):
@@ -38,8 +38,9 @@ class MisnamedSegmentsError(CorruptStoreError):
 
 
 def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start: int = 0) -> dict[str, int]:
-    """Return where in the log the segment files belong that have wrong names, by file name; empty if the names from
-    physical offset `start` on are right. Files whose place another file rightly has are not among them."""
+    """Return the right physical offset of each segment file with a wrong name, by file name.
+    Empty if the names from physical offset `start` on are right. Leaves out a file whose place another file rightly
+    has."""
     others = [name for name in _names(run, fs) if name not in {os.path.basename(s.path) for s in run.segments()}]
     looked_at = [segment.start for segment in run.segments() if segment.end > start]
     if not others and all(record_at(run, each, checksum) is not None for each in looked_at):
@@ -62,7 +63,7 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
         for name, place in found.items()
         if place is not None and place != said.get(name, segment_start(name)) and claims[place] == 1
     }
-    # A file without any record gives way, and gets the first name that is free.
+    # A file without any record makes room, and gets the first name that is free.
     used = {*places.values(), *(start for name, start in said.items() if name not in places)}
     free = (start for start in itertools.count(run.min_offset, run.segment_bytes) if start not in used)
     taken = set(places.values())
@@ -73,7 +74,8 @@ def misnamed_segments(run: SegmentRun, checksum: Checksum, fs: FileSystem, start
 
 
 def rename_segments(run: SegmentRun, places: dict[str, int], fs: FileSystem) -> None:
-    """Give segment files the names of their places. May be killed and called again with what is then misnamed."""
+    """Rename segment files to match their places.
+    If it is killed, call it again with the files that are misnamed then."""
     if not places:
         return
     for name, place in places.items():
@@ -85,7 +87,7 @@ def rename_segments(run: SegmentRun, places: dict[str, int], fs: FileSystem) -> 
 
 
 def _names(run: SegmentRun, fs: FileSystem) -> list[str]:
-    """Names in the folder of the log that are, or were, those of segments."""
+    """Return the names in the folder of the log that are, or were, those of segments."""
     try:
         files = fs.scandir_files(run.directory)
     except FileNotFoundError:
@@ -94,7 +96,8 @@ def _names(run: SegmentRun, fs: FileSystem) -> list[str]:
 
 
 def _place(buffer: mmap.mmap, start: int | None, segment_bytes: int, checksum: Checksum) -> int | None:
-    """Return where in the log a file begins, by its records; None if none verifies. `start`: where its name says."""
+    """Return the physical offset at which a file begins, by its records, or None if none verifies.
+    `start` is the physical offset in the file's name."""
     if start is not None:
         if check_record(buffer, 0, len(buffer), start, checksum).status != "bad":
             return start

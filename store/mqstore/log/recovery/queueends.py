@@ -1,18 +1,18 @@
-"""Where queues ended when a recovery may have shortened them: for whoever keeps positions in them (reliability#p3).
+"""Note of the queue ends after a recovery that may have shortened queues (reliability#p3).
 
-A group that had come to offset 100 of a queue that was cut at 43 has to go on at 43, or it skips what is put under the
-numbers between. Who keeps the groups' progress lowers it when it opens (`broker/offsets.py`); but the store may be
-opened, and put to, without that: by a `MessageStore`, `mqstore recover`, a job. So each recovery that changed anything
-leaves a note, which the next to load progress takes, and then removes. It also does so if progress was saved quickly,
-without a sync, and rests on more of the log than there is (`logEnd`):
+Suppose that a group has committed offset 100 of a queue, and the queue is cut at 43. The group has to continue at 43,
+or it skips the next messages. The broker lowers committed offsets when it opens (`broker/offsets.py`). But a
+`MessageStore`, `mqstore recover` or a job may open the store, and append to it, without a broker. So each recovery that
+changed anything leaves a note. The next broker that loads the offsets applies the note and removes it. A recovery also
+leaves one if offsets were saved without a sync, and rest on more of the log than there is (`logEnd`):
 
     config/queueEnds.json   {"ends": {"orders": {"0": 43}}, "log": 8192, "of": [2190034171, 0]}
 
-    ends    where each queue ended; one that is not named was not there, and ended at 0. Of several recoveries the least
-    log     where the log ended; likewise
-    of      CRC-32C of what `consumerOffset.json` and its `.bak` said when it was noted, 0 without one. When what is
-            loaded says something else, it was written by somebody who knew how far the queues went (a Java broker), and
-            the note is void
+    ends    end of each queue; a queue that is not named did not exist, and ended at 0. The least of several recoveries
+    log     end of the log, also the least of several recoveries
+    of      CRC-32C of the values of `consumerOffset.json` and its `.bak` at the time of the note, 0 for a missing file.
+            If the loaded values differ, they were written later by something that knew the queue ends (a Java broker),
+            and the note is void
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mqstore.log.recovery.known import KNOWN_FILE
 __all__ = ["LOG_END", "QueueEnds", "forget_ends", "is_progress_ahead", "load_ends", "note_ends"]
 
 LOG_END: Final = "logEnd"
-"""Member of a progress file that was saved quickly: the end of the log that it rests on."""
+"""Member of a file of offsets that was saved without a sync: the end of the log that it rests on."""
 
 _FILE: Final = Path("config", "queueEnds.json")
 _PROGRESS: Final = Path("config", "consumerOffset.json")
@@ -43,20 +43,20 @@ _DELAYS: Final = Path("config", "delayOffset.json")
 
 @dataclass(frozen=True, slots=True)
 class QueueEnds:
-    """A note: (topic, queue id) -> offset, and the physical offset at which the log ended."""
+    """Queue ends by (topic, queue id), and the physical offset at which the log ended."""
 
     ends: Mapping[tuple[str, int], int]
     log_end: int
     readable: bool = True
-    """False: there was one, and nobody knows what it said."""
+    """False if there was a note that could not be read."""
 
     def of(self, topic: str, queue_id: int) -> int:
         return self.ends.get((topic, queue_id), 0)
 
 
 def note_ends(root: Path, ends: Mapping[tuple[str, int], int], log_end: int, fs: FileSystem, file_mode: int) -> None:
-    """Leave a note of where all queues and the log end. Durable on return. Nothing to note where there is no `config`,
-    or only known damage in it: nobody keeps positions there. Raises as `save_json`."""
+    """Save the ends of all queues and of the log. Durable on return. Raises what `save_json` raises.
+    Does nothing if `config` is missing, or holds known damage alone: then nobody keeps positions."""
     folder = root / _FILE.parent
     if not folder.is_dir() or all(name.startswith(Path(KNOWN_FILE).name) for name in fs.scandir(folder)):
         return
@@ -75,7 +75,7 @@ def note_ends(root: Path, ends: Mapping[tuple[str, int], int], log_end: int, fs:
 
 
 def is_progress_ahead(root: Path, log_end: int, fs: FileSystem) -> bool:
-    """Return True if progress was saved quickly and rests on more of the log than up to `log_end`."""
+    """Return True if offsets were saved without a sync and rest on a longer log than up to `log_end`."""
     for name in (_PROGRESS, _DELAYS):
         try:
             end = decode_json(read_json(root / name, fs)).get(LOG_END)
@@ -87,11 +87,11 @@ def is_progress_ahead(root: Path, log_end: int, fs: FileSystem) -> bool:
 
 
 def load_ends(root: Path, fs: FileSystem) -> QueueEnds | None:
-    """The note that is there; None without one that counts."""
+    """Return the note of the last recoveries, or None if there is none or it is void."""
     try:
         value = load_json(root / _FILE, writer=False, fs=fs, root=root, check=_ends_of).value
     except CorruptStoreError:
-        # Something was shortened, who knows by how much: of progress what comes twice is not skipped.
+        # A queue was shortened by an unknown amount. Offset 0 redelivers messages and skips none.
         return QueueEnds({}, 0, readable=False)
     if value is None or next((each for each in _said(root, fs) if each), 0) not in value["of"]:
         return None
@@ -99,7 +99,7 @@ def load_ends(root: Path, fs: FileSystem) -> QueueEnds | None:
 
 
 def forget_ends(root: Path, fs: FileSystem) -> None:
-    """Remove the note, once what it says is on disk elsewhere. Raises StoreIOError."""
+    """Remove the note. Its content must be durable elsewhere. Raises StoreIOError."""
     removed = False
     for name in (_FILE, _FILE.with_name(_FILE.name + ".bak")):
         if (root / name).exists():
@@ -110,7 +110,7 @@ def forget_ends(root: Path, fs: FileSystem) -> None:
 
 
 def _said(root: Path, fs: FileSystem) -> list[int]:
-    """A checksum of the value of the file, and of its backup; 0 for what is not there or does not decode."""
+    """Return a checksum of the offsets file and of its backup. It is 0 if the file is missing or bad."""
     found = []
     for name in (_PROGRESS, _PROGRESS.with_name(_PROGRESS.name + ".bak")):
         try:
@@ -123,7 +123,7 @@ def _said(root: Path, fs: FileSystem) -> list[int]:
 
 
 def _ends_of(value: dict[str, Any]) -> QueueEnds:
-    """ValueError unless this is such a note."""
+    """Return the note in `value`. Raises ValueError if it is none."""
     table, log_end, said = value.get("ends"), value.get("log"), value.get("of")
     if type(table) is not dict or type(log_end) is not int or type(said) is not list:
         raise ValueError("ends, log and of are missing, or of the wrong type")

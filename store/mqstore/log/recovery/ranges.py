@@ -1,23 +1,24 @@
-"""A commit log read in byte ranges, and put together again: for `verify`, here or by many tasks.
+"""Reading of a log in byte ranges, and joining of the results, in one process or in many tasks.
 
-A record says where it lies, so reading may begin anywhere: at the first place of a range where a record verifies whose
-own physical offset is that place (format#verifies, format#opening, spark#ranges).
+A record holds its own physical offset, so reading may begin anywhere. It begins at the first place in a range where a
+record with this physical offset verifies (format#verifies, format#opening, spark#ranges).
 
     segment   |........................|........................|..........BLANK|
     ranges    low                      high = low of the next
     results   first ............... end     end: where the next record should begin, mostly a little behind `high`
                                   = first of the next result, or what was read does not fit together
 
-A result says of every queue whether its records followed each other: a *straight* part needs no second look, whatever
-came before. `Stitcher` joins the results of a segment into what a scan from its start gives, event for event:
+A result says for every queue whether its records followed each other. Such a *straight* part needs no second look.
+`Stitcher` joins the results of a segment. Its events are those of a scan from the segment's start:
 
-    first == end before    it counts
-    nothing verified since, and first is behind    bytes that are no record lead up to it: `Bad`, and it counts
-    no result, or anything else    read, from where the result before ended. A record image inside a body, at its own
-                           offset, is such a false start; so is a record that only a start from its front accepts
+    first == end of the result before           the result counts
+    nothing verified since, and first is behind the bytes in between are `Bad`, and the result counts
+    no result, or anything else                 the range is read again, from the end of the result before. The range
+                                                may have begun at a false start: a record image inside a body, or a
+                                                record that only a start from its front accepts
 
-Ranges and results are plain values, and small: no record, and at most `max_errors` findings, are in them. Knows no
-Spark, and nothing of what is done with the records.
+Ranges and results are small, plain values. They hold no record, and at most `max_errors` findings. This module knows
+neither Spark nor what is done with the records.
 """
 
 from __future__ import annotations
@@ -54,18 +55,18 @@ __all__ = [
 ]
 
 RANGE_BYTES = 64 << 20
-"""Of a log, read in one go."""
+"""Default size of a range."""
 
 QueueKey = tuple[str, int]
 """Topic and queue id."""
 TakeRun = Callable[[str, int, int, np.ndarray], Iterable[Finding]]
-"""Takes topic, queue id, first queue offset and the units of a straight run; what it finds wrong with them."""
+"""Takes topic, queue id, first queue offset and the units of a straight run. Returns its findings."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogRange:
-    """Bytes [low, high) of the segment that starts at physical offset `base`, counted from there: the records that
-    begin in them."""
+    """The records that begin in bytes [low, high) of the segment at physical offset `base`.
+    `low` and `high` count from the start of the segment."""
 
     base: int
     low: int
@@ -79,7 +80,7 @@ class LogRange:
 
 @dataclass(slots=True)
 class QueuePart:
-    """Queue offsets of a queue's records in a range, where the first record begins, and where the last one ends."""
+    """A queue's records in a range: their queue offsets, and the range of bytes in which they lie."""
 
     first: int
     """Smallest queue offset."""
@@ -90,20 +91,20 @@ class QueuePart:
     straight: bool = True
     """Each record's queue offset was one more than that of the record before."""
     findings: list[Finding] = field(default_factory=list)
-    """What `take_run` found up to the first break."""
+    """Findings of `take_run`, up to the first break."""
     unlisted: int = 0
-    """How much more."""
+    """Number of findings that were left out."""
 
 
 @dataclass(slots=True)
 class RangeResult:
-    """What a range holds. Positions count from the segment's start."""
+    """Result of reading a range. Positions count from the segment's start."""
 
     range: LogRange
     first: int | None
-    """Where reading began; None: no record that verifies begins in the range."""
+    """Position at which reading began, or None if no record that verifies begins in the range."""
     end: int
-    """Where it ended, as `scan_segment` returns it."""
+    """Position at which reading ended, as `scan_segment` returns it."""
     records: int = 0
     bytes: int = 0
     body_checksum_only: int = 0
@@ -112,20 +113,20 @@ class RangeResult:
     """Physical offset from which on the segment holds zeros alone, if that was seen."""
     bads: list[Bad] = field(default_factory=list)
     torn: Bad | None = None
-    """What ends the log in this range, and reading with it (`until_torn`)."""
+    """Bad bytes that end the log in this range, and reading with it (`until_torn`)."""
     unlisted: int = 0
-    """How many more."""
+    """Number of bad ranges that were left out of `bads`."""
     queues: dict[QueueKey, QueuePart] = field(default_factory=dict)
     index: IndexTally = field(default_factory=IndexTally)
 
     @property
     def errors(self) -> int:
-        """Findings, listed or not."""
+        """Number of findings, listed or not."""
         of_queues = sum(part.unlisted + len(part.findings) for part in self.queues.values())
         return self.unlisted + len(self.bads) + of_queues
 
     def count_bad(self, bad: Bad, max_errors: int | None) -> None:
-        """Note bytes that are no record."""
+        """Add bytes that are no record. Beyond `max_errors` they are only counted."""
         if max_errors is None or len(self.bads) < max_errors:
             self.bads.append(bad)
         else:
@@ -136,8 +137,8 @@ class RangeResult:
 
 
 def cut_ranges(run: SegmentRun, range_bytes: int, end: int) -> list[LogRange]:
-    """The log of an open store up to `end` in ranges of about equal size, none over two segments. ConfigError for a
-    size that is none."""
+    """Return the log of an open store up to `end`, cut into ranges of about equal size.
+    No range spans two segments. Raises ConfigError if `range_bytes` is less than 1."""
     if range_bytes < 1:
         raise ConfigError(f"range_bytes={range_bytes} is no size of a range; give at least 1, or leave it out")
     ranges = []
@@ -169,11 +170,11 @@ def read_range(
     max_errors: int | None,
     watermark: Callable[[], int],
 ) -> RangeResult | None:
-    """Read a range of a log; None if retention has taken its segment.
+    """Read a range of a log. Returns None if retention has removed its segment.
 
-    All records go to `take`, which returns what queues should know of them. Each run of records of a queue that follow
-    each other goes to `take_run`, until the first break. `start` is where a record has to begin; None: at the front of
-    the segment, or where the first one verifies. `watermark` as of `Stitcher`.
+    All records go to `take`, which returns their `Rows`. Each run of consecutive records of a queue goes to `take_run`,
+    until the first break. A record has to begin at `start`. If `start` is None, reading begins at the front of the
+    segment, or at the first record that verifies. `watermark` is as in `Stitcher`.
     """
     segment = run.find(piece.base)
     if segment is None:
@@ -238,15 +239,15 @@ def _take_queue(result: RangeResult, rows: Rows, listed: Listed, take_run: TakeR
 
 @dataclass(slots=True)
 class SegmentParts:
-    """The results of a segment that fit together, and where its records begin."""
+    """The results of a segment that fit together, and the position of its first record."""
 
     segment: Segment
     start: int
-    """From the segment's start: where a scan of the whole log enters it."""
+    """Position at which a scan of the whole log enters the segment, counted from the segment's start."""
     results: list[RangeResult] = field(default_factory=list)
 
     def queues(self) -> dict[QueueKey, list[QueuePart]]:
-        """The parts of each queue, in log order."""
+        """Return the parts of each queue, in log order."""
         found: dict[QueueKey, list[QueuePart]] = {}
         for result in self.results:
             for key, part in result.queues.items():
@@ -255,14 +256,14 @@ class SegmentParts:
 
 
 def is_straight(parts: Sequence[QueuePart]) -> bool:
-    """Whether the records of a queue followed each other through all these parts."""
+    """Return True if the records of a queue followed each other through all these parts."""
     return all(part.straight for part in parts) and all(part.stop == behind.first for part, behind in pairwise(parts))
 
 
 class Stitcher:
-    """Joins results to what a scan of the whole log would tell. `read(range, start)` is asked for ranges that have no
-    result, or do not fit: `start` is where a record should begin, None where the first one verifies. `watermark` is as
-    of `until_torn`, `on_front` as of `scan_log`."""
+    """Joins results so that they say what a scan of the whole log would say.
+    `read(range, start)` is called for ranges whose result is missing or does not fit. A record should begin at `start`;
+    None means where the first one verifies. `watermark` is as in `until_torn`, `on_front` as in `scan_log`."""
 
     def __init__(
         self,
@@ -290,7 +291,7 @@ class Stitcher:
         self._blank: set[int] = set()
 
     def events(self) -> Iterator[SegmentParts | Bad | End]:
-        """Segment by segment, with what is no record in and between them; the last event is an `End`."""
+        """Yield the parts of each segment, bad bytes in and between segments, and an `End` as the last event."""
         run = self._run
         parts: SegmentParts | None = None
         joined = join_segments(run, run.min_offset, self._checksum, self._read, self._blank, self._fronts.append)
@@ -312,7 +313,7 @@ class Stitcher:
             yield event
 
     def _read(self, segment: Segment, start: int) -> Generator[RangeResult | Bad, None, int]:
-        """As `scan_segment`, from results; what has none is read."""
+        """Yield what `scan_segment` would, from results. Ranges without a usable result are read."""
         self._entered[segment.start] = segment, start
         at, lost = start, False  # lost: nothing behind `at` has verified yet
         for piece in self._pieces_of(segment):
@@ -346,7 +347,7 @@ class Stitcher:
         return self._check(piece.range, at)
 
     def _pieces_of(self, segment: Segment) -> Sequence[LogRange | RangeResult]:
-        """The results of a segment; or ranges to read, if there are none for all of it."""
+        """Return the results of a segment, or ranges to read if the results do not cover it."""
         length = min(segment.length, segment.size)
         found = self._by_base.get(segment.start, [])
         edges = [0, *(result.range.high for result in found)]

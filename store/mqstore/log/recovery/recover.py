@@ -1,10 +1,10 @@
-"""What opening for writing does to a store that may be damaged (format#damage, format#opening).
+"""Recovery of a possibly damaged store that is opened for writing (format#damage, format#opening).
 
-The commitlog alone is trusted. From it this finds the end of the log, tells a torn tail from damage, and brings
-consume queues and index in line with it:
+Only the commitlog is trusted. Recovery finds the end of the log, distinguishes a torn tail from damage, and makes the
+consume queues and the index agree with the log:
 
-    F  watermark: what lies below had been synced
-    S  where reading starts                 E  the end of the log
+    F  watermark: all bytes below it had been synced
+    S  start of reading                     E  the end of the log
     ----------- S ===== scanned ===== E        everything in [S, E) gets its unit; beyond E there will be zeros
 
     bad bytes at p
@@ -12,15 +12,15 @@ consume queues and index in line with it:
     whole records behind, p is a torn tail       E = p, they go to cut/   torn_tail
     whole records behind, p is damage            passed over              bad_record
 
-`watermark.py` says when p is a torn tail. For `mqstore recover` it never is, unless it was asked for the prefix.
+`watermark.py` says when p is a torn tail. For `mqstore recover` it never is, except with `--prefix`.
 
-Every step may be repeated: until the end the `abort` mark stands, and a kill in between lets the next opening derive
-the same again. Two things would be forgotten with the process, so the checkpoint gets them before the first change: F
-of a store that ended cleanly, and from where units and entries are in doubt (`_begin`; where the checkpoint is lost the
-store notes F before it sets the mark). With `dry_run` nothing is written and the report says what would be.
+Every step may be repeated. The `abort` mark stands until the end, so after a kill the next opening does the same again.
+Two facts would be lost with the process, so `_begin` saves them in the checkpoint before the first change. These are F
+of a store that ended cleanly, and the position from which units and index entries are uncertain. If the checkpoint is
+lost, the store saves F before it sets the mark. With `dry_run` nothing is written: the report says what would change.
 
-What a killed process left may be in the page cache alone, and after a failed fsync it is there as if it were on disk.
-From here on it counts as durable, so whatever lies beyond the old watermarks is written again, not just synced.
+Bytes of a killed process may be in the page cache alone. After a failed fsync they look as if they were on disk. From
+here on they count as durable, so recovery writes all bytes beyond the old watermarks again before it syncs.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ __all__ = [
 
 _log = logging.getLogger("mqstore")
 _VOIDS = 1 << 16
-"""Void units written at a time: a damaged number may ask for many."""
+"""Void units written at a time. A damaged queue offset may ask for many."""
 
 Progress = Callable[[int, int], None]
-"""Called now and then with (bytes done, bytes in all)."""
+"""Called from time to time with (bytes done, total bytes)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecoverOptions:
-    """What `mqstore recover` asks beyond an opening."""
+    """Options of `mqstore recover` beyond those of an opening."""
 
     full: bool = False
     """Read the whole log and compare every queue and the index with it."""
@@ -77,12 +77,12 @@ class RecoverOptions:
     prefix: bool = False
     """End the log at the first damage, as the Java broker would, instead of passing over it."""
     rebuild_index: bool = False
-    """Build the index anew even if nothing seems wrong with it."""
+    """Rebuild the index even if nothing seems wrong with it."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Where the log ends, and what the caller puts into the next checkpoint."""
+    """Result of a recovery: the end of the log, and values for the next checkpoint."""
 
     report: RecoveryReport
     end: int
@@ -91,8 +91,8 @@ class Outcome:
 
 
 def recover(parts: StoreParts, options: RecoverOptions, progress: Progress | None = None) -> Outcome:
-    """Bring the store in order, or with `dry_run` say how. May be run again. Raises StoreIOError, StoreFullError, and
-    MisnamedSegmentsError before anything is changed."""
+    """Repair the store, or with `dry_run` report what a repair would do. May be run again.
+    Raises StoreIOError, StoreFullError, and MisnamedSegmentsError before anything is changed."""
     try:
         return _Recovery(parts, options, progress, whole=False).run()
     except WholeLogNeededError:
@@ -100,9 +100,9 @@ def recover(parts: StoreParts, options: RecoverOptions, progress: Progress | Non
 
 
 def unlisted_queue(parts: StoreParts, wanted: Callable[[str], bool], *, whole: bool = False) -> QueueRef | None:
-    """Return a queue of a topic that is `wanted` to which recovery will give its first unit for a record: one behind
-    its end, or in front of its first file. Reads headers from S on (`whole`: all), up to the first such record; changes
-    nothing."""
+    """Return a queue for which recovery will write a unit behind its end or in front of its first file.
+    Only queues whose topic is `wanted` count. Returns None if there is no such queue. Reads headers from S on (with
+    `whole` all), up to the first such record. Changes nothing."""
     if not parts.log_files.starts:
         return None
     generations = TopicGenerations(parts.log_files, parts.checksum)
@@ -144,20 +144,20 @@ class _Recovery:
         self.first = parts.log_files.min_offset
         noted = parts.checkpoint.log_start
         self.log_start = self.first if noted is None else min(noted, self.first)
-        """Where the log begins. Below `first` it has lost segments."""
+        """Physical offset at which the log should begin. Segments between it and `first` are lost."""
         self.start = self.first
-        """Physical offset from which on records get their units."""
+        """Records from this physical offset on get their units."""
         self.slots = SlotAssigner(parts.log_files, parts.queue_table, parts.checksum, self._first_slot)
         self.touched: set[ConsumeQueue] = set()
         self.has_short_files = False
-        """A crash has left queue files that are too short."""
+        """True if a crash has left queue files that are too short."""
         self.index = IndexRepair(
             parts, self.report, whole=self.whole, force=options.rebuild_index, writing=self.writing
         )
         self.tail = Tail(parts, self.report, writing=self.writing)
         self.last_record = -1
         self.last_store_timestamp_ms = 0
-        # Units of records at or beyond this were perhaps never synced. After a clean end all were.
+        # Units of records from this offset on may never have been synced. After a clean end all were.
         dispatched = parts.checkpoint.dispatched
         self.unsynced_from = 1 << 62 if parts.clean else dispatched if dispatched is not None else 0
 
@@ -182,8 +182,8 @@ class _Recovery:
             parts.queue_table.short_files.clear()
             parts.index.sync()
             if not parts.clean:
-                # Names that a killed process made may never have been synced; its bytes are dealt with where they are
-                # read (`_repair`, `_write_again`).
+                # Names that a killed process made may never have been synced. Its bytes are written again where they
+                # are read (`_repair`, `_write_again`).
                 if parts.log_files.starts:
                     parts.fs.sync_directory(parts.log_files.directory)
                 parts.index.sync_all()
@@ -205,7 +205,8 @@ class _Recovery:
         return Outcome(report, end, self.last_record, self.last_store_timestamp_ms)
 
     def _note_load_problem(self, problem: LoadProblem) -> None:
-        """Report what listing the segments showed. A writer has mended the last one by then; a dry run would."""
+        """Report a problem that listing the segments showed.
+        A writer has extended a short last segment by then. A dry run only says so."""
         run, report = self.parts.log_files, self.report
         finding = finding_of(problem, run.segment_bytes)
         if problem.kind == "empty_segment" and problem.position >= run.end:
@@ -220,7 +221,7 @@ class _Recovery:
         report.findings.append(finding)
 
     def _lengthen_queue_files(self) -> None:
-        """Give queue files their length. Their units are built from the log."""
+        """Give queue files their full length. Their units are built from the log."""
         queues = self.parts.queue_table
         self.report.changed |= bool(queues.short_files)
         self.has_short_files = bool(queues.short_files) and not self.parts.clean
@@ -234,8 +235,9 @@ class _Recovery:
             raise MisnamedSegmentsError(parts.root, places)
 
     def _empty_log(self) -> int:
-        """No segment. The stream goes on behind all that is known of it, so that old units point below its start and
-        the numbers of queues go on; with no checkpoint to tell, it begins anew and units into it are cut."""
+        """Recover a log without any segment. It continues behind the last known physical offset.
+        So old units point below its start, and queue offsets continue. If no checkpoint holds that offset, the log
+        begins at 0 and units into it are cut."""
         self._refuse_misnamed(0)
         checkpoint = self.parts.checkpoint
         end = max(checkpoint.clean_end or 0, checkpoint.flushed or 0)
@@ -259,8 +261,8 @@ class _Recovery:
     # -- reading and repairing --------------------------------------------------------------------------------------
 
     def _begin(self, watermark: int, start: int, index_from: int) -> None:
-        """Before the first change: let the checkpoint say what a kill in between would make us forget. The next
-        opening then finds the same F, and reads at least what this one does."""
+        """Save in the checkpoint what a kill during recovery would lose. Called before the first change.
+        The next opening then finds the same F, and reads at least what this one does."""
         if not self.writing:
             return
         checkpoint = self.parts.checkpoint
@@ -278,7 +280,7 @@ class _Recovery:
         mark = parts.watermark(start)
         gap = self._gap_in_front()
         torn_from = self._torn_from(mark)
-        if gap is not None and gap.start >= torn_from:  # none of it was synced: the log ends before it began
+        if gap is not None and gap.start >= torn_from:  # no record was synced: the log ends where it began
             self.first = self.start = start = gap.start
         elif gap is not None:
             self._note_damage(gap)
@@ -309,7 +311,7 @@ class _Recovery:
                 end, torn = event.position, event.torn
                 tail = event.detail if torn is None else ""
                 blank = torn is None and not tail
-        # Where a queue file was cut, or lost all its units, records before the range may lack their units.
+        # If a queue file was cut, or lost all its units, records before the range may lack their units.
         if start > self.first and (self.has_short_files or any(map(self._lacks_units, parts.queue_table))):
             raise WholeLogNeededError
         if not self.whole and self.index.reaches(end):
@@ -322,9 +324,9 @@ class _Recovery:
             )
         cuts, report.moved_to_cut = self.tail.plan(end, torn, blank=blank)
         why = f"torn_tail: {tail}" if tail else "prefix" if torn is not None and self.options.prefix else "torn_tail"
-        # Of a torn record alone nothing was promised. What was synced, or is whole, may be its only copy.
+        # A torn record alone was never promised to anybody. Synced bytes and whole records may be the only copy.
         self.tail.cut(end, cuts, why, keep=torn is not None or end < mark)
-        self.start = min(start, end)  # index entries may have been read from further in front
+        self.start = min(start, end)  # index entries may have been read from an earlier offset
         self._finish_queues(end)
         self.index.finish(end)
         if self.writing and not parts.clean and parts.checkpoint.flushed is not None:
@@ -334,22 +336,22 @@ class _Recovery:
         return end
 
     def _lacks_units(self, queue: ConsumeQueue) -> bool:
-        """Return True if no unit is in the last file of a queue, and no record of the queue was met: a file is made for
-        the unit of a record."""
+        """Return True if the last file of a queue has no unit, and the range had no record of the queue.
+        Units may then be lost, since a file is only made for the unit of a record."""
         return (
             not self.slots.is_met(queue) and bool(queue.list_files()) and queue.max_offset <= queue.last_file_offset()
         )
 
     def _gap_in_front(self) -> Bad | None:
-        """The segments that the log has lost at its beginning."""
+        """Return the range of the segments that the log has lost at its beginning, or None."""
         if self.log_start == self.first:
             return None
         detail = f"the log begins at {self.log_start}, and no file holds [{self.log_start}, {self.first})"
         return Bad("missing_segment", self.log_start, self.first, detail)
 
     def _write_again(self, start: int, end: int) -> None:
-        """Make the pages of [start, end) dirty, so that the sync that follows really writes them: after a failed fsync
-        the kernel takes what it could not write for written (format#flush)."""
+        """Write the bytes of [start, end) to themselves, so that the next sync really writes the pages.
+        After a failed fsync the kernel treats unwritten pages as written (format#flush)."""
         run = self.parts.log_writer
         position = start
         while position < end:
@@ -369,11 +371,11 @@ class _Recovery:
         return place_in_file(position, self.parts.log_files.segment_bytes)
 
     def _take(self, good: Good) -> None:
-        """Give the records of one stretch their units, and remember their index entries."""
+        """Write the units of a record batch, and remember its index entries."""
         rows = self.parts.queue_table.rows_of(good.buffer, good.headers, good.base)
         self.last_record = int(rows.physical_offset[len(rows) - 1])
         self.last_store_timestamp_ms = int(rows.store_timestamp_ms[len(rows) - 1])
-        if good.end > self.start:  # a stretch lies within one segment, and `start` begins one
+        if good.end > self.start:  # a batch lies within one segment, and `start` begins one
             self.report.messages += len(rows)
             if self.report.damaged_ranges:
                 self.report.kept_behind_damage += len(rows)
@@ -406,7 +408,7 @@ class _Recovery:
         return first_slot_in_range(queue, self.start, least)
 
     def _renumber(self, position: int, slot: int) -> None:
-        """Write the queue offset of a record whose checksum does not cover it."""
+        """Write a new queue offset into a record whose checksum does not cover it."""
         self.report.renumbered += 1
         self.report.changed = True
         if self.writing:
@@ -414,29 +416,29 @@ class _Recovery:
             self.parts.log_writer.write(position + QUEUE_OFFSET_AT, slot.to_bytes(8, "big"))
 
     def _mend_front(self, queue: ConsumeQueue, stop: int) -> None:
-        """Slots before `stop` are of records that retention took."""
+        """Void units before slot `stop` that lead into the log: retention took the records of these slots."""
         if self.start > self.first:
             return  # such a unit may have its record before the range that is read
         for low, high in strays_in_front(queue, stop, self.first):
             self._void(queue, low, high)
 
     def _doubt_numbers(self, queue: ConsumeQueue, least: int) -> None:
-        """Does a slot from `least` on lead to a record before the range that is read? Then it takes all records to
-        tell who is right, as it did when that unit was written."""
+        """Raise WholeLogNeededError if a slot from `least` on leads to a record before the range.
+        Only all records together show which record owns the slot, as they did when that unit was written."""
         for _, units in queue.held(least, queue.max_offset):
             if ((units["physical_offset"] < self.start) & (units["size"] > 0) & ~is_void(units)).any():
                 raise WholeLogNeededError
 
     def _doubt_gap(self, queue: ConsumeQueue, low: int, high: int) -> None:
-        """No unit where the queue enters the range that is read: were these records lost to damage, or the units of
-        records that lie before the range?"""
+        """Raise WholeLogNeededError if a unit is missing where the queue enters the range.
+        Either its record was lost to damage, or the record lies before the range and lost its unit."""
         for _, units in queue.chunks(low, high):
             if (units["size"] <= 0).any():
                 raise WholeLogNeededError
 
     def _repair(self, queue: ConsumeQueue, first: int, units: npt.NDArray[np.void]) -> None:
-        """Make slots [first, first + len) hold `units`. What differs is written, and counted; so is, uncounted, what
-        may never have been synced."""
+        """Write `units` to slots [first, first + len) where they differ, and count the differences.
+        Units that may never have been synced are written too, but not counted."""
         found = queue.units(first, len(units))
         low, high = 0, len(units)
         if self.unsynced_from > 0 or (found.view(np.uint32) != units.view(np.uint32)).any():
@@ -458,7 +460,7 @@ class _Recovery:
         queue.publish(first + len(units))
 
     def _void(self, queue: ConsumeQueue, low: int, high: int) -> None:
-        """Slots [low, high) have no record any more: they become void units (format#void)."""
+        """Make slots [low, high) void, since they have no record any more (format#void)."""
         if not queue.list_files() and queue not in self.touched:
             return
         for at in range(low, high, _VOIDS):
@@ -469,13 +471,13 @@ class _Recovery:
     def _note_damage(self, bad: Bad) -> None:
         name, at = self._place(bad.start)
         findings = self.report.findings
-        # The listing of segments knows where such a range begins, and not how far it reaches.
+        # The listing of segments knows the start of such a range, but not its end.
         findings[:] = [each for each in findings if (each.kind, each.file, each.position) != (bad.kind, name, at)]
         findings.append(Finding(bad.kind, name, at, bad.end - bad.start, bad.detail))
         self.report.damaged_ranges += 1
 
     def _finish_queues(self, end: int) -> None:
-        """Behind the last record seen no unit may point into the scanned range or beyond its end."""
+        """Remove units behind each queue's last record that lead into the scanned range or beyond its end."""
         for queue in self.parts.queue_table:
             first, seen = self.slots.behind_last(queue, self.start)
             if not self.slots.is_met(queue):

@@ -1,4 +1,4 @@
-"""Repair on request, away from the path that serves: what `mqstore recover` does (format#damage, format#json-load)."""
+"""Repair on request, as `mqstore recover` does it (format#damage, format#json-load)."""
 
 from __future__ import annotations
 
@@ -42,20 +42,22 @@ def recover_store(
     json_checks: Mapping[str, Check] = NO_CHECKS,
     fs: FileSystem = REAL,
 ) -> RecoveryReport:
-    """Read the whole log of the store at `path`, bring queues and index in line with it, and report. JSON files that
-    are bad, by `json_checks` (path within the store -> check) too, are replaced by good backups; without one they are
-    reported, and left: `rebuild_config` mends them.
+    """Read the whole log of a store, make queues and index agree with it, and return a report.
 
-    With `options.dry_run` nothing is written, and the report says what would be. May be killed and run again. Raises
-    StoreLockedError while a writer has the store, else as `mqstore.open`.
+    Bad JSON files are replaced by good backups. A file is bad if it does not decode, or fails its check in
+    `json_checks` (path within the store -> check). Files without a good backup are reported and left: `rebuild_config`
+    repairs them.
 
-    What a segment has too much is moved to `cut/`. Damage in the log that stays becomes known damage (`log.known`);
-    `known` of the report is what was known before.
+    With `options.dry_run` nothing is written, and the report says what would change. May be killed and run again.
+    Raises StoreLockedError while a writer has the store, else what `mqstore.open` raises.
+
+    Surplus bytes of a segment are moved to `cut/`. Damage that stays in the log becomes known damage (`log.known`). The
+    report's `known` holds what was known before.
     """
     options = replace(options, full=True)
     root = Path(resolved(path))
     if options.dry_run:
-        refuse_beside_writer(path, fs)  # what it is writing cannot be judged
+        refuse_beside_writer(path, fs)  # a record that is being written cannot be checked
         with ReadOnlyMessageStore(path, config=config, fs=fs) as store:
             report = store.plan_recovery(options, progress)
             _report_json(report, bad_json(root, json_files(root, json_checks), fs))
@@ -69,7 +71,7 @@ def recover_store(
 
 
 def _settle(store: StoreReader, report: RecoveryReport, *, dry_run: bool) -> None:
-    """Move away what segments have too much, and note the damage that stays."""
+    """Move surplus bytes of segments to `cut/`, and save the damage that stays."""
     size = store.manifest.commitlog_segment_bytes
     for finding in [*report.findings]:
         surplus = finding.kind == "segment_size" and finding.position == size and finding.file.startswith("commitlog/")
@@ -90,12 +92,12 @@ def _settle(store: StoreReader, report: RecoveryReport, *, dry_run: bool) -> Non
 
 
 def _is_extended(path: Path, finding: Finding, size: int) -> bool:
-    """Return True if a finding is about a segment that was too short, and has its length by now."""
+    """Return True if a finding is about a short segment that has its full length by now."""
     return finding.kind == "segment_size" and path.exists() and path.stat().st_size == size
 
 
 def _move_surplus(segment: Path, size: int, target: Path, fs: FileSystem) -> None:
-    """Move what `segment` has behind its first `size` bytes to `target`. Killed in between, it is in both."""
+    """Move the bytes of `segment` behind the first `size` to `target`. After a kill both may have them."""
     with fs.opened(segment, os.O_RDWR) as source:
         save_bytes(target, _surplus(source, size, fs), fs)
         fs.shorten(source, size)
@@ -103,7 +105,7 @@ def _move_surplus(segment: Path, size: int, target: Path, fs: FileSystem) -> Non
 
 
 def _surplus(fd: int, size: int, fs: FileSystem) -> Iterator[tuple[int, bytes]]:
-    """Yield what a file has behind its first `size` bytes, in pieces: (position in the surplus, bytes)."""
+    """Yield the bytes of a file behind the first `size` in pieces: (position in the surplus, bytes)."""
     position = 0
     while data := fs.pread(fd, _COPY_BYTES, size + position):
         yield position, data
@@ -123,12 +125,11 @@ def rebuild_config(
     json_checks: Mapping[str, Check] = NO_CHECKS,
     fs: FileSystem = REAL,
 ) -> list[str]:
-    """Give a store whose JSON files do not decode, or fail the check that `json_checks` has for their path, good ones
-    again; what was done, a sentence for each file.
+    """Replace the bad JSON files of a store, and return a sentence about each replaced file.
 
-    A lost manifest is written anew from what the files say: the checksum that the first record passes tells the
-    profile, names and lengths tell the sizes. Any other bad file is moved aside with its backup, so that it starts from
-    defaults: offsets in it are lost, which is why this never happens unasked.
+    A file is bad if it does not decode, or fails its check in `json_checks`. A lost manifest is rebuilt from the files:
+    the checksum of the first record gives the profile, names and lengths give the sizes. Any other bad file is moved
+    aside with its backup, so it starts from defaults. The offsets in it are lost, so this must be requested.
     """
     root = Path(resolved(path))
     if not (root / "commitlog").is_dir() and not (root / manifests.MANIFEST).exists():

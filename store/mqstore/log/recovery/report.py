@@ -1,4 +1,4 @@
-"""What opening, verifying and recovering have to say: plain values that print, serialise and compare."""
+"""Findings and reports of opening, verifying and recovering, as plain values."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Kind = Literal[
     "unfinished_splice",
     "not_inflated",
 ]
-"""Kinds of findings (format#damage; docs/recovery.md tells what each means)."""
+"""Kinds of findings (format#damage). docs/recovery.md explains each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it should be: `length` bytes at `position` of `file` (a path below the store).
+    """One fault of a store: `length` bytes at `position` of `file`, a path below the store.
 
     >>> finding = Finding("bad_record", "commitlog/00000000000000000000", 4096, 200, "the checksum is another")
     >>> print(f"{finding.kind}: {finding.length} bytes from {finding.position} on")
@@ -52,16 +52,16 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """The file and the position in it, for a message. Only the file if it is missing."""
+        """The file and the position in it, for a message. A missing file has no position."""
         return self.file if self.kind == "missing_segment" else f"{self.file} at byte {self.position}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, under the same names."""
+        """Return the fields as a dict for JSON, under the same names."""
         return asdict(self)
 
 
 def finding_of(problem: LoadProblem, segment_bytes: int) -> Finding:
-    """Return the finding about a segment file that listing the log's folder has shown."""
+    """Return the finding about a problem that listing the log's folder has shown."""
     at = problem.place(segment_bytes) if problem.kind == "segment_size" else 0
     kind: Kind = "segment_size" if problem.kind == "empty_segment" else problem.kind
     return Finding(kind, f"commitlog/{os.path.basename(problem.file)}", at, problem.length, problem.detail)
@@ -81,13 +81,13 @@ class Cut:
     reason: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Under the names of `mqstore recover --json`."""
+        """Return the fields as a dict, under the names of `mqstore recover --json`."""
         return {"file": self.file, "from": self.start, "to": self.stop, "reason": self.reason}
 
 
 @dataclass(slots=True)
 class Rebuilt:
-    """What was built anew: queues touched, units written, index entries written."""
+    """Numbers of queues that were changed, units that were written and index entries that were written."""
 
     consume_queues: int = 0
     units: int = 0
@@ -96,9 +96,9 @@ class Rebuilt:
 
 @dataclass(slots=True)
 class RecoveryReport:
-    """What an opening found and did (format#opening). Offsets and lengths in bytes.
+    """Report of what an opening found and did (format#opening). Offsets and lengths are in bytes.
 
-    `changed` is False when the store was in order: a second recovery of the same directory always says so.
+    `changed` is False if the store was in order. It is always False after a second recovery of a directory.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +111,7 @@ class RecoveryReport:
 
     clean_shutdown: bool = True
     scanned_from: int | None = None
-    """First physical offset that was read; None when nothing had to be."""
+    """First physical offset that was read, or None if nothing had to be read."""
     log_end: int = 0
     truncated: list[Cut] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -121,15 +121,15 @@ class RecoveryReport:
     renamed: dict[str, str] = field(default_factory=dict)
     """Segment files that had wrong names: the old path below the store, and the new one."""
     kept: list[str] = field(default_factory=list)
-    """Files under `cut/` with a copy of what was cut; in a dry run the files that would be made."""
+    """Files under `cut/` with a copy of the bytes that were cut. A dry run names the files it would make."""
     moved_to_cut: int = 0
-    """Whole messages in these files. `mqstore cut` lists, exports and restores them."""
+    """Number of whole messages in these files. `mqstore cut` lists, exports and restores them."""
     messages: int = 0
-    """Records that verified in the range read."""
+    """Number of records that verified in the range read."""
     renumbered: int = 0
-    """Records whose damaged queue offset was set right by their units and neighbours."""
+    """Number of records whose damaged queue offset was corrected by their units and neighbours."""
     damaged_ranges: int = 0
-    """Ranges of the log that hold no whole record, with whole records behind them."""
+    """Number of damaged ranges of the log with whole records behind them."""
     kept_behind_damage: int = 0
     """Number of `messages` that lie behind the first damaged range."""
     changed: bool = False
@@ -141,7 +141,7 @@ class RecoveryReport:
         return [finding for finding in self.findings if finding not in self.known]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, under the names of `mqstore recover --json`."""
+        """Return the report as plain values, under the names of `mqstore recover --json`."""
         plain = asdict(self)
         del plain["known"]
         plain["truncated"] = [cut.as_dict() for cut in self.truncated]

@@ -1,15 +1,15 @@
-"""Walk a commitlog from end to end, damaged or not (format#verifies, format#opening).
+"""Scan of a commitlog from end to end, damaged or not (format#verifies, format#opening).
 
-    Good   a stretch of consecutive records that verify, as arrays
+    Good   a batch of consecutive records that verify, as arrays
     Bad    bytes that are no record, with a record that verifies somewhere behind them
     End    nothing behind this position verifies: here the log ends, or its readable part
 
-`until_torn` says where bad bytes are damage and where they are a torn tail, for everybody who has to know. Reads
-through the segments' mappings only; at most one stretch of headers is in memory at a time, however long the log.
+`until_torn` is the only rule for what is damage and what is a torn tail. Everything is read through the mappings of
+segments. At most one batch of headers is in memory, and one read ahead, however long the log is.
 
-Beside a writer the front of the log moves: its retention unlinks the oldest segment. A walk that was given `on_front`
-goes on at the new front, and says so by calling it; without, FileNotFoundError ends the walk. A segment that vanishes
-while older ones are there is no work of retention, and is missing.
+Beside a writer the front of the log moves, since retention unlinks the oldest segment. A scan with `on_front` calls it
+and continues at the new front. Without `on_front`, FileNotFoundError ends the scan. A segment that vanishes while older
+ones exist was not taken by retention: it is missing.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _MOST_MET = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Good:
-    """Consecutive records in one segment; `headers.positions` count from the segment's start, `base`."""
+    """Consecutive records in one segment. `headers.positions` count from its physical start, `base`."""
 
     segment: Segment
     base: int
     buffer: mmap.mmap
     headers: Headers
     end: int
-    """Physical offset behind the last of them."""
+    """Physical offset behind the last record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Bad:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last position that a record led to. `detail` tells what lies there; "" for zeros or the end of the files."""
+    """Position behind the last record of the log. `detail` says what is there: "" for zeros or no bytes."""
 
     position: int
     detail: str
@@ -82,24 +82,24 @@ class End:
 
 
 OnFront = Callable[[int], None]
-"""Called with the physical offset where a walk goes on, when retention has taken what it was about to read."""
+"""Called with the new front when retention has removed the segment that would have been read next."""
 Event = Good | Bad | End
 
 
 def first_good_in(
     run: SegmentRun, segment: Segment, start: int, checksum: Checksum, before: int | None = None
 ) -> int | None:
-    """Physical offset of the first record that begins in bytes `[start, before)` of `segment` and verifies; None
-    without one."""
+    """Return the physical offset of the first record in bytes `[start, before)` of `segment`, or None.
+    Only a record that verifies counts."""
     buffer = run.mapping(segment)
-    # Holes of a sparse file need not be read.
+    # Holes of a sparse file hold no record.
     stop = min(len(buffer) if before is None else before, run.data_end(segment, start))
     found = find_next(buffer, start, len(buffer), segment.start, checksum, stop) if start < stop else None
     return None if found is None else segment.start + found
 
 
 def record_at(run: SegmentRun, physical: int, checksum: Checksum) -> Record | None:
-    """Return the record at a physical offset; None if none that verifies begins there."""
+    """Return the record at a physical offset, or None if no record verifies there."""
     segment = run.find(physical)
     if segment is None:
         return None
@@ -111,7 +111,7 @@ def record_at(run: SegmentRun, physical: int, checksum: Checksum) -> Record | No
 
 
 def used_end(run: SegmentRun, segment: Segment, start: int = 0) -> int:
-    """The position behind the last byte in a segment, from `start` on, that is not zero; `start` when there is none."""
+    """Return the position behind the last non-zero byte of a segment, or `start` if there is none."""
     buffer = run.mapping(segment)
     return content_end(buffer, start, max(start, min(len(buffer), run.data_end(segment, start))))
 
@@ -119,9 +119,10 @@ def used_end(run: SegmentRun, segment: Segment, start: int = 0) -> int:
 def scan_log(
     run: SegmentRun, start: int, checksum: Checksum, *, checksums: bool = True, on_front: OnFront | None = None
 ) -> Iterator[Event]:
-    """What the log holds from physical offset `start` on, in order; the last event is an `End`.
+    """Yield the events of the log from physical offset `start` on. The last event is an `End`.
 
-    `checksums` False trusts bytes as dispatch does: lengths, magic and the record's own offset are still checked.
+    With `checksums` False bytes are trusted as in dispatch: only lengths, magic and the record's own offset are
+    checked.
     """
     blank: set[int] = set()
 
@@ -132,8 +133,8 @@ def scan_log(
 
 
 def until_torn(events: Iterable[T | Bad | End], watermark: Callable[[], int]) -> Iterator[T | Bad | End]:
-    """Yield the events of a log up to its end, which is at the first bad bytes at or beyond its watermark. `Bad` then
-    means damage. `watermark` is called only if there are bad bytes, since it may have to be found out."""
+    """Yield the events of a log up to its end: the first bad bytes at or beyond its watermark.
+    Each `Bad` is damage then. `watermark` is only called if there are bad bytes, since it may cost a scan."""
     for event in events:
         if isinstance(event, Bad) and event.start >= watermark():
             yield End(event.start, event.detail, event)
@@ -151,12 +152,13 @@ def scan_segment(
     checksums: bool = True,
     blank: set[int] | None = None,
 ) -> Generator[Good | Bad, None, int]:
-    """What a segment holds of records that begin in `[start, stop)`, counted from its own start; `stop` None: to its
-    end. `start` is where a record should begin.
+    """Yield the events of a segment for records that begin in `[start, stop)`, counted from its start.
 
-    Returns where it ended: at or behind `stop` the next record should begin there, the size of a segment says that
-    this one is full; below both, nothing that verifies begins in `[there, stop)`. A physical offset from which on there
-    were nothing but zeros is added to `blank`.
+    A record should begin at `start`. `stop` None means the end of the segment. Physical offsets behind which a segment
+    is all zeros are added to `blank`.
+
+    Returns the position where the scan ended. From `stop` on, the next record should begin there. The size of a segment
+    means that this one is full. A smaller position means that no record verifies between it and `stop`.
     """
     base = segment.start
     buffer = run.mapping(segment)
@@ -173,7 +175,7 @@ def scan_segment(
     with Ahead[tuple[Headers, int, int]]("mqstore-scanner") as ahead:
         while at < stop:
             if kernel is not None and ahead.begun:
-                # As a rule it is still being read. Meanwhile the pages behind it come in, about as many as it takes.
+                # The batch is usually still being read. Meanwhile load about as many of the pages behind it.
                 near = max(met, at + length)
                 far = min(near + length, near + _MOST_MET, used)
                 if near < far:
@@ -185,12 +187,12 @@ def scan_segment(
             if len(headers):
                 many = len(headers) == _BATCH
                 if many and at < stop and kernel is not None:
-                    # Compiled code reads the next one on another processor, while this one is dealt with.
+                    # Compiled code reads the next batch on another processor, while the caller handles this one.
                     ahead.begin(partial(read, at, met))
                     used = used or min(stop, run.data_end(segment, at))
                     length = at - int(headers.positions[0])
                 yield Good(segment, base, buffer, headers, base + at)
-                del headers  # its memory is for another one
+                del headers  # its memory is reused
                 if many:
                     continue
             if at >= stop:
@@ -201,13 +203,13 @@ def scan_segment(
             if blank is not None and stop == len(buffer) and used_end(run, segment, at) == at:
                 blank.add(base + at)
                 break
-            # Not a record. Is there one behind?
+            # These bytes are no record. Look for one behind them.
             found = first_good_in(run, segment, at + 1, checksum, stop)
             if found is None:
                 break
             found -= base
             if at != doubted and check_record(buffer, at, len(buffer), base + at, checksum).status != "bad":
-                # Another process's writer has finished it since we looked, and gone on to the one behind.
+                # Another process's writer has finished this record since, and written the next one.
                 doubted = at
                 continue
             yield Bad("bad_record", base + at, base + found, check.detail)
@@ -223,11 +225,12 @@ def join_segments(
     blank: Collection[int] = (),
     on_front: OnFront | None = None,
 ) -> Iterator[T | Bad | End]:
-    """What `read` tells of each segment from physical offset `start` on, and what lies between: segments that are
-    missing, or hold nothing any more from some place on. The last event is an `End`.
+    """Yield the events of each segment from physical offset `start` on, and those between segments.
 
-    `read(segment, position)` is `scan_segment`, or who knows already what that would say, and returns as it does. Where
-    it adds to `blank` is not looked at again. Segments that come meanwhile are not read.
+    Between segments there may be missing ones, or the unused rest of a segment. The last event is an `End`.
+
+    `read(segment, position)` yields and returns what `scan_segment` does. Places that it adds to `blank` are not
+    checked for zeros again. Segments that are created meanwhile are not read.
     """
     position = start
     stop = run.end
@@ -236,10 +239,10 @@ def join_segments(
     while (segment := _next_segment(run, position, stop)) is not None:
         try:
             if at_front:
-                position = max(position, segment.start)  # the front was dropped
+                position = max(position, segment.start)  # retention has removed the front
                 at_front = False
             elif segment.start > position and on_front is not None and segment.start == run.min_offset:
-                position = segment.start  # whoever takes the events has listed the log again
+                position = segment.start  # the caller has listed the log again
                 on_front(position)
             elif segment.start > position:
                 following = _next_good(run, position, stop, checksum)
@@ -258,7 +261,7 @@ def join_segments(
             following = _next_good(run, segment.end, stop, checksum)
             here = segment.start + at
             if short and here == run.limit:
-                detail = ""  # what lies behind is none of a reader's business
+                detail = ""  # bytes behind its limit do not concern a reader
             elif short and at >= len(buffer):
                 detail = f"the file ends after {len(buffer)} of {run.segment_bytes} bytes"
             elif here in blank or used_end(run, segment, at) == at:
@@ -269,7 +272,7 @@ def join_segments(
                 yield End(here, detail)
                 return
             if not short and here != doubted and check_record(buffer, at, len(buffer), here, checksum).status != "bad":
-                # As in `scan_segment`: the writer has gone on, here and then to the next segment.
+                # As in `scan_segment`, the writer has continued here, and then in the next segment.
                 position = doubted = here
                 continue
             kind: Literal["bad_record", "segment_size"] = "segment_size" if short else "bad_record"
@@ -286,7 +289,7 @@ def join_segments(
 
 
 def _next_segment(run: SegmentRun, position: int, stop: int) -> Segment | None:
-    """The segment that holds `position`, or the first one behind; none that begins at `stop` or behind."""
+    """Return the segment that holds `position`, or else the next one that begins before `stop`, or None."""
     here = run.find(position)
     if here is None:
         starts = run.starts
@@ -296,7 +299,8 @@ def _next_segment(run: SegmentRun, position: int, stop: int) -> Segment | None:
 
 
 def _next_good(run: SegmentRun, position: int, stop: int, checksum: Checksum) -> tuple[Segment, int] | None:
-    """The first record that verifies in the segments from `position` on, up to `stop`: (its segment, where it is)."""
+    """Return the first record that verifies from the segment of `position` on: (its segment, its offset).
+    Returns None if there is none in the segments that begin before `stop`."""
     while (segment := _next_segment(run, position, stop)) is not None:
         found = first_good_in(run, segment, 0, checksum)
         if found is not None:

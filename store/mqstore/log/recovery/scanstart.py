@@ -1,4 +1,4 @@
-"""Where recovery begins to read a log, or the end of the log if nothing has to be read (format#opening)."""
+"""Choice of where recovery begins to read a log, if it has to read it at all (format#opening)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class WholeLogNeededError(Exception):
 
 
 class ScanStart:
-    """Decides where to read a log that has segments. `whole`: from its front, whatever the checkpoint says."""
+    """Decides where to read a log that has segments. With `whole` always from its front."""
 
     def __init__(self, parts: StoreParts, *, whole: bool) -> None:
         self._parts = parts
@@ -29,14 +29,15 @@ class ScanStart:
         self.last_store_timestamp_ms = 0
 
     def clean_end(self, log_start: int) -> int | None:
-        """The end of the log when the last close vouches for it and nothing contradicts; None: read (format#opening).
-        `log_start`: where the log should begin."""
+        """Return the end of the log if the last close vouches for it, or None if the log must be read.
+        `log_start` is where the log should begin (format#opening). Raises WholeLogNeededError if a queue has lost
+        files."""
         parts = self._parts
         checkpoint = parts.checkpoint
         if self._whole or not parts.clean or checkpoint.clean_end is None or checkpoint.clean_end < 0:
             return None
         if checkpoint.queues is not None and checkpoint.queues != parts.queue_table.digest():
-            raise WholeLogNeededError  # a queue has lost files, and would be numbered anew from where they end
+            raise WholeLogNeededError  # a queue has lost files: its next number would be one that was used
         end = checkpoint.clean_end
         run = parts.log_files
         if end < self._first or end > run.end or log_start < self._first:
@@ -44,7 +45,7 @@ class ScanStart:
         if any(p.kind != "segment_name" for p in parts.load_problems):
             return None
         if run.starts[-1] >= end and run.starts[-1] != self._first:
-            return None  # a segment that is not of this log: what an older copy of it was put over had that, say
+            return None  # a segment of another log, such as one that an older copy of this log was copied over
         if end > self._first and not self._last_record_proves(checkpoint.confirm_physical_offset, end):
             return None
         segment = run.find(end)
@@ -76,7 +77,7 @@ class ScanStart:
         return bool(unit["physical_offset"] == start and unit["size"] == record.total_size)
 
     def _blank_between(self, position: int, end: int) -> bool:
-        """Whether a BLANK leads from `position` to `end`: the log was closed right behind a roll."""
+        """Return True if a BLANK fills the segment from `position` to its end, and the log ends there."""
         segment = self._parts.log_files.find(position)
         if segment is None or end != segment.end:
             return False
@@ -87,7 +88,7 @@ class ScanStart:
         )
 
     def start(self) -> int:
-        """S (format#opening), always the start of a segment."""
+        """Return S (format#opening), always the start of a segment."""
         if self._whole or not self._parts.has_checkpoint or not len(self._parts.queue_table):
             return self._first
         start = self._start_by_checkpoint()
@@ -114,8 +115,9 @@ class ScanStart:
         return self._first
 
     def _last_units_hold(self, mark: int, end: int | None) -> bool:
-        """Whether the newest unit of each queue leads to its record; those at or beyond `mark` are read anyway, but
-        with `end` none may point there or beyond."""
+        """Return True if the newest unit of each queue leads to its record.
+        Units at or beyond `mark` are not checked, since they are read anyway. With `end` no unit may point at or beyond
+        it."""
         parts = self._parts
         for queue in parts.queue_table:
             physical, size, slot = queue.last_message()

@@ -1,4 +1,4 @@
-"""Queue offsets ("slots") of records, as recovery gives them. Recovery, verify and export ask this one class.
+"""Assignment of queue offsets ("slots") to records. Recovery, verify and export share this class.
 
     a queue offset that                              the record gets
     follows that of the record before                that slot
@@ -40,10 +40,10 @@ __all__ = [
 ]
 
 MAX_SLOT = (1 << 63) // 64
-"""No queue can have more units: their byte offset is an i64, and 20 bytes each."""
+"""Maximum number of units of a queue. Their byte offset is an i64, and they have 20 bytes each."""
 
 Leads = Callable[[ConsumeQueue, int, int], bool]
-"""Tells whether the record at a physical offset (third argument) is that of a slot."""
+"""Returns True if the record at a physical offset (third argument) has the given slot."""
 FirstSlot = Callable[[ConsumeQueue, int], tuple[int | None, int]]
 """Returns what `first_slot_in_range` does, for a queue and the smallest number seen."""
 
@@ -55,7 +55,7 @@ class Placed(NamedTuple):
     first: int
     """Slot of the first record."""
     expected: int
-    """Slot behind the last record before these, or `first` if there is none to go by. Slots between are a gap."""
+    """Slot behind the record before these, or `first` if it is unknown. Slots between are a gap."""
     units: npt.NDArray[np.void]
     is_first: bool
     """True if no record of the queue came before."""
@@ -71,7 +71,7 @@ class Misnumbered(NamedTuple):
     slot: int | None
 
     def finding(self, segment_bytes: int) -> Finding:
-        """Return the finding that names the record."""
+        """Return the finding about this record."""
         rest = "" if self.slot is None else f"; by its unit and neighbours it is {self.slot}"
         name = f"{self.queue.topic}/{self.queue.queue_id}"
         detail = f"queueOffset {self.said} of {name} does not follow those around it{rest}"
@@ -80,7 +80,7 @@ class Misnumbered(NamedTuple):
 
 
 class SlotAssigner:
-    """Gives slots to the records of a log. `first_slot` is asked once a queue is met."""
+    """Assigns slots to the records of a log. `first_slot` is called when a queue's first record is met."""
 
     def __init__(self, run: SegmentRun, queues: QueueTable, checksum: Checksum, first_slot: FirstSlot) -> None:
         self.generations = TopicGenerations(run, checksum)
@@ -89,15 +89,16 @@ class SlotAssigner:
         self._checksum = checksum
         self._first_slot = first_slot
         self._last: dict[ConsumeQueue, tuple[int, int]] = {}
-        """For each queue with a slot given: the slot behind the last one, and where the record of that one ends."""
+        """By queue: the slot behind the last one that was assigned, and the end of that slot's record."""
 
     def place(
         self, rows: Rows, wanted: Callable[[str, int], bool] | None = None
     ) -> Iterator[Placed | Misnumbered | Finding]:
-        """Yield the slots of the records in `rows`, and a Finding for a topic that can be no folder.
+        """Yield the slots of the records in `rows`, and a Finding for a topic that cannot be a folder name.
 
-        The records before these must have been placed. `wanted` chooses queues by topic and queue id; None means all.
-        The caller deals with each result before it asks for the next one, since units of the queue may be read then.
+        The records before these must have been placed. `wanted` chooses queues by topic and queue id. None means all.
+        The caller must handle each result before it asks for the next one, since units of the queue may be read
+        then.
         """
         for topic, queue_id, chosen, said, units, follow in rows.listed():
             if wanted is not None and not wanted(topic, queue_id):
@@ -135,46 +136,47 @@ class SlotAssigner:
                 is_first = False
                 expected = first + high - low
                 last = units[high - 1]
-                # Records without a slot do not count: their number is lost, and the next one's jumps by it.
+                # Records without a slot do not count. Their number is lost, so the next record's jumps by one.
                 self._last[queue] = expected, int(last["physical_offset"]) + int(last["size"])
 
     # -- queues of a log that is read in ranges ----------------------------------------------------------------------
 
     def is_met(self, queue: ConsumeQueue) -> bool:
-        """Return True if a record of the queue has a slot."""
+        """Return True if a record of the queue has been given a slot."""
         return queue in self._last
 
     def follows(self, queue: ConsumeQueue, first: int, physical: int) -> bool:
-        """Return True if a run of records that begins with queue offset `first`, at `physical`, goes on from here."""
+        """Return True if the queue continues with queue offset `first`, whose record is at `physical`."""
         if self.generations.may_be_older(queue, first, physical):
             return False
         expected = self._last[queue][0] if queue in self._last else self._first_slot(queue, first)[0]
         return first == expected if expected is not None else 0 <= first < MAX_SLOT
 
     def advance(self, queue: ConsumeQueue, stop: int, end: int) -> None:
-        """Take a run of records that `follows`, up to slot `stop`; the last one ends at physical offset `end`."""
+        """Accept a run of records up to slot `stop`, whose last record ends at physical offset `end`.
+        The run must have passed `follows`."""
         self._last[queue] = stop, end
 
     def forget(self) -> None:
-        """Begin again, with a log that has lost its front."""
+        """Forget all slots, since the log has lost its front."""
         self._last.clear()
 
     # -- behind the last record ---------------------------------------------------------------------------------------
 
     def behind_last(self, queue: ConsumeQueue, start: int) -> tuple[int, int]:
-        """Return the slot behind a queue's last record, and where that record ends. `start`: where reading began."""
+        """Return the slot behind a queue's last record, and the end of that record. Reading began at `start`."""
         if queue in self._last:
             return self._last[queue]
         found, seen = first_slot_in_range(queue, start, None)
         return queue.max_offset if found is None else found, seen
 
     def behind_lost(self, queue: ConsumeQueue, first: int, seen: int, end: int) -> int:
-        """Return the slot behind the last one that a lost record may have had, from slot `first` on, so that no number
-        is used twice.
+        """Return the slot behind the last one from `first` on that a lost record may have had.
 
-        Such records lay one behind the other between `seen`, where the record before `first` ends, and `end`, that of
-        the log. A unit that points elsewhere, leads to a record that is there, or for which there is no room is not of
-        this queue: to believe it would make nonsense of the number of the next record.
+        No queue offset may be used twice, so the units of lost records count. Such records lay one behind the other
+        between `seen`, the end of the record before `first`, and `end`, the end of the log. A unit that points
+        elsewhere, leads to an existing record, or lacks room for its record is not of this queue. If it counted, the
+        next record would get a wrong queue offset.
         """
         for at, units in queue.chunks(first, queue.max_offset):
             least = seen + np.arange(at - first, at - first + len(units)) * MIN_RECORD_BYTES
@@ -188,19 +190,20 @@ class SlotAssigner:
 
 
 def least_plausible(offsets: npt.NDArray[np.int64], physical: npt.NDArray[np.int64]) -> int:
-    """The smallest of the queueOffsets of one queue's records that lie at `physical`, ascending, leaving out those that
-    are too far from the middle one for the bytes between the first record and the last."""
+    """Return the smallest plausible queueOffset of one queue's records that lie at `physical`, ascending.
+    An offset is plausible if it is not too far from the median for the bytes between the first record and the last."""
     middle = int(np.median(offsets))
     room = int(physical[-1] - physical[0]) // MIN_RECORD_BYTES + 1
     return int(offsets[np.abs(offsets - middle) <= room].min(initial=middle))
 
 
 def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> tuple[int | None, int]:
-    """(the first slot whose unit is none of a record below `start`, where the record before that slot ends).
+    """Return the first slot of the range that is read, and the end of the record before that slot.
 
-    Units grow along the queue, so this looks backwards from its end, or from the least number seen if that is
-    lower. A void unit below that one counts as such a record's: an earlier recovery let the queue begin behind it.
-    Where no file reaches that far back there is no such slot: the queue begins with the first number seen, None.
+    That is the first slot whose unit does not belong to a record below `start`. Units grow along the queue, so this
+    looks backwards from its end, or from the offset `least` if that is lower. A void unit below `least` counts as one
+    of a record below `start`: an earlier recovery let the queue begin behind it. If no file reaches back to `least`,
+    the slot is None: the queue begins with the first number seen.
     """
     if not queue.list_files() or (least is not None and least < queue.first_offset()):
         return (None if least is not None else queue.max_offset), 0
@@ -217,9 +220,9 @@ def first_slot_in_range(queue: ConsumeQueue, start: int, least: int | None) -> t
 
 
 def strays_in_front(queue: ConsumeQueue, stop: int, start: int) -> Iterator[tuple[int, int]]:
-    """Slots before `stop` are those of records that retention took. Of these the runs [low, high) whose units point
-    behind `start`, where the log begins, all the same: they are of no record, and a queue whose first file begins with
-    one would begin there (format#queue-start). They are to become void."""
+    """Yield the runs [low, high) of slots before `stop` whose units wrongly point behind `start`.
+    The log begins at `start`, and retention has taken the records of slots before `stop`. So these units have no record
+    and are to become void. A queue whose first file begins with one would begin there (format#queue-start)."""
     for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
         wrong = np.flatnonzero((units["physical_offset"] >= start) & ~is_void(units))
         for group in np.split(wrong, np.flatnonzero(np.diff(wrong) > 1) + 1) if len(wrong) else []:
@@ -235,15 +238,17 @@ def sort_out(
     queue: ConsumeQueue | None = None,
     leads: Leads = lambda queue, slot, physical: False,
 ) -> tuple[npt.NDArray[np.int64], list[tuple[int, int]], list[int]]:
-    """Find the slots of one queue's records, which lie at `physical` in the log and say `offsets`.
+    """Find the slots of one queue's records, which lie at `physical` in the log and hold `offsets`.
 
-    Returns (the slot of each record; index ranges of consecutive slots, in order; indices of the records that get no
-    slot). `expected` is the slot behind the last record before these, which ends at `seen`; None when there is none to
-    go by. A number that another record has already, one that jumps further than lost records could explain, or one that
-    later records contradict, is wrong: profile `rocketmq` has no checksum over it. To believe it would void the
-    slots of the rest. Such a record gets the slot whose unit leads to it, where its neighbours leave room for that, or
-    else the only slot that they leave. A record of another queue, whose queue id is damaged, gets no slot that another
-    record has. `queue` None: its units are not asked. `leads` tells whether a unit leads to the record of its slot.
+    Returns (the slot of each record, index ranges of consecutive slots in order, indices of the records without a
+    slot). `expected` is the slot behind the record before these, which ends at `seen`. It is None if there is no such
+    record.
+
+    A queue offset is wrong if another record has it already, if it jumps further than lost records could explain, or if
+    later records contradict it. In profile `rocketmq` no checksum covers it. To believe it would void the slots of the
+    other records. Such a record gets the slot whose unit leads to it, if its neighbours leave room for that, or else
+    the only slot that they leave. A record of another queue, whose queue id is damaged, gets no slot that another
+    record has. With `queue` None no units are read. `leads` says whether a unit leads to the record of its slot.
     """
     count = len(offsets)
     follow = (
@@ -257,7 +262,7 @@ def sort_out(
     said = offsets
     if queue is not None:
         offsets = _by_units(queue, expected, offsets, physical, sizes, leads)
-    # The smallest number among those behind: a record whose own is greater stands in the way of that one.
+    # The smallest number of the records behind. A record with a greater number leaves no slot for that record.
     wanted = np.where(offsets >= (expected or 0), offsets, MAX_SLOT)
     least_behind = np.append(np.minimum.accumulate(wanted[::-1])[::-1], MAX_SLOT).tolist()
     runs: list[tuple[int, int]] = []
@@ -269,13 +274,13 @@ def sort_out(
         else:
             gap = offset - expected
             follows = gap == 0 or (0 < gap <= (at - seen) // MIN_RECORD_BYTES and offset < least_behind[i + 1])
-            if gap > 0 and follows and queue is not None:  # is the record lost that it leaves out?
+            if gap > 0 and follows and queue is not None:  # the skipped record must be lost
                 follows = not _is_kept(queue, expected, leads)
         if not follows:
             odd.append(i)
             continue
         skipped = i - (runs[-1][1] if runs else 0)
-        if skipped and offset - skipped >= 0 and expected in (None, offset - skipped):  # the only slots that are left
+        if skipped and offset - skipped >= 0 and expected in (None, offset - skipped):  # only these slots are left
             offsets = offsets.copy()
             offsets[i - skipped : i] = np.arange(offset - skipped, offset)
             del odd[-skipped:]
@@ -297,7 +302,7 @@ def _is_kept(queue: ConsumeQueue, slot: int, leads: Leads) -> bool:
 
 
 def _contrary(units: npt.NDArray[np.void], physical: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Return which units lead to another place than `physical`."""
+    """Return a mask of the units that lead to another place than `physical`."""
     contrary: npt.NDArray[np.bool_] = (units["size"] > 0) & ~is_void(units) & (units["physical_offset"] != physical)
     return contrary
 
@@ -310,7 +315,8 @@ def _by_units(
     sizes: npt.NDArray[np.int32],
     leads: Leads,
 ) -> npt.NDArray[np.int64]:
-    """`offsets`, with the slot whose unit leads to a record in place of a number that does not fit the neighbours."""
+    """Return `offsets`, corrected by units where a number does not fit its neighbours.
+    The corrected number is the slot whose unit leads to the record."""
     low = int(np.median(offsets)) - len(offsets) if expected is None else expected
     found = np.full(len(offsets), -1, np.int64)
     displaced = []
@@ -318,7 +324,7 @@ def _by_units(
         order = np.argsort(units["physical_offset"], kind="stable")
         nearest = order[np.minimum(np.searchsorted(units["physical_offset"][order], physical), len(units) - 1)]
         own = np.clip(offsets - at, 0, len(units) - 1)
-        for chosen in (nearest, own):  # its own number, if a unit there leads to it, too
+        for chosen in (nearest, own):  # the record's own number is preferred if its unit leads to the record
             here = (units["physical_offset"][chosen] == physical) & (units["size"][chosen] == sizes)
             found[here] = at + chosen[here]
         for i in np.flatnonzero(_contrary(units[own], physical) & (at + own == offsets)).tolist():

@@ -1,5 +1,6 @@
-"""What lies behind the end of a log: kept under `cut/` where it may be of use, then zeroed, or deleted with its
-segment (format#zeros)."""
+"""Removal of the bytes behind the end of a log (format#zeros).
+
+Useful bytes are kept under `cut/` first. Then the bytes are zeroed, or deleted with their segment."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from mqstore.log.recovery.scanner import Bad, Good, scan_log, used_end
 __all__ = ["COPY_BYTES", "Tail", "save_bytes"]
 
 COPY_BYTES = 1 << 20
-"""Bytes of a log that are copied at a time."""
+"""Number of bytes of a log that are copied at a time."""
 
 
 class Tail:
-    """Ends a log. Changes are noted in `report`; without `writing` they are only noted."""
+    """Cuts a log at its end. Changes are noted in `report`, and made only with `writing`."""
 
     def __init__(self, parts: StoreParts, report: RecoveryReport, *, writing: bool) -> None:
         self._parts = parts
@@ -30,8 +31,9 @@ class Tail:
         self._writing = writing
 
     def _left_behind(self, position: int, *, blank: bool) -> list[tuple[int, int]]:
-        """What there is at `position` and behind it that is not zeros, one range a segment; with `blank` nothing in
-        the segment of `position`. A record that begins a range is in it whole, even if it ends in zeros."""
+        """Return the ranges from `position` on that are not zeros, one for each segment.
+        With `blank` the segment of `position` is left out. A record at the start of a range is in it as a whole, even
+        if it ends in zeros."""
         run = self._parts.log_files
         found = []
         for segment in run.segments():
@@ -46,7 +48,7 @@ class Tail:
         return found
 
     def plan(self, end: int, torn: Bad | None, *, blank: bool) -> tuple[list[tuple[int, int]], int]:
-        """Return the ranges from `end` on that are not zeros, one a segment, and the number of their whole records."""
+        """Return the ranges from `end` on that are not zeros, one a segment, and the number of whole records."""
         cuts = self._left_behind(end, blank=blank)
         if torn is None:
             return cuts, 0
@@ -61,7 +63,8 @@ class Tail:
         return [(begin, max(stop, whole_to.get(begin - begin % size, 0))) for begin, stop in cuts], count
 
     def _save(self, begin: int, stop: int) -> str:
-        """Copy [begin, stop) of the log to a new file under `cut/`; return its path. With `dry_run` only name it."""
+        """Copy [begin, stop) of the log to a new file under `cut/` and return its path.
+        In a dry run the file is only named."""
         name = f"{begin:020d}-{self._parts.clock.now_ms()}"
         names = (name if number == 1 else f"{name}.{number}" for number in itertools.count(1))
         path = next(each for name in names if not (each := self._parts.root / "cut" / name).exists())
@@ -79,12 +82,12 @@ class Tail:
             yield segment.start + at - begin, buffer[at : min(at + COPY_BYTES, end)]
 
     def cut(self, end: int, cuts: Sequence[tuple[int, int]], why: str, *, keep: bool) -> None:
-        """Zeros from `end` to the end of its segment, unless there are; no segments behind. `cuts` tells what
-        is not zeros; with `keep` it is copied first."""
+        """Write zeros from `end` to the end of its segment, and remove the segments behind.
+        `cuts` are the ranges that are not zeros. With `keep` they are copied first."""
         run, report = self._parts.log_files, self._report
         for begin, stop in cuts:
             name, at = place_in_file(begin, run.segment_bytes)
-            # What a record led to says nothing of the segments behind.
+            # The detail is about the bytes behind the last record, and not about later segments.
             reason = why if begin == end else why.partition(":")[0]
             report.truncated.append(Cut(name, at, at + stop - begin, reason))
             if keep:
@@ -93,7 +96,7 @@ class Tail:
         segment = run.find(end)
         if segment is not None:
             if self._writing:
-                self._parts.log_writer.own(end)  # the log goes on in it, even where there is nothing to cut
+                self._parts.log_writer.own(end)  # the log continues in it, even if nothing is cut
                 if any(begin < segment.end for begin, _ in cuts):
                     self._parts.log_writer.zero(end)
             report.changed |= segment.length < segment.size
@@ -101,7 +104,7 @@ class Tail:
             if problem.kind == "empty_segment" and end <= problem.position < run.end:
                 report.truncated.append(Cut("commitlog/" + os.path.basename(problem.file), 0, 0, "empty file"))
                 report.changed = True
-        # A segment that begins at the end is kept when it is the only one, so that the log remembers where it is.
+        # A segment that begins at the end is kept if it is the only one, so that the log keeps its position.
         doomed = [s for s in run.segments() if s.start > end or (s.start == end != run.starts[0])]
         report.changed |= bool(doomed)
         told = {begin - begin % run.segment_bytes for begin, _ in cuts}
@@ -117,7 +120,8 @@ class Tail:
 
 
 def save_bytes(path: Path, parts: Iterable[tuple[int, bytes]], fs: FileSystem) -> None:
-    """Write a file of `parts`, each (position, bytes). Durable on return, and it has its name only when it is whole."""
+    """Write a file of `parts`, each (position, bytes). Durable on return.
+    The file gets its name when it is complete."""
     fs.make_folders(path.parent)
     unfinished = path.with_name(f"{path.name}.tmp")
     fs.unlink(unfinished, missing_ok=True)

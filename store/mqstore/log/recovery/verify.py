@@ -1,12 +1,12 @@
-"""Compare every part of a store with the commitlog, and say what does not agree (format#damage).
+"""Comparison of every part of a store with the commitlog (format#damage).
 
-Reads only, and never trusts: what is found is yielded as `Finding`s, in the order log, queues, index, JSON. `mqstore
-verify` prints them, tests assert on them, `mqstore recover` mends what they name.
+Changes nothing, and trusts nothing. Faults are yielded as `Finding`s, in the order log, queues, index, JSON. `mqstore
+verify` prints them, tests assert on them, and `mqstore recover` repairs them.
 
-The log is read in ranges (`ranges.py`). `Verifier.findings` reads them one after the other and puts them
-together, or takes results of `Verifier.check` that other processes have made (`mqstore.jobs.verifying`). A range alone
-tells of checksums, units (`compare`) and index entries (`tally`). What takes the order of the log (`units`, `straight`,
-`tails`) follows when the ranges of a segment are together.
+The log is read in ranges (`ranges.py`). `Verifier.findings` reads and joins them one after the other, or joins results
+of `Verifier.check` from other processes (`mqstore.jobs.verifying`). A range alone is enough to check records, units
+(`compare`) and index entries (`tally`). Checks that need the order of the log (`units`, `straight`, `tails`) follow
+when all ranges of a segment are there.
 """
 
 from __future__ import annotations
@@ -53,15 +53,17 @@ __all__ = ["Gap", "Verifier", "json_tables", "verified_ranges"]
 
 
 _ENTRIES_TALLIED = 1 << 20
-"""Index entries that are looked up at once, 20 bytes each. A log may ask for more of them than memory holds."""
+"""Number of index entries, 20 bytes each, that are looked up at once.
+All entries of a log may need more memory than there is."""
 
 Gap = tuple[str, int, int, int]
-"""Queue offsets whose records are lost: (topic, queue id, first, the one behind the last)."""
+"""Queue offsets whose records are lost: (topic, queue id, first offset, offset behind the last)."""
 
 
 def json_tables(root: Path, checks: Mapping[str, Check]) -> Iterator[tuple[str, Check | None]]:
-    """(path within the store, what it must pass beside decoding) of the JSON files that are there, or whose backups
-    are, other than the manifest: those in `config` and `config/spark`, and what else the patterns in `checks` find."""
+    """Yield (path within the store, its check or None) of the JSON files except the manifest.
+    These are the files in `config` and `config/spark`, and those that the patterns in `checks` find. A file counts even
+    if only its backup exists."""
     known: dict[str, Check] = {TXN_FILE: TxnState.from_json, KNOWN_FILE: check_known, **checks}
     for pattern in ("config/*.json", "config/spark/*.json", *(name for name in checks if "*" in name)):
         found = {*root.glob(pattern), *(path.with_suffix("") for path in root.glob(f"{pattern}.bak"))}
@@ -71,7 +73,8 @@ def json_tables(root: Path, checks: Mapping[str, Check]) -> Iterator[tuple[str, 
 
 
 def json_files(root: Path, checks: Mapping[str, Check]) -> list[tuple[str, Check | None]]:
-    """As `json_tables`, with the manifest, if there are two copies of it: without a good one no store is opened."""
+    """Return the files of `json_tables`, and the manifest if it has a backup.
+    A store whose manifest has no good copy cannot be opened at all."""
     manifest: list[tuple[str, Check | None]] = [(MANIFEST, None)] if (root / f"{MANIFEST}.bak").exists() else []
     return [*manifest, *json_tables(root, checks)]
 
@@ -79,8 +82,9 @@ def json_files(root: Path, checks: Mapping[str, Check]) -> list[tuple[str, Check
 def bad_json(
     root: Path, files: Iterable[tuple[str, Check | None]], fs: FileSystem, *, mend: bool = False
 ) -> Iterator[tuple[Finding, bool]]:
-    """Those of `json_files`, and their backups, that do not decode or fail their check; and whether a good copy stands
-    in for them. With `mend`, which only the writer may ask for, they are replaced by it."""
+    """Yield a finding for each bad JSON file or backup, and True if a good copy replaces it.
+    A file is bad if it does not decode or fails its check. With `mend`, which only the writer may use, the good copy is
+    written over the bad one."""
     for name, check in files:
         problem = None
         try:
@@ -99,7 +103,7 @@ def bad_json(
 
 
 class Verifier:
-    """One pass over a store. `messages` and `bytes` count what verified; read them when `findings` is exhausted."""
+    """One pass over a store. Read `messages` and `bytes`, the amount that verified, after `findings`."""
 
     def __init__(
         self,
@@ -117,11 +121,11 @@ class Verifier:
         self.body_checksum_only = 0
         """Records with a checksum of their body alone: altered properties and header fields are not noticed."""
         self.unlisted = 0
-        """Findings that were left out, as a range had more than `max_errors`."""
+        """Number of findings that were left out because a range had more than `max_errors`."""
         self.read_again = 0
-        """Ranges of the log that had to be read again, from another place."""
+        """Number of ranges that had to be read again, from another position."""
         self.done_bytes = 0
-        """How far the log has been read, for a progress bar; `total_bytes` in the end."""
+        """Bytes of the log that have been read, for a progress bar. In the end equal to `total_bytes`."""
         self._parts = parts
         self._root, self._fs, self._checksum = parts.root, parts.fs, parts.checksum
         self._run, self._queues, self.index = parts.log_files, parts.queue_table, parts.index
@@ -130,12 +134,12 @@ class Verifier:
         self.total_bytes = len(run.starts) * run.segment_bytes
         self._live = live
         self.until = until
-        """Beside a writer: where the part of the log ends that is judged."""
+        """Beside a writer, the end of the part of the log that is checked."""
         self._until = 1 << 62 if until is None else until
-        # Everything before this end had been written completely when a check beside a writer began.
+        # When a check beside a writer began, all bytes before this end had been written.
         self._watermark: int | None = self._until if live else None
         self.torn_from: Callable[[], int] = (lambda: self._until) if live else parts.torn_from
-        """Returns the physical offset from which bad bytes are a torn tail for the next opening, and not damage."""
+        """Returns the physical offset from which the next opening takes bad bytes for a torn tail."""
         self._problems = problems
         self._unfinished = unfinished
         self._json_checks = json_checks
@@ -143,22 +147,22 @@ class Verifier:
         self._max_errors = max_errors
         self._entries = IndexTally()
         self._first = run.min_offset
-        # Beside a writer the first segment may have come since the listing; an unfinished splice may hide it.
+        # Beside a writer the first segment may have come since the listing; an unfinished bulk append may hide it.
         self._is_empty = not run.starts and not live and not unfinished
         once = max(checkpoint.flushed or 0, checkpoint.clean_end or 0)
         self._begin = run.starts[0] if run.starts else once + -once % run.segment_bytes if self._is_empty else 1 << 62
-        """Where the log begins; of one that has lost all its segments, where recovery will have it go on."""
+        """Physical offset where the log begins. If all its segments are lost, recovery continues it there."""
         self._cut_from = 1 << 62
-        """Where a torn tail begins: units that lead to it go with it."""
+        """Physical offset where a torn tail begins. Units that lead to it go with it."""
 
     def findings(
         self, results: Iterable[RangeResult] = (), index_findings: Iterable[Finding] | None = None
     ) -> Iterator[Finding]:
-        """Yield everything that is not as it should be; nothing for a store in order.
+        """Yield a finding for each fault of the store.
 
-        `results` are those of `check` for ranges of the log, in any order; what they do not cover is read here.
-        `index_findings` are likewise those of `Index.check_file`. Of a range at most `max_errors` findings are listed;
-        `unlisted` counts the others.
+        `results` are those of `check` for ranges of the log, in any order. Other ranges are read here. `index_findings`
+        are likewise those of `Index.check_file`. At most `max_errors` findings of a range are listed. `unlisted` counts
+        the others.
         """
         yield from self.folders()
         if self._run.starts:
@@ -172,12 +176,12 @@ class Verifier:
 
     @property
     def is_live(self) -> bool:
-        """Whether a writer was at work when this began, or was noticed since."""
+        """True if a writer had the store when this began, or was noticed since."""
         return self._live
 
     def _has_writer(self) -> bool:
-        """Whether a writer is at work by now: it may have come since we began, and what it puts is not judged. For
-        where something seems to be wrong; asking costs a look at the lock."""
+        """Return True if a writer has the store by now. Called only if something seems to be wrong.
+        A writer may have come since this began, and its messages are not checked. Asking costs a look at the lock."""
         self._live = self._live or writer_alive(self._root, self._fs)
         return self._live
 
@@ -190,17 +194,18 @@ class Verifier:
 
     @property
     def front(self) -> int:
-        """Physical offset where the log begins, as far as it has been met: beside a writer retention moves it."""
+        """Physical offset where the log begins, as far as known. Beside a writer, retention moves it."""
         return self._begin
 
     def front_moved(self, front: int) -> None:
-        """The log begins at `front` by now, and is read on there: of the queues nothing is known but their units."""
+        """Continue at `front`, where the log begins by now. Of the queues only their units are known then."""
         self._begin = max(self._begin, front)
         self.slots.forget()
 
     def _is_kept(self, physical: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Mask of the records that retention has not taken meanwhile: it takes a record before its unit and its index
-        entries. For where something seems to be wrong; beside a writer this lists the log again."""
+        """Return a mask of the records that retention has not taken meanwhile.
+        It takes a record before its unit and its index entries. Called only if something seems to be wrong, since it
+        lists the log again if there is a writer."""
         front = 0
         if self._has_writer():
             self._run.refresh()
@@ -211,7 +216,7 @@ class Verifier:
     # -- the log and what each record asks for ----------------------------------------------------------------------
 
     def folders(self) -> Iterator[Finding]:
-        """What the names and lengths of files show, and the checkpoint."""
+        """Yield findings about the names and lengths of files, and about the checkpoint."""
         if not self._live:
             yield from self._unfinished
         yield from self.segments()
@@ -242,12 +247,13 @@ class Verifier:
         return place_in_file(position, self._run.segment_bytes)
 
     def ranges(self, range_bytes: int = RANGE_BYTES) -> list[LogRange]:
-        """Return the log in ranges that `check` can read on their own. ConfigError for a size that is none."""
+        """Return the log in ranges that `check` can read on their own. Raises ConfigError for a bad size."""
         return cut_ranges(self._run, range_bytes, self._until)
 
     def check(self, piece: LogRange, start: int | None = None) -> RangeResult | None:
-        """Check the records of a range, their units, and their index entries; None if retention has taken them. A
-        record has to begin at `start`, counted from the segment's start; None: wherever the first one verifies."""
+        """Check the records of a range, their units and index entries. Returns None if retention took them.
+        A record has to begin at `start`, counted from the segment's start. None means wherever the first record
+        verifies."""
         wanted: list[Wanted] = []
         waiting = 0
         tally = IndexTally()
@@ -278,7 +284,7 @@ class Verifier:
         return result
 
     def stitcher(self, results: Iterable[RangeResult] = ()) -> Stitcher:
-        """Return what puts `results` together; ranges that are not among them, or do not fit, are read meanwhile."""
+        """Return a `Stitcher` of `results`. Ranges whose result is missing or does not fit are read by it."""
         return Stitcher(
             *(self._run, self._checksum, results, self.check), watermark=self.torn_from, on_front=self.front_moved
         )
@@ -295,7 +301,7 @@ class Verifier:
         self.read_again = stitcher.read_again_count
 
     def _segment(self, parts: SegmentParts) -> Iterator[Finding]:
-        """Take the queues whose records follow each other, then the others by reading the segment once more."""
+        """Check the queues whose records follow each other, then the others by reading the segment again."""
         for result in parts.results:
             self.messages += result.records
             self.bytes += result.bytes
@@ -313,7 +319,7 @@ class Verifier:
             if not here:
                 continue
             first, last = here[0], here[-1]
-            # Where no checksum covers the number of a record, units may outvote it.
+            # If no checksum covers the queue offset of a record, units may outvote it.
             doubted = self._checksum == "crc32-body" and any(part.findings or part.unlisted for part in here)
             if doubted or not is_straight(here) or not self.slots.follows(queue, first.first, first.first_physical):
                 out_of_order.add((topic, queue_id))
@@ -335,20 +341,20 @@ class Verifier:
                     yield from self.units(self.rows_of(event), queues)
 
     def rows_of(self, good: Good) -> Rows:
-        """What queues and index should know of a stretch."""
+        """Return the rows that queues and index should have for a record batch."""
         return self._queues.rows_of(good.buffer, good.headers, good.base)
 
     def bad(self, event: Bad) -> Finding:
-        """A stretch of the log that holds no record."""
+        """Return the finding about a part of the log that holds no record."""
         name, at = self._place(event.start)
         return Finding(event.kind, name, at, event.end - event.start, event.detail)
 
     def end(self, end: End) -> Iterator[Finding]:
-        """Whether the log may end there."""
+        """Yield findings about the end of the log."""
         if self._live:
             return  # a record may be half-way in
         name, at = self._place(end.position)
-        known = self._checkpoint.flushed is not None or end.detail  # else it takes reading the log to know more
+        known = self._checkpoint.flushed is not None or end.detail  # else finding the watermark reads the log
         once = self.watermark if known else end.position
         behind = [segment for segment in self._run.segments() if segment.start > end.position]
         if (end.position < once or end.detail or behind) and self._has_writer():
@@ -370,7 +376,8 @@ class Verifier:
     # -- consume queues ---------------------------------------------------------------------------------------------
 
     def units(self, rows: Rows, only: Collection[tuple[str, int]] | None = None) -> Iterator[Finding]:
-        """The records of a stretch, those before them having been taken; of `only` these (topic, queue id)."""
+        """Yield findings about the units of a record batch. The records before it must have been taken.
+        `only` chooses queues by (topic, queue id)."""
         for found in self.placed(rows, None if only is None else lambda *queue: queue in only):
             if isinstance(found, Finding):
                 yield found
@@ -383,31 +390,30 @@ class Verifier:
             yield from self._compare(queue, first, units)
 
     def placed(self, rows: Rows, wanted: Callable[[str, int], bool] | None = None) -> Iterator[Placed | Finding]:
-        """As `SlotAssigner.place`, with a finding for each record that has another queue offset than its slot."""
+        """Yield what `SlotAssigner.place` does, with a finding for each record in another slot than it says."""
         for found in self.slots.place(rows, wanted):
             yield found.finding(self._run.segment_bytes) if isinstance(found, Misnumbered) else found
 
     def _first_slot(self, queue: ConsumeQueue, least: int) -> tuple[int | None, int]:
-        """As recovery finds it; but a writer's retention may be taking the files that tell."""
+        """Return the first slot as recovery does, or None beside a writer if retention may be taking files."""
         found = first_slot_in_range(queue, self._begin, least)
         return (None, 0) if found[0] != least and self._has_writer() else found
 
     def straight(self, queue: ConsumeQueue, first: int, stop: int, last_end: int) -> Iterator[Finding]:
-        """As `units`, for a run `[first, stop)` of queue offsets that follows and whose units were compared. Its last
-        record ends at `last_end`."""
+        """Take a run `[first, stop)` of queue offsets whose units were compared. It must follow.
+        Yields findings about units in front of it. Its last record ends at `last_end`."""
         if not self.slots.is_met(queue):
             yield from self._front(queue, first)
         self.slots.advance(queue, stop, last_end)
 
     def _front(self, queue: ConsumeQueue, stop: int) -> Iterator[Finding]:
-        """Units before the queue's first record must be those of records that retention took."""
+        """Yield findings about units before slot `stop` whose records retention cannot have taken."""
         for at, units in queue.held(queue.first_offset(), min(stop, queue.max_offset)):
             wrong = (units["physical_offset"] >= self._begin) & ~is_void(units)
             yield from self._leading_nowhere(queue, at, units, wrong)
 
     def compare(self, topic: str, queue_id: int, first: int, wanted: npt.NDArray[np.void]) -> Iterator[Finding]:
-        """Hold the units of a queue from queue offset `first` on against those `wanted`, of records that lie in that
-        order."""
+        """Compare the units of a queue from queue offset `first` on with those `wanted`, in log order."""
         queue = self._queues.create(topic, queue_id)
         kept = self.slots.generations.current(queue, np.arange(first, first + len(wanted)), wanted["physical_offset"])
         if kept is None:
@@ -421,7 +427,7 @@ class Verifier:
         if self._queues.in_rocksdb and not queue.max_offset:
             return
         if not self._clean or self._live:
-            # Not dispatched yet: whoever opens the store next, or holds it now, builds these.
+            # These are not dispatched yet. The present or next writer of the store builds them.
             wanted = wanted[: max(0, queue.max_offset - first)]
         found = queue.units(first, len(wanted))
         wrong = differing(found, queue.as_kept(found, wanted))
@@ -442,7 +448,7 @@ class Verifier:
     def _leading_nowhere(
         self, queue: ConsumeQueue, first: int, units: npt.NDArray[np.void], wrong: npt.NDArray[np.bool_]
     ) -> Iterator[Finding]:
-        """Units whose records the log does not have, though it should have those of `wrong`."""
+        """Yield findings about units of `wrong` whose records are not in the log."""
         physical = units["physical_offset"]
         wrong = wrong & (physical < self._until) & (physical < self._cut_from)
         if wrong.any():
@@ -450,7 +456,7 @@ class Verifier:
             yield from self._ranges(queue, "bad_unit", first, wrong, "the unit's record is not in the log")
 
     def tails(self) -> Iterator[Finding]:
-        """Units behind the last record of each queue, all records having been taken."""
+        """Yield findings about units behind the last record of each queue. All records must have been taken."""
         for queue in self._queues:
             yield from self._queue_tail(queue)
 
@@ -464,7 +470,7 @@ class Verifier:
     def _ranges(
         self, queue: ConsumeQueue, kind: Kind, first: int, wrong: npt.NDArray[np.bool_], detail: str
     ) -> Iterator[Finding]:
-        """A finding for each run of wrong units that lie together in one file."""
+        """Yield a finding for each run of wrong units that lie together in one file."""
         at = np.flatnonzero(wrong)
         if not len(at):
             return
@@ -478,18 +484,18 @@ class Verifier:
     # -- index and JSON ---------------------------------------------------------------------------------------------
 
     def wanted_of(self, rows: Rows) -> Wanted | None:
-        """The entries that the index should have for these records; None for none."""
+        """Return the entries that the index should have for these records, or None if there are none."""
         return self._among_indexed(rows.entries())
 
     def _among_indexed(self, wanted: Wanted) -> Wanted | None:
-        """The entries of records before the end of the index, which may lag behind the log."""
+        """Return the entries of records before the end of the index, which may lag behind the log, or None."""
         ends = [header.end_physical_offset for _, header in self.index.headers() if header.next_entry > 1]
         hashes, physical, stamps = wanted
         inside = physical < max(self._indexed_end(), ends[-1] if ends else 0)
         return (hashes[inside], physical[inside], stamps[inside]) if inside.any() else None
 
     def _indexed_end(self) -> int:
-        """Physical offset below which every key has its entry, whatever index files there are."""
+        """Return the physical offset below which every key has its entry, even if index files are missing."""
         if self._clean and not self._live:
             return self._until
         if self._checkpoint.dispatched is not None:
@@ -497,7 +503,7 @@ class Verifier:
         return 0 if self._live else self.watermark
 
     def tally(self, wanted: Sequence[Wanted]) -> IndexTally:
-        """What the index has of these entries, all of `wanted_of`."""
+        """Return how the index differs from these entries, all of `wanted_of`."""
         if wanted and self._has_writer():
             wanted = [part for each in wanted if (part := self._among_indexed(each)) is not None]
         found = tally_index(self.index, wanted)
@@ -506,7 +512,7 @@ class Verifier:
         return found
 
     def _kept_of(self, wanted: Sequence[Wanted]) -> list[Wanted] | None:
-        """Those whose records retention has not taken meanwhile; None: it has taken none of them."""
+        """Return the entries whose records retention has not taken, or None if it has taken none of them."""
         masks = [self._is_kept(physical) for _, physical, _ in wanted]
         if all(mask.all() for mask in masks):
             return None
@@ -516,14 +522,15 @@ class Verifier:
         ]
 
     def json_files(self) -> Iterator[Finding]:
-        """JSON files that do not decode, or say what they cannot mean."""
+        """Yield findings about JSON files that do not decode or fail their check."""
         found = bad_json(self._root, json_files(self._root, self._json_checks), self._fs)
         return (finding for finding, _ in found)
 
 
 def verified_ranges(verifier: Verifier) -> Iterator[tuple[RangeResult, int, str | None]]:
-    """Yield the ranges of a log as they fit together, each with how much is wrong in it, and what first: bytes that are
-    no record, up to where the next one begins or the log should have ended; wrong units; keys that the index lacks."""
+    """Yield each range of the log with its number of faults and its first fault as text, or None.
+    Faults are bytes that are no record, wrong units, and keys that the index lacks. Bad bytes reach to the next record,
+    or to where the log should have ended."""
     fitting: list[RangeResult] = []
     outside: list[tuple[int, Finding]] = []
     for event in verifier.stitcher().events() if verifier.total_bytes else ():

@@ -1,12 +1,12 @@
-"""Watermark of a log: all bytes below it had been synced when the store was last open for writing (format#watermark).
+"""Watermark of a log: bytes below it were synced when a writer last had the store (format#watermark).
 
     last writer                                    bad bytes with whole records behind them
     closed the store                               damage below the log's end
     was killed, and the machine ran on             damage: what was written is still in the page cache
     ended with the machine, or this is not known   damage below the watermark; at or beyond it a torn tail
 
-Damage is reported and passed over. At a torn tail the log ends, and opening moves what lies behind it to `cut/`;
-`mqstore recover` passes over this too. `scanner.until_torn` applies the rule for everybody who has to know.
+Damage is reported and passed over. The log ends at a torn tail, and opening moves the bytes behind it to `cut/`.
+`mqstore recover` passes over torn tails too. `scanner.until_torn` applies this rule.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from mqstore.log.recovery.scanner import End, Good, record_at, scan_log
 __all__ = ["NEVER_TORN", "first_record_time", "watermark", "written_end"]
 
 NEVER_TORN = 1 << 62
-"""Stands in for the watermark where bad bytes are damage wherever they are."""
+"""Used as the watermark if all bad bytes are damage."""
 
 
 def watermark(
     run: SegmentRun, checkpoint: Checkpoint, checksum: Checksum, *, clean: bool, start: int | None = None
 ) -> int:
-    """Return the physical offset of the watermark of a log that is not empty and that no writer has open.
+    """Return the watermark, a physical offset, of a log that is not empty and that no writer has open.
 
-    `clean`: the store was closed. `start`: the first physical offset that the caller reads, where a segment begins;
-    None: the front of the log. May read the headers of the log from there on.
+    `clean` means that the store was closed. `start` is the first physical offset that the caller reads, the start of a
+    segment. None means the front of the log. May read the headers of the log from there on.
     """
     if checkpoint.flushed is not None:
         return max(checkpoint.flushed, checkpoint.clean_end or 0) if clean else checkpoint.flushed
@@ -39,8 +39,8 @@ def watermark(
     stamp = checkpoint.physic_msg_timestamp_ms
     if stamp <= 0:
         return run.min_offset
-    # A Java store: what was stored before that time had been flushed. Times grow along the log, so look at the first
-    # record of each segment, then inside the last one that begins before.
+    # In a Java store all records before that time had been flushed. Times grow along the log, so look at the first
+    # record of each segment, then inside the last segment that begins before that time.
     begin = run.min_offset
     for candidate in run.starts:
         first = first_record_time(run, candidate, checksum)
@@ -57,14 +57,14 @@ def watermark(
 
 
 def first_record_time(run: SegmentRun, start: int, checksum: Checksum) -> int | None:
-    """Return the store time of the record at the start of a segment; None when it does not verify."""
+    """Return the store time of the record at the start of a segment, or None if it does not verify."""
     record = record_at(run, start, checksum)
     return None if record is None else record.store_timestamp_ms or None
 
 
 def written_end(run: SegmentRun, start: int, checksum: Checksum) -> int:
-    """Return the end of a log that ended cleanly, as lengths alone lead to it from `start`, where a segment begins. A
-    record whose bytes do not verify had been written."""
+    """Return the end of a cleanly closed log, by following the lengths of records from `start`.
+    `start` is the start of a segment. Records that do not verify count, since they had been written."""
     end = start
     for event in scan_log(run, start, checksum, checksums=False):
         end = event.position if isinstance(event, End) else event.end

@@ -1,18 +1,18 @@
-"""What a store is at one moment, while others use it: what of its files a copy takes (see `take.py`).
+"""State of a store at one moment, while others use it: the files that a snapshot copies (`take.py`).
 
-    first    everything small, read to memory: manifest, checkpoint, `config/`, `local_offsets/`; and copied to a folder
-             aside: the bundles that wait in the inbox, the timer's files
-    then     where the log ends: behind the last whole record, or where a splice under way began
-    again    what must not have changed in between, else all of it once more: the tables of topics and groups and the
-             record of splices, by the identity of their files, since what was done may be undone
-    and then there is time for the bulk: queues, and the segments below that end, the oldest of which are held open, so
-             that retention takes none. Behind it `has_changed` tells whether somebody else has opened the store since,
-             or who was just opening it has cut the log
+    first    the small files, read to memory: manifest, checkpoint, `config/`, `local_offsets/`. Waiting bundles of the
+             inbox and the timer's files are copied to a folder aside
+    then     the end of the log: behind the last whole record, or the start of a bulk append under way
+    again    the files that must not have changed in between, or all begins again: the tables of topics and groups and
+             the record of bulk appends. Their identity is compared, since a change may have been undone
+    last     the large files, without hurry: queues, and the segments below that end. The oldest segments are held open,
+             so that retention takes none. Then `has_changed` says whether somebody else has opened the store since, or
+             whether a writer that was just opening it has cut the log
 
-Progress is as old as the log or older, as after any crash: what it lags behind comes again, nothing is skipped. A topic
-that a record names is in the table; a bundle is recorded as in, or waits.
+Committed offsets are as old as the log or older, as after any crash: messages may be redelivered, but none is skipped.
+A topic that a record names is in the table. A bundle is recorded as appended, or it waits.
 
-Only looks at the store.
+This module only reads the store.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PATIENCE_S: Final = 10.0
 _PAUSE_S: Final = 0.02
 _TAIL_BYTES: Final = 4096
 _HELD: Final = 256
-"""Segments held open: while these are copied retention will hardly come to the next."""
+"""Maximum number of segments held open. While these are copied, retention hardly reaches later ones."""
 _SMALL: Final = ("config", "local_offsets")
 _TIMER: Final = ("timerlog", "timerwheel")
 _BULK: Final = ("batchconsumequeue", "consumequeue", "consumequeue_ext")  # units lead into the last of these
@@ -55,11 +55,11 @@ _DEFINITIONS: Final = ("config/topics.json", "config/subscriptionGroup.json", TX
 _UNTOLD: Final = frozenset(
     {*("lock", "tmp", "index", "_staging", "inbox", "serve.json", "serve.sock"), "abort.bak", "checkpoint.bak"}
 )
-"""What nobody misses, is made anew, or has a rule of its own."""
+"""Names of files that nobody misses, that are rebuilt, or that have a separate rule."""
 
 
 class Found(NamedTuple):
-    """A file. `name`: its path within the store."""
+    """A file to copy. `name` is its path within the store."""
 
     name: str
     length: int
@@ -68,9 +68,11 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """`live`: somebody had the store open for writing. `small`: contents by name. `end`: where the log ends; of a store
-    without a writer where its files do. `segments`: those that hold it, ascending; `held`: descriptors of the first of
-    them, by start. `bundles`: those that wait. `aside`: what was copied while looking."""
+    """State of a store at one moment.
+
+    `live` is true if somebody had the store open for writing. `small` has contents by name. `end` is the end of the
+    log, or without a writer the end of its files. `segments` hold the log, ascending. `held` has descriptors of the
+    first ones, by start. `bundles` are those that wait. `aside` are the files that were copied meanwhile."""
 
     live: bool
     small: Mapping[str, bytes]
@@ -81,39 +83,39 @@ class Moment:
     aside: tuple[Found, ...]
     identity: tuple[object, ...]
     tail: bytes = b""
-    """Of a log that is being written: what lies before its end."""
+    """If there is a writer, the last bytes before the end of the log."""
     written: int = 0
-    """`end`, or of a store without a writer where records end in its files: the next writer goes on there or before."""
+    """`end`, or without a writer the end of the records. The next writer continues there or before."""
 
     def length_of(self, segment: Segment) -> int | None:
-        """How much of a segment counts; None: whatever its file holds."""
+        """Return the number of bytes of a segment that count, or None for its whole file."""
         return min(segment.length, self.end - segment.start) if self.live else None
 
     def is_done(self, segment: Segment) -> bool:
-        """Whether a segment is whole, and has one behind it that records have come to: nobody writes to it any more."""
+        """Return True if a segment is full and a later one has records, so nobody writes to it any more."""
         return segment is not self.segments[-1] and segment.length == segment.size and segment.end <= self.written
 
 
 class Original:
-    """The store at `root`. Opening it raises what opening for reading does."""
+    """The store at `root`. Opening it raises the errors of opening for reading."""
 
     folders: Final = ("commitlog", "index", *_SMALL, *_TIMER, *_BULK)
-    """The names that its files lie under."""
+    """Names of the folders that hold its files."""
 
     def __init__(self, root: Path, config: StoreConfig) -> None:
         self.root = root
         self.left: list[str] = []
-        """A sentence for each thing in the directory that is not taken and that somebody may miss."""
+        """A sentence for each thing in the directory that is not copied and that somebody may miss."""
         self._fs: FileSystem = QUIET
         self.manifest = manifests.resolve(
             root, writer=False, create=False, profile=None, config=config, clock=SYSTEM_CLOCK, fs=QUIET
         )
         config = replace(config, retention=None)
-        if not self.manifest.has_file:  # the index files alone tell their shape, and they are not copied
+        if not self.manifest.has_file:  # else only the index files, which are not copied, show these sizes
             slots, entries = self.manifest.index_slots, self.manifest.index_entries
             config = replace(config, index_slots=slots, index_entries=entries)
         self.config = config
-        """For who opens the copy."""
+        """Configuration for opening the copy."""
         self._run = SegmentRun(root / "commitlog", self.manifest.commitlog_segment_bytes, fs=QUIET)
         self._intents = IntentWatch(root, QUIET)
         self._odd_before: frozenset[tuple[str, bytes]] = frozenset()
@@ -121,9 +123,9 @@ class Original:
     # -- looking ----------------------------------------------------------------------------------------------------
 
     def moment(self, opened: ExitStack, bring: Callable[[list[Found]], None] | None = None) -> Moment:
-        """Look until nothing that matters changed from the beginning of the look to its end. `bring` copies what has to
-        be copied while it lasts, with every look anew; None: nothing is copied. `opened` closes what is held open.
-        Raises StoreBusyError."""
+        """Examine the store until nothing that matters has changed meanwhile. Raises StoreBusyError.
+        `bring` copies the files that must be copied meanwhile, again for each attempt. None copies nothing. `opened`
+        closes the files that are held open."""
         begun = time.monotonic()
         while True:
             with ExitStack() as held:
@@ -138,7 +140,7 @@ class Original:
             time.sleep(_PAUSE_S)
 
     def _look(self, opened: ExitStack, bring: Callable[[list[Found]], None] | None) -> Moment | None:
-        identity = self._identity()  # first: who comes behind it is seen here, or changes it
+        identity = self._identity()  # first: a writer that comes later is seen below, or changes it
         live = writer_alive(self.root, self._fs)
         definitions = [self.identity_of(name) for name in _DEFINITIONS]
         try:
@@ -149,7 +151,7 @@ class Original:
         if odd - before:
             self._odd_before = odd
             return None
-        # One that comes later had not been promised; one that is taken in changes the record of splices.
+        # A later bundle had not been promised. One that is appended meanwhile changes the record of bulk appends.
         bundles = inbox_state(self.root, self._fs).waiting
         aside = [*self._aside(bundles)]
         try:
@@ -160,7 +162,7 @@ class Original:
         intent = self._intents.pending()
         pending = intent if live else None
         if pending is not None and self.manifest.profile == "rocketmq":
-            # Of a killed mqstore's, when a Java broker has gone on behind it: its records stay, as at an opening.
+            # A Java broker may have continued after a killed mqstore. Then its records stay, as at an opening.
             self._run.limit = None
             self._run.load()
             if doubt(pending, self._run, self.manifest.checksum, None, from_backup=False):
@@ -168,11 +170,11 @@ class Original:
         self._run.limit = None if pending is None else pending.start
         self._run.load()
         if pending is not None and TXN_FILE in small:
-            # The log ends where that began, so in the copy nothing of it is to be undone.
+            # The log of the copy ends where the bulk append began, so there is nothing to undo.
             state = TxnState.from_json(decode_json(small[TXN_FILE]))
             small[TXN_FILE] = encode_json(replace(state, intent=None).as_json())
         if (noted := decode(self._read("checkpoint") or b"").log_start) is not None:
-            # As of the listing, since retention moves the note before it deletes segments.
+            # The log start must be that of the listing: retention saves it before it deletes segments.
             small["checkpoint"] = encode(replace(decode(small.get("checkpoint", b"")), log_start=noted)).ljust(
                 FILE_BYTES, b"\0"
             )
@@ -191,8 +193,8 @@ class Original:
 
     @staticmethod
     def _odd(small: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-        """What may be otherwise in a moment: a Java broker writes a backup in place, and removes a file before it
-        renames the new one to it."""
+        """Yield the backups in a state that may only last a moment, with their content.
+        A Java broker writes a backup in place, and removes a file before it renames the new one to it."""
         for name, content in small.items():
             if name.endswith(".bak"):
                 try:
@@ -211,10 +213,11 @@ class Original:
         return held
 
     def has_changed(self, moment: Moment) -> bool:
-        """Whether somebody else has opened the store for writing since, or who had it was still opening it, and has cut
-        the log: what is there may be another log by now."""
+        """Return True if the log may be another one by now.
+        That is, somebody else has opened the store for writing since, or the writer was still opening it and has cut
+        the log."""
         came = not moment.live and writer_alive(self.root, self._fs)
-        told_by = slice(2 if moment.live else None)  # a writer changes the others all the time
+        told_by = slice(2 if moment.live else None)  # a writer changes the other two all the time
         return came or self._identity()[told_by] != moment.identity[told_by] or self._is_cut(moment)
 
     def _is_cut(self, moment: Moment) -> bool:
@@ -234,20 +237,20 @@ class Original:
             return self._fs.pread(fd, min(at, _TAIL_BYTES), max(0, at - _TAIL_BYTES))
 
     def _identity(self) -> tuple[object, ...]:
-        """What a writer that comes changes first: the file that it locks, twice. Then what shows one that was there."""
+        """Return the lock file, which a new writer changes first, and the files that show an earlier writer."""
         return self.identity_of("lock"), self._read("lock"), self._read("abort"), self._read("checkpoint")
 
     def identity_of(self, name: str) -> tuple[int, int, int] | None:
-        """Of what bears a name; None when it is gone."""
+        """Return the identity of the file `name`, or None if it is gone."""
         with suppress(FileNotFoundError):
             found = self._fs.stat(self.root / name)
             return found.st_ino, found.st_mtime_ns, found.st_size
         return None
 
     def _written_end(self, checkpoint: bytes) -> int:
-        """Behind the last whole record of a log that somebody is writing: at worst the next one is half there."""
+        """Return the end of the last whole record of a log with a writer. The next one may be half written."""
         segments = self._run.segments()
-        # The next one may be there already; a Java broker makes it long before.
+        # The next segment may exist already, and be empty. A Java broker creates it long before.
         while len(segments) > 1 and self._is_empty(segments[-1]):
             del segments[-1]
         if not segments:
@@ -271,14 +274,14 @@ class Original:
     # -- files ------------------------------------------------------------------------------------------------------
 
     def bulk(self) -> Iterator[Found]:
-        """What may be copied at leisure, beside the segments."""
+        """Yield the files that may be copied without hurry, apart from the segments."""
         for folder in _BULK:
             yield from self._files(folder)
         for folder in _SMALL:
             yield from (each for each in self._files(folder) if each.rocksdb)
 
     def tell_left(self, moment: Moment) -> None:
-        """Note what lies in the directory and is not taken."""
+        """Note the things in the directory that are not copied."""
         known = {*_UNTOLD, *_SMALL, *_TIMER, *_BULK, "commitlog", *moment.small}
         for name in self._fs.scandir(self.root):
             if name not in known:
@@ -291,7 +294,9 @@ class Original:
             self._leave(f"inbox/refused: bundles that could not be spliced, {len(refused)} of them")
 
     def _read_small(self) -> Iterator[tuple[str, bytes]]:
-        """FileNotFoundError when one is gone that was listed: what it said may be in another one, read before."""
+        """Yield the small files: (name, content).
+        Raises FileNotFoundError if a listed file is gone. Its content may have moved to another one that was read
+        before."""
         listed = []
         for folder in _SMALL:
             listed += [each.name for each in self._files(folder) if not (each.rocksdb or each.name.endswith(".tmp"))]
@@ -311,13 +316,13 @@ class Original:
         for name in bundles:
             yield from self._files(f"inbox/{name}")
         yield from self._files("timerlog")
-        # Ours is made anew at each opening; a Java broker believes what it finds.
+        # mqstore rebuilds its own at each opening, but a Java broker trusts the existing one.
         if self.manifest.profile == "rocketmq" and (self.root / "timerwheel").is_file():
             yield Found("timerwheel", self._fs.size(self.root / "timerwheel"), False)
 
     def _files(self, folder: str, rocksdb: bool = False) -> Iterator[Found]:
-        """The files below a folder, but not below links in it, which may lead in a circle. Those of RocksDB are for
-        nobody but RocksDB to copy while it is at work."""
+        """Yield the files below a folder, except below links in it, which may form a cycle.
+        Files of RocksDB are left out while a broker has them open, since only RocksDB may copy them then."""
         path = self.root / folder
         if not path.is_dir():
             return

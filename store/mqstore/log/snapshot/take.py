@@ -1,20 +1,20 @@
-"""A copy of a store as of one moment, while others put to it (spark#snapshot).
+"""Copy of a store as of one moment, while others put to it (spark#snapshot).
 
-What comes out is a store that was closed cleanly. It holds what the original would after its writer had been killed at
-a moment during the call (`moment.py`). Segments are copied from the oldest to the newest. Should retention take one
-before its turn all the same, it begins again with another moment: whatever was put to make up for what retention took
-is then in it. It also begins again if somebody else has opened the store, and perhaps cut it.
+The copy is a store that was closed cleanly. It holds what the original would hold if its writer had been killed at a
+moment during the call (`moment.py`). Segments are copied from the oldest to the newest. If retention deletes one before
+it is copied, the copy begins again with a later moment, which has the relocated messages. It also begins again if
+somebody else has opened the store, and perhaps cut it.
 
 Then `repair.recover_store` reads the whole copy, as after a crash. It builds the index, which is changed in place and
-hard to copy, and mends queues where the writer was just then writing. So a snapshot has been read back, every byte of
-its log, before it gets its name:
+hard to copy, and repairs queues where the writer was just writing. So every byte of the log has been read back before
+the copy gets its name:
 
     DEST.partial-XXXXXXXX/store/     --rename--> DEST
-                          aside/     what was copied while the moment lasted; moves to store/ at the end
+                          aside/     files copied during the moment, moved to store/ at the end
 
-With `link` the segments that the writer has done with are not copied but get a second name (hard links): it costs no
-space and hardly any time. A recovery that has to cut such a segment, or to go on in it, takes a copy of it first
-(`SegmentWriter.own`), and nobody else writes to one; a Java broker that finds damage may.
+With `link`, segments that are complete are not copied but get a second name (hard links), at no cost of space and
+hardly any of time. A recovery that has to cut such a segment, or to write to it, copies it first (`SegmentWriter.own`).
+Nobody else writes to it, except a Java broker that finds damage.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LEFT_SHOWN: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlan:
-    """What a snapshot copies. Offsets are physical, sizes in bytes.
+    """Plan of a snapshot. Offsets are physical, sizes are in bytes.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -64,31 +64,31 @@ class SnapshotPlan:
     store: str
     snapshot: str
     writer_alive: bool
-    """Whether somebody had the store open for writing."""
+    """True if somebody had the store open for writing."""
     log_start: int
     log_end: int
-    """Where the copied log ends; of a store without a writer where its files end."""
+    """End of the copied log. Without a writer, the end of its files."""
     segments: int
     linked: int
-    """Segments that get a second name in place of a copy."""
+    """Number of segments that get a second name instead of a copy."""
     bundles: int
-    """Bundles of Spark's that wait in the inbox, and wait in the copy, too."""
+    """Number of Spark's bundles that wait in the inbox, and so in the copy."""
     files: int
     bytes: int
-    """To be copied; of files with holes in them all the same. The index, which is made anew, comes on top."""
+    """Number of bytes to be copied. Holes in files count, the rebuilt index does not."""
     free_bytes: int
-    """What the file system of the copy has room for."""
+    """Number of free bytes on the file system of the copy."""
     left: tuple[str, ...]
     """A sentence for each thing in the directory that is not copied and that somebody may miss."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, under the names of `mqstore snapshot --json`."""
+        """Return plain values, under the names of `mqstore snapshot --json`."""
         return {**asdict(self), "left": list(self.left)}
 
 
 @dataclass(slots=True)
 class SnapshotReport:
-    """What was copied, and what reading it back has found.
+    """Report of a snapshot: its plan, and the result of reading it back.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder, mqstore.open(f"{folder}/mq") as store:
@@ -99,17 +99,17 @@ class SnapshotReport:
 
     plan: SnapshotPlan
     log_end: int = 0
-    """Where the log of the copy ends."""
+    """End of the log of the copy."""
     messages: int = 0
-    """Records that verified."""
+    """Number of records that verified."""
     findings: list[Finding] = field(default_factory=list)
-    """What is wrong with the original, too."""
+    """Faults of the copy, which the original has too."""
     truncated: list[Cut] = field(default_factory=list)
-    """What the copy lacks, as an opening of the original would cut it."""
+    """Ranges that the copy lacks, as an opening of the original would cut them."""
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, under the names of `mqstore snapshot --json`."""
+        """Return plain values, under the names of `mqstore snapshot --json`."""
         return {
             **self.plan.as_dict(),
             "log_end": self.log_end,
@@ -127,7 +127,7 @@ def plan_snapshot(
     link: bool = False,
     config: StoreConfig | None = None,
 ) -> SnapshotPlan:
-    """What `snapshot_store` would do now; changes nothing. Raises as that does."""
+    """Return what `snapshot_store` would do now. Changes nothing. Raises what that raises."""
     original = Original(Path(path), config or StoreConfig())
     place = _checked(original, target, link)
     with ExitStack() as opened:
@@ -144,17 +144,16 @@ def snapshot_store(
     json_checks: Mapping[str, Check] = NO_CHECKS,
     fs: FileSystem = REAL,
 ) -> SnapshotReport:
-    """Copy the store at `path`, in use or not, to `target`, which must not exist or be an empty folder. See the module.
+    """Copy the store at `path`, in use or not, to `target`, a new or empty folder. See the module.
 
-    All that had been put, committed and created before the call is in it; of what comes meanwhile, a prefix. The store
-    id is the original's: it is the same store, at a moment. The original is not changed; with `link` its closed
-    segments get a second name. `config`, `json_checks`: as of `recover_store`. `progress(bytes done, bytes in all)`,
-    of copying and of reading back.
+    The copy has all that was put, committed and created before the call, and a prefix of what comes meanwhile. It has
+    the store id of the original. The original is not changed, except that with `link` its complete segments get a
+    second name. `config` and `json_checks` are as in `recover_store`. `progress(bytes done, total bytes)` is called
+    while copying and while reading back.
 
-    After an error, or Ctrl-C, nothing of the copy is left; killed, `TARGET.partial-` with eight letters, which nobody
-    but you removes. Raises NotAStoreError, CorruptStoreError (the manifest), UnsupportedStoreError, ConfigError for a
-    target that is in the way, StoreBusyError when the store does not come to rest, StoreFullError, ReadOnlyStoreError,
-    StoreIOError.
+    An error or Ctrl-C removes the copy. A kill leaves `TARGET.partial-` with eight letters, which you have to remove.
+    Raises NotAStoreError, CorruptStoreError (the manifest), UnsupportedStoreError, ConfigError for an unusable target,
+    StoreBusyError if the store keeps changing, StoreFullError, ReadOnlyStoreError and StoreIOError.
 
     >>> import mqstore, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -183,7 +182,7 @@ def snapshot_store(
         fs.sync_directory(place.parent)
         parents.clear()
     finally:
-        with suppress(OSError):  # an error that is on its way says more
+        with suppress(OSError):  # the first error says more
             fs.remove_tree(work)
             for folder in reversed(parents):
                 fs.rmdir(folder)
@@ -195,7 +194,7 @@ def snapshot_store(
 
 
 def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> Path:
-    """Where the copy is to be, as the system understands it. ConfigError for what it cannot be."""
+    """Return the absolute path of the copy. Raises ConfigError if no copy can be made there."""
     text = os.fspath(target)
     try:
         length = len(os.fsencode(os.path.basename(text.rstrip(os.sep))))
@@ -236,7 +235,7 @@ def _checked(original: Original, target: str | os.PathLike[str], link: bool) -> 
 
 
 def _lies_in(place: Path, original: Original) -> bool:
-    """By whatever name: of a mount, or where a link of the store's leads to."""
+    """Return True if `place` lies in the store, by a mount or by a link of the store too."""
     folders = {_identity(original.root / name) for name in ("", *original.folders)} - {None}
     return any(_identity(each) in folders for each in (place, *place.parents))
 
@@ -249,7 +248,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _existing(folder: Path) -> Path:
-    """The first of `folder` and those above it that is there, be it a link to nowhere."""
+    """Return the first existing path of `folder` and its parents. A broken link counts as existing."""
     while not os.path.lexists(folder):
         folder = folder.parent
     return folder
@@ -258,7 +257,7 @@ def _existing(folder: Path) -> Path:
 def _make_parents(folder: Path, fs: FileSystem, made: list[Path]) -> None:
     for name in folder.relative_to(there := _existing(folder)).parts:
         there /= name
-        with suppress(FileExistsError):  # came meanwhile: if it is no folder, the next call says so
+        with suppress(FileExistsError):  # created meanwhile: if it is no folder, the next call says so
             fs.mkdir(there)
             made.append(there)
         fs.sync_directory(there.parent)
@@ -294,7 +293,7 @@ def _plan(original: Original, moment: Moment, place: Path, link: bool) -> Snapsh
 
 
 def _is_linked(segment: Segment, moment: Moment) -> bool:
-    # A second name of a link would be that of the link, and what it leads to may lie on another disk.
+    # A second name would be one of the link itself, and its target may lie on another disk.
     return moment.is_done(segment) and not os.path.islink(segment.path)
 
 
@@ -302,11 +301,11 @@ def _is_linked(segment: Segment, moment: Moment) -> bool:
 
 
 class _GoneError(Exception):
-    """Retention was faster."""
+    """Retention has deleted a segment before it was copied."""
 
 
 class _Making:
-    """A copy that is made at `work`."""
+    """Maker of the copy, in the folder `work`."""
 
     def __init__(
         self, original: Original, place: Path, work: Path, link: bool, progress: Progress | None, fs: FileSystem
@@ -319,10 +318,10 @@ class _Making:
         self._fs = fs
         self._meter = _Meter(progress)
         self._bundles: dict[str, object] = {}
-        """Bundles that are there in full, and which ones of their names."""
+        """Identity of each bundle that is copied in full, by name."""
 
     def run(self, json_checks: Mapping[str, Check]) -> SnapshotReport:
-        """The copy, in order and on disk."""
+        """Make the copy, in order and on disk, and return the report."""
         plan = self._bring()
         roots = self._of_root()
         self._meter.halfway()
@@ -334,7 +333,7 @@ class _Making:
             json_checks=json_checks,
             fs=self._fs,
         )
-        # Not before: whoever opens a store for writing takes in what waits.
+        # Not earlier, since opening a store for writing appends the waiting bundles.
         for name in self._fs.scandir(self._aside):
             self._fs.replace(self._aside / name, self._store / name)
         self._give_to_owner(roots)
@@ -350,7 +349,7 @@ class _Making:
                 plan = _plan(original, moment, self._place, self._link)
                 self._meter.begin(plan.bytes + plan.log_end - plan.log_start)
                 self._meter.add(sum(each.length for each in moment.aside))
-                self._fs.remove_tree(self._store)  # of an earlier try
+                self._fs.remove_tree(self._store)  # left by an earlier attempt
                 with suppress(_GoneError), self._copy_to(self._store) as copy:
                     self._bring_rest(copy, moment)
                     copy.sync()
@@ -365,7 +364,8 @@ class _Making:
         return TreeCopy(self._original.root, target, fs=self._fs, source_fs=QUIET, on_bytes=self._meter.add)
 
     def _bring_aside(self, files: list[Found]) -> None:
-        """With every look; but a bundle never changes, so with many that wait each is brought once."""
+        """Copy the files that go aside, again for each attempt.
+        A bundle never changes, so each is copied once."""
         bundles: dict[str, list[str]] = {}
         for each in files:
             folder = "/".join(each.name.split("/")[:2]) if each.name.startswith("inbox/") else ""
@@ -397,7 +397,7 @@ class _Making:
         for name, content in moment.small.items():
             copy.content(name, content)
         for each in self._original.bulk():
-            with suppress(FileNotFoundError):  # a topic was deleted, or retention took it; the log tells what counts
+            with suppress(FileNotFoundError):  # deleted with its topic or by retention; the log decides what counts
                 self._file(copy, each.name)
         copy.folder("commitlog")
         for segment in moment.segments:
@@ -410,12 +410,12 @@ class _Making:
                     raise _GoneError
 
     def _still(self, bring: Callable[..., None], *arguments: Any, segment: Segment, **named: Any) -> bool:
-        """Whether a segment was there to be brought."""
+        """Return True if the segment existed when `bring` ran."""
         try:
             bring(*arguments, **named)
         except FileNotFoundError:
             if os.path.lexists(segment.path):
-                raise  # it is the copy's folder that is gone
+                raise  # the folder of the copy is gone
             return False
         return True
 
@@ -424,7 +424,7 @@ class _Making:
             copy.file(name, fd, length, allocate=allocate)
 
     def _of_root(self) -> dict[int, str]:
-        """What is root's of the files that there are, by inode. Only root needs to know."""
+        """Return the files of the copy that belong to root, by inode. Empty if this process is not root's."""
         found: dict[int, str] = {}
         for folder, _, names in os.walk(self._store.parent) if os.geteuid() == 0 else ():
             for path in (folder, *(os.path.join(folder, name) for name in names)):
@@ -434,8 +434,9 @@ class _Making:
         return found
 
     def _give_to_owner(self, roots: Mapping[int, str]) -> None:
-        """What the recovery made belongs to whom the store belongs to. What was root's in the original is not to be
-        given away: its bytes may be those of a file elsewhere that a link led to, or the very file be shared."""
+        """Give the files that the recovery made to the owner of the store.
+        Files that were root's in the original stay root's. A link may have led to their content elsewhere, or the file
+        may be shared."""
         owner = QUIET.stat(self._original.root)
         if (owner.st_uid, owner.st_gid) != (0, 0):
             for inode, path in self._of_root().items():
@@ -453,7 +454,7 @@ def _name_of(segment: Segment) -> str:
 
 
 class _Meter:
-    """Counts bytes over both halves of the work. Begun again, it goes on from where it was."""
+    """Counts bytes over both halves of the work. After another `begin` its progress does not go back."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
@@ -474,7 +475,7 @@ class _Meter:
         self._half = self._done
 
     def second(self, done: int, of: int) -> None:
-        """For the second half, on top of the first."""
+        """Report progress of the second half."""
         self._tell(self._half + done)
 
     def _tell(self, done: int) -> None:
