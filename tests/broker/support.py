@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 from mqstore.broker.broker import Broker
 from mqstore.broker.parts import Mechanism, Parts, open_parts, open_tables
 from mqstore.clock import SimulatedClock
+from mqstore.errors import StoreFullError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
@@ -26,6 +28,7 @@ __all__ = [
     "advance",
     "advance_broker",
     "clock_of",
+    "full",
     "in_threads",
     "new_parts",
     "settle",
@@ -100,6 +103,11 @@ def advance_broker(broker: Broker, clock: SimulatedClock, duration_ms: int) -> N
         clock.advance(max(1, due_ms - clock.now_ms()))
     clock.advance(max(0, until_ms - clock.now_ms()))
     settle_broker(broker, clock)
+
+
+def full(*_: object, **__: object) -> Any:
+    """Meet a full disk, in the place of a function that writes."""
+    raise StoreFullError(errno.ENOSPC, "no space", "file", "put")
 
 
 def in_threads(*calls: Callable[[], object]) -> None:

@@ -27,7 +27,7 @@ from mqstore.log.checking import RecordChecker
 from mqstore.log.message import Message
 from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms
 from tests.broker.delaysupport import Delays
-from tests.broker.support import START_MS, new_parts
+from tests.broker.support import START_MS, full, new_parts
 from tests.log.support import Unsynced, flip
 
 DEFAULT_MS = [1_000, 5_000, 10_000, 30_000, *(60_000 * n for n in range(1, 11)), 1_200_000, 1_800_000, 3_600_000]
@@ -416,20 +416,15 @@ def test_a_put_that_fails_is_tried_again_later_each_time_and_nothing_overtakes(
         delays.put(1, body)
     delays.put(2, b"other level", topic="clicks")
     real = delays.parts.road.copy_many
-    full = [True]
-
-    def copy_many(copies: Any) -> int:
-        if full[0] and copies[0][1] == "orders":
-            raise StoreFullError(errno.ENOSPC, "no space", "file", "allocate")
-        return real(copies)
-
-    monkeypatch.setattr(type(delays.parts.road), "copy_many", lambda self, copies: copy_many(copies))
+    monkeypatch.setattr(
+        type(delays.parts.road), "copy_many", lambda _, copies: (full if copies[0][1] == "orders" else real)(copies)
+    )
     delays.clock.advance(1_000)
     delays.pass_ms(20_000)
     assert "no space" in delays.service.errors[1]
     assert delays.delivered("clicks") == [b"other level"]
     assert delays.service.progress()[1] == (0, 2)
-    full[0] = False
+    monkeypatch.undo()
     delays.pass_ms(10_000)
     assert delays.delivered() == [b"a", b"b"]
     assert delays.service.errors == {}
@@ -438,13 +433,10 @@ def test_a_put_that_fails_is_tried_again_later_each_time_and_nothing_overtakes(
 def test_the_back_off_doubles_from_100_ms_to_10_s_and_starts_anew_after_success(
     delays: Delays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(self: object, copies: Any) -> int:
-        raise StoreFullError(errno.ENOSPC, "no space", "file", "allocate")
-
     def waits(count: int) -> list[int]:
         found = []
         with monkeypatch.context() as patched:
-            patched.setattr(type(delays.parts.road), "copy_many", fails)
+            patched.setattr(type(delays.parts.road), "copy_many", full)
             for _ in range(count):
                 delays.service.run_once(delays.clock.now_ms())
                 due_ms = delays.service._levels[0].due_ms

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.broker.support import Bench
+from tests.broker.support import Bench, full
 
 
 @pytest.mark.parametrize("old", [0, 3])
@@ -36,11 +36,8 @@ def test_start_that_cannot_be_saved_is_not_used(bench: Bench, monkeypatch: pytes
     broker.topics.create("t", queues=1)
     broker.groups.create("g", start="latest")
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError("no space left")
-
     with monkeypatch.context() as patch:
-        patch.setattr(broker._parts.offsets._file, "save", refuse)
+        patch.setattr(broker._parts.offsets._file, "save", full)
         with pytest.raises(OSError, match="no space"):
             broker.start_of("g", "t", 0)
         assert broker.committed("g", "t", 0) is None

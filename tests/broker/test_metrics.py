@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreClosedError
 from mqstore.log.commitlog import QueueRef
 from tests.broker.scraping import scraped
-from tests.broker.support import Bench
+from tests.broker.support import Bench, full
 from tests.faults import FaultyFileSystem
 
 HOUR = 3_600_000
@@ -499,9 +498,6 @@ def test_redeliveries_that_cannot_be_put_stay_overdue(
 ) -> None:
     broker.put_many("t", [b"x"] * 5)
     broker.pop("g", "t", 5, invisible=10)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "no space")
 
     monkeypatch.setattr(broker._parts.road, "copy", full)
     bench.clock.advance(10_500)

@@ -23,6 +23,7 @@ from mqstore.errors import (
     TopicNotFoundError,
 )
 from tests.broker.popsupport import PopBench, bodies
+from tests.broker.support import full
 
 RETRY = pop_retry_topic("g", "t")
 RETRY_V1 = pop_retry_topic("g", "t", 1)
@@ -542,7 +543,7 @@ def test_a_deleted_topic_takes_its_deliveries_along(bench: PopBench) -> None:
 def test_a_pop_that_cannot_be_logged_hands_out_nothing(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.put("t", 3)
     log = bench.service._tables.log
-    monkeypatch.setitem(log._put, "ck", _full)
+    monkeypatch.setitem(log._put, "ck", full)
     with pytest.raises(StoreFullError):
         bench.pop(n=2)
     monkeypatch.undo()
@@ -560,7 +561,7 @@ def test_a_copy_that_cannot_be_put_is_put_later_and_nothing_is_lost(
 
     def some(*args: Any, **options: Any) -> Any:
         if next(puts, None) is None:
-            _full()
+            full()
         return copy(*args, **options)
 
     monkeypatch.setattr(bench.parts.road, "copy", some)
@@ -576,7 +577,7 @@ def test_a_copy_that_cannot_be_put_is_put_later_and_nothing_is_lost(
 def test_an_ack_that_cannot_be_logged_settles_nothing(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.put("t", 1)
     [delivery] = bench.pop()
-    monkeypatch.setitem(bench.service._tables.log._put, "ack", _full)
+    monkeypatch.setitem(bench.service._tables.log._put, "ack", full)
     with pytest.raises(StoreFullError):
         bench.ack(delivery)
     monkeypatch.undo()
@@ -612,10 +613,6 @@ def test_positions_below_the_first_message_are_counted_as_lost(bench: PopBench) 
     [delivery] = bench.pop()
     assert delivery.message.offset == low
     assert sum(bench.parts.statistics.snapshot().lost.values()) == low
-
-
-def _full(*_args: object, **_options: object) -> Any:
-    raise StoreFullError(28, "No space left on device", "commitlog", "put")
 
 
 # -- what is shown, and waiting ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, dlq_topic, pop_re
 from mqstore.broker.pop.service import Delivery
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError, StoreFullError
 from tests.broker.popsupport import PopBench, bodies
+from tests.broker.support import full
 
 DLQ = dlq_topic("g")
 INVISIBLE_MS = 60_000
@@ -185,10 +186,6 @@ def test_a_group_that_changes_its_mode_loses_nothing(bench: PopBench) -> None:
 
 def test_a_pop_that_cannot_be_logged_changes_nothing(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.put("t", 3)
-
-    def full(*_: object) -> Any:
-        raise StoreFullError(28, "No space left on device", "commitlog", "put")
-
     monkeypatch.setitem(bench.service._tables.log._put, "ck", full)
     with pytest.raises(StoreFullError):
         pop(bench, 2)

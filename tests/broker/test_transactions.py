@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from mqstore.errors import (
     TransactionStateError,
 )
 from mqstore.log.message import Message
-from tests.broker.support import START_MS, advance, clock_of, in_threads, new_parts, settle
+from tests.broker.support import START_MS, advance, clock_of, full, in_threads, new_parts, settle
 from tests.log.support import kill
 
 GROUP = "payments"
@@ -250,10 +251,6 @@ def test_after_its_immunity_only_the_answer_to_a_check_ends_it(bench: Bench) -> 
 
 def test_a_commit_that_cannot_be_stored_leaves_it_open(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = bench.begin()
-
-    def full(*_: Any, **__: Any) -> None:
-        raise StoreFullError(28, "no space", "commitlog", "put")
-
     with monkeypatch.context() as patch:
         patch.setattr(bench.parts.road, "copy", full)
         with pytest.raises(StoreFullError):
@@ -297,13 +294,9 @@ def test_a_half_that_is_perhaps_not_on_disk_is_rolled_back(bench: Bench, monkeyp
 
 
 def test_ops_that_cannot_be_written_are_kept_and_the_end_stands(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        def put(self, *_: Any) -> None:
-            raise StoreFullError(28, "no space", "commitlog", "put")
-
     handles = [bench.begin() for _ in range(1200)]
     with monkeypatch.context() as patch:
-        patch.setattr(bench.transactions._ops, "_outlet", Full())
+        patch.setattr(bench.transactions._ops, "_outlet", SimpleNamespace(put=full))
         for handle in handles:
             bench.transactions.end(handle, "rollback")
         with pytest.raises(StoreFullError):
@@ -590,10 +583,6 @@ def test_a_group_of_its_own_is_asked_before_the_one_for_all(bench: Bench) -> Non
 
 def test_an_answer_that_cannot_be_carried_out_does_not_count(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a disk that is full for seven minutes would end in giving up what its producer had committed."""
-
-    def full(*_: Any, **__: Any) -> None:
-        raise StoreFullError(28, "no space", "commitlog", "put")
-
     bench.transactions.on_check(GROUP, always(True))
     bench.begin(b"paid")
     now_ms = START_MS + CHECK_AFTER_MS
