@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 
 import mqstore
 from mqstore import StoreConfig
-from mqstore.broker.delay.levels import DelayService, deliver_time_ms
+from mqstore.broker.delay.levels import deliver_time_ms
 from mqstore.broker.delay.route import parted, restored
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC
 from mqstore.clock import SimulatedClock
-from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError, StoreFullError
+from mqstore.errors import ConfigError, InvalidMessageError, StoreFullError
 from mqstore.layout.properties import decode_properties
 from mqstore.log.checking import RecordChecker
 from mqstore.log.message import Message
 from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms
 from tests.broker.delaysupport import Delays
-from tests.broker.support import START_MS, full, new_parts
+from tests.broker.support import START_MS, full
 from tests.log.support import Unsynced, flip
 
 DEFAULT_MS = [1_000, 5_000, 10_000, 30_000, *(60_000 * n for n in range(1, 11)), 1_200_000, 1_800_000, 3_600_000]
@@ -633,30 +633,6 @@ def test_a_file_of_another_program_is_read_and_what_is_not_ours_is_kept(delays: 
         "offsetTable": {"1": 2, "40": 7},
         "theirs": {"x": [1]},
     }
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        '{"offsetTable": 3}',
-        *(
-            f'{{"offsetTable": {{{entry}}}}}'
-            for entry in ('"1": "2"', '"1": true', '"1": -1', '"x": 1', '"0": 1', '"-1": 1')
-        ),
-    ],
-)
-def test_a_damaged_file_without_a_good_backup_is_an_error_and_no_reset(delays: Delays, text: str) -> None:
-    delays.put(1)
-    delays.close()
-    (delays.path / "config").mkdir(exist_ok=True)
-    (delays.path / "config" / "delayOffset.json").write_text(text)
-    (delays.path / "config" / "delayOffset.json.bak").write_text(text)
-    parts = new_parts(delays.path, clock=delays.clock)
-    with pytest.raises(CorruptStoreError, match=r"delayOffset\.json"):
-        DelayService(parts, lambda: None, lambda *_: None)
-    parts.store.close()
 
 
 # -- retention, orphans -----------------------------------------------------------------------------------------------

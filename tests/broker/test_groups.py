@@ -12,12 +12,11 @@ import pytest
 from mqstore.broker.groups import GroupConfig, GroupTable, RetryPolicy, backoff, exponential
 from mqstore.errors import (
     ConfigError,
-    CorruptStoreError,
     GroupNotFoundError,
     NotPermittedError,
     StoreFullError,
 )
-from tests.broker.support import TableBench, in_threads
+from tests.broker.support import TableBench
 
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
 FOR_EVER = 2_147_483_647
@@ -224,16 +223,6 @@ def test_with_auto_create_off_only_create_makes_groups(tmp_path: Path) -> None:
     created = groups.table.create("g", orderly=True)
     assert groups.table.need("g") is created
     groups.store.close()
-
-
-def test_threads_that_need_a_group_at_once_get_one(groups: _Groups) -> None:
-    found: list[GroupConfig] = []
-    told: list[str] = []
-    groups.table.on_change.append(told.append)
-    in_threads(*[lambda: found.append(groups.table.need("g"))] * 8)
-    assert len({id(config) for config in found}) == 1
-    assert told == ["g"]
-    assert groups.stored()["dataVersion"]["counter"] == 1
 
 
 # -- changing ----------------------------------------------------------------------------------------------------------
@@ -465,32 +454,6 @@ def test_numbers_below_zero_in_a_file_wait_for_nothing() -> None:
     assert [listed.delay_ms(1), listed.delay_ms(2)] == [0, 7]
     grown = RetryPolicy.from_json({"type": "EXPONENTIAL", "exponentialRetryPolicy": {"initial": -1, "multiplier": -2}})
     assert [grown.delay_ms(n) for n in (1, 2)] == [0, 0]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        '{"subscriptionGroupTable":[]}',
-        '{"subscriptionGroupTable":{"g":7}}',
-        '{"subscriptionGroupTable":{"g":{"retryMaxTimes":"16"}}}',
-        '{"subscriptionGroupTable":{"g":{"retryMaxTimes":true}}}',
-        '{"subscriptionGroupTable":{"g":{"consumeEnable":1}}}',
-        '{"subscriptionGroupTable":{"g":{"groupRetryPolicy":{"customizedRetryPolicy":{"next":[1.5]}}}}}',
-        '{"subscriptionGroupTable":{"g":{"mqstoreStart":"middle"}}}',
-        '{"forbiddenTable":{"g":4}}',
-        '{"forbiddenTable":{"g":{"t":"4"}}}',
-        '{"dataVersion":7}',
-    ],
-)
-def test_a_file_of_the_wrong_shape_is_damaged_and_never_taken_for_empty(groups: _Groups, text: str) -> None:
-    with pytest.raises(CorruptStoreError):
-        groups.write(text)
-
-
-@pytest.mark.parametrize("text", ["{}", '{"subscriptionGroupTable":null}', '{"subscriptionGroupTable":{"g":null}}'])
-def test_absent_and_null_members_are_defaults(groups: _Groups, text: str) -> None:
-    assert groups.write(text).names() == []
 
 
 def test_another_brokers_system_groups_are_listed_only_when_asked_for(groups: _Groups) -> None:

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mqstore.broker.names import POP_LOG_GROUP, START_GROUP
 from mqstore.broker.offsets import OffsetTable
-from mqstore.errors import ConfigError, CorruptStoreError, ReadOnlyStoreError, StoreFullError, StoreIOError
+from mqstore.errors import ConfigError, ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files.jsonfile import decode_json, encode_json
 from tests.broker.support import START_MS, TableBench, in_threads
 from tests.conftest import Golden
@@ -624,31 +624,6 @@ def test_an_entry_that_names_no_topic_and_group_is_not_used_but_kept(offsets: _O
     table.commit("g", "t", 0, 0)
     table.save()
     assert offsets.stored()["offsetTable"] == {key: {"0": 1}, "t@g": {"0": 0}}
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        '{"offsetTable":[]}',
-        '{"offsetTable":{"t@g":7}}',
-        '{"offsetTable":{"t@g":{"0":"7"}}}',
-        '{"offsetTable":{"t@g":{"0":7.0}}}',
-        '{"offsetTable":{"t@g":{"0":true}}}',
-        '{"dataVersion":{"counter":"1"}}',
-    ],
-)
-def test_a_damaged_file_is_never_taken_for_no_progress(offsets: _Offsets, text: str) -> None:
-    with pytest.raises(CorruptStoreError, match="--rebuild config"):
-        offsets.write(text)
-    assert offsets.file.read_text() == text
-
-
-@pytest.mark.parametrize("text", ["{}", '{"offsetTable":null}', '{"offsetTable":{"t@g":null,"u@g":{"0":null}}}'])
-def test_absent_and_null_are_no_progress_without_a_problem(offsets: _Offsets, text: str) -> None:
-    table = offsets.write(text)
-    assert (table.of_group("g"), table.problems) == ({}, [])
 
 
 # -- a model -----------------------------------------------------------------------------------------------------------
