@@ -20,7 +20,7 @@ from mqstore.options import Durability
 from tests.broker.support import advance, new_parts, settle
 from tests.log.support import kill
 
-__all__ = ["PopBench", "bodies", "fail_once"]
+__all__ = ["PopBench", "bodies", "fail_once", "offsets"]
 
 
 class PopBench:
@@ -145,3 +145,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, target: object, name: str, *, cal
 
 def bodies(deliveries: list[Delivery]) -> list[bytes]:
     return [delivery.message.body for delivery in deliveries]
+
+
+def offsets(deliveries: list[Delivery]) -> list[int]:
+    return [delivery.message.offset for delivery in deliveries]

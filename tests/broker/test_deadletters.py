@@ -15,7 +15,6 @@ import pytest
 from mqstore.broker.deadletters import DeadLetterExpiry, DeadLetters
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import SCHEDULE_GROUP, START_GROUP
-from mqstore.broker.offsets import check_offsets
 from mqstore.broker.parts import Parts
 from mqstore.broker.retention import all_pins, oldest_of
 from mqstore.broker.retry import Retries
@@ -275,12 +274,6 @@ def test_marks_of_letters_that_a_power_cut_took_do_not_hide_later_ones(tmp_path:
     die(parts, 5)
     assert [letter.offset for letter in DeadLetters(parts, "g")] == [0, 2, 3, 5, 6, 7, 8, 9]
     parts.store.close()
-
-
-@pytest.mark.parametrize("letters", [3, {}, [3], [[1]], [[2, 1]], [[1, 1]], [[1, 2], [2, 3]], [[-1, 2]], [["1", 2]]])
-def test_a_damaged_list_of_sent_letters_is_no_empty_one(letters: object) -> None:
-    with pytest.raises(ValueError, match="sentLetters"):
-        check_offsets({"sentLetters": {"%DLQ%g": letters}})
 
 
 @pytest.mark.parametrize("damaged", [0, 2, 4])

@@ -73,33 +73,6 @@ def test_a_name_that_the_file_could_not_give_back_is_refused(offsets: _Offsets, 
     assert not offsets.file.exists()
 
 
-def test_late_commits_are_dropped_until_the_reset_is_taken(offsets: _Offsets) -> None:
-    offsets.fill("t", 0, 9)
-    table = offsets.table
-    table.commit("g", "t", 0, 8)
-    table.note_pull("g", "t", 0, 9)
-    table.reset("t", "g", 0, 3)
-    assert (table.committed("g", "t", 0), table.query_pull("g", "t", 0)) == (3, 3)
-    table.commit("g", "t", 0, 9)
-    table.commit("g", "t", 0, 9, durability="flush")
-    assert table.committed("g", "t", 0) == 3
-    assert table.has_reset("t", "g", 0)
-    assert table.take_reset("t", "g", 0) == 3
-    assert table.take_reset("t", "g", 0) is None
-    assert not table.has_reset("t", "g", 0)
-    table.commit("g", "t", 0, 5)
-    assert table.committed("g", "t", 0) == 5
-
-
-def test_a_reset_outlives_a_crash_as_the_offset_it_set(offsets: _Offsets) -> None:
-    offsets.fill("t", 0, 9)
-    offsets.table.commit("g", "t", 0, 8, durability="flush")
-    offsets.table.reset("t", "g", 0, 3)
-    offsets.table.save()
-    again = offsets.again()
-    assert (again.committed("g", "t", 0), again.has_reset("t", "g", 0)) == (3, False)
-
-
 # -- whole groups and topics -------------------------------------------------------------------------------------------
 
 

@@ -12,9 +12,8 @@ import pytest
 from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import POP_LOG_GROUP, POP_LOG_TOPIC, dlq_topic, pop_retry_topic
 from mqstore.broker.pop.service import Delivery
-from mqstore.errors import InvalidReceiptError, ReceiptExpiredError, StoreFullError
-from tests.broker.popsupport import PopBench, bodies
-from tests.broker.support import full
+from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
+from tests.broker.popsupport import PopBench, bodies, offsets
 
 DLQ = dlq_topic("g")
 INVISIBLE_MS = 60_000
@@ -29,10 +28,6 @@ def bench(tmp_path: Path) -> Iterator[PopBench]:
 
 def pop(bench: PopBench, n: int = 32, **options: Any) -> list[Delivery]:
     return bench.pop(n=n, order=True, **options)
-
-
-def offsets(deliveries: list[Delivery]) -> list[int]:
-    return [delivery.message.offset for delivery in deliveries]
 
 
 def test_queues_block_each_for_itself(tmp_path: Path) -> None:
@@ -182,15 +177,6 @@ def test_a_group_that_changes_its_mode_loses_nothing(bench: PopBench) -> None:
     bench.advance(INVISIBLE_MS)
     rest = [d.message.body for d in bench.pop(n=5)]
     assert sorted(rest) == [b"1", b"3", b"4", b"5"]
-
-
-def test_a_pop_that_cannot_be_logged_changes_nothing(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.put("t", 3)
-    monkeypatch.setitem(bench.service._tables.log._put, "ck", full)
-    with pytest.raises(StoreFullError):
-        pop(bench, 2)
-    monkeypatch.undo()
-    assert offsets(pop(bench)) == [0, 1, 2]
 
 
 def test_the_pop_log_has_the_records_of_delivery_pop_log(bench: PopBench) -> None:

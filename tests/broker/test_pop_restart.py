@@ -16,7 +16,7 @@ from mqstore.broker.pop import log as poplog
 from mqstore.broker.pop.log import ACK, PopLog
 from mqstore.broker.pop.state import QueueState
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
-from tests.broker.popsupport import PopBench
+from tests.broker.popsupport import PopBench, offsets
 from tests.log.support import flip, open_store
 
 RETRY = pop_retry_topic("g", "t")
@@ -40,10 +40,6 @@ def restart(request: pytest.FixtureRequest, bench: PopBench) -> Any:
         bench.reopen(**config)
 
     return restart
-
-
-def offsets(deliveries: Any) -> list[int]:
-    return [delivery.message.offset for delivery in deliveries]
 
 
 def test_nothing_is_released_when_that_is_switched_off(bench: PopBench, restart: Any) -> None:

@@ -942,15 +942,6 @@ def test_a_kill_at_any_write_of_a_take_over_loses_nothing_and_doubles_nothing(
     assert crashed == -(-(11 + 10 + 1) // STEP)  # deliveries, answers, the save
 
 
-def test_an_acknowledgement_right_after_the_opening_survives_a_kill(left: PopBench, seen: Seen) -> None:
-    """The marks must be on disk before anybody can acknowledge: else the next opening takes it over once more."""
-    for line in seen.open():
-        left.service.ack(line["group"], line["topic"], line["receipt"])
-    left.kill()
-    left.open()
-    assert in_flight(left) == set()
-
-
 # -- where there was no Java broker -----------------------------------------------------------------------------------
 
 

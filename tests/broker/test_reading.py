@@ -356,8 +356,9 @@ def test_a_start_that_is_none(make: Make, start: Any) -> None:
 def test_the_next_read_after_a_reset_says_so_once(make: Make) -> None:
     parts, reads = make()
     _fill(parts)
-    parts.groups.create("g")
+    assert reads.read("t", 0, 0, group="g").next_offset == 5
     assert reads.reset("g", "t", 0, 2) == {QueueRef("t", 0): 2}
+    assert parts.offsets.query_pull("g", "t", 0) == 2
     parts.offsets.commit("g", "t", 0, 5)  # late: dropped
     assert parts.offsets.committed("g", "t", 0) == 2
     assert reads.read("t", 0, 5).status == "OFFSET_OVERFLOW_ONE"  # nobody's read takes it

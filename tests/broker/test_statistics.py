@@ -64,14 +64,6 @@ def test_a_last_value_is_the_last(statistics: Statistics) -> None:
     assert statistics.snapshot().latest == {("GROUP_GET_FALL_TIME", "0@t@g"): 20}
 
 
-def test_losses_add_up_by_group_topic_and_queue(statistics: Statistics) -> None:
-    statistics.lost("g", "t", 0, 5)
-    statistics.lost("g", "t", 0, 2)
-    statistics.lost("g", "t", 1, 1)
-    statistics.lost("h", "t", 0, 3)
-    assert statistics.snapshot().lost == {("g", "t", 0): 7, ("g", "t", 1): 1, ("h", "t", 0): 3}
-
-
 def test_a_snapshot_does_not_change(statistics: Statistics, clock: SimulatedClock) -> None:
     statistics.add("TOPIC_PUT_NUMS", "t")
     statistics.lost("g", "t", 0, 1)

@@ -153,14 +153,6 @@ def test_a_moment_that_cannot_be_is_refused(properties: dict[str, str]) -> None:
     assert caught.value.field == "properties"
 
 
-def test_a_message_that_waits_gets_a_unique_key_of_34_digits() -> None:
-    routed = timer_route("orders", 0, {"TIMER_DELAY_SEC": "5"}, NOW, max_delay_ms=MAX)
-    assert routed is not None
-    key = routed[2]["UNIQ_KEY"]
-    assert len(key) == 34
-    assert set(key) <= set("0123456789ABCDEF")
-
-
 @given(stored=st.integers(NOW, NOW + 10 * DAY), wait=st.integers(1, MAX))
 def test_hops_lead_to_the_moment_and_none_is_longer_than_the_window(stored: int, wait: int) -> None:
     out = slot_of(stored + wait)
