@@ -225,64 +225,51 @@ DONE = ("pop and ack", 3, None)
 """Behind it the last batch is one that compiled code may take the place of."""
 
 
+TURNS: dict[str, list[tuple[str, Any, Any]]] = {
+    "reset, and popped again in the same millisecond": [POP, POP, ("reset", 0, 0), POP, POP, POP],
+    "given back": [POP, POP, POP, ("give back", -2, 1), POP, POP],
+    "due before the others": [POP, POP, ("pop", 1, 1000), ("time", 1, None), POP, ("time", 999, None)],
+    "by an old receipt": [POP, ("nack", -1, 70_000), ("ack", -2, 1), ("ack", -1, 1)],
+    "by a receipt that was renewed": [POP, ("renew", -1, 70_000), ("ack", -1, 1)],
+    "one of many": [("pop", 32, 60_000), ("ack", -2, 1), ("ack", -8, 1), ("ack", -1, 1), ("ack", -2, 1)],
+    "one of many, with gaps": [("pop tagged", "b", 3), ("ack", -2, 1), ("ack", -3, 1), ("ack", -1, 1)],
+    "popped with a filter": [POP, ("pop tagged", "b", 1), POP, POP],
+    "clock set back": [POP, ("ack", -1, 1), ("ack", -1, 1), POP, ("clock", -2000, None), POP, POP],
+    "clock set back, and reset": [
+        *(POP, ("ack", -1, 1), ("clock", -500, None), ("reset", 0, 2), *[("pop", 1, 100)] * 2, ("time", 1200, None)),
+    ],
+    "too late": [POP, ("time", 60_000, None), POP, POP, ("ack", -3, 1)],
+    "after a crash": [POP, ("reopen", True, None), POP, POP, ("ack", -3, 1), ("ack", -2, 1)],
+    "to the last": [DONE, ("pop", 2, 60_000), ("ack", -2, 2), ("pop", 3, 60_000), ("ack", -3, 3)],
+    "beyond it": [DONE, ("pop", 2, 60_000), ("ack", -1, 2), ("pop", 4, 60_000), ("ack", -4, 4)],
+    "beyond the end": [POP] * 7 + [("put", 0, 3)] + [POP] * 5,
+    "failed": [DONE, POP, ("nack", -1, 0), POP, ("ack", -2, 1), ("ack", -1, 1), POP],
+    "timed out": [DONE, ("pop", 1, 200), ("time", 1200, None), POP, ("ack", -1, 1), POP],
+    "given back unseen": [DONE, POP, ("give back", -1, 1), POP, ("ack", -1, 1), POP],
+    "a dead letter": [DONE, POP, ("bury", -1, None), POP, ("ack", -2, 1), ("ack", -1, 1)],
+    "four, the last first": [
+        *(DONE, ("pop", 4, 60_000), ("ack", -1, 1), ("ack", -3, 1), ("ack", -4, 1), ("ack", -2, 1), POP),
+    ],
+    "four, of which one was settled in time": [
+        *(DONE, ("pop", 4, 200), ("ack", -3, 1), ("time", 1200, None), ("pop", 4, 60_000), ("ack", -4, 1), POP),
+    ],
+    "two of four": [DONE, ("pop", 4, 60_000), ("ack", -3, 2), ("ack", -4, 1), ("ack", -4, 4), POP],
+    "one twice": [("pop", 4, 60_000), ("ack", -4, 4), ("pop", 3, 60_000), ("ack", -2, 3), POP],
+    "of two batches": [("pop", 2, 60_000), ("pop", 2, 60_000), ("ack", -3, 2), ("ack", -4, 4), POP],
+    "one was given back": [("pop", 4, 60_000), ("give back", -2, 1), ("ack", -3, 3), POP],
+    "one failed": [("pop", 4, 60_000), ("nack", -1, 0), ("ack", -5, 4), ("ack", -1, 1)],
+    "asked twice": [DONE, ("pop otherwise", True, "a"), ("pop otherwise", True, "a"), POP],
+    "the other way": [DONE, ("pop otherwise", False, None), ("pop otherwise", True, None)],
+    "put anew": [DONE, POP, ("put anew", 0, 0), ("ack", -1, 1), ("reopen", True, None), DONE],
+    "in flight at a crash": [DONE, POP, ("reopen", True, None), POP, ("ack", -1, 1), DONE],
+    "settled, opened again": [DONE, ("reopen", False, None), DONE, ("reopen", True, None), DONE],
+    "settled, other clock": [DONE, ("clock", -2000, None), DONE, ("clock", 5000, None), DONE],
+}
+
+
 @compiled
 @ways
-@pytest.mark.parametrize(
-    "steps",
-    [
-        pytest.param([POP, POP, ("reset", 0, 0), POP, POP, POP], id="reset, and popped again in the same millisecond"),
-        pytest.param([POP, POP, POP, ("give back", -2, 1), POP, POP], id="given back"),
-        pytest.param(
-            [POP, POP, ("pop", 1, 1000), ("time", 1, None), POP, ("time", 999, None)], id="due before the others"
-        ),
-        pytest.param([POP, ("nack", -1, 70_000), ("ack", -2, 1), ("ack", -1, 1)], id="by an old receipt"),
-        pytest.param([POP, ("renew", -1, 70_000), ("ack", -1, 1)], id="by a receipt that was renewed"),
-        pytest.param(
-            [("pop", 32, 60_000), ("ack", -2, 1), ("ack", -8, 1), ("ack", -1, 1), ("ack", -2, 1)], id="one of many"
-        ),
-        pytest.param(
-            [("pop tagged", "b", 3), ("ack", -2, 1), ("ack", -3, 1), ("ack", -1, 1)], id="one of many, with gaps"
-        ),
-        pytest.param([POP, ("pop tagged", "b", 1), POP, POP], id="popped with a filter"),
-        pytest.param([POP, ("ack", -1, 1), ("ack", -1, 1), POP, ("clock", -2000, None), POP, POP], id="clock set back"),
-        pytest.param(
-            [POP, ("ack", -1, 1), ("clock", -500, None), ("reset", 0, 2)]
-            + [("pop", 1, 100)] * 2
-            + [("time", 1200, None)],
-            id="clock set back, and reset",
-        ),
-        pytest.param([POP, ("time", 60_000, None), POP, POP, ("ack", -3, 1)], id="too late"),
-        pytest.param([POP, ("reopen", True, None), POP, POP, ("ack", -3, 1), ("ack", -2, 1)], id="after a crash"),
-        pytest.param([DONE, ("pop", 2, 60_000), ("ack", -2, 2), ("pop", 3, 60_000), ("ack", -3, 3)], id="to the last"),
-        pytest.param([DONE, ("pop", 2, 60_000), ("ack", -1, 2), ("pop", 4, 60_000), ("ack", -4, 4)], id="beyond it"),
-        pytest.param([POP] * 7 + [("put", 0, 3)] + [POP] * 5, id="beyond the end"),
-        pytest.param([DONE, POP, ("nack", -1, 0), POP, ("ack", -2, 1), ("ack", -1, 1), POP], id="failed"),
-        pytest.param([DONE, ("pop", 1, 200), ("time", 1200, None), POP, ("ack", -1, 1), POP], id="timed out"),
-        pytest.param([DONE, POP, ("give back", -1, 1), POP, ("ack", -1, 1), POP], id="given back unseen"),
-        pytest.param([DONE, POP, ("bury", -1, None), POP, ("ack", -2, 1), ("ack", -1, 1)], id="a dead letter"),
-        pytest.param(
-            [DONE, ("pop", 4, 60_000), ("ack", -1, 1), ("ack", -3, 1), ("ack", -4, 1), ("ack", -2, 1), POP],
-            id="four, the last first",
-        ),
-        pytest.param(
-            [DONE, ("pop", 4, 200), ("ack", -3, 1), ("time", 1200, None), ("pop", 4, 60_000), ("ack", -4, 1), POP],
-            id="four, of which one was settled in time",
-        ),
-        pytest.param([DONE, ("pop", 4, 60_000), ("ack", -3, 2), ("ack", -4, 1), ("ack", -4, 4), POP], id="two of four"),
-        pytest.param([("pop", 4, 60_000), ("ack", -4, 4), ("pop", 3, 60_000), ("ack", -2, 3), POP], id="one twice"),
-        pytest.param(
-            [("pop", 2, 60_000), ("pop", 2, 60_000), ("ack", -3, 2), ("ack", -4, 4), POP], id="of two batches"
-        ),
-        pytest.param([("pop", 4, 60_000), ("give back", -2, 1), ("ack", -3, 3), POP], id="one was given back"),
-        pytest.param([("pop", 4, 60_000), ("nack", -1, 0), ("ack", -5, 4), ("ack", -1, 1)], id="one failed"),
-        pytest.param([DONE, ("pop otherwise", True, "a"), ("pop otherwise", True, "a"), POP], id="asked twice"),
-        pytest.param([DONE, ("pop otherwise", False, None), ("pop otherwise", True, None)], id="the other way"),
-        pytest.param([DONE, POP, ("put anew", 0, 0), ("ack", -1, 1), ("reopen", True, None), DONE], id="put anew"),
-        pytest.param([DONE, POP, ("reopen", True, None), POP, ("ack", -1, 1), DONE], id="in flight at a crash"),
-        pytest.param([DONE, ("reopen", False, None), DONE, ("reopen", True, None), DONE], id="settled, opened again"),
-        pytest.param([DONE, ("clock", -2000, None), DONE, ("clock", 5000, None), DONE], id="settled, other clock"),
-    ],
-)
+@pytest.mark.parametrize("steps", TURNS.values(), ids=TURNS.keys())
 def test_what_takes_more_than_popping_the_next(pair: Pair, way: str, steps: list[tuple[str, Any, Any]]) -> None:
     """The cases that compiled code leaves alone, each with a pop or an ack behind it that could get it wrong."""
     pair.way = ORDERS[way]
