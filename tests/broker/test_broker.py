@@ -7,7 +7,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -196,36 +196,38 @@ def test_a_message_in_flight_and_one_delayed_hold_the_log(tmp_path: Path) -> Non
     bench.broker.close()
 
 
+@pytest.fixture
+def dropping(tmp_path: Path) -> Iterator[Bench]:
+    """Topic `t` of one queue, in small segments that go after a minute, consumed or not."""
+    bench = Bench(tmp_path / "store", segment_bytes=4096, retention=Retention(age=60, unconsumed="drop"))
+    bench.broker.topics.create("t", queues=1)
+    yield bench
+    bench.broker.close()
+
+
 @pytest.mark.parametrize("order", [False, True])
-def test_unconsumed_drop_keeps_messages_in_flight(tmp_path: Path, order: bool) -> None:
-    config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
-    bench = Bench(tmp_path / "store", **config)
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
+def test_unconsumed_drop_keeps_messages_in_flight(dropping: Bench, order: bool) -> None:
+    broker = dropping.broker
     broker.put("t", b"in flight")
     broker.put_many("t", [bytes(100)] * 100)
-    bench.jump(50_000)
+    dropping.jump(50_000)
     [delivery] = broker.pop("g", "t", invisible=600, order=order)
     for _ in range(6):
-        bench.jump(20_000)
+        dropping.jump(20_000)
         broker.put_many("t", [bytes(100)] * 10)
     pin = broker.stats().oldest_pin
     assert pin is not None
     assert (pin.topic, pin.group, pin.why) == ("t", "g", "in flight")
     broker.nack("g", "t", delivery.receipt, delay=0)
-    bench.jump(1_000)
+    dropping.jump(1_000)
     assert not broker.stats().counters.lost
     assert b"in flight" in [each.message.body for _ in range(12) for each in broker.pop("g", "t", 32, order=order)]
-    broker.close()
 
 
 @pytest.mark.parametrize("how", ["released", "in order, too late"])
-def test_unconsumed_drop_drops_released_and_late_deliveries(tmp_path: Path, how: str) -> None:
+def test_unconsumed_drop_drops_released_and_late_deliveries(dropping: Bench, how: str) -> None:
     """A group that went away filled the disk, under the policy that is to prevent that."""
-    config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
-    bench = Bench(tmp_path / "store", **config)
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
+    broker = dropping.broker
     broker.groups.create("g", max_attempts=None)
     broker.put("t", b"x", queue_id=0)
     [delivery] = broker.pop("g", "t", invisible=30, order=how != "released")
@@ -233,17 +235,13 @@ def test_unconsumed_drop_drops_released_and_late_deliveries(tmp_path: Path, how:
         broker.release("g", "t", [delivery.receipt])
     for _ in range(40):
         broker.put_many("t", [bytes(100)] * 20, queue_id=0)
-        bench.jump(30_000)
+        dropping.jump(30_000)
     assert broker.store.min_offset > 0
-    broker.close()
 
 
-def test_unconsumed_drop_keeps_a_delivery_until_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unconsumed_drop_keeps_a_delivery_until_it_is_copied(dropping: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time was over, so nothing held it; and on a full disk retention is busiest."""
-    config: Any = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
-    bench = Bench(tmp_path / "store", **config)
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
+    broker = dropping.broker
     broker.put("t", b"x", queue_id=0)
     [_] = broker.pop("g", "t", invisible=90)
 
@@ -251,11 +249,10 @@ def test_unconsumed_drop_keeps_a_delivery_until_it_is_copied(tmp_path: Path, mon
         patch.setattr(broker._parts.road, "copy", full)
         for _ in range(20):
             broker.put_many("t", [bytes(100)] * 20, queue_id=0)
-            bench.jump(30_000)
-    bench.jump(120_000)
+            dropping.jump(30_000)
+    dropping.jump(120_000)
     assert not broker.stats().counters.lost
     assert b"x" in [each.message.body for _ in range(20) for each in broker.pop("g", "t", 32)]
-    broker.close()
 
 
 # -- running it ---------------------------------------------------------------------------------------------------

@@ -776,6 +776,18 @@ def test_where_no_group_is_known_they_come_into_being_as_when_they_consume(
 # -- what makes no sense ----------------------------------------------------------------------------------------------
 
 
+BAD_MEMBERS: dict[str, list[Any]] = {
+    "t": [None, "../x"],
+    "c": [7, "a@b"],
+    "q": [-1, 1 << 31, True],
+    "so": ["6", 1.5],
+    "pt": [-1],
+    "it": [1 << 63],
+    "n": [2],
+    "d": [[-1], ["0"], {"0": 0}],
+    "bm": ["0"],
+    "bn": [4],
+}
 BAD_CHECKPOINTS = [
     b"",
     b"{",
@@ -786,25 +798,9 @@ BAD_CHECKPOINTS = [
     *(
         json.dumps({"t": "t", "c": "g", "q": 0, "so": 6, "pt": 5, "it": 5, "n": 1, "d": [0]} | bad).encode()
         for bad in (
-            {"t": None},
-            {"c": 7},
-            {"c": "a@b"},
-            {"t": "../x"},
-            {"q": -1},
-            {"q": 1 << 31},
-            {"q": True},
-            {"so": "6"},
-            {"so": 1.5},
-            {"pt": -1},
-            {"it": 1 << 63},
-            {"n": 2},
+            *({name: value} for name, values in BAD_MEMBERS.items() for value in values),
             {"n": 128, "d": [*range(128)]},
-            {"d": [-1]},
-            {"d": ["0"]},
-            {"d": {"0": 0}},
             {"n": 2, "d": [1, 1]},
-            {"bm": "0"},
-            {"bn": 4},
         )
     ),
 ]
