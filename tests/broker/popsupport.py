@@ -69,6 +69,11 @@ class PopBench:
         kill(self.parts.store)
         self._opened = False
 
+    def crash(self, **config: Any) -> None:
+        """Open again after a kill."""
+        self.kill()
+        self.open(**config)
+
     def reopen(self, **config: Any) -> None:
         if self._opened:
             self.close()

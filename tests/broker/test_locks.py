@@ -45,11 +45,6 @@ def test_leases_do_not_follow_the_wall_clock(locks: QueueLocks, clock: Simulated
     assert not locks.try_lock("g", Q[0], "c2")
 
 
-def test_a_restart_clears_all_locks(locks: QueueLocks, clock: SimulatedClock) -> None:
-    locks.try_lock("g", Q[0], "c1")
-    assert QueueLocks(clock).try_lock("g", Q[0], "c2")
-
-
 def test_the_snapshot_tells_owner_age_and_expiry(locks: QueueLocks, clock: SimulatedClock) -> None:
     locks.try_lock("h", Q[1], "c2")
     clock.advance(LEASE_MS)

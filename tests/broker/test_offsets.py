@@ -22,7 +22,6 @@ from mqstore.errors import ConfigError, ReadOnlyStoreError, StoreFullError, Stor
 from mqstore.files.jsonfile import decode_json, encode_json
 from tests.broker.support import START_MS, TableBench, in_threads
 from tests.conftest import Golden
-from tests.faults import Crash
 from tests.log.support import kill, open_store
 
 
@@ -459,27 +458,6 @@ def test_after_an_error_the_save_stays_due(offsets: _Offsets) -> None:
         offsets.table.run_once(START_MS + 5_000)
     assert offsets.table.run_once(START_MS + 5_001) == START_MS + 10_001
     assert not offsets.table.dirty
-
-
-def test_whatever_the_instant_of_a_crash_the_file_says_what_was_committed_before_or_after(tmp_path: Path) -> None:
-    for nth in range(1, 40):
-        offsets = _Offsets(tmp_path / str(nth))
-        offsets.fill("t", 0, 9)
-        offsets.table.commit("g", "t", 0, 4, durability="flush")
-        offsets.table.commit("g", "t", 0, 7)
-        offsets.fs.crash(nth, torn=True)
-        try:
-            offsets.table.save()
-            done = True
-        except Crash:
-            done = False
-        value = json.loads(offsets.file.read_text())["offsetTable"]["t@g"]["0"]
-        assert value in ((7,) if done else (4, 7))
-        offsets.fs.heal()
-        offsets.store.close()
-        if done:
-            return
-    raise AssertionError("a save makes fewer changes than that")
 
 
 def test_commits_from_many_threads_all_arrive(offsets: _Offsets) -> None:

@@ -514,8 +514,7 @@ def test_a_deleted_group_begins_anew(bench: PopBench) -> None:
     with pytest.raises(InvalidReceiptError):
         bench.ack(delivery)
     assert bodies(bench.pop(n=5)) == [b"0", b"1"]
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     assert bench.service.in_flight() == 2
 
 
@@ -527,8 +526,7 @@ def test_a_deleted_topic_takes_its_deliveries_along(bench: PopBench) -> None:
     bench.put("t", 1, first=7)
     bench.advance(INVISIBLE_MS)
     assert bodies(bench.pop(n=5)) == [b"7"]
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     assert [(p.topic, p.offset) for p in bench.service.pending("g")] in ([("t", 3)], [])
     bench.settle()
     assert bodies(bench.pop(n=5)) == [b"7"]

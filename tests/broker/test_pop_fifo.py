@@ -217,8 +217,7 @@ def test_attempts_of_the_queue_model_are_on_disk_within_a_second_and_end_with_th
     bench.service.note_attempt("g", "t", 0, 1, 2)
     bench.settle()
     bench.advance(1_000)
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     assert bench.service.attempts("g", "t", 0) == {1: 2}
     bench.parts.offsets.commit("g", "t", 0, 2)
     bench.service.note_attempt("g", "t", 0, 2, 1)
@@ -272,8 +271,7 @@ def test_old_order_info_is_ignored_after_the_clock_was_set_back(tmp_path: Path) 
         acknowledge_after_clock_was_set_back(bench)
         for _ in range(2):
             bench.ack(*bench.pop(order=True, n=1))
-        bench.kill()
-        bench.open()
+        bench.crash()
         bench.settle()
         assert bodies(bench.pop(order=True, n=4)) == [b"3"]
 
@@ -285,8 +283,7 @@ def test_old_order_info_is_ignored_if_the_log_begins_behind_it(tmp_path: Path) -
         bench.parts.offsets.save()
         second = bench.pop(order=True, n=3)
         bench.ack(second[0])
-        bench.kill()
-        bench.open(release_in_flight=False)
+        bench.crash(release_in_flight=False)
         bench.settle()
         assert bench.pop(order=True, n=4) == []  # two of the batch are still with their receiver
         bench.advance(60_001)

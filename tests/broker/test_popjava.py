@@ -201,8 +201,7 @@ def test_opening_twice_takes_nothing_twice(left: PopBench, seen: Seen, end: str)
         assert ck_records(left) == count
     left.advance(400_000)
     assert len(left.read(pop_retry_topic("tagged", "t"))) == 6
-    left.kill()
-    left.open()
+    left.crash()
     assert in_flight(left) == set()
     left.advance(400_000)
     assert len(left.read(pop_retry_topic("tagged", "t"))) == 6
@@ -216,15 +215,13 @@ def test_what_the_timer_carries_to_the_revive_queues_later_is_not_taken_again(le
     left.parts.offsets.save()
     before = {q: len(left.read(REVIVE, q)) for q in (0, 1)}
     left.advance(30_000)
-    left.kill()  # midway: of some batches the ck has come to the revive queue, of others it has not
-    left.open()
+    left.crash()  # midway: of some batches the ck has come to the revive queue, of others it has not
     assert in_flight(left) == set()
     with_timer(left)
     left.advance(400_000)
     assert all(len(left.read(REVIVE, q)) > before[q] + 5 for q in before)
     for _ in range(2):
-        left.kill()
-        left.open()
+        left.crash()
         assert in_flight(left) == set()
     done = left.parts.offsets.of_group(REVIVE_GROUP)
     assert done[REVIVE, 0] == len(left.read(REVIVE, 0)) - 1
@@ -262,8 +259,7 @@ def test_a_kill_between_a_ck_and_its_answer_takes_nothing_again(left: PopBench, 
     with_timer(left)
     cks = {"tagged": 0, "retried": 0}
     left.advance(1795274185_500 - left.now_ms)
-    left.kill()
-    left.open()
+    left.crash()
     for message in left.read(REVIVE, 1):
         group = message.json()["c"]
         cks[group] = cks.get(group, 0) + (message.tag == "ck") - (message.tag == "bAck")
@@ -931,8 +927,7 @@ def test_a_kill_at_any_write_of_a_take_over_loses_nothing_and_doubles_nothing(
             assert ck_records(bench) == 11, at  # one of them names the batch in order
             bench.advance(400_000)
             assert len(bench.read(pop_retry_topic("tagged", "t"))) == 6, at
-            bench.kill()
-            bench.open()
+            bench.crash()
             assert in_flight(bench) == set(), at
         shutil.rmtree(copy)
     assert crashed == -(-(11 + 10 + 1) // STEP)  # deliveries, answers, the save

@@ -129,14 +129,6 @@ def test_a_window_reaches_from_its_oldest_sample_to_its_newest(
     assert getattr(statistics.snapshot(), window) == {}
 
 
-def test_what_is_added_after_the_newest_sample_is_in_no_window(statistics: Statistics, clock: SimulatedClock) -> None:
-    clock.advance(10 * SECOND)
-    statistics.run_once(clock.now_ms())
-    statistics.add("TOPIC_PUT_NUMS", "t")
-    assert statistics.snapshot().minute == {}
-    assert statistics.snapshot().total("TOPIC_PUT_NUMS", "t") == 1
-
-
 def test_a_late_sample_makes_a_longer_span_and_no_wrong_rate(statistics: Statistics, clock: SimulatedClock) -> None:
     """The machine slept for an hour: 3600 messages before and after are one a second, not 360."""
     statistics.add("TOPIC_PUT_NUMS", "t", 3_600)
@@ -264,15 +256,6 @@ def test_counters_become_series_with_labels(statistics: Statistics) -> None:
         ("rocketmq_commit_messages_total", orders): 6,
         ("rocketmq_delay_message_latency_sum", orders): 20,
         ("rocketmq_delay_message_latency_count", orders): 2,
-    }
-
-
-def test_gauges_of_the_broker_stand_beside(statistics: Statistics) -> None:
-    name = "rocketmq_consumer_lag_messages"
-    gauges: dict[str, int | Samples] = {name: [({"topic": "t", "consumer_group": "g"}, 5), ({"topic": "u"}, 2)]}
-    assert told_of(statistics, gauges) == {
-        (name, frozenset({("topic", "t"), ("consumer_group", "g")})): 5,
-        (name, frozenset({("topic", "u")})): 2,
     }
 
 
