@@ -223,8 +223,7 @@ def test_absent_and_null_members_are_defaults(tmp_path: Path, file: str, text: s
 
 
 @pytest.mark.parametrize(
-    ("table", "call", "file"),
-    [("topics", "for_send", "topics.json"), ("groups", "need", "subscriptionGroup.json")],
+    ("table", "call", "file"), [("topics", "for_send", "topics.json"), ("groups", "need", "subscriptionGroup.json")]
 )
 def test_threads_that_need_an_entry_at_once_make_one(parts: Parts, table: str, call: str, file: str) -> None:
     tables, found, told = getattr(parts, table), [], []

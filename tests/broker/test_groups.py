@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 
 from mqstore.broker.groups import GroupConfig, GroupTable, RetryPolicy, backoff, exponential
-from mqstore.errors import (
-    ConfigError,
-    GroupNotFoundError,
-    NotPermittedError,
-    StoreFullError,
-)
+from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, StoreFullError
 from tests.broker.support import TableBench
 
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000

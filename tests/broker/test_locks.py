@@ -50,10 +50,7 @@ def test_the_snapshot_tells_owner_age_and_expiry(locks: QueueLocks, clock: Simul
     clock.advance(LEASE_MS)
     locks.try_lock("g", Q[0], "c1")
     clock.advance(1)
-    assert locks.snapshot() == [
-        QueueLock("g", Q[0], "c1", 1, False),
-        QueueLock("h", Q[1], "c2", LEASE_MS + 1, True),
-    ]
+    assert locks.snapshot() == [QueueLock("g", Q[0], "c1", 1, False), QueueLock("h", Q[1], "c2", LEASE_MS + 1, True)]
 
 
 def test_a_lock_at_work_is_nobody_else_s_however_old(locks: QueueLocks, clock: SimulatedClock) -> None:

@@ -522,9 +522,7 @@ def test_an_offset_behind_its_queues_end_is_lowered_and_told_and_saved(offsets: 
     assert offsets.again().problems == []
 
 
-def test_a_value_below_the_queues_first_message_stays_so_that_the_group_is_told(
-    golden: Golden,
-) -> None:
+def test_a_value_below_the_queues_first_message_stays_so_that_the_group_is_told(golden: Golden) -> None:
     trimmed = golden("trimmed")
     queue = max(trimmed.of("queue"), key=lambda queue: queue["min_offset"])
     assert queue["min_offset"] > 0

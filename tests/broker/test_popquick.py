@@ -236,7 +236,7 @@ TURNS: dict[str, list[tuple[str, Any, Any]]] = {
     "popped with a filter": [POP, ("pop tagged", "b", 1), POP, POP],
     "clock set back": [POP, ("ack", -1, 1), ("ack", -1, 1), POP, ("clock", -2000, None), POP, POP],
     "clock set back, and reset": [
-        *(POP, ("ack", -1, 1), ("clock", -500, None), ("reset", 0, 2), *[("pop", 1, 100)] * 2, ("time", 1200, None)),
+        *(POP, ("ack", -1, 1), ("clock", -500, None), ("reset", 0, 2), *[("pop", 1, 100)] * 2, ("time", 1200, None))
     ],
     "too late": [POP, ("time", 60_000, None), POP, POP, ("ack", -3, 1)],
     "after a crash": [POP, ("reopen", True, None), POP, POP, ("ack", -3, 1), ("ack", -2, 1)],
@@ -248,10 +248,10 @@ TURNS: dict[str, list[tuple[str, Any, Any]]] = {
     "given back unseen": [DONE, POP, ("give back", -1, 1), POP, ("ack", -1, 1), POP],
     "a dead letter": [DONE, POP, ("bury", -1, None), POP, ("ack", -2, 1), ("ack", -1, 1)],
     "four, the last first": [
-        *(DONE, ("pop", 4, 60_000), ("ack", -1, 1), ("ack", -3, 1), ("ack", -4, 1), ("ack", -2, 1), POP),
+        *(DONE, ("pop", 4, 60_000), ("ack", -1, 1), ("ack", -3, 1), ("ack", -4, 1), ("ack", -2, 1), POP)
     ],
     "four, of which one was settled in time": [
-        *(DONE, ("pop", 4, 200), ("ack", -3, 1), ("time", 1200, None), ("pop", 4, 60_000), ("ack", -4, 1), POP),
+        *(DONE, ("pop", 4, 200), ("ack", -3, 1), ("time", 1200, None), ("pop", 4, 60_000), ("ack", -4, 1), POP)
     ],
     "two of four": [DONE, ("pop", 4, 60_000), ("ack", -3, 2), ("ack", -4, 1), ("ack", -4, 4), POP],
     "one twice": [("pop", 4, 60_000), ("ack", -4, 4), ("pop", 3, 60_000), ("ack", -2, 3), POP],

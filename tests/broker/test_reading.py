@@ -14,13 +14,7 @@ from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import retry_topic
 from mqstore.broker.parts import Parts
 from mqstore.broker.reading import Reads, Start
-from mqstore.errors import (
-    ConfigError,
-    GroupNotFoundError,
-    NotPermittedError,
-    OffsetOutOfRangeError,
-    TopicNotFoundError,
-)
+from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
 from tests.broker.support import START_MS, clock_of, new_parts
 

@@ -155,7 +155,7 @@ def test_a_rate_over_nothing_is_0() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 9), st.sampled_from([0, 1, 4_000, 10_000, 35_000]))),
+    st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 9), st.sampled_from([0, 1, 4_000, 10_000, 35_000])))
 )
 def test_the_minute_is_that_of_a_model_that_keeps_whole_samples(steps: list[tuple[str, int, int]]) -> None:
     """The model does as 13 says: seven samples of everything, the newest minus the oldest."""

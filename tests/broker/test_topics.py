@@ -12,13 +12,7 @@ import pytest
 from mqstore.broker.names import DELETED_GROUP, START_GROUP
 from mqstore.broker.offsets import OffsetTable
 from mqstore.broker.topics import TopicConfig, TopicTable
-from mqstore.errors import (
-    ConfigError,
-    InvalidMessageError,
-    NotPermittedError,
-    StoreFullError,
-    TopicNotFoundError,
-)
+from mqstore.errors import ConfigError, InvalidMessageError, NotPermittedError, StoreFullError, TopicNotFoundError
 from tests.broker.support import TableBench
 from tests.conftest import GOLDEN_NAMES, Golden
 from tests.faults import Crash

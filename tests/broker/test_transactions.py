@@ -15,11 +15,7 @@ from mqstore.broker.halves import CHECK_AFTER_MS, CHECK_EVERY_MS
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP
 from mqstore.broker.parts import Parts
 from mqstore.broker.transactionops import OP_EVERY_MS
-from mqstore.broker.transactions import (
-    NOT_ASKED,
-    TransactionHandle,
-    Transactions,
-)
+from mqstore.broker.transactions import NOT_ASKED, TransactionHandle, Transactions
 from mqstore.errors import (
     ConfigError,
     FlushTimeoutError,
