@@ -23,12 +23,6 @@ RETRY = "%RETRY%g+t"
 POP_LOG = "rmq_sys_pop_log"
 
 
-@pytest.fixture
-def broker(bench: Bench) -> Broker:
-    bench.broker.topics.create("t", queues=1)
-    return bench.broker
-
-
 def counters(broker: Broker) -> StatisticsSnapshot:
     return broker.stats().counters
 
