@@ -62,9 +62,7 @@ def test_sql_and_tag_filters_choose(bench: Bench) -> None:
     assert sorted(bench.bodies("sql", filter=bench.broker.filter("n BETWEEN 2 AND 4", "SQL92"))) == [b"2", b"3", b"4"]
 
 
-def test_reading_by_offset_with_commits(bench: Bench) -> None:
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
+def test_reading_by_offset_with_commits(bench: Bench, broker: Broker) -> None:
     for n in range(5):
         broker.put("t", b"%d" % n)
     assert broker.committed("g", "t", 0) is None
@@ -82,11 +80,9 @@ def test_reading_by_offset_with_commits(bench: Bench) -> None:
     assert bench.broker.lag("g") == {QueueRef("t", 0): 5}
 
 
-def test_a_commit_says_where_a_group_is_and_a_reset_stays_until_it_was_heard_of(bench: Bench) -> None:
+def test_a_commit_says_where_a_group_is_and_a_reset_stays_until_it_was_heard_of(broker: Broker) -> None:
     """The vector of clients#offset-vectors, at the door that consumers commit by: the last one counts, also if it is
     less; after a reset, which is the engine's freeze, late ones do not; of a group that is deleted nothing is known."""
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
     broker.put_many("t", [b""] * 1_100, queue_id=0)
     for offset in (1024, 1023):
         broker.commit("g", "t", 0, offset)
@@ -104,9 +100,7 @@ def test_a_commit_says_where_a_group_is_and_a_reset_stays_until_it_was_heard_of(
     assert broker.committed("g", "t", 0) is None
 
 
-def test_a_commit_by_who_does_not_hold_the_lock_is_refused(bench: Bench) -> None:
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
+def test_a_commit_by_who_does_not_hold_the_lock_is_refused(broker: Broker) -> None:
     queue = QueueRef("t", 0)
     assert broker.locks.try_lock("g", queue, "a")
 
@@ -298,12 +292,10 @@ def test_a_mechanism_that_fails_shows_and_goes_on_when_the_cause_is_gone(tmp_pat
     ],
 )
 def test_who_waits_to_pop_is_told_that_there_is_nothing_to_wait_for(
-    bench: Bench, change: Callable[[Broker], object], error: type[Exception]
+    broker: Broker, change: Callable[[Broker], object], error: type[Exception]
 ) -> None:
     """Only of a topic that was deleted. Of a group that was deleted or disabled who waited heard when his time was
     over; and if a message came first his pop made the deleted group anew."""
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
     broker.groups.create("g")
     raised: list[Exception] = []
 
@@ -324,9 +316,7 @@ def test_who_waits_to_pop_is_told_that_there_is_nothing_to_wait_for(
     assert (broker.groups.get("g") is None) == (error is GroupNotFoundError)
 
 
-def test_who_is_called_back_is_called_when_his_group_changed(bench: Bench) -> None:
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
+def test_who_is_called_back_is_called_when_his_group_changed(bench: Bench, broker: Broker) -> None:
     told: list[str] = []
     for group in ("g", "h"):
         broker.groups.create(group)
@@ -399,13 +389,12 @@ def test_what_became_of_a_delivery_is_as_durable_as_a_put(
         assert behind == dict.fromkeys(behind, of_call == "append")
 
 
-def test_a_durability_that_there_is_not_changes_nothing(bench: Bench) -> None:
-    bench.broker.topics.create("t", queues=1)
-    for name, call in settling_calls(bench.broker).items():
-        end = bench.broker.store.max_offset
+def test_a_durability_that_there_is_not_changes_nothing(broker: Broker) -> None:
+    for name, call in settling_calls(broker).items():
+        end = broker.store.max_offset
         with pytest.raises(ConfigError, match="durability"):
             call(durability="soon")
-        assert bench.broker.store.max_offset == end, name
+        assert broker.store.max_offset == end, name
 
 
 def test_puts_that_do_not_wait_say_when_they_are_on_disk(tmp_path: Path) -> None:
@@ -456,15 +445,14 @@ def test_a_store_has_one_broker(bench: Bench) -> None:
     assert bench.broker.put("t", b"x").offset == 0
 
 
-def test_a_commit_that_nobody_would_write_down_is_refused(bench: Bench) -> None:
-    bench.broker.topics.create("t", queues=1)
-    bench.broker.put("t", b"x")
+def test_a_commit_that_nobody_would_write_down_is_refused(broker: Broker) -> None:
+    broker.put("t", b"x")
     for queue_id, offset in ((0, 2), (0, -1), (1, 0)):
         with pytest.raises(OffsetOutOfRangeError):
-            bench.broker.commit("g", "t", queue_id, offset)
-    bench.broker.close()
+            broker.commit("g", "t", queue_id, offset)
+    broker.close()
     with pytest.raises(StoreClosedError):
-        bench.broker.commit("g", "t", 0, 1)
+        broker.commit("g", "t", 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -513,10 +501,8 @@ def test_a_waiter_without_a_thread_is_called_when_a_pop_is_worth_it(bench: Bench
     assert timed == [False]
 
 
-def test_delayed_messages_above_a_lowered_limit_are_delivered(bench: Bench) -> None:
+def test_delayed_messages_above_a_lowered_limit_are_delivered(bench: Bench, broker: Broker) -> None:
     """The timer threw it away; a level tried again for ever, and nothing behind it came."""
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
     broker.put("t", b"T" * 3000, delay=30)
     broker.put("t", b"L" * 3000, delay_level=3)
     broker.put("t", b"small", delay_level=3)

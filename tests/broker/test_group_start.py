@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mqstore.broker.broker import Broker
 from tests.broker.support import Bench, full
 
 
@@ -31,9 +32,7 @@ def test_group_that_begins_at_the_end_skips_nothing_after_a_kill(bench: Bench, j
     assert bench.drain() == [b"new", b"new"]
 
 
-def test_start_that_cannot_be_saved_is_not_used(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
+def test_start_that_cannot_be_saved_is_not_used(bench: Bench, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     broker.groups.create("g", start="latest")
 
     with monkeypatch.context() as patch:
@@ -48,11 +47,9 @@ def test_start_that_cannot_be_saved_is_not_used(bench: Bench, monkeypatch: pytes
     assert bench.drain() == [b"new"]
 
 
-def test_start_is_used_by_others_only_once_it_is_saved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_is_used_by_others_only_once_it_is_saved(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two members that come at once the second took what the first was just saving; and when that failed, what the
     second had committed since was taken back with it."""
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
     broker.put_many("t", [b"old"] * 3, queue_id=0)
     broker.groups.create("g", start="latest")
     file = broker._parts.offsets._file
