@@ -532,21 +532,6 @@ def test_a_progress_file_that_cannot_be_written_is_written_later_and_holds_no_de
     assert delays.file()["offsetTable"] == {"1": 2}
 
 
-def test_after_a_kill_exactly_what_was_delivered_since_the_file_was_written_comes_again(delays: Delays) -> None:
-    for n in range(27):
-        delays.put(1, b"%02d" % n)
-        delays.pass_ms(1_000)
-    for n in range(27, 30):
-        delays.put(1, b"%02d" % n)
-    saved = delays.file()["offsetTable"]["1"]
-    done = delays.service.progress()[1][0]
-    assert (saved, done) == (26, 27)
-    before = delays.delivered()
-    delays.reopen(killed=True)
-    delays.pass_ms(60_000)
-    assert delays.delivered() == before + before[saved:done] + [b"%02d" % n for n in range(done, 30)]
-
-
 def test_a_kill_100_ms_after_a_delivery_repeats_nothing(delays: Delays) -> None:
     for n in range(5):
         delays.put(1, b"%d" % n)

@@ -502,6 +502,7 @@ def _assert_alike(mine: Message, real: Message) -> None:
         ([0, 1, 2], 0, [0, 2, 1], False, []),
         ([0, 1, 2], 0, [0, 1, 2], True, []),
         ([0, 1], 0b11, [], False, []),
+        ([], 0, [], False, []),
     ],
 )
 def test_what_is_acknowledged_in_part_is_taken_in_part(
@@ -543,13 +544,6 @@ def test_forms_of_older_brokers_are_understood(bench: PopBench, java: Java) -> N
     java.ack(ck, 1, bn=None)  # no broker: the one that reads it
     bench.reopen()
     assert numbers(bench) == [0, 2]
-
-
-def test_a_batch_without_messages_is_nothing(bench: PopBench, java: Java) -> None:
-    java.ck(3, [], n=0)
-    bench.reopen()
-    assert in_flight(bench) == set()
-    assert bench.committed() == 10
 
 
 def test_what_the_timer_delivered_is_looked_for_in_the_revive_queue_alone(bench: PopBench, java: Java) -> None:
