@@ -149,23 +149,15 @@ def test_with_auto_create_off_an_unknown_topic_is_an_error(tmp_path: Path) -> No
 
 
 def test_a_copy_is_born_where_its_original_was_and_remembers_it(parts: Parts) -> None:
-    receipt = parts.store.append(
-        "orders",
-        0,
-        b"body",
-        properties={"k": "v"},
-        flag=7,
-        born_timestamp_ms=123,
-        born_host="10.1.2.3:4567",
-        reconsume_times=2,
-    )
+    born: dict[str, Any] = {"flag": 7, "born_timestamp_ms": 123, "born_host": "10.1.2.3:4567"}
+    receipt = parts.store.append("orders", 0, b"body", properties={"k": "v"}, reconsume_times=2, **born)
     [original] = parts.store.read("orders")
 
     parts.road.copy(original, "other", 0, {"k": "w"}, reconsume_times=3)
 
     [copy] = parts.store.read("other")
-    assert (copy.body, copy.flag, copy.born_timestamp_ms, copy.born_host) == (b"body", 7, 123, "10.1.2.3:4567")
-    assert copy.reconsume_times == 3
+    assert {name: getattr(copy, name) for name in born} == born
+    assert (copy.body, copy.reconsume_times) == (b"body", 3)
     assert copy.stored_properties() == {"k": "w", "ORIGIN_MESSAGE_ID": receipt.message_id}
     assert copy.unique_key == original.unique_key == receipt.message_id
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mqstore.broker.admin.statistics import Rate, Samples, Statistics, Total
 from mqstore.clock import SimulatedClock
-from tests.broker.scraping import scraped
+from tests.broker.scraping import scraped, series
 from tests.broker.support import in_threads
 
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
@@ -230,32 +230,21 @@ def test_counters_become_series_with_labels(statistics: Statistics) -> None:
             ("GROUP_GET_LATENCY", "0@orders", 5, 1),  # kept for stats(), not exported
         ]
     )
-    plain = {("is_retry", "false"), ("is_system", "false")}
-    orders = frozenset({("topic", "orders"), *plain})
-    orders_g = orders | {("consumer_group", "g")}
-    retry = {("is_retry", "true"), ("is_system", "false"), ("message_type", "normal")}
-    system = {("is_retry", "false"), ("is_system", "true")}
-    put = orders | {("message_type", "normal")}
+    kind = {"message_type": "normal"}
     assert told_of(statistics) == {
-        ("rocketmq_messages_in_total", put): 2,
-        ("rocketmq_messages_in_total", frozenset({("topic", "%RETRY%g+orders"), *retry})): 1,
-        ("rocketmq_messages_in_total", frozenset({("topic", "%DLQ%g"), *retry})): 1,
-        (
-            "rocketmq_messages_in_total",
-            frozenset({("topic", "SCHEDULE_TOPIC_XXXX"), ("message_type", "normal"), *system}),
-        ): 1,
-        ("rocketmq_throughput_in_total", put): 300,
-        ("rocketmq_message_size_sum", put): 300,
-        ("rocketmq_message_size_count", put): 2,
-        ("rocketmq_messages_out_total", orders_g): 5,
-        (
-            "rocketmq_throughput_out_total",
-            frozenset({("topic", "orders"), ("consumer_group", "CID_RMQ_SYS_TRANS"), *system}),
-        ): 70,
-        ("rocketmq_send_to_dlq_messages_total", orders_g): 1,
-        ("rocketmq_commit_messages_total", orders): 6,
-        ("rocketmq_delay_message_latency_sum", orders): 20,
-        ("rocketmq_delay_message_latency_count", orders): 2,
+        series("messages_in_total", "orders", **kind): 2,
+        series("messages_in_total", "%RETRY%g+orders", retry=True, **kind): 1,
+        series("messages_in_total", "%DLQ%g", retry=True, **kind): 1,
+        series("messages_in_total", "SCHEDULE_TOPIC_XXXX", system=True, **kind): 1,
+        series("throughput_in_total", "orders", **kind): 300,
+        series("message_size_sum", "orders", **kind): 300,
+        series("message_size_count", "orders", **kind): 2,
+        series("messages_out_total", "orders", consumer_group="g"): 5,
+        series("throughput_out_total", "orders", system=True, consumer_group="CID_RMQ_SYS_TRANS"): 70,
+        series("send_to_dlq_messages_total", "orders", consumer_group="g"): 1,
+        series("commit_messages_total", "orders"): 6,
+        series("delay_message_latency_sum", "orders"): 20,
+        series("delay_message_latency_count", "orders"): 2,
     }
 
 

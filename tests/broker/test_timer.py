@@ -314,28 +314,16 @@ def test_there_is_no_file_before_the_first_message_that_waits(timers: Timers) ->
 
 def test_a_delivered_copy_has_the_message_without_what_delayed_it(timers: Timers) -> None:
     timers.clock.advance(250)
-    timers.put(
-        "body",
-        2000,
-        properties={"TAGS": "t", "KEYS": "k", "mine": "x", "UNIQ_KEY": "u", "TIMER_DELIVER_MS": "5"},
-        flag=7,
-        born_timestamp_ms=123,
-        born_host="10.1.2.3:55",
-        reconsume_times=4,
-    )
+    properties = {"TAGS": "t", "KEYS": "k", "mine": "x", "UNIQ_KEY": "u"}
+    fields: dict[str, Any] = {"flag": 7, "born_timestamp_ms": 123, "born_host": "10.1.2.3:55", "reconsume_times": 4}
+    timers.put("body", 2000, properties={**properties, "TIMER_DELIVER_MS": "5"}, **fields)
     timers.pass_ms(3000)
     [message] = timers.messages()
-    assert message.stored_properties() == {
-        "TAGS": "t",
-        "KEYS": "k",
-        "mine": "x",
-        "UNIQ_KEY": "u",
-        "TIMER_OUT_MS": str(START_MS + 2000),
-        "TIMER_ENQUEUE_MS": str(START_MS),
-        "TIMER_DEQUEUE_MS": str(START_MS + 2250),
-    }
-    assert (message.text(), message.flag, message.born_timestamp_ms) == ("body", 7, 123)
-    assert (message.born_host, message.reconsume_times, message.tag) == ("10.1.2.3:55", 4, "t")
+    times = {"TIMER_OUT_MS": 2000, "TIMER_ENQUEUE_MS": 0, "TIMER_DEQUEUE_MS": 2250}
+    times_ms = {name: str(START_MS + ms) for name, ms in times.items()}
+    assert message.stored_properties() == {**properties, **times_ms}
+    assert (message.text(), message.tag) == ("body", "t")
+    assert {name: getattr(message, name) for name in fields} == fields
 
 
 def test_a_compressed_body_stays_as_it_is(timers: Timers) -> None:
