@@ -130,14 +130,18 @@ class Pair:
         assert logs[0] == logs[1]
 
 
+def create(pair: Pair, queues: int) -> None:
+    """Create the topic, or give it more queues."""
+    pair.do(lambda bench: bench.parts.topics.create("t", queues=1) and None)
+    pair.do(lambda bench: bench.parts.topics.alter("t", queues=queues) and None)
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
+    """A pair with one queue."""
     with Pair(tmp_path) as pair:
+        create(pair, 1)
         yield pair
-
-
-def create(pair: Pair, queues: int) -> None:
-    pair.do(lambda bench: bench.parts.topics.create("t", queues=queues) and None)
 
 
 STEPS = st.one_of(
@@ -273,7 +277,6 @@ TURNS: dict[str, list[tuple[str, Any, Any]]] = {
 def test_what_takes_more_than_popping_the_next(pair: Pair, way: str, steps: list[tuple[str, Any, Any]]) -> None:
     """The cases that compiled code leaves alone, each with a pop or an ack behind it that could get it wrong."""
     pair.way = ORDERS[way]
-    create(pair, 1)
     for _ in range(2):  # the second time the group is there, and the route to its queues
         for serial in range(8):
             step(pair, "put", 0, 1, serial)
@@ -299,7 +302,6 @@ def test_messages_that_cannot_be_read_are_passed_over(
 ) -> None:
     """Between two, and behind the last: as a read leaves them out whose units are void."""
     pair.way = ORDERS[way]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 8))
     pair.pop()
     for bench in pair.benches:
@@ -322,7 +324,6 @@ def test_messages_that_cannot_be_read_are_passed_over(
 @compiled
 @pytest.mark.parametrize("option", ["order", "local"])
 def test_an_option_counts_by_its_truth(pair: Pair, option: str) -> None:
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 4))
     for options in ({}, {option: 1}, {option: 0}):
         pair.pop(**options)
@@ -334,7 +335,6 @@ def test_an_option_counts_by_its_truth(pair: Pair, option: str) -> None:
 @ways
 def test_a_reset_that_is_pending_comes_first(pair: Pair, way: str) -> None:
     pair.way = ORDERS[way]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 8))
     for _ in range(3):
         pair.pop()
@@ -350,7 +350,6 @@ def test_a_reset_that_is_pending_comes_first(pair: Pair, way: str) -> None:
 
 @compiled
 def test_popped_in_order_before(pair: Pair) -> None:
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 9))
     pair.pop()
     pair.ack([pair.deliveries[0][0].receipt])
@@ -418,7 +417,6 @@ def test_batches_of_several_queues_are_settled_in_one_call(pair: Pair, monkeypat
 def test_a_last_batch_that_is_not_noted_yet_is_for_python(pair: Pair) -> None:
     """As an exception of a signal handler may leave it, between the record in the log and the order info."""
     pair.way = ORDERS["in order"]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 9))
     step(pair, *DONE, 0)
     for bench in pair.benches:
@@ -432,7 +430,6 @@ def test_a_last_batch_that_is_not_noted_yet_is_for_python(pair: Pair) -> None:
 @compiled
 def test_deliveries_without_order_have_to_end_first(pair: Pair) -> None:
     pair.way = ORDERS["in order"]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 9))
     step(pair, *DONE, 0)
     for bench in pair.benches:  # as no call leaves it
@@ -444,7 +441,6 @@ def test_deliveries_without_order_have_to_end_first(pair: Pair) -> None:
 
 @compiled
 def test_a_queue_that_was_dropped_hands_out_nothing(pair: Pair) -> None:
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 9))
     for _ in range(3):
         pair.pop()
@@ -463,7 +459,6 @@ def test_a_queue_that_was_dropped_hands_out_nothing(pair: Pair) -> None:
 @compiled
 def test_a_long_run_of_single_messages(pair: Pair) -> None:
     """Past the read-ahead's ends, and past the first tidying of the timeline."""
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 3000))
     draw = random.Random(3)
     for i in range(3000):
@@ -484,7 +479,6 @@ def test_a_long_run_of_single_messages(pair: Pair) -> None:
 def test_a_long_run_of_messages_settled_at_once(pair: Pair, way: str) -> None:
     """In one millisecond: pop times in order run ahead of the clock by as much as they may, and begin again."""
     pair.way = ORDERS[way]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 1500))
     for _ in range(1100):
         assert pair.pop() == 1
@@ -515,7 +509,6 @@ def test_single_messages_take_the_compiled_way(
 ) -> None:
     """Or all these tests would compare Python with itself. What is left to Python: the reads, and the
     fifth of the pops that looks at the retry topic first, and then at the queue."""
-    create(pair, 1)
     bench = pair.benches[0]
     if has_retries:
         bench.parts.topics.ensure(pop_retry_topic("g", "t"), 1)
@@ -543,7 +536,6 @@ def test_single_messages_take_the_compiled_way(
 def test_the_last_ack_of_a_batch_in_order_wakes_a_receiver(pair: Pair) -> None:
     """One that waits, or that has looked and is about to wait."""
     pair.way = ORDERS["in order"]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 9))
     step(pair, *DONE, 0)
     pair.pop(n=3)
@@ -568,7 +560,6 @@ def test_the_last_ack_of_a_batch_in_order_wakes_a_receiver(pair: Pair) -> None:
 def test_a_record_that_says_more_is_not_replaced(pair: Pair, change: str) -> None:
     """Compiled code asks the order info, and not only the last batch that it has seen."""
     pair.way = ORDERS["in order"]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 9))
     step(pair, *DONE, 0)
     if change == "nack":
@@ -591,7 +582,6 @@ def test_a_record_that_says_more_is_not_replaced(pair: Pair, change: str) -> Non
 
 @compiled
 def test_a_queue_in_use_is_waited_for(pair: Pair) -> None:
-    create(pair, 1)
     bench = pair.benches[0]
     bench.put("t", 3)
     [first] = bench.pop()
@@ -619,7 +609,6 @@ def test_a_queue_in_use_is_waited_for(pair: Pair) -> None:
 @compiled
 def test_what_a_put_raises_leaves_the_message_where_it_was(pair: Pair) -> None:
     """The alarm that a put rings runs Python, into which Ctrl-C may come."""
-    create(pair, 1)
     bench = pair.benches[0]
     bench.put("t", 3)
     [first] = bench.pop()
@@ -644,7 +633,6 @@ def test_what_a_put_raises_leaves_the_message_where_it_was(pair: Pair) -> None:
 
 @compiled
 def test_an_offset_table_that_raises_leaves_the_queue_free(pair: Pair) -> None:
-    create(pair, 1)
     bench = pair.benches[0]
     bench.put("t", 3)
     bench.ack(*bench.pop())  # the group comes into being, and then the route to its queues
@@ -698,7 +686,6 @@ def test_forged_receipts_are_refused_as_by_python(
 
 @compiled
 def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
-    create(pair, 1)
     tables = pair.benches[0].service._tables
     bare = kernel.Lending()
     half = Lending()
@@ -739,7 +726,6 @@ def test_a_store_that_flushes_each_put_pops_by_python(tmp_path: Path) -> None:
 
 @compiled
 def test_names_that_do_not_fit_are_left_to_python(pair: Pair) -> None:
-    create(pair, 1)
     bench = pair.benches[0]
     bench.put("t", 3)
     bench.pop()
