@@ -45,9 +45,7 @@ def test_a_delivery_tells_what_a_receiver_needs(bench: PopBench) -> None:
     bench.put("t", 1)
     now_ms = bench.now_ms
     [delivery] = bench.pop()
-    assert delivery.topic == "t"
-    assert delivery.queue_id == 0
-    assert delivery.attempt == 1
+    assert (delivery.topic, delivery.queue_id, delivery.attempt) == ("t", 0, 1)
     assert delivery.visible_at_ms == now_ms + INVISIBLE_MS
     assert delivery.receipt == f"0 {now_ms} 60000 0 0 mqstore 0 0"
 
@@ -713,19 +711,18 @@ def test_the_pop_log_has_the_records_of_delivery_pop_log(bench: PopBench) -> Non
 
 
 @pytest.mark.parametrize("order", [False, True])
-def test_receiver_waits_for_deliveries_of_the_other_order(tmp_path: Path, order: bool) -> None:
+def test_receiver_waits_for_deliveries_of_the_other_order(bench: PopBench, order: bool) -> None:
     """It looked again at once, found nothing, and so on: a core at 100% until its time was over."""
-    with PopBench(tmp_path) as bench:
-        bench.put("t", 4)
-        bench.pop(order=not order)
-        assert not bench.service.wait_for("g", "t", -1, None, order, 0)
-        woken: list[bool] = []
-        bench.service.add_waiter("g", "t", -1, None, woken.append, order=order)
-        bench.settle()
-        assert woken == []
-        if not order:  # once the batch in order has ended
-            bench.advance(60_000)
-            assert woken == [True]
+    bench.put("t", 4)
+    bench.pop(order=not order)
+    assert not bench.service.wait_for("g", "t", -1, None, order, 0)
+    woken: list[bool] = []
+    bench.service.add_waiter("g", "t", -1, None, woken.append, order=order)
+    bench.settle()
+    assert woken == []
+    if not order:  # once the batch in order has ended
+        bench.advance(60_000)
+        assert woken == [True]
 
 
 def test_released_retry_wakes_a_receiver_of_another_queue(tmp_path: Path) -> None:
