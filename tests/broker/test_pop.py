@@ -613,21 +613,6 @@ def test_positions_below_the_first_message_are_counted_as_lost(bench: PopBench) 
 # -- what is shown, and waiting ---------------------------------------------------------------------------------------
 
 
-def test_pending_lists_what_is_in_flight(bench: PopBench) -> None:
-    bench.put("t", 3)
-    now_ms = bench.now_ms
-    first = bench.pop(n=2)
-    receipt = bench.service.change_invisible("g", "t", first[1].receipt, 5_000)
-    assert [tuple(p) for p in bench.service.pending("g")] == [
-        ("t", 0, 0, now_ms, now_ms + INVISIBLE_MS, False),
-        ("t", 0, 1, now_ms + 1, now_ms + 5_000, False),
-    ]
-    assert bench.service.pending("other") == []
-    bench.ack(first[0])
-    bench.service.ack("g", "t", receipt)
-    assert bench.service.pending("g") == []
-
-
 def test_a_parked_receiver_is_woken_by_a_message_a_copy_and_a_release(bench: PopBench) -> None:
     fired: list[bool] = []
     assert bench.pop() == []
@@ -673,15 +658,6 @@ def test_who_cannot_wait_is_not_left_parked(bench: PopBench) -> None:
     with pytest.raises(TopicNotFoundError):
         bench.service.add_waiter("g", "nowhere", -1, None, lambda worth: None)
     assert bench.service._waiters.parked == 0
-
-
-def test_a_waiter_can_leave(bench: PopBench) -> None:
-    fired: list[bool] = []
-    assert bench.pop() == []
-    assert bench.waiters.remove_waiter(bench.service.add_waiter("g", "t", -1, None, fired.append))
-    bench.put("t", 1)
-    bench.settle()
-    assert fired == []
 
 
 def test_waiting_for_what_is_there_does_not_wait(bench: PopBench) -> None:
