@@ -268,6 +268,12 @@ class _Waking(_Offsets):
     def _wake(self) -> None:
         self.wakes += 1
 
+    def save_quickly(self, offset: int, now_ms: int) -> None:
+        """Commit, and let 100 ms pass."""
+        self.table.commit("g", "t", 0, offset)
+        self.table.run_once(now_ms)
+        self.table.run_once(now_ms + 100)
+
     def on_disk(self, suffix: str = "") -> int:
         value = json.loads(Path(f"{self.file}{suffix}").read_text())
         return value["offsetTable"]["t@g"]["0"]  # type: ignore[no-any-return]
@@ -331,37 +337,28 @@ def test_a_commit_that_a_save_took_along_leaves_nothing_to_do(waking: _Waking) -
 
 
 def test_quick_saves_leave_the_last_synced_one_as_the_backup(waking: _Waking) -> None:
-    table = waking.table
     for offset, now_ms in ((2, 1_000), (3, 2_000)):
-        table.commit("g", "t", 0, offset)
-        table.run_once(now_ms)
-        table.run_once(now_ms + 100)
+        waking.save_quickly(offset, now_ms)
         assert (waking.on_disk(), waking.on_disk(".bak")) == (offset, 1)
-    table.commit("g", "t", 0, 4, durability="flush")
+    waking.table.commit("g", "t", 0, 4, durability="flush")
     assert (waking.on_disk(), waking.on_disk(".bak")) == (4, 1)  # 3 may be torn on disk
-    table.commit("g", "t", 0, 5)
-    table.run_once(3_000)
-    table.run_once(3_100)
+    waking.save_quickly(5, 3_000)
     assert (waking.on_disk(), waking.on_disk(".bak")) == (5, 4)
 
 
 def test_the_first_save_of_a_process_is_never_a_quick_one(waking: _Waking) -> None:
     """What the process before has left is perhaps not on disk, and there may be no backup."""
-    table = waking.again()
-    table.run_once(0)
-    table.commit("g", "t", 0, 2)
-    table.run_once(1_000)
-    table.run_once(1_100)
+    waking.table = waking.again()
+    waking.table.run_once(0)
+    waking.save_quickly(2, 1_000)
     assert waking.flushes == 1
-    assert not table.dirty
+    assert not waking.table.dirty
 
 
 def test_a_large_table_is_saved_quickly_less_often(waking: _Waking, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 0.02])
     monkeypatch.setattr("mqstore.broker.offsets.thread_time", lambda: next(times))
-    waking.table.commit("g", "t", 0, 2)
-    waking.table.run_once(1_000)
-    waking.table.run_once(1_100)
+    waking.save_quickly(2, 1_000)
     waking.table.commit("g", "t", 0, 3)
     assert waking.table.run_once(1_101) == 1_101 + 50 * 20
 
@@ -370,9 +367,7 @@ def test_a_table_that_was_large_is_saved_quickly_again(waking: _Waking, monkeypa
     """A save that took long puts quick ones off beyond the next synced one; that is measured as well."""
     times = iter([0.0, 1.0, 1.0, 1.0])
     monkeypatch.setattr("mqstore.broker.offsets.thread_time", lambda: next(times))
-    waking.table.commit("g", "t", 0, 2)
-    waking.table.run_once(1_000)
-    waking.table.run_once(1_100)
+    waking.save_quickly(2, 1_000)
     waking.table.commit("g", "t", 0, 3)
     assert waking.table.run_once(1_200) == 5_000
     waking.table.run_once(5_000)
@@ -394,9 +389,7 @@ def test_a_quick_save_that_fails_is_made_up_for(waking: _Waking) -> None:
 def _quickly_saved(path: Path, offset: int) -> _Waking:
     """A store whose process was killed after a quick save."""
     waking = _Waking(path)
-    waking.table.commit("g", "t", 0, offset)
-    waking.table.run_once(1_000)
-    waking.table.run_once(1_100)
+    waking.save_quickly(offset, 1_000)
     assert waking.on_disk() == offset
     waking.store.dispatch()  # so there is nothing that opening has to mend
     return waking
