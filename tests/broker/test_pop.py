@@ -504,18 +504,6 @@ def test_a_reset_that_nobody_told_of_counts_at_the_next_pop(bench: PopBench) -> 
     assert bodies(bench.pop(n=5)) == [b"5"]
 
 
-def test_a_deleted_group_begins_anew(bench: PopBench) -> None:
-    bench.put("t", 2)
-    [delivery] = bench.pop()
-    bench.parts.groups.delete("g")
-    bench.parts.offsets.remove_group("g")
-    with pytest.raises(InvalidReceiptError):
-        bench.ack(delivery)
-    assert bodies(bench.pop(n=5)) == [b"0", b"1"]
-    bench.crash()
-    assert bench.service.in_flight() == 2
-
-
 def test_a_deleted_topic_takes_its_deliveries_along(bench: PopBench) -> None:
     bench.put("t", 3)
     bench.pop(n=2)
