@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mqstore.broker.broker import Broker
 from mqstore.broker.parts import Parts
 from tests.broker.support import Bench, new_parts
 
@@ -16,6 +17,13 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path / "store")
     yield bench
     bench.broker.close()
+
+
+@pytest.fixture
+def broker(bench: Bench) -> Broker:
+    """The broker of `bench`, with a topic `t` of one queue."""
+    bench.broker.topics.create("t", queues=1)
+    return bench.broker
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from mqstore.options import Durability
 from tests.broker.support import advance, new_parts, settle
 from tests.log.support import kill
 
-__all__ = ["PopBench", "bodies", "fail_once"]
+__all__ = ["PopBench", "bodies", "fail_once", "offsets"]
 
 
 class PopBench:
@@ -68,6 +68,11 @@ class PopBench:
         """What the system does for a dead process: locks and descriptors are given back, nothing else happens."""
         kill(self.parts.store)
         self._opened = False
+
+    def crash(self, **config: Any) -> None:
+        """Open again after a kill."""
+        self.kill()
+        self.open(**config)
 
     def reopen(self, **config: Any) -> None:
         if self._opened:
@@ -145,3 +150,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, target: object, name: str, *, cal
 
 def bodies(deliveries: list[Delivery]) -> list[bytes]:
     return [delivery.message.body for delivery in deliveries]
+
+
+def offsets(deliveries: list[Delivery]) -> list[int]:
+    return [delivery.message.offset for delivery in deliveries]

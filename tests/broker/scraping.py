@@ -10,6 +10,14 @@ LABEL = re.compile(r'([a-zA-Z_]\w*)="((?:[^"\\]|\\.)*)"')
 UNESCAPE = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
 
 
+def series(
+    name: str, topic: str, *, retry: bool = False, system: bool = False, **labels: str
+) -> tuple[str, frozenset[tuple[str, str]]]:
+    """Return a series of a topic as `scraped` has it."""
+    labels |= {"topic": topic, "is_retry": str(retry).lower(), "is_system": str(system).lower()}
+    return f"rocketmq_{name}", frozenset(labels.items())
+
+
 def scraped(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Return the samples by name and labels. Each line must be well-formed, each series announced once and whole."""
     found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}

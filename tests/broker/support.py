@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 from mqstore.broker.broker import Broker
 from mqstore.broker.parts import Mechanism, Parts, open_parts, open_tables
 from mqstore.clock import SimulatedClock
+from mqstore.errors import StoreFullError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.message import Message
 from mqstore.log.store import MessageStore
@@ -22,10 +24,12 @@ from tests.log.support import kill, open_store
 __all__ = [
     "START_MS",
     "Bench",
+    "ServiceBench",
     "TableBench",
     "advance",
     "advance_broker",
     "clock_of",
+    "full",
     "in_threads",
     "new_parts",
     "settle",
@@ -102,6 +106,11 @@ def advance_broker(broker: Broker, clock: SimulatedClock, duration_ms: int) -> N
     settle_broker(broker, clock)
 
 
+def full(*_: object, **__: object) -> Any:
+    """Meet a full disk, in the place of a function that writes."""
+    raise StoreFullError(errno.ENOSPC, "no space", "file", "put")
+
+
 def in_threads(*calls: Callable[[], object]) -> None:
     """Run all `calls` at once. What any of them raises fails the test."""
     gate = threading.Barrier(len(calls))
@@ -146,6 +155,61 @@ class TableBench(Generic[Table]):
         self.file.write_text(text)
         self.table = self.again()
         return self.table
+
+
+Service = TypeVar("Service", bound=Mechanism)
+
+
+class ServiceBench(Generic[Service]):
+    """A store with one service of the broker alone, that can be closed, killed and opened again under one clock."""
+
+    def __init__(
+        self,
+        path: Path,
+        make: Callable[[Parts, Callable[[], None]], Service],
+        fs: FileSystem | None = None,
+        **config: Any,
+    ) -> None:
+        self.path, self.wakes, self._make = path, 0, make
+        self._config = {"clock": SimulatedClock(), **config}
+        self.open(fs)
+
+    def open(self, fs: FileSystem | None = None, **config: Any) -> None:
+        """Open, with options that count from then on."""
+        self._config |= config
+        self.parts: Parts = new_parts(self.path, fs=fs, **self._config)
+        self.service = self._make(self.parts, self._wake)
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def close(self) -> None:
+        self.service.close()
+        self.parts.offsets.close()
+        self.parts.store.close()
+
+    def kill(self) -> None:
+        """Do what the system does for a dead process: what was written is there, what was in memory is not."""
+        kill(self.parts.store)
+
+    def reopen(self, fs: FileSystem | None = None, *, killed: bool = False, **config: Any) -> None:
+        (self.kill if killed else self.close)()
+        self.open(fs, **config)
+
+    @property
+    def clock(self) -> SimulatedClock:
+        return clock_of(self.parts)
+
+    def settle(self) -> int | None:
+        """Run everything that is due now, and return when the next is."""
+        return settle(self.parts, [self.service])
+
+    def pass_ms(self, duration_ms: int) -> None:
+        advance(self.parts, [self.service], duration_ms)
+
+    def messages(self, topic: str = "orders", queue_id: int = 0) -> list[Message]:
+        bounds = self.parts.store.offsets_or_none(topic, queue_id)
+        return [] if bounds is None else self.parts.store.read(topic, queue_id, bounds[0], 1_000_000)
 
 
 class Bench:

@@ -86,15 +86,6 @@ def test_a_group_is_created_and_altered_by_its_attempts(bench: Bench, attempts: 
     assert bench.broker.groups.alter("g", max_attempts=5).retry_policy == policy.with_attempts(5)
 
 
-@pytest.mark.parametrize(
-    "wish", [{"max_attempts": 0}, {"max_attempts": True}, {"max_attempts": 3, "retry_max_times": 3}]
-)
-def test_attempts_that_cannot_be_make_no_group(bench: Bench, wish: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="max_attempts"):
-        bench.broker.groups.create("g", **wish)
-    assert bench.broker.groups.get("g") is None
-
-
 # -- a broker that was closed (reliability#p9) -------------------------------------------------------------------------
 
 CALLS: dict[str, Callable[[Broker], object]] = {

@@ -10,16 +10,19 @@ from typing import Any, cast
 
 import pytest
 
+from mqstore.broker.broker import Broker
 from mqstore.broker.configfile import ConfigFile, DataVersion, member
 from mqstore.broker.groups import GroupConfig
+from mqstore.broker.parts import Parts
 from mqstore.broker.topics import TopicConfig
 from mqstore.clock import SimulatedClock
 from mqstore.errors import CorruptStoreError, ReadOnlyStoreError, StoreFullError, StoreIOError
 from mqstore.files.filesystem import FileSystem
 from mqstore.log.store import MessageStore
 from mqstore.options import StoreConfig
-from tests.broker.support import new_parts
+from tests.broker.support import in_threads, new_parts
 from tests.faults import FaultyFileSystem
+from tests.log.support import open_store
 
 
 def _shape(value: dict[str, Any]) -> None:
@@ -49,13 +52,6 @@ def test_members_of_another_program_survive_rewriting_twice(tmp_path: Path) -> N
     file.save({"n": 2})
     file.save({"n": 3})
     assert json.loads((tmp_path / "config" / "x.json").read_text()) == {"n": 3, "theirs": {"0": [1, 2]}, "more": None}
-
-
-def test_the_folder_is_made_durable_before_anything_lies_in_it(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    _file(tmp_path, fs=fs).save({"n": 1})
-    changes = [(call.operation, Path(call.path).name) for call in fs.changes() if call.operation != "unlink"]
-    assert changes[:3] == [("mkdir", "config"), ("sync_directory", tmp_path.name), ("create", "x.json.tmp")]
 
 
 def test_a_folder_that_was_made_but_not_made_durable_is_so_with_the_next_save(tmp_path: Path) -> None:
@@ -154,6 +150,88 @@ def test_the_next_data_version_counts_and_takes_the_time() -> None:
 def test_a_member_of_another_type_is_no_member(value: object, kind: type) -> None:
     with pytest.raises(ValueError, match="x must be of type"):
         member({"x": value}, "x", kind, None)
+
+
+# -- the tables of a broker --------------------------------------------------------------------------------------------
+
+WRONG = {
+    "topics.json": [
+        *('{"topicConfigTable":[]}', '{"topicConfigTable":{"a":4}}', '{"topicConfigTable":{"a":{"perm":"6"}}}'),
+        *('{"topicConfigTable":{"a":{"readQueueNums":4.0}}}', '{"topicConfigTable":{"a":{"order":0}}}'),
+        '{"topicConfigTable":{"a":{"attributes":{"message.type":1}}}}',
+        '{"dataVersion":[]}',
+    ],
+    "subscriptionGroup.json": [
+        *('{"subscriptionGroupTable":[]}', '{"subscriptionGroupTable":{"g":7}}', '{"forbiddenTable":{"g":4}}'),
+        '{"subscriptionGroupTable":{"g":{"retryMaxTimes":"16"}}}',
+        '{"subscriptionGroupTable":{"g":{"retryMaxTimes":true}}}',
+        '{"subscriptionGroupTable":{"g":{"consumeEnable":1}}}',
+        '{"subscriptionGroupTable":{"g":{"groupRetryPolicy":{"customizedRetryPolicy":{"next":[1.5]}}}}}',
+        '{"subscriptionGroupTable":{"g":{"mqstoreStart":"middle"}}}',
+        *('{"forbiddenTable":{"g":{"t":"4"}}}', '{"dataVersion":7}'),
+    ],
+    "consumerOffset.json": [
+        *("[]", '{"offsetTable":[]}', '{"offsetTable":{"t@g":7}}', '{"dataVersion":{"counter":"1"}}'),
+        *(f'{{"offsetTable":{{"t@g":{{"0":{offset}}}}}}}' for offset in ('"7"', "7.0", "true")),
+        *(
+            f'{{"sentLetters":{{"%DLQ%g":{letters}}}}}'
+            for letters in (3, {}, [3], [[1]], [[2, 1]], [[1, 1]], [[1, 2], [2, 3]], [[-1, 2]], '[["1", 2]]')
+        ),
+    ],
+    "delayOffset.json": [
+        *("[]", '{"offsetTable": 3}'),
+        *(
+            f'{{"offsetTable": {{{entry}}}}}'
+            for entry in ('"1": "2"', '"1": true', '"1": -1', '"x": 1', '"0": 1', '"-1": 1')
+        ),
+    ],
+}
+
+
+def written(store: Path, file: str, text: str) -> Path:
+    """A file of a store's tables, which it has twice: as its own backup, too."""
+    open_store(store).close()
+    for name in (f"{file}.bak", file):
+        path = store / "config" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(("file", "text"), [(file, text) for file, texts in WRONG.items() for text in ("", *texts)])
+def test_a_file_of_the_wrong_shape_is_damaged_and_never_taken_for_empty(tmp_path: Path, file: str, text: str) -> None:
+    path = written(tmp_path / "s", file, text)
+    with pytest.raises(CorruptStoreError, match=f"{file}.*--rebuild config"):
+        Broker(open_store(tmp_path / "s"))
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        *(("topics.json", text) for text in ("{}", '{"topicConfigTable":null}')),
+        *(("subscriptionGroup.json", f'{{"subscriptionGroupTable":{value}}}') for value in ("null", '{"g":null}')),
+        *(("consumerOffset.json", f'{{"offsetTable":{value}}}') for value in ("null", '{"t@g":null,"u@g":{"0":null}}')),
+    ],
+)
+def test_absent_and_null_members_are_defaults(tmp_path: Path, file: str, text: str) -> None:
+    written(tmp_path / "s", file, text)
+    parts = new_parts(tmp_path / "s", segment_bytes=4096)
+    assert (parts.topics.names(), parts.groups.names(), parts.offsets.of_group("g")) == ([], [], {})
+    assert parts.topics.problems == parts.offsets.problems == []
+    parts.store.close()
+
+
+@pytest.mark.parametrize(
+    ("table", "call", "file"), [("topics", "for_send", "topics.json"), ("groups", "need", "subscriptionGroup.json")]
+)
+def test_threads_that_need_an_entry_at_once_make_one(parts: Parts, table: str, call: str, file: str) -> None:
+    tables, found, told = getattr(parts, table), [], []
+    tables.on_change.append(told.append)
+    in_threads(*[lambda: found.append(getattr(tables, call)("a"))] * 8)
+    assert len({id(config) for config in found}) == 1
+    assert told == ["a"]
+    assert json.loads((parts.store.path / "config" / file).read_text())["dataVersion"]["counter"] == 1
 
 
 # -- tables of many entries --------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mqstore import QueueRef, StoreConfig
+from mqstore.broker.broker import Broker
 from mqstore.broker.localoffsets import LOCAL_OFFSETS, LocalOffsets
 from mqstore.broker.parts import open_parts
 from mqstore.engine import MessageStore
@@ -71,13 +72,9 @@ def test_group_skips_no_message_put_after_a_cut(tmp_path: Path, between: str) ->
 
 
 @pytest.mark.parametrize("between", ["nothing", "puts", "tables", "puts, crash", "crash"])
-def test_batch_in_order_skips_no_message_put_after_a_cut(tmp_path: Path, between: str) -> None:
+def test_batch_in_order_skips_no_message_put_after_a_cut(bench: Bench, broker: Broker, between: str) -> None:
     """The file of order info said that 4, 5 and 6 were acknowledged, and the queue ended at 5: what came as 5 and 6 was
     skipped."""
-    path = tmp_path / "store"
-    bench = Bench(path)
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
     broker.groups.create("g", orderly=True)
     sixth = ten_old(bench)
     first = broker.pop("g", "t", 4, order=True)
@@ -89,11 +86,11 @@ def test_batch_in_order_skips_no_message_put_after_a_cut(tmp_path: Path, between
     lose_tail(bench, sixth)
     expected = [b"new %d" % n for n in range(8)]
     if between.startswith("puts") or between == "tables":
-        with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
+        with MessageStore(bench.path, config=StoreConfig(clock=bench.clock)) as store:
             for body in expected:
                 store.put("t", body, queue_id=0)
     if between == "tables":  # a command that changes tables, and knows nothing of pop
-        with MessageStore(path, config=StoreConfig(clock=bench.clock)) as store:
+        with MessageStore(bench.path, config=StoreConfig(clock=bench.clock)) as store:
             open_parts(store).topics.create("other")
     bench.open()
     if between in ("nothing", "crash"):
@@ -108,15 +105,10 @@ def test_batch_in_order_skips_no_message_put_after_a_cut(tmp_path: Path, between
         got += [each.message.body for each in batch]
         bench.broker.ack("g", "t", [each.receipt for each in batch])
     assert [body for body in got if body.startswith(b"new")] == expected
-    bench.broker.close()
 
 
-def test_attempts_of_cut_messages_are_forgotten(tmp_path: Path) -> None:
+def test_attempts_of_cut_messages_are_forgotten(bench: Bench, broker: Broker) -> None:
     """A message that had failed fifteen times was cut; the new one of its number died of its first failure."""
-    path = tmp_path / "store"
-    bench = Bench(path)
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
     broker.groups.create("g", orderly=True)
     sixth = ten_old(bench)
     for offset in (3, 7):
@@ -126,13 +118,11 @@ def test_attempts_of_cut_messages_are_forgotten(tmp_path: Path) -> None:
     lose_tail(bench, sixth)
     put_eight_without_broker(bench)
     assert bench.broker.attempts("g", "t", 0) == {3: 15}
-    bench.broker.close()
 
 
-def test_broadcasting_client_skips_no_message_put_after_a_cut(tmp_path: Path) -> None:
+def test_broadcasting_client_skips_no_message_put_after_a_cut(bench: Bench) -> None:
     """Of a file that is damaged nothing is changed: its own client tells what to do."""
-    path = tmp_path / "store"
-    bench = Bench(path)
+    path = bench.path
     bench.broker.topics.create("t", queues=2)
     sixth = ten_old(bench)
 
@@ -151,19 +141,13 @@ def test_broadcasting_client_skips_no_message_put_after_a_cut(tmp_path: Path) ->
     assert [offsets(client).get(QueueRef("t", 0)) for client in ("a-1", "b-1")] == [5, 3]
     assert [offsets(client).get(QueueRef("t", 1)) for client in ("a-1", "b-1")] == [0, 0]
     assert (path / LOCAL_OFFSETS / "bad" / "prices.json").read_text() == "{"
-    bench.broker.close()
 
 
-def test_start_of_a_cut_queue_hides_no_new_message(tmp_path: Path) -> None:
+def test_start_of_a_cut_queue_hides_no_new_message(bench: Bench, broker: Broker) -> None:
     """What a deletion had hidden began behind the new messages' numbers."""
-    path = tmp_path / "store"
-    bench = Bench(path)
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
     sixth = ten_old(bench)
     broker.topics.delete("t")
     lose_tail(bench, sixth)
     bodies = put_eight_without_broker(bench)
     bench.broker.topics.create("t", queues=1)
     assert bench.drain() == bodies
-    bench.broker.close()

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 
 import mqstore
 from mqstore import StoreConfig
-from mqstore.broker.delay.levels import DelayService, deliver_time_ms
+from mqstore.broker.delay.levels import deliver_time_ms
 from mqstore.broker.delay.route import parted, restored
 from mqstore.broker.names import HALF_TOPIC, SCHEDULE_GROUP, SCHEDULE_TOPIC
 from mqstore.clock import SimulatedClock
-from mqstore.errors import ConfigError, CorruptStoreError, InvalidMessageError, StoreFullError
+from mqstore.errors import ConfigError, InvalidMessageError, StoreFullError
 from mqstore.layout.properties import decode_properties
 from mqstore.log.checking import RecordChecker
 from mqstore.log.message import Message
 from mqstore.options import DEFAULT_DELAY_LEVELS, delay_table_ms
 from tests.broker.delaysupport import Delays
-from tests.broker.support import START_MS, new_parts
+from tests.broker.support import START_MS, full
 from tests.log.support import Unsynced, flip
 
 DEFAULT_MS = [1_000, 5_000, 10_000, 30_000, *(60_000 * n for n in range(1, 11)), 1_200_000, 1_800_000, 3_600_000]
@@ -80,7 +80,7 @@ def test_level_0_is_no_delay(delays: Delays) -> None:
     delays.put(0, b"now")
     [message] = delays.messages()
     assert message.stored_properties() == {"DELAY": "0"}
-    assert delays.run() is None
+    assert delays.settle() is None
 
 
 # -- on time (delivery#level-delivery, reliability#p4) -----------------------------------------------------------------
@@ -91,12 +91,12 @@ def test_each_level_delivers_at_its_millisecond_and_not_before(delays: Delays, l
     delays.clock.advance(137)
     delays.put(level)
     due_ms = START_MS + 137 + DEFAULT_MS[level - 1]
-    assert delays.run() == due_ms, "when to come again is exact"
+    assert delays.settle() == due_ms, "when to come again is exact"
     delays.clock.set_wall(due_ms - 1)
-    assert delays.run() == due_ms
+    assert delays.settle() == due_ms
     assert delays.delivered() == []
     delays.clock.set_wall(due_ms)
-    delays.run()
+    delays.settle()
     assert delays.delivered() == [b"m"]
     assert delays.service.waiting() == 0
 
@@ -106,52 +106,52 @@ def test_levels_do_not_wait_for_each_other_and_come_in_the_order_of_their_times(
         delays.put(level, b"%d" % level)
         delays.clock.advance(1)
     seen: list[tuple[int, bytes]] = []
-    while (due_ms := delays.run()) is not None and delays.service.waiting():
+    while (due_ms := delays.settle()) is not None and delays.service.waiting():
         delays.clock.set_wall(due_ms)
-        delays.run()
+        delays.settle()
         seen += [(due_ms - START_MS, body) for body in delays.delivered()[len(seen) :]]
     assert seen == [(1_001, b"1"), (1_003, b"1"), (5_002, b"2"), (10_000, b"3")]
 
 
 def test_an_undue_head_holds_the_rest_of_its_level_back(tmp_path: Path) -> None:
-    old = Delays(tmp_path / "store", delay_levels="10s")
-    old.put(1, b"head")  # due at 10 000
-    old.clock.advance(900)
-    new = old.again(delay_levels="9s")
-    new.put(1, b"behind")  # due at 9 900
-    new.clock.advance(100)
-    assert new.run() == START_MS + 10_000
-    new.clock.set_wall(START_MS + 9_999)
-    new.run()
-    assert new.delivered() == []
-    new.pass_ms(1)
-    assert new.delivered() == [b"head", b"behind"]
+    delays = Delays(tmp_path / "store", delay_levels="10s")
+    delays.put(1, b"head")  # due at 10 000
+    delays.clock.advance(900)
+    delays.reopen(delay_levels="9s")
+    delays.put(1, b"behind")  # due at 9 900
+    delays.clock.advance(100)
+    assert delays.settle() == START_MS + 10_000
+    delays.clock.set_wall(START_MS + 9_999)
+    delays.settle()
+    assert delays.delivered() == []
+    delays.pass_ms(1)
+    assert delays.delivered() == [b"head", b"behind"]
 
 
 @pytest.mark.parametrize("back_ms", [0, 1])
 def test_a_shortened_table_delivers_at_once_what_lies_beyond_it(tmp_path: Path, back_ms: int) -> None:
     """Also after the clock was set back."""
-    old = Delays(tmp_path / "store", delay_levels="2h")
-    old.put(1, b"two hours")
-    new = old.again(delay_levels="5s")
-    new.put(1, b"five seconds")
-    new.clock.set_wall(START_MS - back_ms)
-    new.run()
-    assert new.delivered() == [b"two hours"]
-    new.pass_ms(4_999 + back_ms)
-    assert new.delivered() == [b"two hours"]
-    new.pass_ms(1)
-    assert new.delivered() == [b"two hours", b"five seconds"]
+    delays = Delays(tmp_path / "store", delay_levels="2h")
+    delays.put(1, b"two hours")
+    delays.reopen(delay_levels="5s")
+    delays.put(1, b"five seconds")
+    delays.clock.set_wall(START_MS - back_ms)
+    delays.settle()
+    assert delays.delivered() == [b"two hours"]
+    delays.pass_ms(4_999 + back_ms)
+    assert delays.delivered() == [b"two hours"]
+    delays.pass_ms(1)
+    assert delays.delivered() == [b"two hours", b"five seconds"]
 
 
 @pytest.mark.parametrize("back_ms", [1, 999, 3_600_000, 400 * 86_400_000])
 def test_a_clock_set_back_delivers_nothing_early(delays: Delays, back_ms: int) -> None:
     delays.put(2)
-    assert delays.run() == START_MS + 5_000
+    assert delays.settle() == START_MS + 5_000
     delays.clock.set_wall(START_MS - back_ms)
-    delays.run()
+    delays.settle()
     delays.clock.set_wall(START_MS + 4_999)
-    delays.run()
+    delays.settle()
     assert delays.delivered() == []
     delays.pass_ms(1)
     assert delays.delivered() == [b"m"]
@@ -175,7 +175,7 @@ def test_a_time_from_an_extension_address_is_worked_out_anew(delays: Delays) -> 
     unit = queue.units(0, 1).copy()
     unit["tags_code"] = -(1 << 31) - 1
     queue.write(0, unit.tobytes())
-    assert delays.run() == START_MS + 10_000
+    assert delays.settle() == START_MS + 10_000
     delays.pass_ms(10_000)
     assert delays.delivered() == [b"m"]
 
@@ -184,11 +184,11 @@ def test_a_time_from_an_extension_address_is_worked_out_anew(delays: Delays) -> 
 
 
 def test_the_first_delayed_message_of_a_level_wakes_and_later_ones_need_not(delays: Delays) -> None:
-    assert delays.run() is None
+    assert delays.settle() is None
     delays.put(5)
     delays.store.dispatch()
     assert delays.wakes == 1
-    assert delays.run() == START_MS + 60_000
+    assert delays.settle() == START_MS + 60_000
     delays.put(5)
     delays.store.put("orders", b"not delayed")
     delays.store.dispatch()
@@ -233,7 +233,7 @@ def test_a_step_is_bounded_and_says_that_there_is_more(delays: Delays) -> None:
     assert delays.service.run_once(now_ms) == now_ms
     assert 2_000 < len(delays.delivered()) <= 2_048
     assert {int(body) % 2 for body in delays.delivered()} == {0, 1}, "no level waits for all of another"
-    delays.run()
+    delays.settle()
     assert sorted(map(int, delays.delivered())) == list(range(5_000))
 
 
@@ -365,7 +365,7 @@ def test_a_dead_letter_that_cannot_be_stored_is_tried_again(delays: Delays, monk
 
     monkeypatch.setattr(delays.service, "_dead_letter", bury)
     delays.clock.advance(1_000)
-    assert delays.run() == START_MS + 1_100
+    assert delays.settle() == START_MS + 1_100
     assert "too long" in delays.service.errors[1]
     assert delays.delivered() == []
     delays.pass_ms(100 + 200)
@@ -399,7 +399,7 @@ def test_damaged_records_are_passed_over_and_counted_once(delays: Delays) -> Non
     # One that has not verified anything before.
     store.records.checker = RecordChecker(store.parts, store.news, passes_over_bad=True)
     delays.clock.advance(500)
-    assert delays.run() == START_MS + 1_500
+    assert delays.settle() == START_MS + 1_500
     assert delays.delivered() == [b"message %d" % n for n in (1, 2, 3, 6, 7, 8)]
     delays.pass_ms(500)
     assert delays.delivered()[-1] == b"later"
@@ -416,20 +416,15 @@ def test_a_put_that_fails_is_tried_again_later_each_time_and_nothing_overtakes(
         delays.put(1, body)
     delays.put(2, b"other level", topic="clicks")
     real = delays.parts.road.copy_many
-    full = [True]
-
-    def copy_many(copies: Any) -> int:
-        if full[0] and copies[0][1] == "orders":
-            raise StoreFullError(errno.ENOSPC, "no space", "file", "allocate")
-        return real(copies)
-
-    monkeypatch.setattr(type(delays.parts.road), "copy_many", lambda self, copies: copy_many(copies))
+    monkeypatch.setattr(
+        type(delays.parts.road), "copy_many", lambda _, copies: (full if copies[0][1] == "orders" else real)(copies)
+    )
     delays.clock.advance(1_000)
     delays.pass_ms(20_000)
     assert "no space" in delays.service.errors[1]
     assert delays.delivered("clicks") == [b"other level"]
     assert delays.service.progress()[1] == (0, 2)
-    full[0] = False
+    monkeypatch.undo()
     delays.pass_ms(10_000)
     assert delays.delivered() == [b"a", b"b"]
     assert delays.service.errors == {}
@@ -438,13 +433,10 @@ def test_a_put_that_fails_is_tried_again_later_each_time_and_nothing_overtakes(
 def test_the_back_off_doubles_from_100_ms_to_10_s_and_starts_anew_after_success(
     delays: Delays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(self: object, copies: Any) -> int:
-        raise StoreFullError(errno.ENOSPC, "no space", "file", "allocate")
-
     def waits(count: int) -> list[int]:
         found = []
         with monkeypatch.context() as patched:
-            patched.setattr(type(delays.parts.road), "copy_many", fails)
+            patched.setattr(type(delays.parts.road), "copy_many", full)
             for _ in range(count):
                 delays.service.run_once(delays.clock.now_ms())
                 due_ms = delays.service._levels[0].due_ms
@@ -456,12 +448,12 @@ def test_the_back_off_doubles_from_100_ms_to_10_s_and_starts_anew_after_success(
     delays.put(1)
     delays.clock.advance(1_000)
     assert waits(9) == [100, 200, 400, 800, 1_600, 3_200, 6_400, 10_000, 10_000]
-    delays.run()
+    delays.settle()
     delays.put(1)
     delays.pass_ms(999)
     delays.clock.advance(1)
     assert waits(2) == [100, 200]
-    delays.run()
+    delays.settle()
     assert len(delays.delivered()) == 2
 
 
@@ -470,7 +462,7 @@ def test_an_error_while_looking_is_tried_again_too(delays: Delays, monkeypatch: 
     delays.clock.advance(1_000)
     with monkeypatch.context() as patched:
         patched.setattr(delays.store, "units", lambda *_: 1 / 0)
-        assert delays.run() == START_MS + 1_100
+        assert delays.settle() == START_MS + 1_100
     delays.pass_ms(100)
     assert delays.delivered() == [b"m"]
 
@@ -518,7 +510,7 @@ def test_progress_is_written_every_ten_seconds_if_there_is_any_and_after_the_log
     expected = [(when, what) for when in synced for what in ("flush", "save")] + [(when, "quick") for when in quick]
     assert sorted((when, what) for what, when in done) == sorted(expected)
     assert [what for what, _ in done[:2]] == ["flush", "save"]
-    assert delays.run() is None, "nothing new, nothing to write"
+    assert delays.settle() is None, "nothing new, nothing to write"
 
 
 def test_a_progress_file_that_cannot_be_written_is_written_later_and_holds_no_delivery_up(
@@ -540,29 +532,14 @@ def test_a_progress_file_that_cannot_be_written_is_written_later_and_holds_no_de
     assert delays.file()["offsetTable"] == {"1": 2}
 
 
-def test_after_a_kill_exactly_what_was_delivered_since_the_file_was_written_comes_again(delays: Delays) -> None:
-    for n in range(27):
-        delays.put(1, b"%02d" % n)
-        delays.pass_ms(1_000)
-    for n in range(27, 30):
-        delays.put(1, b"%02d" % n)
-    saved = delays.file()["offsetTable"]["1"]
-    done = delays.service.progress()[1][0]
-    assert (saved, done) == (26, 27)
-    before = delays.delivered()
-    again = delays.killed()
-    again.pass_ms(60_000)
-    assert again.delivered() == before + before[saved:done] + [b"%02d" % n for n in range(done, 30)]
-
-
 def test_a_kill_100_ms_after_a_delivery_repeats_nothing(delays: Delays) -> None:
     for n in range(5):
         delays.put(1, b"%d" % n)
         delays.pass_ms(1_000)
     delays.pass_ms(100)
-    again = delays.killed()
-    again.pass_ms(60_000)
-    assert again.delivered() == [b"%d" % n for n in range(5)]
+    delays.reopen(killed=True)
+    delays.pass_ms(60_000)
+    assert delays.delivered() == [b"%d" % n for n in range(5)]
 
 
 def test_what_only_a_quick_save_has_is_still_kept_by_retention(delays: Delays) -> None:
@@ -581,9 +558,9 @@ def test_a_crash_loop_repeats_no_message_more_than_once(delays: Delays, lives_ms
     for n in range(8):
         delays.put(2, b"%d" % n)
         delays.pass_ms(lives_ms)
-        delays = delays.killed(fs=Unsynced())
+        delays.reopen(Unsynced(), killed=True)
         delays.clock.advance(9_000 - lives_ms)
-        delays.run()
+        delays.settle()
     delays.pass_ms(10_000)
     counts = Counter(delays.delivered())
     assert set(counts) == {b"%d" % n for n in range(8)}
@@ -596,12 +573,12 @@ def test_each_step_of_catching_up_is_done_once(delays: Delays, monkeypatch: pyte
         delays.put(1, b"%d" % n)
     delays.clock.advance(1_000)
     for step in range(1, 5):
-        delays = delays.killed(fs=Unsynced())
+        delays.reopen(Unsynced(), killed=True)
         delays.service.run_once(delays.clock.now_ms())
         delays.store.dispatch()
         assert len(delays.delivered()) == 20 * step
-    delays = delays.killed()
-    delays.run()
+    delays.reopen(killed=True)
+    delays.settle()
     assert delays.delivered() == [b"%d" % n for n in range(100)]
 
 
@@ -614,13 +591,13 @@ def test_progress_beyond_the_queues_end_is_lowered_and_reported(
     delays.close()
     config = delays.path / "config" / "delayOffset.json"
     config.write_text('{"offsetTable":{1:7,2:3}}')
-    again = Delays(delays.path, clock=delays.clock)
+    delays.open()
     assert caplog.text.count("goes on from there") == 2
-    assert again.file()["offsetTable"] == {"1": 1, "2": 0}
-    again.put(1, b"new")
-    again.put(2, b"of a queue that was gone")
-    again.pass_ms(5_000)
-    assert again.delivered() == [b"old", b"new", b"of a queue that was gone"]
+    assert delays.file()["offsetTable"] == {"1": 1, "2": 0}
+    delays.put(1, b"new")
+    delays.put(2, b"of a queue that was gone")
+    delays.pass_ms(5_000)
+    assert delays.delivered() == [b"old", b"new", b"of a queue that was gone"]
 
 
 def test_a_file_of_another_program_is_read_and_what_is_not_ours_is_kept(delays: Delays) -> None:
@@ -632,39 +609,15 @@ def test_a_file_of_another_program_is_read_and_what_is_not_ours_is_kept(delays: 
     (config / "delayOffset.json").write_text(
         '{"dataVersion":{"counter":5,"stateVersion":0,"timestamp":9},"offsetTable":{1:1,40:7},"theirs":{"x":[1]}}'
     )
-    again = Delays(delays.path, clock=delays.clock)
-    again.pass_ms(1_000)
-    again.service.close()
-    assert again.delivered() == [b"b"]
-    assert again.file() == {
+    delays.open()
+    delays.pass_ms(1_000)
+    delays.service.close()
+    assert delays.delivered() == [b"b"]
+    assert delays.file() == {
         "dataVersion": {"counter": 5, "stateVersion": 0, "timestamp": 9},
         "offsetTable": {"1": 2, "40": 7},
         "theirs": {"x": [1]},
     }
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        '{"offsetTable": 3}',
-        *(
-            f'{{"offsetTable": {{{entry}}}}}'
-            for entry in ('"1": "2"', '"1": true', '"1": -1', '"x": 1', '"0": 1', '"-1": 1')
-        ),
-    ],
-)
-def test_a_damaged_file_without_a_good_backup_is_an_error_and_no_reset(delays: Delays, text: str) -> None:
-    delays.put(1)
-    delays.close()
-    (delays.path / "config").mkdir(exist_ok=True)
-    (delays.path / "config" / "delayOffset.json").write_text(text)
-    (delays.path / "config" / "delayOffset.json.bak").write_text(text)
-    parts = new_parts(delays.path, clock=delays.clock)
-    with pytest.raises(CorruptStoreError, match=r"delayOffset\.json"):
-        DelayService(parts, lambda: None, lambda *_: None)
-    parts.store.close()
 
 
 # -- retention, orphans -----------------------------------------------------------------------------------------------
@@ -701,12 +654,13 @@ def test_a_level_pins_the_first_record_that_a_crash_would_deliver_again(delays: 
 
 
 def orphaned(path: Path, **options: Any) -> Delays:
-    old = Delays(path, delay_levels="1s 5s 2h")
-    old.put(3, b"done")
-    old.pass_ms(7_200_000)
+    delays = Delays(path, delay_levels="1s 5s 2h")
+    delays.put(3, b"done")
+    delays.pass_ms(7_200_000)
     for n in range(3):
-        old.put(3, b"orphan %d" % n)
-    return old.again(delay_levels="1s 5s", **options)
+        delays.put(3, b"orphan %d" % n)
+    delays.reopen(delay_levels="1s 5s", **options)
+    return delays
 
 
 def test_messages_of_a_level_that_is_gone_are_reported_pinned_and_kept(
@@ -718,18 +672,18 @@ def test_messages_of_a_level_that_is_gone_are_reported_pinned_and_kept(
     delays.put(1, b"of level 1")
     delays.pass_ms(8_000_000)
     assert delays.delivered() == [b"done", b"of level 1"]
-    back = delays.again(delay_levels="1s 5s 2h")
-    back.pass_ms(0)
-    assert back.delivered() == [b"done", b"of level 1", *(b"orphan %d" % n for n in range(3))]
+    delays.reopen(delay_levels="1s 5s 2h")
+    delays.pass_ms(0)
+    assert delays.delivered() == [b"done", b"of level 1", *(b"orphan %d" % n for n in range(3))]
 
 
 def test_or_delivered_at_once_if_one_says_so(tmp_path: Path) -> None:
     delays = orphaned(tmp_path / "store", orphan_level_policy="deliver_now")
-    delays.run()
+    delays.settle()
     assert delays.delivered() == [b"done", *(b"orphan %d" % n for n in range(3))]
-    again = delays.again(delay_levels="1s 5s", orphan_level_policy="deliver_now")
-    again.run()
-    assert len(again.delivered()) == 4
+    delays.reopen(delay_levels="1s 5s", orphan_level_policy="deliver_now")
+    delays.settle()
+    assert len(delays.delivered()) == 4
 
 
 # -- by the public API -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mqstore import Retention
+from mqstore.broker.broker import Broker
 from mqstore.broker.names import POP_LOG_TOPIC, QueueKey
 from mqstore.errors import GroupNotFoundError, ReceiptExpiredError, TransactionStateError
 from mqstore.layout.properties import SHARDINGKEY
@@ -206,10 +207,8 @@ def test_topic_deletion_is_complete_though_the_pop_log_is_full(tmp_path: Path, m
 # -- deleted groups ---------------------------------------------------------------------------------------------------
 
 
-def test_recreated_group_gets_no_retries_of_the_deleted_one(bench: Bench) -> None:
+def test_recreated_group_gets_no_retries_of_the_deleted_one(bench: Bench, broker: Broker) -> None:
     """It was acknowledged, even; the copy among the retries came again, since nobody's progress said so any more."""
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
     broker.groups.create("g", start="latest")
     assert broker.start_of("g", "t", 0) == 0
     for body in (b"acknowledged", b"waits"):

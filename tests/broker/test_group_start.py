@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.broker.support import Bench
+from mqstore.broker.broker import Broker
+from tests.broker.support import Bench, full
 
 
 @pytest.mark.parametrize("old", [0, 3])
@@ -31,16 +32,11 @@ def test_group_that_begins_at_the_end_skips_nothing_after_a_kill(bench: Bench, j
     assert bench.drain() == [b"new", b"new"]
 
 
-def test_start_that_cannot_be_saved_is_not_used(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
+def test_start_that_cannot_be_saved_is_not_used(bench: Bench, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     broker.groups.create("g", start="latest")
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError("no space left")
-
     with monkeypatch.context() as patch:
-        patch.setattr(broker._parts.offsets._file, "save", refuse)
+        patch.setattr(broker._parts.offsets._file, "save", full)
         with pytest.raises(OSError, match="no space"):
             broker.start_of("g", "t", 0)
         assert broker.committed("g", "t", 0) is None
@@ -51,11 +47,9 @@ def test_start_that_cannot_be_saved_is_not_used(bench: Bench, monkeypatch: pytes
     assert bench.drain() == [b"new"]
 
 
-def test_start_is_used_by_others_only_once_it_is_saved(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_is_used_by_others_only_once_it_is_saved(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two members that come at once the second took what the first was just saving; and when that failed, what the
     second had committed since was taken back with it."""
-    broker = bench.broker
-    broker.topics.create("t", queues=1)
     broker.put_many("t", [b"old"] * 3, queue_id=0)
     broker.groups.create("g", start="latest")
     file = broker._parts.offsets._file

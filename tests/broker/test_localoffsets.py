@@ -124,29 +124,6 @@ def test_who_takes_over_reads_the_file_anew(store: MessageStore, offsets: LocalO
     assert opened(store).get(Q0) == 5
 
 
-def test_members_that_nobody_here_knows_survive(store: MessageStore, offsets: LocalOffsets) -> None:
-    offsets.path.parent.mkdir(parents=True)
-    offsets.path.write_text('{"offsets": {"orders": {"0": 3}}, "written by": "a newer one"}')
-    again = opened(store)
-    again.update(Q1, 4)
-    again.persist()
-
-    assert json.loads(offsets.path.read_text()) == {
-        "offsets": {"orders": {"0": 3, "1": 4}},
-        "written by": "a newer one",
-    }
-
-
-def test_a_damaged_file_falls_back_to_its_backup(store: MessageStore, offsets: LocalOffsets) -> None:
-    for offset in (1, 2):
-        offsets.update(Q0, offset)
-        offsets.persist()
-    offsets.path.write_bytes(b"\0" * 40)
-
-    assert opened(store).get(Q0) == 1
-    assert len(list(offsets.path.parent.glob("prices.json.corrupt-*"))) == 1
-
-
 def test_progress_of_which_only_the_backup_is_left_is_lowered_too(store: MessageStore, offsets: LocalOffsets) -> None:
     """Its file was looked for, and not found; the client went on by the backup, behind where the queue was cut, and
     passed over what was put there since."""

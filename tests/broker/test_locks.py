@@ -45,20 +45,12 @@ def test_leases_do_not_follow_the_wall_clock(locks: QueueLocks, clock: Simulated
     assert not locks.try_lock("g", Q[0], "c2")
 
 
-def test_a_restart_clears_all_locks(locks: QueueLocks, clock: SimulatedClock) -> None:
-    locks.try_lock("g", Q[0], "c1")
-    assert QueueLocks(clock).try_lock("g", Q[0], "c2")
-
-
 def test_the_snapshot_tells_owner_age_and_expiry(locks: QueueLocks, clock: SimulatedClock) -> None:
     locks.try_lock("h", Q[1], "c2")
     clock.advance(LEASE_MS)
     locks.try_lock("g", Q[0], "c1")
     clock.advance(1)
-    assert locks.snapshot() == [
-        QueueLock("g", Q[0], "c1", 1, False),
-        QueueLock("h", Q[1], "c2", LEASE_MS + 1, True),
-    ]
+    assert locks.snapshot() == [QueueLock("g", Q[0], "c1", 1, False), QueueLock("h", Q[1], "c2", LEASE_MS + 1, True)]
 
 
 def test_a_lock_at_work_is_nobody_else_s_however_old(locks: QueueLocks, clock: SimulatedClock) -> None:

@@ -52,12 +52,7 @@ def test_only_its_owner_unregisters_a_member(members: Members) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [
-        Mode("pop"),
-        Mode("queue", ordered=True),
-        Mode("queue", broadcasting=True),
-        Mode("queue", strategy="circle"),
-    ],
+    [Mode("pop"), Mode("queue", ordered=True), Mode("queue", broadcasting=True), Mode("queue", strategy="circle")],
     ids=str,
 )
 def test_a_group_is_consumed_in_one_mode(members: Members, other: Mode) -> None:

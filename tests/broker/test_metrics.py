@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,19 +14,13 @@ from mqstore.broker.broker import Broker
 from mqstore.clock import SimulatedClock
 from mqstore.errors import StoreClosedError
 from mqstore.log.commitlog import QueueRef
-from tests.broker.scraping import scraped
-from tests.broker.support import Bench
+from tests.broker.scraping import scraped, series
+from tests.broker.support import Bench, full
 from tests.faults import FaultyFileSystem
 
 HOUR = 3_600_000
 RETRY = "%RETRY%g+t"
 POP_LOG = "rmq_sys_pop_log"
-
-
-@pytest.fixture
-def broker(bench: Bench) -> Broker:
-    bench.broker.topics.create("t", queues=1)
-    return bench.broker
 
 
 def counters(broker: Broker) -> StatisticsSnapshot:
@@ -354,10 +347,8 @@ SERIES = ("lag_messages", "ready_messages", "inflight_messages", "lag_latency", 
 
 def of_group(broker: Broker, topic: str = "t", group: str = "g") -> list[float]:
     """Values of SERIES."""
-    found = scraped(broker.prometheus())
-    retry = "true" if topic.startswith("%") else "false"
-    labels = {("topic", topic), ("consumer_group", group), ("is_retry", retry), ("is_system", "false")}
-    return [found[f"rocketmq_consumer_{name}", frozenset(labels)] for name in SERIES]
+    found, retry = scraped(broker.prometheus()), topic.startswith("%")
+    return [found[series(f"consumer_{name}", topic, retry=retry, consumer_group=group)] for name in SERIES]
 
 
 def value_of(broker: Broker, name: str, **labels: str) -> float:
@@ -500,9 +491,6 @@ def test_redeliveries_that_cannot_be_put_stay_overdue(
     broker.put_many("t", [b"x"] * 5)
     broker.pop("g", "t", 5, invisible=10)
 
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "no space")
-
     monkeypatch.setattr(broker._parts.road, "copy", full)
     bench.clock.advance(10_500)
     broker.run_once()
@@ -515,12 +503,9 @@ def test_counters_and_gauges_are_one_text(broker: Broker) -> None:
     broker.put_many("t", [b"x"] * 3)
     broker.pop("g", "t", 2)
     found = scraped(broker.prometheus())
-    plain = {("topic", "t"), ("is_retry", "false"), ("is_system", "false")}
-    kind = ("message_type", "unspecified")
-    assert found["rocketmq_messages_in_total", frozenset({*plain, kind})] == 3
-    assert found["rocketmq_messages_out_total", frozenset({*plain, ("consumer_group", "g")})] == 2
-    log = {("topic", POP_LOG), ("is_retry", "false"), ("is_system", "true"), kind}
-    assert found["rocketmq_messages_in_total", frozenset(log)] == 1
+    assert found[series("messages_in_total", "t", message_type="unspecified")] == 3
+    assert found[series("messages_out_total", "t", consumer_group="g")] == 2
+    assert found[series("messages_in_total", POP_LOG, system=True, message_type="unspecified")] == 1
     lagging = {dict(labels)["consumer_group"] for name, labels in found if name == "rocketmq_consumer_lag_messages"}
     assert lagging == {"g"}, "no group of the engine"
 

@@ -118,9 +118,7 @@ VECTORS = {
         *(*V6, ack(5, 4), entry(cm=1), *(ack(offset + 1, offset) for offset in range(5, 12)), entry(cm=255)),
         *(blocked(False, 60_001), ack(12, 11)),
     ],
-    "V9, V10": [
-        *(*V9, pop(5_000, [0, 1, 2], dict.fromkeys(range(3), 1)), entry(ot=None, cm=0), blocked(True, 5_001)),
-    ],
+    "V9, V10": [*(*V9, pop(5_000, [0, 1, 2], dict.fromkeys(range(3), 1)), entry(ot=None, cm=0), blocked(True, 5_001))],
     "V11": [
         *(pop(0, [0, 1], inv=10_000), change(1, 30_000), blocked(True, 10_000), blocked(True, 29_999)),
         *(blocked(False, 30_000), entry(ot={"1": 1_030_000})),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,13 @@ from mqstore.broker.names import QueueKey
 from mqstore.broker.pop.state import Timeline
 from mqstore.errors import ConfigError, InvalidMessageError, ReceiptExpiredError
 from tests.broker.popsupport import PopBench, bodies, fail_once
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[PopBench]:
+    with PopBench(tmp_path) as bench:
+        yield bench
+
 
 # -- errors half-way --------------------------------------------------------------------------------------------------
 
@@ -41,37 +49,35 @@ def test_pop_returns_what_it_found_before_a_queue_failed(tmp_path: Path, monkeyp
         assert bodies(bench.pop(n=8)) == [b"4"]
 
 
-def test_reset_on_a_full_disk_is_completed_by_the_next_pop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_on_a_full_disk_is_completed_by_the_next_pop(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The table said 0 and pops went on behind the end: until a restart the group was in two places."""
-    with PopBench(tmp_path) as bench:
-        bench.put("t", 3)
-        bench.ack(*bench.pop(n=3))
-        fail_once(monkeypatch, bench.service._tables.log, "put_reset")
-        with pytest.raises(OSError, match="space"):
-            bench.reset(0)
-        fail_once(monkeypatch, bench.service._tables.log, "put_reset")
-        with pytest.raises(OSError, match="space"):
-            bench.pop()
-        assert bench.committed() == 0
-        assert bodies(bench.pop(n=3)) == [b"0", b"1", b"2"]
+    bench.put("t", 3)
+    bench.ack(*bench.pop(n=3))
+    fail_once(monkeypatch, bench.service._tables.log, "put_reset")
+    with pytest.raises(OSError, match="space"):
+        bench.reset(0)
+    fail_once(monkeypatch, bench.service._tables.log, "put_reset")
+    with pytest.raises(OSError, match="space"):
+        bench.pop()
+    assert bench.committed() == 0
+    assert bodies(bench.pop(n=3)) == [b"0", b"1", b"2"]
 
 
-def test_dead_letter_in_order_is_filed_again_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_letter_in_order_is_filed_again_after_a_failure(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody came back to it: a receiver that was parked waited for ever on a queue that was free."""
     woken: list[bool] = []
-    with PopBench(tmp_path) as bench:
-        bench.parts.groups.create("g", max_attempts=1)
-        bench.put("t", 2)
-        bench.pop(order=True, invisible_ms=1_000)
-        bench.service.add_waiter("g", "t", -1, None, woken.append, order=True)
-        fail_once(monkeypatch, bench.service._tables, "dead_letter")
-        bench.clock.advance(1_000)
-        with pytest.raises(OSError, match="space"):
-            bench.service.run_once(bench.now_ms)
-        bench.advance(1_000)
-        assert woken == [True]
-        assert bodies(bench.pop(order=True)) == [b"1"]
-        assert [letter.body for letter in bench.read("%DLQ%g")] == [b"0"]
+    bench.parts.groups.create("g", max_attempts=1)
+    bench.put("t", 2)
+    bench.pop(order=True, invisible_ms=1_000)
+    bench.service.add_waiter("g", "t", -1, None, woken.append, order=True)
+    fail_once(monkeypatch, bench.service._tables, "dead_letter")
+    bench.clock.advance(1_000)
+    with pytest.raises(OSError, match="space"):
+        bench.service.run_once(bench.now_ms)
+    bench.advance(1_000)
+    assert woken == [True]
+    assert bodies(bench.pop(order=True)) == [b"1"]
+    assert [letter.body for letter in bench.read("%DLQ%g")] == [b"0"]
 
 
 # -- records as long as one can be ------------------------------------------------------------------------------------
@@ -90,95 +96,89 @@ def put_longest(bench: PopBench) -> int:
 
 
 @pytest.mark.parametrize("max_attempts", [1, 16])
-def test_message_too_long_to_copy_is_redelivered_in_place(tmp_path: Path, max_attempts: int) -> None:
+def test_message_too_long_to_copy_is_redelivered_in_place(bench: PopBench, max_attempts: int) -> None:
     """Neither its copy nor its dead letter fit a segment: it stayed in flight for ever, an error every ten seconds."""
-    with PopBench(tmp_path) as bench:
-        bench.parts.groups.create("g", max_attempts=max_attempts)
-        size = put_longest(bench)
-        bench.put("t", 1)
-        [first, _] = bench.pop(n=2, invisible_ms=1_000)
-        bench.advance(1_000)
-        again = bench.pop(n=2)
-        assert size in [len(delivery.message.body) for delivery in again]
-        with pytest.raises(ReceiptExpiredError):
-            bench.ack(first)
-        bench.reopen()
-        bench.settle()
-        again = bench.pop(n=2)
-        assert size in [len(delivery.message.body) for delivery in again]
-        bench.ack(*again)
-        bench.advance(100_000)
-        assert bench.pop(n=2) == []
-        assert bench.committed() == 2
+    bench.parts.groups.create("g", max_attempts=max_attempts)
+    size = put_longest(bench)
+    bench.put("t", 1)
+    [first, _] = bench.pop(n=2, invisible_ms=1_000)
+    bench.advance(1_000)
+    again = bench.pop(n=2)
+    assert size in [len(delivery.message.body) for delivery in again]
+    with pytest.raises(ReceiptExpiredError):
+        bench.ack(first)
+    bench.reopen()
+    bench.settle()
+    again = bench.pop(n=2)
+    assert size in [len(delivery.message.body) for delivery in again]
+    bench.ack(*again)
+    bench.advance(100_000)
+    assert bench.pop(n=2) == []
+    assert bench.committed() == 2
 
 
-def test_dead_letter_without_room_has_no_added_properties(tmp_path: Path) -> None:
-    with PopBench(tmp_path) as bench:
-        bench.parts.groups.create("g", max_attempts=1)
-        longest = put_longest(bench)
-        bench.parts.store.put("t", b"y" * (longest - len("%DLQ%g") + len("t")), 0)
-        bench.pop(n=2, invisible_ms=1_000)
-        bench.advance(1_000)
-        assert [(letter.body[:1], letter.stored_properties()) for letter in bench.read("%DLQ%g")] == [(b"y", {})]
+def test_dead_letter_without_room_has_no_added_properties(bench: PopBench) -> None:
+    bench.parts.groups.create("g", max_attempts=1)
+    longest = put_longest(bench)
+    bench.parts.store.put("t", b"y" * (longest - len("%DLQ%g") + len("t")), 0)
+    bench.pop(n=2, invisible_ms=1_000)
+    bench.advance(1_000)
+    assert [(letter.body[:1], letter.stored_properties()) for letter in bench.read("%DLQ%g")] == [(b"y", {})]
 
 
-def test_message_too_long_to_copy_is_redelivered_in_order(tmp_path: Path) -> None:
+def test_message_too_long_to_copy_is_redelivered_in_order(bench: PopBench) -> None:
     """Every pop of the queue raised: all behind it was out of reach."""
-    with PopBench(tmp_path) as bench:
-        bench.parts.groups.create("g", max_attempts=1)
-        size = put_longest(bench)
-        bench.put("t", 1)
-        bench.pop(order=True, invisible_ms=1_000)
-        bench.advance(1_000)
-        [again] = bench.pop(order=True)
-        assert len(again.message.body) == size
-        bench.ack(again)
-        assert bodies(bench.pop(order=True)) == [b"0"]
+    bench.parts.groups.create("g", max_attempts=1)
+    size = put_longest(bench)
+    bench.put("t", 1)
+    bench.pop(order=True, invisible_ms=1_000)
+    bench.advance(1_000)
+    [again] = bench.pop(order=True)
+    assert len(again.message.body) == size
+    bench.ack(again)
+    assert bodies(bench.pop(order=True)) == [b"0"]
 
 
 # -- many in flight ---------------------------------------------------------------------------------------------------
 
 
-def test_redelivery_of_many_messages_is_done_in_steps(tmp_path: Path) -> None:
+def test_redelivery_of_many_messages_is_done_in_steps(bench: PopBench) -> None:
     """A million deliveries that ended at once held the housekeeper for a minute and a half."""
     count = 1_000
-    with PopBench(tmp_path) as bench:
-        bench.put("t", count)
-        for _ in range(count):
-            bench.pop(invisible_ms=1_000)
-        bench.clock.advance(1_000)
-        due_ms = bench.service.run_once(bench.now_ms)
-        assert due_ms == bench.now_ms
-        assert 0 < bench.service.in_flight() < count
-        bench.settle()
-        assert bench.service.in_flight() == 0
+    bench.put("t", count)
+    for _ in range(count):
+        bench.pop(invisible_ms=1_000)
+    bench.clock.advance(1_000)
+    due_ms = bench.service.run_once(bench.now_ms)
+    assert due_ms == bench.now_ms
+    assert 0 < bench.service.in_flight() < count
+    bench.settle()
+    assert bench.service.in_flight() == 0
 
 
-def test_renewals_one_by_one_rarely_compact_the_timeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renewals_one_by_one_rarely_compact_the_timeline(bench: PopBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 20,000 messages popped by 32 and each given another time, every change went over all of them: 20 ms each."""
     looks = [0]
     compact = Timeline.compact
     monkeypatch.setattr(Timeline, "compact", lambda self: (looks.__setitem__(0, looks[0] + 1), compact(self))[1])
-    with PopBench(tmp_path) as bench:
-        bench.put("t", 3_200)
-        popped = [delivery for _ in range(100) for delivery in bench.pop(n=32)]
-        for i, delivery in enumerate(popped):
-            bench.service.renew("g", "t", delivery.receipt, 60_001 + i)
-        state = bench.service._tables.states[QueueKey("g", "t", 0)]
-        for delivery in popped[:-1]:
-            bench.ack(delivery)
-        assert looks[0] < 50
-        assert state.timeline.entries < 1_500  # and what is settled does go
+    bench.put("t", 3_200)
+    popped = [delivery for _ in range(100) for delivery in bench.pop(n=32)]
+    for i, delivery in enumerate(popped):
+        bench.service.renew("g", "t", delivery.receipt, 60_001 + i)
+    state = bench.service._tables.states[QueueKey("g", "t", 0)]
+    for delivery in popped[:-1]:
+        bench.ack(delivery)
+    assert looks[0] < 50
+    assert state.timeline.entries < 1_500  # and what is settled does go
 
 
-def test_delivery_far_ahead_is_on_the_agenda_once(tmp_path: Path) -> None:
+def test_delivery_far_ahead_is_on_the_agenda_once(bench: PopBench) -> None:
     """Each look at its queue entered it anew: half a million entries a queue in twelve hours."""
-    with PopBench(tmp_path) as bench:
-        bench.put("t", 101)
-        bench.pop(invisible_ms=12 * 3_600_000)
-        for _ in range(100):
-            bench.ack(*bench.pop(invisible_ms=100))
-            bench.advance(100)
-        assert len(bench.service._tables._agenda) < 5
-        bench.advance(12 * 3_600_000)
-        assert [delivery.attempt for delivery in bench.pop()] == [2]
+    bench.put("t", 101)
+    bench.pop(invisible_ms=12 * 3_600_000)
+    for _ in range(100):
+        bench.ack(*bench.pop(invisible_ms=100))
+        bench.advance(100)
+    assert len(bench.service._tables._agenda) < 5
+    bench.advance(12 * 3_600_000)
+    assert [delivery.attempt for delivery in bench.pop()] == [2]

@@ -16,7 +16,7 @@ from mqstore.broker.pop import log as poplog
 from mqstore.broker.pop.log import ACK, PopLog
 from mqstore.broker.pop.state import QueueState
 from mqstore.errors import InvalidReceiptError, ReceiptExpiredError
-from tests.broker.popsupport import PopBench
+from tests.broker.popsupport import PopBench, offsets
 from tests.log.support import flip, open_store
 
 RETRY = pop_retry_topic("g", "t")
@@ -40,10 +40,6 @@ def restart(request: pytest.FixtureRequest, bench: PopBench) -> Any:
         bench.reopen(**config)
 
     return restart
-
-
-def offsets(deliveries: Any) -> list[int]:
-    return [delivery.message.offset for delivery in deliveries]
 
 
 def test_nothing_is_released_when_that_is_switched_off(bench: PopBench, restart: Any) -> None:
@@ -109,8 +105,7 @@ def test_a_crash_between_copy_and_its_record_copies_once_more(bench: PopBench, m
     with pytest.raises(KeyboardInterrupt):
         bench.service.run_once(bench.now_ms)
     monkeypatch.undo()
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     bench.settle()
     assert len(bench.read(RETRY)) == 2
 
@@ -207,8 +202,7 @@ def test_a_batch_settled_after_the_file_was_written_blocks_nothing(bench: PopBen
     # The offset table says: settled, and no replay of their records. We write the file first; others may not.
     bench.parts.offsets.commit(POP_LOG_GROUP, POP_LOG_TOPIC, 0, 2)
     bench.parts.offsets.save()
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     assert offsets(bench.pop(order=True)) == [2]
 
 
@@ -270,8 +264,7 @@ def test_a_reset_outlives_a_crash(bench: PopBench, popped: bool) -> None:
     if popped:
         bench.ack(*bench.pop(n=5))
     bench.reset(3)
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     assert bench.committed() == 3
     assert offsets(bench.pop(n=5)) == [3, 4]
 
@@ -302,8 +295,7 @@ def test_a_file_of_a_java_broker_is_taken_over(bench: PopBench) -> None:
     receipt = f"1 {now_ms} 60000 999 0 DefaultCluster_broker 0 1"
     bench.service.ack("g", "t", receipt)
     assert bench.committed() == 2
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     assert bench.pop(order=True) == []  # 2 is invisible; it is known from our own log now
     bench.advance(INVISIBLE_MS)
     again = bench.pop(order=True, n=5)
@@ -391,8 +383,7 @@ def test_ordered_messages_that_a_new_filter_passes_over_hold_nothing(bench: PopB
     bench.advance(20_000)
     assert bench.parts.offsets.committed(POP_LOG_GROUP, POP_LOG_TOPIC, 0) == 1
     bench.advance(INVISIBLE_MS)
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     assert bench.pop(order=True, n=2) == []
 
 
@@ -420,8 +411,7 @@ def test_batches_that_are_put_again_are_looked_for_once(bench: PopBench, monkeyp
     assert len(looks) <= 3
     monkeypatch.undo()
     bench.advance(10_000)
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     assert [pending.offset for pending in bench.service.pending("g")] == offsets(held)
     assert offsets(bench.pop(n=32)) == offsets(given)[:32]
 
@@ -447,8 +437,7 @@ def test_old_batches_are_put_again_so_that_a_replay_stays_short(
     assert low is not None
     assert low >= bench.parts.store.offsets(POP_LOG_TOPIC)[1] - 20
     assert (bench.service.pending("g"), bench.service.pending("fifo")) == before
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     assert (bench.service.pending("g"), bench.service.pending("fifo")) == before
     assert bench.committed() == 0
     assert offsets(bench.pop(n=2)) == [3, 25]
@@ -466,8 +455,7 @@ def test_batches_are_put_again_when_many_segments_lie_behind_them(bench: PopBenc
     bench.advance(5_000)
     [pin] = bench.service.pins()
     assert pin.physical_offset > bench.parts.store.max_offset - (4 << 16)
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     bench.ack(old)
     assert bench.committed() == 1
 
@@ -482,8 +470,7 @@ def test_a_lost_record_of_a_batch_has_its_messages_come_again(bench: PopBench) -
     bench.close()
     flip(bench.path / "commitlog" / f"{0:020d}", lost + 90)
     bench.reopen()
-    bench.kill()
-    bench.reopen()  # said once, not with every opening
+    bench.crash()  # said once, not with every opening
     assert sorted(p.offset for p in bench.service.pending("g") if p.topic == "t") == [*range(9)]
     bench.settle()
     bodies = sorted(bytes(delivery.message.body) for delivery in bench.pop(n=20))
@@ -510,8 +497,7 @@ def test_records_that_make_no_sense_are_passed_over(bench: PopBench) -> None:
     ]:
         bench.parts.store.append(POP_LOG_TOPIC, 0, json.dumps(value).encode(), properties={"TAGS": tag})
     bench.parts.store.append(POP_LOG_TOPIC, 0, b"\xff{", properties={"TAGS": "ack"})
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     assert [(p.topic, p.offset) for p in bench.service.pending("g")] == [("t", 0), ("t", 1)]
     bench.ack(*first)
     assert offsets(bench.pop(n=5)) == []
@@ -536,8 +522,7 @@ def test_a_store_with_durability_flush_pops_what_is_on_disk(tmp_path: Path) -> N
         bench.ack(found[0])
         store = bench.parts.store
         assert store._commit.flushed == store.max_offset
-        bench.kill()
-        bench.reopen()
+        bench.crash()
         bench.settle()
         bench.parts.store.flush()  # as the flusher does: nobody sees what a crash could take back
         assert sorted(d.message.body for d in bench.pop(n=5)) == [b"1", b"2"]
@@ -574,8 +559,7 @@ def test_a_batch_popped_by_a_clock_a_day_ahead_blocks_its_queue_no_longer(bench:
         bench.ack(early)
     assert bench.pop(order=True) == []
     bench.advance(7_000)  # the log is read from that batch on by now, and the order info file still has the one before
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     bench.settle()
     assert bench.pop(order=True) == []  # blocked for its minute, and still by the same receipt
     bench.ack(delivery)
@@ -641,8 +625,7 @@ def test_what_is_changed_after_a_clock_was_set_back_goes_by_the_new_time(
         bench.ack(delivery._replace(receipt=receipt))
         assert bench.committed() == 1
         return
-    bench.kill()
-    bench.reopen()
+    bench.crash()
     bench.settle()
     assert bench.pop(order=order) == []
     bench.advance(1)

@@ -130,14 +130,18 @@ class Pair:
         assert logs[0] == logs[1]
 
 
+def create(pair: Pair, queues: int) -> None:
+    """Create the topic, or give it more queues."""
+    pair.do(lambda bench: bench.parts.topics.create("t", queues=1) and None)
+    pair.do(lambda bench: bench.parts.topics.alter("t", queues=queues) and None)
+
+
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
+    """A pair with one queue."""
     with Pair(tmp_path) as pair:
+        create(pair, 1)
         yield pair
-
-
-def create(pair: Pair, queues: int) -> None:
-    pair.do(lambda bench: bench.parts.topics.create("t", queues=queues) and None)
 
 
 STEPS = st.one_of(
@@ -225,68 +229,54 @@ DONE = ("pop and ack", 3, None)
 """Behind it the last batch is one that compiled code may take the place of."""
 
 
+TURNS: dict[str, list[tuple[str, Any, Any]]] = {
+    "reset, and popped again in the same millisecond": [POP, POP, ("reset", 0, 0), POP, POP, POP],
+    "given back": [POP, POP, POP, ("give back", -2, 1), POP, POP],
+    "due before the others": [POP, POP, ("pop", 1, 1000), ("time", 1, None), POP, ("time", 999, None)],
+    "by an old receipt": [POP, ("nack", -1, 70_000), ("ack", -2, 1), ("ack", -1, 1)],
+    "by a receipt that was renewed": [POP, ("renew", -1, 70_000), ("ack", -1, 1)],
+    "one of many": [("pop", 32, 60_000), ("ack", -2, 1), ("ack", -8, 1), ("ack", -1, 1), ("ack", -2, 1)],
+    "one of many, with gaps": [("pop tagged", "b", 3), ("ack", -2, 1), ("ack", -3, 1), ("ack", -1, 1)],
+    "popped with a filter": [POP, ("pop tagged", "b", 1), POP, POP],
+    "clock set back": [POP, ("ack", -1, 1), ("ack", -1, 1), POP, ("clock", -2000, None), POP, POP],
+    "clock set back, and reset": [
+        *(POP, ("ack", -1, 1), ("clock", -500, None), ("reset", 0, 2), *[("pop", 1, 100)] * 2, ("time", 1200, None))
+    ],
+    "too late": [POP, ("time", 60_000, None), POP, POP, ("ack", -3, 1)],
+    "after a crash": [POP, ("reopen", True, None), POP, POP, ("ack", -3, 1), ("ack", -2, 1)],
+    "to the last": [DONE, ("pop", 2, 60_000), ("ack", -2, 2), ("pop", 3, 60_000), ("ack", -3, 3)],
+    "beyond it": [DONE, ("pop", 2, 60_000), ("ack", -1, 2), ("pop", 4, 60_000), ("ack", -4, 4)],
+    "beyond the end": [POP] * 7 + [("put", 0, 3)] + [POP] * 5,
+    "failed": [DONE, POP, ("nack", -1, 0), POP, ("ack", -2, 1), ("ack", -1, 1), POP],
+    "timed out": [DONE, ("pop", 1, 200), ("time", 1200, None), POP, ("ack", -1, 1), POP],
+    "given back unseen": [DONE, POP, ("give back", -1, 1), POP, ("ack", -1, 1), POP],
+    "a dead letter": [DONE, POP, ("bury", -1, None), POP, ("ack", -2, 1), ("ack", -1, 1)],
+    "four, the last first": [
+        *(DONE, ("pop", 4, 60_000), ("ack", -1, 1), ("ack", -3, 1), ("ack", -4, 1), ("ack", -2, 1), POP)
+    ],
+    "four, of which one was settled in time": [
+        *(DONE, ("pop", 4, 200), ("ack", -3, 1), ("time", 1200, None), ("pop", 4, 60_000), ("ack", -4, 1), POP)
+    ],
+    "two of four": [DONE, ("pop", 4, 60_000), ("ack", -3, 2), ("ack", -4, 1), ("ack", -4, 4), POP],
+    "one twice": [("pop", 4, 60_000), ("ack", -4, 4), ("pop", 3, 60_000), ("ack", -2, 3), POP],
+    "of two batches": [("pop", 2, 60_000), ("pop", 2, 60_000), ("ack", -3, 2), ("ack", -4, 4), POP],
+    "one was given back": [("pop", 4, 60_000), ("give back", -2, 1), ("ack", -3, 3), POP],
+    "one failed": [("pop", 4, 60_000), ("nack", -1, 0), ("ack", -5, 4), ("ack", -1, 1)],
+    "asked twice": [DONE, ("pop otherwise", True, "a"), ("pop otherwise", True, "a"), POP],
+    "the other way": [DONE, ("pop otherwise", False, None), ("pop otherwise", True, None)],
+    "put anew": [DONE, POP, ("put anew", 0, 0), ("ack", -1, 1), ("reopen", True, None), DONE],
+    "in flight at a crash": [DONE, POP, ("reopen", True, None), POP, ("ack", -1, 1), DONE],
+    "settled, opened again": [DONE, ("reopen", False, None), DONE, ("reopen", True, None), DONE],
+    "settled, other clock": [DONE, ("clock", -2000, None), DONE, ("clock", 5000, None), DONE],
+}
+
+
 @compiled
 @ways
-@pytest.mark.parametrize(
-    "steps",
-    [
-        pytest.param([POP, POP, ("reset", 0, 0), POP, POP, POP], id="reset, and popped again in the same millisecond"),
-        pytest.param([POP, POP, POP, ("give back", -2, 1), POP, POP], id="given back"),
-        pytest.param(
-            [POP, POP, ("pop", 1, 1000), ("time", 1, None), POP, ("time", 999, None)], id="due before the others"
-        ),
-        pytest.param([POP, ("nack", -1, 70_000), ("ack", -2, 1), ("ack", -1, 1)], id="by an old receipt"),
-        pytest.param([POP, ("renew", -1, 70_000), ("ack", -1, 1)], id="by a receipt that was renewed"),
-        pytest.param(
-            [("pop", 32, 60_000), ("ack", -2, 1), ("ack", -8, 1), ("ack", -1, 1), ("ack", -2, 1)], id="one of many"
-        ),
-        pytest.param(
-            [("pop tagged", "b", 3), ("ack", -2, 1), ("ack", -3, 1), ("ack", -1, 1)], id="one of many, with gaps"
-        ),
-        pytest.param([POP, ("pop tagged", "b", 1), POP, POP], id="popped with a filter"),
-        pytest.param([POP, ("ack", -1, 1), ("ack", -1, 1), POP, ("clock", -2000, None), POP, POP], id="clock set back"),
-        pytest.param(
-            [POP, ("ack", -1, 1), ("clock", -500, None), ("reset", 0, 2)]
-            + [("pop", 1, 100)] * 2
-            + [("time", 1200, None)],
-            id="clock set back, and reset",
-        ),
-        pytest.param([POP, ("time", 60_000, None), POP, POP, ("ack", -3, 1)], id="too late"),
-        pytest.param([POP, ("reopen", True, None), POP, POP, ("ack", -3, 1), ("ack", -2, 1)], id="after a crash"),
-        pytest.param([DONE, ("pop", 2, 60_000), ("ack", -2, 2), ("pop", 3, 60_000), ("ack", -3, 3)], id="to the last"),
-        pytest.param([DONE, ("pop", 2, 60_000), ("ack", -1, 2), ("pop", 4, 60_000), ("ack", -4, 4)], id="beyond it"),
-        pytest.param([POP] * 7 + [("put", 0, 3)] + [POP] * 5, id="beyond the end"),
-        pytest.param([DONE, POP, ("nack", -1, 0), POP, ("ack", -2, 1), ("ack", -1, 1), POP], id="failed"),
-        pytest.param([DONE, ("pop", 1, 200), ("time", 1200, None), POP, ("ack", -1, 1), POP], id="timed out"),
-        pytest.param([DONE, POP, ("give back", -1, 1), POP, ("ack", -1, 1), POP], id="given back unseen"),
-        pytest.param([DONE, POP, ("bury", -1, None), POP, ("ack", -2, 1), ("ack", -1, 1)], id="a dead letter"),
-        pytest.param(
-            [DONE, ("pop", 4, 60_000), ("ack", -1, 1), ("ack", -3, 1), ("ack", -4, 1), ("ack", -2, 1), POP],
-            id="four, the last first",
-        ),
-        pytest.param(
-            [DONE, ("pop", 4, 200), ("ack", -3, 1), ("time", 1200, None), ("pop", 4, 60_000), ("ack", -4, 1), POP],
-            id="four, of which one was settled in time",
-        ),
-        pytest.param([DONE, ("pop", 4, 60_000), ("ack", -3, 2), ("ack", -4, 1), ("ack", -4, 4), POP], id="two of four"),
-        pytest.param([("pop", 4, 60_000), ("ack", -4, 4), ("pop", 3, 60_000), ("ack", -2, 3), POP], id="one twice"),
-        pytest.param(
-            [("pop", 2, 60_000), ("pop", 2, 60_000), ("ack", -3, 2), ("ack", -4, 4), POP], id="of two batches"
-        ),
-        pytest.param([("pop", 4, 60_000), ("give back", -2, 1), ("ack", -3, 3), POP], id="one was given back"),
-        pytest.param([("pop", 4, 60_000), ("nack", -1, 0), ("ack", -5, 4), ("ack", -1, 1)], id="one failed"),
-        pytest.param([DONE, ("pop otherwise", True, "a"), ("pop otherwise", True, "a"), POP], id="asked twice"),
-        pytest.param([DONE, ("pop otherwise", False, None), ("pop otherwise", True, None)], id="the other way"),
-        pytest.param([DONE, POP, ("put anew", 0, 0), ("ack", -1, 1), ("reopen", True, None), DONE], id="put anew"),
-        pytest.param([DONE, POP, ("reopen", True, None), POP, ("ack", -1, 1), DONE], id="in flight at a crash"),
-        pytest.param([DONE, ("reopen", False, None), DONE, ("reopen", True, None), DONE], id="settled, opened again"),
-        pytest.param([DONE, ("clock", -2000, None), DONE, ("clock", 5000, None), DONE], id="settled, other clock"),
-    ],
-)
+@pytest.mark.parametrize("steps", TURNS.values(), ids=TURNS.keys())
 def test_what_takes_more_than_popping_the_next(pair: Pair, way: str, steps: list[tuple[str, Any, Any]]) -> None:
     """The cases that compiled code leaves alone, each with a pop or an ack behind it that could get it wrong."""
     pair.way = ORDERS[way]
-    create(pair, 1)
     for _ in range(2):  # the second time the group is there, and the route to its queues
         for serial in range(8):
             step(pair, "put", 0, 1, serial)
@@ -312,7 +302,6 @@ def test_messages_that_cannot_be_read_are_passed_over(
 ) -> None:
     """Between two, and behind the last: as a read leaves them out whose units are void."""
     pair.way = ORDERS[way]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 8))
     pair.pop()
     for bench in pair.benches:
@@ -335,7 +324,6 @@ def test_messages_that_cannot_be_read_are_passed_over(
 @compiled
 @pytest.mark.parametrize("option", ["order", "local"])
 def test_an_option_counts_by_its_truth(pair: Pair, option: str) -> None:
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 4))
     for options in ({}, {option: 1}, {option: 0}):
         pair.pop(**options)
@@ -347,7 +335,6 @@ def test_an_option_counts_by_its_truth(pair: Pair, option: str) -> None:
 @ways
 def test_a_reset_that_is_pending_comes_first(pair: Pair, way: str) -> None:
     pair.way = ORDERS[way]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 8))
     for _ in range(3):
         pair.pop()
@@ -363,7 +350,6 @@ def test_a_reset_that_is_pending_comes_first(pair: Pair, way: str) -> None:
 
 @compiled
 def test_popped_in_order_before(pair: Pair) -> None:
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 9))
     pair.pop()
     pair.ack([pair.deliveries[0][0].receipt])
@@ -431,7 +417,6 @@ def test_batches_of_several_queues_are_settled_in_one_call(pair: Pair, monkeypat
 def test_a_last_batch_that_is_not_noted_yet_is_for_python(pair: Pair) -> None:
     """As an exception of a signal handler may leave it, between the record in the log and the order info."""
     pair.way = ORDERS["in order"]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 9))
     step(pair, *DONE, 0)
     for bench in pair.benches:
@@ -445,7 +430,6 @@ def test_a_last_batch_that_is_not_noted_yet_is_for_python(pair: Pair) -> None:
 @compiled
 def test_deliveries_without_order_have_to_end_first(pair: Pair) -> None:
     pair.way = ORDERS["in order"]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 9))
     step(pair, *DONE, 0)
     for bench in pair.benches:  # as no call leaves it
@@ -457,7 +441,6 @@ def test_deliveries_without_order_have_to_end_first(pair: Pair) -> None:
 
 @compiled
 def test_a_queue_that_was_dropped_hands_out_nothing(pair: Pair) -> None:
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 9))
     for _ in range(3):
         pair.pop()
@@ -476,7 +459,6 @@ def test_a_queue_that_was_dropped_hands_out_nothing(pair: Pair) -> None:
 @compiled
 def test_a_long_run_of_single_messages(pair: Pair) -> None:
     """Past the read-ahead's ends, and past the first tidying of the timeline."""
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 3000))
     draw = random.Random(3)
     for i in range(3000):
@@ -497,7 +479,6 @@ def test_a_long_run_of_single_messages(pair: Pair) -> None:
 def test_a_long_run_of_messages_settled_at_once(pair: Pair, way: str) -> None:
     """In one millisecond: pop times in order run ahead of the clock by as much as they may, and begin again."""
     pair.way = ORDERS[way]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 1500))
     for _ in range(1100):
         assert pair.pop() == 1
@@ -528,7 +509,6 @@ def test_single_messages_take_the_compiled_way(
 ) -> None:
     """Or all these tests would compare Python with itself. What is left to Python: the reads, and the
     fifth of the pops that looks at the retry topic first, and then at the queue."""
-    create(pair, 1)
     bench = pair.benches[0]
     if has_retries:
         bench.parts.topics.ensure(pop_retry_topic("g", "t"), 1)
@@ -556,7 +536,6 @@ def test_single_messages_take_the_compiled_way(
 def test_the_last_ack_of_a_batch_in_order_wakes_a_receiver(pair: Pair) -> None:
     """One that waits, or that has looked and is about to wait."""
     pair.way = ORDERS["in order"]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 9))
     step(pair, *DONE, 0)
     pair.pop(n=3)
@@ -581,7 +560,6 @@ def test_the_last_ack_of_a_batch_in_order_wakes_a_receiver(pair: Pair) -> None:
 def test_a_record_that_says_more_is_not_replaced(pair: Pair, change: str) -> None:
     """Compiled code asks the order info, and not only the last batch that it has seen."""
     pair.way = ORDERS["in order"]
-    create(pair, 1)
     pair.do(lambda bench: bench.put("t", 9))
     step(pair, *DONE, 0)
     if change == "nack":
@@ -604,7 +582,6 @@ def test_a_record_that_says_more_is_not_replaced(pair: Pair, change: str) -> Non
 
 @compiled
 def test_a_queue_in_use_is_waited_for(pair: Pair) -> None:
-    create(pair, 1)
     bench = pair.benches[0]
     bench.put("t", 3)
     [first] = bench.pop()
@@ -632,7 +609,6 @@ def test_a_queue_in_use_is_waited_for(pair: Pair) -> None:
 @compiled
 def test_what_a_put_raises_leaves_the_message_where_it_was(pair: Pair) -> None:
     """The alarm that a put rings runs Python, into which Ctrl-C may come."""
-    create(pair, 1)
     bench = pair.benches[0]
     bench.put("t", 3)
     [first] = bench.pop()
@@ -657,7 +633,6 @@ def test_what_a_put_raises_leaves_the_message_where_it_was(pair: Pair) -> None:
 
 @compiled
 def test_an_offset_table_that_raises_leaves_the_queue_free(pair: Pair) -> None:
-    create(pair, 1)
     bench = pair.benches[0]
     bench.put("t", 3)
     bench.ack(*bench.pop())  # the group comes into being, and then the route to its queues
@@ -711,7 +686,6 @@ def test_forged_receipts_are_refused_as_by_python(
 
 @compiled
 def test_states_that_are_none_are_left_alone(pair: Pair) -> None:
-    create(pair, 1)
     tables = pair.benches[0].service._tables
     bare = kernel.Lending()
     half = Lending()
@@ -752,7 +726,6 @@ def test_a_store_that_flushes_each_put_pops_by_python(tmp_path: Path) -> None:
 
 @compiled
 def test_names_that_do_not_fit_are_left_to_python(pair: Pair) -> None:
-    create(pair, 1)
     bench = pair.benches[0]
     bench.put("t", 3)
     bench.pop()

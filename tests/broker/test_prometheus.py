@@ -39,19 +39,6 @@ SERIES = [
 ]
 
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path / "store")
-    bench.broker.topics.create("t", queues=1)
-    yield bench
-    bench.broker.close()
-
-
-@pytest.fixture
-def broker(bench: Bench) -> Broker:
-    return bench.broker
-
-
 @pytest.fixture(scope="module")
 def used(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     """A broker on which a little of everything has happened."""

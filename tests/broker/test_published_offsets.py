@@ -59,25 +59,18 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
     owner.store.close()
 
 
-def test_progress_is_folded_in_with_the_next_save(owner: Owner) -> None:
+@pytest.mark.parametrize("at", ["the next save", "open", "close"])
+def test_progress_is_folded_in_when_offsets_are_saved(owner: Owner, at: str) -> None:
     owner.publish(4)
     assert owner.table.committed("sp", "t", 0) is None
-    owner.tick()
+    if at == "open":
+        owner.table = OffsetTable(owner.store)
+    else:
+        (owner.table.close if at == "close" else owner.tick)()
     assert owner.table.committed("sp", "t", 0) == 4
     assert owner.on_disk() == {"t@sp": {"0": 4}}
     assert owner.waiting() == []
     assert owner.table.groups() == {"sp"}
-
-
-@pytest.mark.parametrize("at", ["open", "close"])
-def test_progress_is_folded_in_at_opening_and_at_closing(owner: Owner, at: str) -> None:
-    owner.publish(4)
-    if at == "close":
-        owner.table.close()
-    else:
-        OffsetTable(owner.store)
-    assert owner.on_disk() == {"t@sp": {"0": 4}}
-    assert owner.waiting() == []
 
 
 def test_a_stream_that_begins_again_takes_its_group_back(owner: Owner) -> None:

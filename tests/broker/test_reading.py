@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,34 +14,23 @@ from mqstore.broker.filters import parse_filter
 from mqstore.broker.names import QueueKey, retry_topic
 from mqstore.broker.parts import Parts
 from mqstore.broker.reading import Reads, Start
-from mqstore.errors import (
-    ConfigError,
-    GroupNotFoundError,
-    NotPermittedError,
-    OffsetOutOfRangeError,
-    TopicNotFoundError,
-)
+from mqstore.errors import ConfigError, GroupNotFoundError, NotPermittedError, OffsetOutOfRangeError, TopicNotFoundError
 from mqstore.log.commitlog import QueueRef
 from tests.broker.support import START_MS, clock_of, new_parts
 
-Make = Callable[..., tuple[Parts, Reads]]
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[Parts]:
+    """Tables of a store with topic `t` of two queues."""
+    parts = new_parts(tmp_path / "s", segment_bytes=4096)
+    parts.topics.create("t", queues=2)
+    yield parts
+    parts.store.close()
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Parts with topic `t` of two queues."""
-    opened: list[Parts] = []
-
-    def new(name: str = "s", **config: Any) -> tuple[Parts, Reads]:
-        parts = new_parts(tmp_path / name, **config)
-        opened.append(parts)
-        if parts.topics.get("t") is None:
-            parts.topics.create("t", queues=2)
-        return parts, Reads(parts)
-
-    yield new
-    for parts in opened:
-        parts.store.close()
+def reads(parts: Parts) -> Reads:
+    return Reads(parts)
 
 
 def _fill(parts: Parts, topic: str = "t", queue_id: int = 0, count: int = 5, step_ms: int = 0, size: int = 1) -> None:
@@ -77,9 +66,8 @@ def _lose_front(parts: Parts, keep: int = 2) -> int:
 )
 @pytest.mark.parametrize("group", [None, "g"])
 def test_statuses(
-    make: Make, queue_id: int, offset: int, status: str, next_offset: int, found: int, group: str | None
+    parts: Parts, reads: Reads, queue_id: int, offset: int, status: str, next_offset: int, found: int, group: str | None
 ) -> None:
-    parts, reads = make()
     _fill(parts)
     result = reads.read("t", queue_id, offset, 3, group=group)
     assert (result.status, result.next_offset, len(result.messages), result.lost) == (status, next_offset, found, 0)
@@ -88,8 +76,7 @@ def test_statuses(
     assert parts.offsets.query_pull(QueueKey("g", "t", queue_id)) == (next_offset if group else None)
 
 
-def test_what_does_not_pass_the_filter_is_stepped_over(make: Make) -> None:
-    parts, reads = make()
+def test_what_does_not_pass_the_filter_is_stepped_over(parts: Parts, reads: Reads) -> None:
     for tag in "aab":
         parts.store.put("t", b"", 0, tag=tag)
     result = reads.read("t", 0, 0, filter=parse_filter("b"))
@@ -99,8 +86,7 @@ def test_what_does_not_pass_the_filter_is_stepped_over(make: Make) -> None:
     assert parts.offsets.query_pull(QueueKey("g", "t", 0)) == 3
 
 
-def test_the_limits_are_the_callers(make: Make) -> None:
-    parts, reads = make()
+def test_the_limits_are_the_callers(parts: Parts, reads: Reads) -> None:
     _fill(parts, count=100, size=100)
     assert len(reads.read("t", 0, 0, 100).messages) == 100
     size = reads.read("t", 0, 0, 1).messages[0].size
@@ -120,23 +106,20 @@ def test_the_limits_are_the_callers(make: Make) -> None:
         (("t", 0, 0, 0), ConfigError),
     ],
 )
-def test_bad_arguments(make: Make, arguments: tuple[Any, ...], error: type[Exception]) -> None:
-    _, reads = make()
+def test_bad_arguments(reads: Reads, arguments: tuple[Any, ...], error: type[Exception]) -> None:
     with pytest.raises(error):
         reads.read(*arguments)
     with pytest.raises(error):
         reads.read(*arguments, group="g")
 
 
-def test_a_topic_that_may_not_be_read(make: Make) -> None:
-    parts, reads = make()
+def test_a_topic_that_may_not_be_read(parts: Parts, reads: Reads) -> None:
     parts.topics.alter("t", perm=2)
     with pytest.raises(NotPermittedError, match="may not be read"):
         reads.read("t", 0, 0)
 
 
-def test_a_group_that_may_not_consume(make: Make) -> None:
-    parts, reads = make()
+def test_a_group_that_may_not_consume(parts: Parts, reads: Reads) -> None:
     parts.groups.create("g", consume_enable=False)
     parts.groups.create("h")
     parts.groups.forbid("h", "t")
@@ -148,17 +131,17 @@ def test_a_group_that_may_not_consume(make: Make) -> None:
     reads.read("t", 0, 0)
 
 
-def test_an_unknown_group_is_made_unless_that_is_off(make: Make) -> None:
-    parts, reads = make()
+def test_an_unknown_group_is_made_unless_that_is_off(parts: Parts, reads: Reads, tmp_path: Path) -> None:
     reads.read("t", 0, 0, group="g")
     assert parts.groups.get("g") is not None
-    _, reads = make("closed", auto_create_groups=False)
+    closed = new_parts(tmp_path / "closed", auto_create_groups=False)
+    closed.topics.create("t")
     with pytest.raises(GroupNotFoundError):
-        reads.read("t", 0, 0, group="g")
+        Reads(closed).read("t", 0, 0, group="g")
+    closed.store.close()
 
 
-def test_the_groups_retry_topic_passes_sql_filters_unexamined(make: Make) -> None:
-    parts, reads = make()
+def test_the_groups_retry_topic_passes_sql_filters_unexamined(parts: Parts, reads: Reads) -> None:
     for topic in (retry_topic("g"), "t"):
         parts.topics.ensure(topic)
         for tag in "ab":
@@ -178,8 +161,9 @@ def test_the_groups_retry_topic_passes_sql_filters_unexamined(make: Make) -> Non
 # -- what is lost ------------------------------------------------------------------------------------------------------
 
 
-def test_who_falls_behind_retention_is_told_how_far(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    parts, reads = make(segment_bytes=4096)
+def test_who_falls_behind_retention_is_told_how_far(
+    parts: Parts, reads: Reads, caplog: pytest.LogCaptureFixture
+) -> None:
     _fill(parts, count=100, size=200)
     first = _lose_front(parts)
     assert first > 10
@@ -196,8 +180,7 @@ def test_who_falls_behind_retention_is_told_how_far(make: Make, caplog: pytest.L
     assert parts.statistics.snapshot().lost == {("g", "t", 0): first - 4, ("h", "t", 0): first}
 
 
-def test_a_second_loss_is_added(make: Make) -> None:
-    parts, reads = make(segment_bytes=4096)
+def test_a_second_loss_is_added(parts: Parts, reads: Reads) -> None:
     _fill(parts, count=100, size=200)
     first = _lose_front(parts, keep=5)
     reads.read("t", 0, 0, group="g")
@@ -207,8 +190,9 @@ def test_a_second_loss_is_added(make: Make) -> None:
     assert parts.statistics.snapshot().lost == {("g", "t", 0): second - 1}
 
 
-def test_an_offset_above_the_end_is_logged_for_groups(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    parts, reads = make()
+def test_an_offset_above_the_end_is_logged_for_groups(
+    parts: Parts, reads: Reads, caplog: pytest.LogCaptureFixture
+) -> None:
     _fill(parts)
     with caplog.at_level(logging.ERROR, "mqstore"):
         reads.read("t", 0, 9)
@@ -228,9 +212,8 @@ def test_an_offset_above_the_end_is_logged_for_groups(make: Make, caplog: pytest
     ],
 )
 def test_before_the_logical_start_nothing_counts(
-    make: Make, offset: int, status: str, next_offset: int, lost: int
+    parts: Parts, reads: Reads, offset: int, status: str, next_offset: int, lost: int
 ) -> None:
-    parts, reads = make()
     _fill(parts)
     parts.offsets.move_start("t", 0, 3)
     result = reads.read("t", 0, offset, group="g")
@@ -239,9 +222,8 @@ def test_before_the_logical_start_nothing_counts(
     assert reads.min_offset("t", 0) == 3
 
 
-def test_a_logical_start_behind_the_end_is_the_end(make: Make) -> None:
+def test_a_logical_start_behind_the_end_is_the_end(parts: Parts, reads: Reads) -> None:
     """Units that a power cut took back: what is put in their place counts again once the start is reached."""
-    parts, reads = make()
     _fill(parts)
     parts.offsets.move_start("t", 0, 9)
     result = reads.read("t", 0, 5, group="g")
@@ -250,8 +232,7 @@ def test_a_logical_start_behind_the_end_is_the_end(make: Make) -> None:
     assert (result.status, result.next_offset, result.lost) == ("OFFSET_TOO_SMALL", 5, 1)
 
 
-def test_what_a_group_got_is_counted(make: Make) -> None:
-    parts, reads = make()
+def test_what_a_group_got_is_counted(parts: Parts, reads: Reads) -> None:
     _fill(parts)
     size = sum(m.size for m in reads.read("t", 0, 0).messages)
     reads.read("t", 0, 0, group="g")
@@ -266,8 +247,7 @@ def test_what_a_group_got_is_counted(make: Make) -> None:
 # -- bounds ------------------------------------------------------------------------------------------------------------
 
 
-def test_bounds_and_times(make: Make) -> None:
-    parts, reads = make()
+def test_bounds_and_times(parts: Parts, reads: Reads) -> None:
     _fill(parts, step_ms=10)
     assert (reads.min_offset("t", 0), reads.max_offset("t", 0)) == (0, 5)
     assert (reads.min_offset("t", 1), reads.max_offset("t", 1)) == (0, 0)
@@ -294,8 +274,9 @@ _WHEN = datetime.fromtimestamp(START_MS / 1000, UTC) + timedelta(milliseconds=25
     ("start", "position"),
     [(None, 1), ("earliest", 1), ("latest", 5), (_WHEN, 3), (START_MS + 20, 2), (START_MS, 1), (START_MS + 10_000, 5)],
 )
-def test_a_new_group_begins_where_it_says_and_that_is_committed(make: Make, start: Start | None, position: int) -> None:
-    parts, reads = make()
+def test_a_new_group_begins_where_it_says_and_that_is_committed(
+    parts: Parts, reads: Reads, start: Start | None, position: int
+) -> None:
     _fill(parts, step_ms=10)
     parts.offsets.move_start("t", 0, 1)
     assert reads.first_position("g", "t", 0, start) == position
@@ -305,18 +286,16 @@ def test_a_new_group_begins_where_it_says_and_that_is_committed(make: Make, star
     assert reads.first_position("g", "t", 0, "latest") == position
 
 
-def test_the_groups_own_start_is_the_default(make: Make) -> None:
-    parts, reads = make()
+def test_the_groups_own_start_is_the_default(parts: Parts, reads: Reads) -> None:
     _fill(parts)
     parts.groups.create("g", start="latest")
     assert reads.first_position("g", "t", 0) == 5
     assert reads.first_position("g", "t", 1) == 0
 
 
-def test_latest_means_the_end_of_what_there_was_when_the_group_came(make: Make) -> None:
+def test_latest_means_the_end_of_what_there_was_when_the_group_came(parts: Parts, reads: Reads) -> None:
     """A queue that was added later, and had messages before a member came to it, was begun at its end: they were
     skipped."""
-    parts, reads = make()
     parts.topics.alter("t", read_queues=2, write_queues=2)
     _fill(parts)
     assert reads.first_position("g", "t", 0, "latest") == 5
@@ -327,24 +306,21 @@ def test_latest_means_the_end_of_what_there_was_when_the_group_came(make: Make) 
     assert reads.first_position("g", "t", 2, "latest") == 0
 
 
-def test_offset_zero_is_a_commit(make: Make) -> None:
-    parts, reads = make()
+def test_offset_zero_is_a_commit(parts: Parts, reads: Reads) -> None:
     _fill(parts)
     parts.offsets.commit("g", "t", 0, 0)
     assert reads.first_position("g", "t", 0, "latest") == 0
 
 
 @pytest.mark.parametrize("start", ["earliest", "latest", START_MS + 10_000])
-def test_retries_are_always_read_from_the_first(make: Make, start: Start) -> None:
-    parts, reads = make()
+def test_retries_are_always_read_from_the_first(parts: Parts, reads: Reads, start: Start) -> None:
     parts.topics.ensure(retry_topic("g"))
     _fill(parts, retry_topic("g"))
     assert reads.first_position("g", retry_topic("g"), 0, start) == 0
 
 
 @pytest.mark.parametrize("start", ["first", True, 1.5])
-def test_a_start_that_is_none(make: Make, start: Any) -> None:
-    parts, reads = make()
+def test_a_start_that_is_none(parts: Parts, reads: Reads, start: Any) -> None:
     with pytest.raises(ConfigError, match="start is"):
         reads.first_position("g", "t", 0, start)
     assert parts.offsets.committed("g", "t", 0) is None
@@ -353,11 +329,11 @@ def test_a_start_that_is_none(make: Make, start: Any) -> None:
 # -- and begins anew ---------------------------------------------------------------------------------------------------
 
 
-def test_the_next_read_after_a_reset_says_so_once(make: Make) -> None:
-    parts, reads = make()
+def test_the_next_read_after_a_reset_says_so_once(parts: Parts, reads: Reads) -> None:
     _fill(parts)
-    parts.groups.create("g")
+    assert reads.read("t", 0, 0, group="g").next_offset == 5
     assert reads.reset("g", "t", 0, 2) == {QueueRef("t", 0): 2}
+    assert parts.offsets.query_pull(QueueKey("g", "t", 0)) == 2
     parts.offsets.commit("g", "t", 0, 5)  # late: dropped
     assert parts.offsets.committed("g", "t", 0) == 2
     assert reads.read("t", 0, 5).status == "OFFSET_OVERFLOW_ONE"  # nobody's read takes it
@@ -373,8 +349,7 @@ def test_the_next_read_after_a_reset_says_so_once(make: Make) -> None:
     ("to", "positions"),
     [("earliest", (1, 0)), ("latest", (5, 3)), (1, (1, 1)), (_WHEN, (3, 0)), (_WHEN + timedelta(days=1), (5, 3))],
 )
-def test_a_reset_of_all_queues(make: Make, to: Any, positions: tuple[int, int]) -> None:
-    parts, reads = make()
+def test_a_reset_of_all_queues(parts: Parts, reads: Reads, to: Any, positions: tuple[int, int]) -> None:
     _fill(parts, step_ms=10)
     _fill(parts, queue_id=1, count=3)
     parts.offsets.move_start("t", 0, 1)
@@ -387,8 +362,7 @@ def test_a_reset_of_all_queues(make: Make, to: Any, positions: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("to", [-1, 4, 6])
-def test_a_reset_is_of_all_queues_or_of_none(make: Make, to: int) -> None:
-    parts, reads = make()
+def test_a_reset_is_of_all_queues_or_of_none(parts: Parts, reads: Reads, to: int) -> None:
     _fill(parts)
     _fill(parts, queue_id=1, count=3)
     parts.groups.create("g")
@@ -398,8 +372,7 @@ def test_a_reset_is_of_all_queues_or_of_none(make: Make, to: int) -> None:
     assert parts.offsets.resets == {}
 
 
-def test_a_reset_needs_a_topic_and_a_group(make: Make) -> None:
-    parts, reads = make()
+def test_a_reset_needs_a_topic_and_a_group(parts: Parts, reads: Reads) -> None:
     _fill(parts)
     with pytest.raises(GroupNotFoundError):
         reads.reset("g", "t", 0, "latest")

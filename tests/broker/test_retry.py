@@ -192,12 +192,8 @@ def test_a_copy_is_the_same_message(parts: Parts) -> None:
     )
     original = at(parts, receipt)
     for copy in (back(parts, original), back(parts, original, delay_level=-1)):
-        assert (copy.body, copy.flag, copy.born_timestamp_ms, copy.born_host) == (
-            original.body,
-            -7,
-            123,
-            "10.1.2.3:4567",
-        )
+        assert (copy.body, copy.flag) == (original.body, -7)
+        assert (copy.born_timestamp_ms, copy.born_host) == (123, "10.1.2.3:4567")
         assert (copy.tag, copy.keys, copy.message_group, copy.unique_key) == ("paid", ("a", "b"), "user-1", "u")
         assert copy.properties["mine"] == "é"
         assert copy.stored_properties()["ORIGIN_MESSAGE_ID"] == original.message_id
@@ -238,12 +234,9 @@ def test_a_retry_topic_that_has_fewer_queues_than_the_group_says_is_not_written_
 def test_the_topics_of_a_group_are_readable_and_writable(parts: Parts) -> None:
     back(parts, put(parts))
     back(parts, put(parts), delay_level=-1)
-    assert [
-        (parts.topics.need(name).perm, parts.topics.need(name).write_queues) for name in ("%RETRY%g", "%DLQ%g")
-    ] == [
-        (6, 1),
-        (6, 1),
-    ]
+    for name in ("%RETRY%g", "%DLQ%g"):
+        config = parts.topics.need(name)
+        assert (config.perm, config.write_queues) == (6, 1)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

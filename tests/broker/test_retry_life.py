@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from mqstore.broker.deadletters import DeadLetters
 from mqstore.broker.delay.levels import DelayService
 from mqstore.broker.groups import RetryPolicy
-from mqstore.broker.parts import Parts
 from mqstore.broker.retry import Retries
 from mqstore.log.message import Message
-from tests.broker.support import START_MS, advance, new_parts
+from tests.broker.support import START_MS, ServiceBench
 
 MINUTE = 60
 DELAYS_S = [10, 30, *(MINUTE * n for n in range(1, 11)), 20 * MINUTE, 30 * MINUTE, 60 * MINUTE, 120 * MINUTE]
@@ -26,14 +25,16 @@ DELAYS_S = [10, 30, *(MINUTE * n for n in range(1, 11)), 20 * MINUTE, 30 * MINUT
 ATTEMPTS = 17
 
 
-class Life:
+class Life(ServiceBench[DelayService]):
     """A store, its delay service, and a consumer that reads topic `orders` and the retry topic, and fails."""
 
     def __init__(self, path: Path) -> None:
-        self.parts: Parts = new_parts(path)
-        self.retries = Retries(self.parts)
-        self.delay = DelayService(self.parts, lambda: None, self.retries.dead_letter)
+        super().__init__(path, lambda parts, wake: DelayService(parts, wake, Retries(parts).dead_letter))
         self.read = {"orders": 0, "%RETRY%g": 0}
+
+    @property
+    def retries(self) -> Retries:
+        return Retries(self.parts)
 
     def arrived(self) -> list[Message]:
         """What is there to be consumed and was not seen yet."""
@@ -44,21 +45,6 @@ class Life:
                 self.read[topic] += len(messages)
                 found += messages
         return found
-
-    def wait(self, duration_ms: int) -> None:
-        advance(self.parts, [self.delay], duration_ms)
-
-    def restart(self, path: Path) -> None:
-        clock = self.parts.clock
-        self.close()
-        self.parts = new_parts(path, clock=clock)
-        self.retries = Retries(self.parts)
-        self.delay = DelayService(self.parts, lambda: None, self.retries.dead_letter)
-
-    def close(self) -> None:
-        self.delay.close()
-        self.parts.offsets.close()
-        self.parts.store.close()
 
 
 @pytest.fixture
@@ -78,13 +64,13 @@ def test_seventeen_attempts_at_the_times_of_the_table_then_one_dead_letter(life:
         assert (message.body, message.tag, message.unique_key) == (b"poison", "t", "U")
         life.retries.send_back("g", message.physical_offset, reason="boom")
         if delay_s is not None:
-            life.wait(delay_s * 1000 - 1)
+            life.pass_ms(delay_s * 1000 - 1)
             assert life.arrived() == [], "early"
-            life.wait(1)
+            life.pass_ms(1)
     elapsed_s = [sum(DELAYS_S[:i]) for i in range(ATTEMPTS)]
     assert seen == [(i + 1, elapsed_s[i]) for i in range(ATTEMPTS)]
     assert elapsed_s[-1] == ((4 * 60) + 45) * 60 + 40, "4:45:40"
-    life.wait(3 * 7_200_000)
+    life.pass_ms(3 * 7_200_000)
     assert life.arrived() == []
     [letter] = DeadLetters(parts, "g")
     properties = letter.stored_properties()
@@ -104,8 +90,7 @@ def test_any_mix_of_failures_and_restarts_delivers_each_attempt_once_and_on_time
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """A model of one message: (attempt, due) follows from the outcomes alone, whatever the store does in between."""
-    path = tmp_path_factory.mktemp("life") / "store"
-    life = Life(path)
+    life = Life(tmp_path_factory.mktemp("life") / "store")
     limit = data.draw(st.integers(1, 8), label="max_attempts")
     life.parts.groups.create("g", retry_policy=RetryPolicy(max_attempts=limit))
     life.parts.road.put("orders", b"x", queue_id=0, unique_key="U")
@@ -113,13 +98,13 @@ def test_any_mix_of_failures_and_restarts_delivers_each_attempt_once_and_on_time
     while not dead:
         ahead_ms = due_ms - life.parts.clock.now_ms()
         if ahead_ms > 1 and data.draw(st.booleans(), label="restart while it waits"):
-            life.wait(ahead_ms // 2)
-            life.restart(path)
+            life.pass_ms(ahead_ms // 2)
+            life.reopen()
             ahead_ms -= ahead_ms // 2
         if ahead_ms:
-            life.wait(ahead_ms - 1)
+            life.pass_ms(ahead_ms - 1)
             assert life.arrived() == []
-            life.wait(1)
+            life.pass_ms(1)
         [message] = life.arrived()
         assert (message.attempt, message.unique_key, message.body) == (attempt, "U", b"x")
         outcome = data.draw(st.sampled_from(["policy", "policy", "policy", "level", "success", "reject"]))
@@ -131,7 +116,7 @@ def test_any_mix_of_failures_and_restarts_delivers_each_attempt_once_and_on_time
         levels_s = [1, 5, *DELAYS_S]
         due_ms = life.parts.clock.now_ms() + 1000 * levels_s[min(level or 2 + attempt, 18) - 1]
         attempt += 1
-    life.wait(3 * 7_200_000)
+    life.pass_ms(3 * 7_200_000)
     assert life.arrived() == []
     letters = [letter.reconsume_times for letter in DeadLetters(life.parts, "g")]
     assert letters == ([attempt - 1] if dead else [])

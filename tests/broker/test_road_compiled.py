@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from datetime import UTC, datetime, timedelta
 from itertools import combinations
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from mqstore.broker.parts import Parts
 from mqstore.broker.road import DelayedReceipt
 from mqstore.broker.uniquekey import new_unique_key
 from mqstore.errors import ConfigError, InvalidMessageError
@@ -134,8 +137,7 @@ def test_a_level_that_the_table_lost_is_the_last_of_it(tmp_path: Path) -> None:
     parts.store.close()
 
 
-def test_keys_of_delayed_messages_are_those_of_the_process_in_turn(tmp_path: Path) -> None:
-    parts = new_parts(tmp_path / "s")
+def test_keys_of_delayed_messages_are_those_of_the_process_in_turn(parts: Parts) -> None:
     parts.road.put("orders", b"first", delay=5)
     keys = [new_unique_key(), parts.road.put("orders", b"x", delay=5).unique_key, new_unique_key()]
     assert [len(key) for key in keys] == [34] * 3
@@ -144,14 +146,9 @@ def test_keys_of_delayed_messages_are_those_of_the_process_in_turn(tmp_path: Pat
     assert seconds == sorted(seconds)
     assert [int(key[26:], 16) - int(keys[0][26:], 16) & 0xFFFF_FFFF for key in keys] == [0, 1, 2]
     assert parts.store.find("rmq_sys_wheel_timer", unique_key=keys[1])
-    parts.store.close()
 
 
-def test_the_receipt_of_a_delayed_message_is_a_value(tmp_path: Path) -> None:
-    import copy
-    import pickle
-
-    parts = new_parts(tmp_path / "s")
+def test_the_receipt_of_a_delayed_message_is_a_value(parts: Parts) -> None:
     for sender in (parts.road._sender, None):
         parts.road._sender = sender
         receipt = parts.road.put("orders", b"x", delay=5, unique_key="u")
@@ -159,4 +156,3 @@ def test_the_receipt_of_a_delayed_message_is_a_value(tmp_path: Path) -> None:
         assert hash(receipt) == hash(tuple(receipt))
         for again in (copy.copy(receipt), pickle.loads(pickle.dumps(receipt))):
             assert (type(again), again, again.recall_handle) == (DelayedReceipt, receipt, receipt.recall_handle)
-    parts.store.close()

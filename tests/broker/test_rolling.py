@@ -61,6 +61,10 @@ class Bench(support.Bench):
     def store(self) -> MessageStore:
         return self.broker.store
 
+    def days(self, count: int) -> None:
+        for _ in range(count):
+            self.jump(DAY)
+
     def house(self) -> None:
         """As long as rolling, its checkpoint and the deletion take."""
         for _ in range(4):
@@ -118,6 +122,12 @@ def at_the_front(bench: Bench, *waits_ms: int) -> list[str]:
     bench.jump(2 * S)
     bench.busy()
     return handles
+
+
+def by_level(bench: Bench, first: int, stop: int, **options: Any) -> None:
+    """Messages "first", ... that wait for 30 days, in their level unless `options` say otherwise."""
+    for number in range(first, stop):
+        bench.broker.put("orders", b"%d" % number, queue_id=0, **(options or {"delay_level": 3}))
 
 
 # -- what it is for ----------------------------------------------------------------------------------------------------
@@ -184,8 +194,7 @@ def test_what_a_level_held_comes_as_if_the_level_had_delivered_it(bench: Bench) 
     bench.house()
     assert bench.counted("delay_rolled") == 2
     assert bench.store.min_offset > second.physical_offset > first.physical_offset
-    for _ in range(31):
-        bench.jump(DAY)
+    bench.days(31)
     with_key, without = bench.messages("orders", 2)
     # 4.5: DELAY is gone, WAIT is false, REAL_TOPIC and REAL_QID stay. A copy without a key names the record that the
     # producer was told of.
@@ -320,8 +329,7 @@ def test_a_level_message_in_the_timer_is_nobodys_to_recall(bench: Bench) -> None
     assert receipt.recall_handle == handle
     assert inspect.is_waiting(bench.broker._parts, handle, bench.clock.now_ms()) is True
     assert bench.broker.recall(handle) is True
-    for _ in range(31):
-        bench.jump(DAY)
+    bench.days(31)
     assert [body for body, _ in bench.arrived()] == ["level"]
 
 
@@ -336,8 +344,7 @@ def test_a_timer_that_has_rolled_all_it_had_is_not_taken_for_a_damaged_one(
         assert timer.waiting() == 3
         bench.jump(S)
         bench.again()
-        for _ in range(40):
-            bench.jump(DAY)
+        bench.days(40)
     assert sorted(body for body, _ in bench.arrived()) == ["0", "1", "2"]
     assert caplog.records == []
 
@@ -495,8 +502,7 @@ def test_a_recall_between_rolling_and_its_checkpoint_holds_over_a_crash(bench: B
     assert bench.broker._timer.roll(SEGMENT, 100, bench.clock.now_ms()) == 2
     assert bench.broker.recall(gone) is True
     bench.kill()
-    for _ in range(21):
-        bench.jump(DAY)
+    bench.days(21)
     assert {body for body, _ in bench.arrived()} == {"1"}
 
 
@@ -512,24 +518,20 @@ def test_a_pass_that_was_cut_short_goes_on_where_it_was(bench: Bench, rolled: in
     (bench.kill if killed else bench.again)()
     bench.house()
     assert bench.counted("TIMER_ROLLED") == 5 - rolled
-    for _ in range(21):
-        bench.jump(DAY)
+    bench.days(21)
     assert sorted(body for body, _ in bench.arrived()) == [*"01234"]
 
 
 @pytest.mark.parametrize("kind", ["timer", "level"])
 def test_a_crash_before_the_checkpoint_doubles_what_was_rolled_since_and_no_more(bench: Bench, kind: str) -> None:
-    options: dict[str, Any] = {"delay": 30 * DAY / 1000} if kind == "timer" else {"delay_level": 3}
-    for number in range(4):
-        bench.broker.put("orders", b"%d" % number, queue_id=0, **options)
+    by_level(bench, 0, 4, **({"delay": 30 * DAY / 1000} if kind == "timer" else {}))
     bench.settle()
     bench.jump(20 * S)
     bench.busy()
     roller = bench.broker._timer if kind == "timer" else bench.broker._delay
     assert roller.roll(SEGMENT, 2, bench.clock.now_ms()) == 2
     bench.kill()
-    for _ in range(32):
-        bench.jump(DAY)
+    bench.days(32)
     assert Counter(body for body, _ in bench.arrived()) == {"0": 2, "1": 2, "2": 1, "3": 1}
     assert all(at_ms >= 30 * DAY for _, at_ms in bench.arrived())
 
@@ -537,17 +539,14 @@ def test_a_crash_before_the_checkpoint_doubles_what_was_rolled_since_and_no_more
 @pytest.mark.parametrize("kind", ["timer", "level"])
 def test_a_crash_loop_does_not_roll_again_and_again(bench: Bench, kind: str) -> None:
     """Each process lives as long as it has something to do at once, which a pass of rolling is, and dies."""
-    options: dict[str, Any] = {"delay": 30 * DAY / 1000} if kind == "timer" else {"delay_level": 3}
-    for number in range(4):
-        bench.broker.put("orders", b"%d" % number, queue_id=0, **options)
+    by_level(bench, 0, 4, **({"delay": 30 * DAY / 1000} if kind == "timer" else {}))
     bench.settle()
     bench.clock.advance(20 * S)
     bench.busy()
     for _ in range(5):
         bench.kill()
         bench.settle()
-    for _ in range(32):
-        bench.jump(DAY)
+    bench.days(32)
     assert Counter(body for body, _ in bench.arrived()) == {"0": 1, "1": 1, "2": 1, "3": 1}
 
 
@@ -568,8 +567,7 @@ def test_a_full_disk_while_rolling_loses_nothing_and_it_is_tried_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_the_front(bench, *[20 * DAY] * 3)
-    for number in range(3, 6):
-        bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
+    by_level(bench, 3, 6)
     bench.busy()
     append, room = bench.store.append, 1
 
@@ -591,8 +589,7 @@ def test_a_full_disk_while_rolling_loses_nothing_and_it_is_tried_again(
         bench.house()
     assert bench.broker.stats().errors == {}
     assert bench.kept <= KEPT + 2 * SEGMENT
-    for _ in range(32):
-        bench.jump(DAY)
+    bench.days(32)
     assert sorted(body for body, _ in bench.arrived()) == [*"012345"]
 
 
@@ -609,8 +606,7 @@ def test_a_disk_that_is_really_full_gets_room_by_rolling_once_there_is_some(tmp_
     bench.house()
     assert bench.kept <= KEPT + 2 * SEGMENT
     fs.heal()
-    for _ in range(21):
-        bench.jump(DAY)
+    bench.days(21)
     assert sorted(body for body, _ in bench.arrived()) == ["0", "1"]
     bench.broker.close()
 
@@ -627,8 +623,7 @@ def test_a_broken_record_is_passed_over_and_reported(
     bench: Bench, caplog: pytest.LogCaptureFixture, reopened: bool
 ) -> None:
     at_the_front(bench, *[20 * DAY] * 3)
-    for number in range(3, 6):
-        bench.broker.put("orders", b"%d" % number, queue_id=0, delay_level=3)
+    by_level(bench, 3, 6)
     bench.busy()
     bench.settle()
     damage(bench, TIMER_TOPIC, 0, 1)
@@ -641,8 +636,7 @@ def test_a_broken_record_is_passed_over_and_reported(
     assert (bench.counted("TIMER_ROLLED"), bench.counted("delay_rolled")) == (2, 2)
     assert bench.kept <= KEPT + 2 * SEGMENT
     assert "damaged" in caplog.text
-    for _ in range(32):
-        bench.jump(DAY)
+    bench.days(32)
     assert sorted(body for body, _ in bench.arrived()) == ["0", "2", "3", "5"]
     if reopened:  # then the queue does not have the record either, and the timer builds its files again
         caplog.clear()
@@ -667,8 +661,7 @@ def test_a_level_message_that_cannot_be_restored_is_a_dead_letter_when_it_is_to_
     bench.house()
     [letter] = bench.messages(dlq_topic(SCHEDULE_GROUP))
     assert (letter.text(), bench.counted("delay_rolled")) == ("bad", 2)
-    for _ in range(31):
-        bench.jump(DAY)
+    bench.days(31)
     assert [body for body, _ in bench.arrived()] == ["good", "good too"]
 
 
@@ -764,8 +757,7 @@ def test_a_clock_set_back_finds_what_was_rolled_where_it_is(bench: Bench) -> Non
     bench.jump(S)
     assert [body for body, _ in bench.arrived()] == ["0"]
     assert bench.broker.recall(handles[1]) is True
-    for _ in range(5):
-        bench.jump(DAY)
+    bench.days(5)
     assert [body for body, _ in bench.arrived()] == ["0"]
 
 
@@ -811,8 +803,7 @@ def test_whatever_happens_each_message_comes_on_its_day_and_once(tmp_path: Path,
     assert bench.counted("TIMER_ROLLED") + bench.counted("delay_rolled") > 0 or seed
     arrived: Counter[str] = Counter()
     seen = 0
-    for _ in range(50):
-        bench.jump(DAY)
+    bench.days(50)
     bounds = bench.store.offsets("orders", 0)
     seen = bounds[0]
     for body, at_ms in bench.arrived():

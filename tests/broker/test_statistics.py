@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mqstore.broker.admin.statistics import Rate, Samples, Statistics, Total
 from mqstore.clock import SimulatedClock
-from tests.broker.scraping import scraped
+from tests.broker.scraping import scraped, series
 from tests.broker.support import in_threads
 
 SECOND, MINUTE, HOUR = 1_000, 60_000, 3_600_000
@@ -62,14 +62,6 @@ def test_a_last_value_is_the_last(statistics: Statistics) -> None:
     statistics.set("GROUP_GET_FALL_TIME", "0@t@g", 700)
     statistics.set("GROUP_GET_FALL_TIME", "0@t@g", 20)
     assert statistics.snapshot().latest == {("GROUP_GET_FALL_TIME", "0@t@g"): 20}
-
-
-def test_losses_add_up_by_group_topic_and_queue(statistics: Statistics) -> None:
-    statistics.lost("g", "t", 0, 5)
-    statistics.lost("g", "t", 0, 2)
-    statistics.lost("g", "t", 1, 1)
-    statistics.lost("h", "t", 0, 3)
-    assert statistics.snapshot().lost == {("g", "t", 0): 7, ("g", "t", 1): 1, ("h", "t", 0): 3}
 
 
 def test_a_snapshot_does_not_change(statistics: Statistics, clock: SimulatedClock) -> None:
@@ -137,14 +129,6 @@ def test_a_window_reaches_from_its_oldest_sample_to_its_newest(
     assert getattr(statistics.snapshot(), window) == {}
 
 
-def test_what_is_added_after_the_newest_sample_is_in_no_window(statistics: Statistics, clock: SimulatedClock) -> None:
-    clock.advance(10 * SECOND)
-    statistics.run_once(clock.now_ms())
-    statistics.add("TOPIC_PUT_NUMS", "t")
-    assert statistics.snapshot().minute == {}
-    assert statistics.snapshot().total("TOPIC_PUT_NUMS", "t") == 1
-
-
 def test_a_late_sample_makes_a_longer_span_and_no_wrong_rate(statistics: Statistics, clock: SimulatedClock) -> None:
     """The machine slept for an hour: 3600 messages before and after are one a second, not 360."""
     statistics.add("TOPIC_PUT_NUMS", "t", 3_600)
@@ -171,7 +155,7 @@ def test_a_rate_over_nothing_is_0() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 9), st.sampled_from([0, 1, 4_000, 10_000, 35_000]))),
+    st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 9), st.sampled_from([0, 1, 4_000, 10_000, 35_000])))
 )
 def test_the_minute_is_that_of_a_model_that_keeps_whole_samples(steps: list[tuple[str, int, int]]) -> None:
     """The model does as 13 says: seven samples of everything, the newest minus the oldest."""
@@ -246,41 +230,21 @@ def test_counters_become_series_with_labels(statistics: Statistics) -> None:
             ("GROUP_GET_LATENCY", "0@orders", 5, 1),  # kept for stats(), not exported
         ]
     )
-    plain = {("is_retry", "false"), ("is_system", "false")}
-    orders = frozenset({("topic", "orders"), *plain})
-    orders_g = orders | {("consumer_group", "g")}
-    retry = {("is_retry", "true"), ("is_system", "false"), ("message_type", "normal")}
-    system = {("is_retry", "false"), ("is_system", "true")}
-    put = orders | {("message_type", "normal")}
+    kind = {"message_type": "normal"}
     assert told_of(statistics) == {
-        ("rocketmq_messages_in_total", put): 2,
-        ("rocketmq_messages_in_total", frozenset({("topic", "%RETRY%g+orders"), *retry})): 1,
-        ("rocketmq_messages_in_total", frozenset({("topic", "%DLQ%g"), *retry})): 1,
-        (
-            "rocketmq_messages_in_total",
-            frozenset({("topic", "SCHEDULE_TOPIC_XXXX"), ("message_type", "normal"), *system}),
-        ): 1,
-        ("rocketmq_throughput_in_total", put): 300,
-        ("rocketmq_message_size_sum", put): 300,
-        ("rocketmq_message_size_count", put): 2,
-        ("rocketmq_messages_out_total", orders_g): 5,
-        (
-            "rocketmq_throughput_out_total",
-            frozenset({("topic", "orders"), ("consumer_group", "CID_RMQ_SYS_TRANS"), *system}),
-        ): 70,
-        ("rocketmq_send_to_dlq_messages_total", orders_g): 1,
-        ("rocketmq_commit_messages_total", orders): 6,
-        ("rocketmq_delay_message_latency_sum", orders): 20,
-        ("rocketmq_delay_message_latency_count", orders): 2,
-    }
-
-
-def test_gauges_of_the_broker_stand_beside(statistics: Statistics) -> None:
-    name = "rocketmq_consumer_lag_messages"
-    gauges: dict[str, int | Samples] = {name: [({"topic": "t", "consumer_group": "g"}, 5), ({"topic": "u"}, 2)]}
-    assert told_of(statistics, gauges) == {
-        (name, frozenset({("topic", "t"), ("consumer_group", "g")})): 5,
-        (name, frozenset({("topic", "u")})): 2,
+        series("messages_in_total", "orders", **kind): 2,
+        series("messages_in_total", "%RETRY%g+orders", retry=True, **kind): 1,
+        series("messages_in_total", "%DLQ%g", retry=True, **kind): 1,
+        series("messages_in_total", "SCHEDULE_TOPIC_XXXX", system=True, **kind): 1,
+        series("throughput_in_total", "orders", **kind): 300,
+        series("message_size_sum", "orders", **kind): 300,
+        series("message_size_count", "orders", **kind): 2,
+        series("messages_out_total", "orders", consumer_group="g"): 5,
+        series("throughput_out_total", "orders", system=True, consumer_group="CID_RMQ_SYS_TRANS"): 70,
+        series("send_to_dlq_messages_total", "orders", consumer_group="g"): 1,
+        series("commit_messages_total", "orders"): 6,
+        series("delay_message_latency_sum", "orders"): 20,
+        series("delay_message_latency_count", "orders"): 2,
     }
 
 

@@ -65,6 +65,15 @@ def units(count: int) -> list[TimerUnit]:
     return [UNIT._replace(previous=NOWHERE, physical_offset=1000 * i) for i in range(count)]
 
 
+def filled(folder: Path) -> TimerLog:
+    """A log of three segments, all written."""
+    log = new_log(folder)
+    for unit in units(12):
+        log.append(unit)
+    log.write()
+    return log
+
+
 def all_of(log: TimerLog, low: int = 0) -> list[tuple[int, int]]:
     """(position, physical offset) of every unit."""
     return [
@@ -164,10 +173,7 @@ def test_the_unit_of_a_record_is_found_wherever_it_lies(tmp_path: Path, seed: in
 
 @pytest.mark.parametrize("end", [0, SEGMENT, SEGMENT + 52, 3 * SEGMENT])
 def test_the_log_goes_on_at_any_promised_end(tmp_path: Path, end: int) -> None:
-    log = new_log(tmp_path)
-    for unit in units(12):
-        log.append(unit)
-    log.write()
+    filled(tmp_path)
     again = reloaded(tmp_path, end, end)
     position = again.append(units(1)[0])
     again.write()
@@ -176,10 +182,7 @@ def test_the_log_goes_on_at_any_promised_end(tmp_path: Path, end: int) -> None:
 
 @pytest.mark.parametrize("harm", ["missing", "missing first", "short"])
 def test_a_log_that_lacks_a_part_is_damaged(tmp_path: Path, harm: str) -> None:
-    log = new_log(tmp_path)
-    for unit in units(12):
-        log.append(unit)
-    log.write()
+    log = filled(tmp_path)
     path = tmp_path / "timerlog" / f"{0 if harm == 'missing first' else SEGMENT:020d}"
     if harm == "short":
         os.truncate(path, 100)

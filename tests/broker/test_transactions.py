@@ -6,19 +6,15 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mqstore.broker.halves import CHECK_AFTER_MS, CHECK_EVERY_MS
 from mqstore.broker.names import HALF_TOPIC, OP_TOPIC, TIMER_TOPIC, TRANS_CHECK_TOPIC, TRANS_GROUP
-from mqstore.broker.parts import Parts
 from mqstore.broker.transactionops import OP_EVERY_MS
-from mqstore.broker.transactions import (
-    NOT_ASKED,
-    TransactionHandle,
-    Transactions,
-)
+from mqstore.broker.transactions import NOT_ASKED, TransactionHandle, Transactions
 from mqstore.errors import (
     ConfigError,
     FlushTimeoutError,
@@ -29,57 +25,30 @@ from mqstore.errors import (
     TransactionStateError,
 )
 from mqstore.log.message import Message
-from tests.broker.support import START_MS, advance, clock_of, in_threads, new_parts, settle
-from tests.log.support import kill
+from tests.broker.support import START_MS, ServiceBench, full, in_threads
 
 GROUP = "payments"
 
 
-class Bench:
-    """A store with its transactions, which can be killed or closed and opened again."""
+class Bench(ServiceBench[Transactions]):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, Transactions)
 
-    def __init__(self, path: Path, **options: Any) -> None:
-        self.path = path
-        self.options = options
-        self.wakes = 0
-        self._open()
-
-    def _open(self) -> None:
-        self.parts: Parts = new_parts(self.path, **self.options)
-        self.transactions = Transactions(self.parts, self._wake)
-
-    def _wake(self) -> None:
-        self.wakes += 1
+    @property
+    def transactions(self) -> Transactions:
+        return self.service
 
     def begin(self, body: bytes = b"b", **options: Any) -> TransactionHandle:
         return self.transactions.begin("orders", body, **{"producer_group": GROUP, "queue_id": 0, **options})
 
-    def messages(self, topic: str = "orders") -> list[Message]:
-        return self.parts.store.read(topic, 0, 0, 1000) if self.parts.store.offsets_or_none(topic, 0) else []
-
     def bodies(self, topic: str = "orders") -> list[bytes]:
         return [message.body for message in self.messages(topic)]
 
-    def pass_time(self, duration_ms: int) -> None:
-        advance(self.parts, [self.transactions], duration_ms)
-
-    def kill(self, *, save: bool = False) -> None:
-        """As the system ends a process: what was written is there, what was in memory is not."""
+    def crash(self, *, save: bool = False) -> None:
+        """Open again after a kill, with progress as it was or saved."""
         if save:
             self.parts.offsets.save()
-        self.options["clock"] = clock_of(self.parts)
-        kill(self.parts.store)
-        self._open()
-
-    def close(self) -> None:
-        self.transactions.close()
-        self.parts.offsets.close()
-        self.parts.store.close()
-
-    def reopen(self) -> None:
-        self.options["clock"] = clock_of(self.parts)
-        self.close()
-        self._open()
+        self.reopen(killed=True)
 
 
 @pytest.fixture
@@ -101,29 +70,16 @@ def always(answer: Any, asked: list[Message] | None = None) -> Callable[[Message
 # -- formats ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_half_message_lies_in_its_topic_and_says_where_it_goes(bench: Bench) -> None:
+def test_a_half_lies_in_its_topic_and_its_commit_says_where_it_was(bench: Bench) -> None:
     handle = bench.begin(b"paid", queue_id=2, tag="t", keys="k", unique_key="U", properties={"mine": "x"}, flag=5)
     [half] = bench.messages(HALF_TOPIC)
-    assert half.stored_properties() == {
-        "mine": "x",
-        "KEYS": "k",
-        "TAGS": "t",
-        "UNIQ_KEY": "U",
-        "TRAN_MSG": "true",
-        "PGROUP": GROUP,
-        "__transactionId__": "U",
-        "REAL_TOPIC": "orders",
-        "REAL_QID": "2",
-    }
+    kept = {"mine": "x", "KEYS": "k", "TAGS": "t", "UNIQ_KEY": "U", "__transactionId__": "U"}
+    kept |= {"TRAN_MSG": "true", "PGROUP": GROUP}
+    assert half.stored_properties() == {**kept, "REAL_TOPIC": "orders", "REAL_QID": "2"}
     assert (half.body, half.flag, half.sys_flag & 0xC) == (b"paid", 5, 0)
     assert handle == ("U", "orders", GROUP, half.offset, half.physical_offset)
     assert bench.bodies() == []
     assert bench.transactions.get("U") == handle
-
-
-def test_a_commit_is_the_message_with_the_address_of_its_half(bench: Bench) -> None:
-    handle = bench.begin(b"paid", queue_id=2, tag="t", unique_key="U", properties={"mine": "x"}, flag=5)
-    [half] = bench.messages(HALF_TOPIC)
     receipt = bench.transactions.end(handle, "commit")
     assert receipt is not None
     message = bench.parts.store.at(receipt.physical_offset)
@@ -131,28 +87,20 @@ def test_a_commit_is_the_message_with_the_address_of_its_half(bench: Bench) -> N
     assert message.sys_flag & 0xC == 8
     assert message.prepared_transaction_offset == half.physical_offset
     assert (message.born_timestamp_ms, message.born_host) == (half.born_timestamp_ms, half.born_host)
-    assert message.stored_properties() == {
-        "mine": "x",
-        "TAGS": "t",
-        "UNIQ_KEY": "U",
-        "TRAN_MSG": "true",
-        "PGROUP": GROUP,
-        "__transactionId__": "U",
-        "WAIT": "false",
-    }
+    assert message.stored_properties() == {**kept, "WAIT": "false"}
 
 
 def test_ops_are_gathered_for_three_seconds(bench: Bench) -> None:
     handles = [bench.begin() for _ in range(4)]
     bench.transactions.end(handles[2], "commit")
-    bench.pass_time(OP_EVERY_MS - 1)
+    bench.pass_ms(OP_EVERY_MS - 1)
     bench.transactions.end(handles[0], "rollback")
     assert bench.messages(OP_TOPIC) == []
-    bench.pass_time(1)
+    bench.pass_ms(1)
     [op] = bench.messages(OP_TOPIC)
     assert (op.body, op.tag, op.stored_properties()) == (b"2,0,", "d", {"TAGS": "d"})
     bench.transactions.end(handles[1], "rollback")
-    bench.pass_time(OP_EVERY_MS)
+    bench.pass_ms(OP_EVERY_MS)
     assert bench.bodies(OP_TOPIC) == [b"2,0,", b"1,"]
 
 
@@ -162,16 +110,9 @@ def test_ops_are_written_when_they_are_many(bench: Bench) -> None:
     written = bench.bodies(OP_TOPIC)
     assert len(written) == 1
     assert 4096 < len(written[0]) <= 4096 + 5
-    bench.pass_time(OP_EVERY_MS)
+    bench.pass_ms(OP_EVERY_MS)
     named = [int(number) for body in bench.bodies(OP_TOPIC) for number in body.decode().rstrip(",").split(",")]
     assert named == [*range(1200)]
-
-
-def test_closing_writes_what_is_gathered(bench: Bench) -> None:
-    bench.transactions.end(bench.begin(), "rollback")
-    bench.reopen()
-    assert bench.bodies(OP_TOPIC) == [b"0,"]
-    assert bench.transactions.open_count() == 0
 
 
 # -- ending ----------------------------------------------------------------------------------------------------------
@@ -234,15 +175,15 @@ def test_two_threads_that_commit_at_once_commit_once(bench: Bench) -> None:
 
 def test_after_its_immunity_only_the_answer_to_a_check_ends_it(bench: Bench) -> None:
     early, late, short = bench.begin(immunity=10), bench.begin(immunity=10), bench.begin(immunity=1)
-    clock_of(bench.parts).advance(10_000)
+    bench.clock.advance(10_000)
     bench.transactions.end(early, "commit")
-    clock_of(bench.parts).advance(1)
+    bench.clock.advance(1)
     for handle in (late, short):
         with pytest.raises(TransactionStateError) as caught:
             bench.transactions.end(handle, "commit")
         assert caught.value.outcome is None
     plain = bench.begin()
-    clock_of(bench.parts).advance(3_600_000)
+    bench.clock.advance(3_600_000)
     bench.transactions.end(plain, "commit")  # without immunity there is no such limit
     bench.transactions.end(late, "commit", from_check=True)
     assert len(bench.bodies()) == 3
@@ -250,10 +191,6 @@ def test_after_its_immunity_only_the_answer_to_a_check_ends_it(bench: Bench) -> 
 
 def test_a_commit_that_cannot_be_stored_leaves_it_open(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = bench.begin()
-
-    def full(*_: Any, **__: Any) -> None:
-        raise StoreFullError(28, "no space", "commitlog", "put")
-
     with monkeypatch.context() as patch:
         patch.setattr(bench.parts.road, "copy", full)
         with pytest.raises(StoreFullError):
@@ -297,18 +234,14 @@ def test_a_half_that_is_perhaps_not_on_disk_is_rolled_back(bench: Bench, monkeyp
 
 
 def test_ops_that_cannot_be_written_are_kept_and_the_end_stands(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        def put(self, *_: Any) -> None:
-            raise StoreFullError(28, "no space", "commitlog", "put")
-
     handles = [bench.begin() for _ in range(1200)]
     with monkeypatch.context() as patch:
-        patch.setattr(bench.transactions._ops, "_outlet", Full())
+        patch.setattr(bench.transactions._ops, "_outlet", SimpleNamespace(put=full))
         for handle in handles:
             bench.transactions.end(handle, "rollback")
         with pytest.raises(StoreFullError):
             bench.transactions.run_once(START_MS + OP_EVERY_MS)
-    bench.pass_time(OP_EVERY_MS)
+    bench.pass_ms(OP_EVERY_MS)
     named = [int(number) for body in bench.bodies(OP_TOPIC) for number in body.decode().rstrip(",").split(",")]
     assert named == [*range(1200)]
     assert all(len(body) <= 4096 + 5 for body in bench.bodies(OP_TOPIC))
@@ -363,7 +296,7 @@ def test_a_timer_on_a_half_message_starts_at_its_commit(bench: Bench) -> None:
     handle = bench.transactions.prepare("orders", b"b", {"TIMER_DELAY_MS": "60000"}, **options)
     assert len(bench.messages(HALF_TOPIC)) == 1
     assert bench.messages(TIMER_TOPIC) == []
-    clock_of(bench.parts).advance(3_000)
+    bench.clock.advance(3_000)
     bench.transactions.end(handle, "commit")
     [waiting] = bench.messages(TIMER_TOPIC)
     out_ms = int(waiting.stored_properties()["TIMER_OUT_MS"])
@@ -395,17 +328,17 @@ def test_progress_passes_only_what_is_done_and_the_log_is_held_for_the_rest(benc
     handles = [bench.begin() for _ in range(4)]
     for i in (1, 2):
         bench.transactions.end(handles[i], "rollback")
-        bench.pass_time(OP_EVERY_MS)
+        bench.pass_ms(OP_EVERY_MS)
     assert progress() == (0, 0)
     [pin] = bench.transactions.pins()
     assert (pin.physical_offset, pin.topic, pin.group) == (handles[0].physical_offset, HALF_TOPIC, TRANS_GROUP)
     bench.transactions.end(handles[0], "rollback")
-    bench.pass_time(OP_EVERY_MS)
+    bench.pass_ms(OP_EVERY_MS)
     assert progress() == (3, 3)
     bench.reopen()
     assert bench.transactions.open_transactions() == [handles[3]]
     bench.transactions.end(handles[3], "rollback")
-    bench.pass_time(OP_EVERY_MS)
+    bench.pass_ms(OP_EVERY_MS)
     assert progress() == (4, 4)
     assert list(bench.transactions.pins()) == []
 
@@ -416,13 +349,13 @@ def test_progress_waits_for_a_half_that_is_being_put(bench: Bench, monkeypatch: 
 
     def interrupted(*args: Any, **options: Any) -> Any:
         receipt = append(*args, **options)
-        settle(bench.parts, [bench.transactions])
+        bench.settle()
         return receipt
 
     with monkeypatch.context() as patch:
         patch.setattr(bench.parts.store, "append", interrupted)
         handle = bench.begin()
-    bench.kill(save=True)
+    bench.crash(save=True)
     assert bench.transactions.open_transactions() == [handle]
 
 
@@ -435,12 +368,12 @@ def test_a_commit_whose_op_was_lost_is_not_made_twice(bench: Bench, save: bool) 
     still = bench.begin(b"still", unique_key="still")
     bench.transactions.end(plain, "commit")
     bench.transactions.end(timed, "commit")
-    bench.kill(save=save)
+    bench.crash(save=save)
     assert bench.transactions.open_count() == 3
     asked: list[Message] = []
     bench.transactions.on_check(GROUP, always(True, asked))
     assert bench.transactions.end("timed", "commit") is None
-    bench.pass_time(CHECK_AFTER_MS)
+    bench.pass_ms(CHECK_AFTER_MS)
     assert [message.unique_key for message in asked] == ["still"]
     assert bench.bodies() == [b"b", b"still"]
     assert len(bench.messages(TIMER_TOPIC)) == 1
@@ -449,7 +382,7 @@ def test_a_commit_whose_op_was_lost_is_not_made_twice(bench: Bench, save: bool) 
 
 def test_a_rollback_with_flush_is_not_forgotten_by_a_kill(bench: Bench) -> None:
     bench.transactions.end(bench.begin(), "rollback", durability="flush")
-    bench.kill()
+    bench.crash()
     assert bench.transactions.open_count() == 0
 
 
@@ -462,10 +395,10 @@ def test_halves_that_rocketmq_left_are_understood(bench: Bench) -> None:
     store.append(HALF_TOPIC, 0, b"3", properties={"UNIQ_KEY": "nowhere"})
     store.append(HALF_TOPIC, 0, b"4", properties=base | {"UNIQ_KEY": "d", "REAL_QID": "x"})
     store.append(OP_TOPIC, 0, b"0,junk,,-3,", properties={"TAGS": "d"})
-    bench.kill()
+    bench.crash()
     assert [handle.transaction_id for handle in bench.transactions.open_transactions()] == ["c"]
     bench.transactions.on_check(GROUP, always(None))
-    bench.pass_time(CHECK_AFTER_MS + CHECK_EVERY_MS)
+    bench.pass_ms(CHECK_AFTER_MS + CHECK_EVERY_MS)
     assert bench.bodies(TRANS_CHECK_TOPIC) == [b"2"], "its fifteenth check was its last"
 
 
@@ -476,11 +409,11 @@ def test_the_first_check_comes_after_six_seconds_then_one_every_thirty(bench: Be
     times: list[int] = []
 
     def check(message: Message) -> None:
-        times.append(bench.parts.clock.now_ms() - START_MS)
+        times.append(bench.clock.now_ms() - START_MS)
 
     bench.transactions.on_check(GROUP, check)
     bench.begin()
-    bench.pass_time(CHECK_AFTER_MS + 2 * CHECK_EVERY_MS)
+    bench.pass_ms(CHECK_AFTER_MS + 2 * CHECK_EVERY_MS)
     assert times == [6_000, 36_000, 66_000]
 
 
@@ -489,9 +422,9 @@ def test_immunity_puts_the_first_check_off(bench: Bench, immunity: float, first_
     asked: list[Message] = []
     bench.transactions.on_check(GROUP, always(None, asked))
     bench.begin(immunity=immunity)
-    bench.pass_time(first_ms - 1)
+    bench.pass_ms(first_ms - 1)
     assert asked == []
-    bench.pass_time(1)
+    bench.pass_ms(1)
     assert len(asked) == 1
 
 
@@ -500,7 +433,7 @@ def test_the_answer_ends_it(bench: Bench, answer: bool | None, visible: int, ope
     asked: list[Message] = []
     bench.transactions.on_check(GROUP, always(answer, asked))
     bench.begin(b"paid", immunity=10)
-    bench.pass_time(10_001)
+    bench.pass_ms(10_001)
     assert [(message.body, message.system_properties["REAL_TOPIC"]) for message in asked] == [(b"paid", "orders")]
     assert (len(bench.bodies()), bench.transactions.open_count()) == (visible, open_after)
 
@@ -512,7 +445,7 @@ def test_a_callback_that_raises_is_an_unknown_and_is_logged(bench: Bench, caplog
     bench.transactions.on_check(GROUP, check)
     bench.begin()
     with caplog.at_level(logging.ERROR, "mqstore"):
-        bench.pass_time(CHECK_AFTER_MS)
+        bench.pass_ms(CHECK_AFTER_MS)
     assert "database gone" in caplog.text
     assert bench.transactions.open_count() == 1
 
@@ -531,7 +464,7 @@ def test_a_callback_may_end_it_itself_and_others_meanwhile(bench: Bench) -> None
 
     bench.begin(b"mine")
     bench.transactions.on_check(GROUP, check)
-    bench.pass_time(CHECK_AFTER_MS)
+    bench.pass_ms(CHECK_AFTER_MS)
     assert bench.transactions.open_count() == 0
 
 
@@ -539,10 +472,10 @@ def test_fifteen_times_unknown_gives_it_up_into_its_own_topic(bench: Bench, capl
     asked: list[Message] = []
     bench.transactions.on_check(GROUP, always(None, asked))
     bench.begin(b"lost", tag="t")
-    bench.pass_time(CHECK_AFTER_MS + 15 * CHECK_EVERY_MS - 1)
+    bench.pass_ms(CHECK_AFTER_MS + 15 * CHECK_EVERY_MS - 1)
     assert (len(asked), bench.transactions.open_count()) == (15, 1)
     with caplog.at_level(logging.ERROR, "mqstore"):
-        bench.pass_time(1)
+        bench.pass_ms(1)
     [kept] = bench.messages(TRANS_CHECK_TOPIC)
     properties = kept.stored_properties()
     assert (kept.body, kept.tag, properties["TRANSACTION_CHECK_TIMES"]) == (b"lost", "t", "15")
@@ -556,24 +489,24 @@ def test_fifteen_times_unknown_gives_it_up_into_its_own_topic(bench: Bench, capl
 def test_with_nobody_to_ask_no_check_counts_but_age_ends_it(bench: Bench) -> None:
     bench.begin(b"one")
     asked: list[Message] = []
-    bench.pass_time(20 * CHECK_EVERY_MS)
+    bench.pass_ms(20 * CHECK_EVERY_MS)
     bench.transactions.on_check(None, always(NOT_ASKED, asked))
-    bench.pass_time(20 * CHECK_EVERY_MS)
+    bench.pass_ms(20 * CHECK_EVERY_MS)
     assert len(asked) > 15
     assert bench.transactions.open_count() == 1
-    clock_of(bench.parts).advance(72 * 3_600_000)
-    bench.pass_time(CHECK_EVERY_MS)
+    bench.clock.advance(72 * 3_600_000)
+    bench.pass_ms(CHECK_EVERY_MS)
     assert bench.bodies(TRANS_CHECK_TOPIC) == [b"one"]
 
 
 def test_who_comes_to_be_asked_is_asked_at_once(bench: Bench) -> None:
     bench.begin()
-    bench.pass_time(CHECK_AFTER_MS + 10)
+    bench.pass_ms(CHECK_AFTER_MS + 10)
     asked: list[Message] = []
     before = bench.wakes
     bench.transactions.on_check(GROUP, always(None, asked))
     assert bench.wakes > before
-    settle(bench.parts, [bench.transactions])
+    bench.settle()
     assert len(asked) == 1
 
 
@@ -584,16 +517,12 @@ def test_a_group_of_its_own_is_asked_before_the_one_for_all(bench: Bench) -> Non
     bench.transactions.on_check(None, always(False, others))
     bench.begin(b"1")
     bench.begin(b"2", producer_group="other")
-    bench.pass_time(CHECK_AFTER_MS)
+    bench.pass_ms(CHECK_AFTER_MS)
     assert ([m.body for m in mine], [m.body for m in others]) == ([b"1"], [b"2"])
 
 
 def test_an_answer_that_cannot_be_carried_out_does_not_count(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a disk that is full for seven minutes would end in giving up what its producer had committed."""
-
-    def full(*_: Any, **__: Any) -> None:
-        raise StoreFullError(28, "no space", "commitlog", "put")
-
     bench.transactions.on_check(GROUP, always(True))
     bench.begin(b"paid")
     now_ms = START_MS + CHECK_AFTER_MS
@@ -612,13 +541,13 @@ def test_many_due_at_once_are_asked_in_turns(bench: Bench) -> None:
     bench.transactions.on_check(GROUP, always(None, asked))
     for _ in range(100):
         bench.begin()
-    clock_of(bench.parts).advance(CHECK_AFTER_MS)
-    now_ms = bench.parts.clock.now_ms()
+    bench.clock.advance(CHECK_AFTER_MS)
+    now_ms = bench.clock.now_ms()
     due_ms = bench.transactions.run_once(now_ms)
     assert len(asked) < 100
     assert due_ms is not None
     assert due_ms <= now_ms
-    settle(bench.parts, [bench.transactions])
+    bench.settle()
     assert len({message.offset for message in asked}) == len(asked) == 100
 
 
@@ -626,29 +555,29 @@ def test_a_clock_that_was_set_back_does_not_put_checks_off(bench: Bench) -> None
     asked: list[Message] = []
     bench.transactions.on_check(GROUP, always(None, asked))
     bench.begin()
-    settle(bench.parts, [bench.transactions])
-    clock_of(bench.parts).set_wall(START_MS - 86_400_000)
-    settle(bench.parts, [bench.transactions])
+    bench.settle()
+    bench.clock.set_wall(START_MS - 86_400_000)
+    bench.settle()
     assert len(asked) == 1, "age <= -1: asked at once"
-    bench.pass_time(CHECK_EVERY_MS)
+    bench.pass_ms(CHECK_EVERY_MS)
     assert len(asked) == 2
 
 
 def test_a_clock_that_was_set_back_while_the_store_was_closed_does_not_either(bench: Bench) -> None:
     bench.begin()
-    clock_of(bench.parts).set_wall(START_MS - 86_400_000)
+    bench.clock.set_wall(START_MS - 86_400_000)
     bench.reopen()
     asked: list[Message] = []
     bench.transactions.on_check(GROUP, always(None, asked))
-    settle(bench.parts, [bench.transactions])
+    bench.settle()
     assert len(asked) == 1
 
 
 def test_the_housekeeper_is_woken_only_for_what_is_due_before_it_comes(bench: Bench) -> None:
     bench.begin()
     assert bench.wakes == 1
-    settle(bench.parts, [bench.transactions])
-    clock_of(bench.parts).advance(10)
+    bench.settle()
+    bench.clock.advance(10)
     second = bench.begin()
     assert bench.wakes == 1, "it comes for the first anyway"
     bench.transactions.end(second, "rollback")
@@ -658,5 +587,5 @@ def test_the_housekeeper_is_woken_only_for_what_is_due_before_it_comes(bench: Be
 def test_everything_ends_with_nothing_due(bench: Bench) -> None:
     for outcome in ("commit", "rollback"):
         bench.transactions.end(bench.begin(), outcome)
-    bench.pass_time(OP_EVERY_MS)
-    assert bench.transactions.run_once(bench.parts.clock.now_ms() + CHECK_AFTER_MS) is None
+    bench.pass_ms(OP_EVERY_MS)
+    assert bench.transactions.run_once(bench.clock.now_ms() + CHECK_AFTER_MS) is None

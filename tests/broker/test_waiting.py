@@ -475,8 +475,7 @@ def test_there_is_an_end_to_parking(hall: Hall, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("queue_id", "offset", "group"),
-    [(-2, None, None), (ANY_QUEUE, 0, None), (0, 0, "g"), (ANY_QUEUE, 5, "g")],
+    ("queue_id", "offset", "group"), [(-2, None, None), (ANY_QUEUE, 0, None), (0, 0, "g"), (ANY_QUEUE, 5, "g")]
 )
 def test_arguments_that_do_not_go_together(hall: Hall, queue_id: int, offset: int | None, group: str | None) -> None:
     with pytest.raises(ConfigError):
