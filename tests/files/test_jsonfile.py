@@ -346,9 +346,7 @@ def change_count(folder: Path, before: str, no_links: bool) -> int:
 @pytest.mark.parametrize("no_links", [False, True])
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("before", STATES)
-def test_a_crash_at_any_step_leaves_the_old_value_or_the_new_one(
-    tmp_path: Path, before: str, torn: bool, no_links: bool
-) -> None:
+def test_a_crash_at_any_step_leaves_old_or_new(tmp_path: Path, before: str, torn: bool, no_links: bool) -> None:
     steps = change_count(tmp_path / "count", before, no_links)
     assert steps >= 5
     seen = []
@@ -613,9 +611,7 @@ def test_a_file_beyond_a_limit_is_refused_and_left_alone(
 
 
 @pytest.mark.parametrize("limit", ["JSON_BYTES_MAX", "JSON_VALUES_MAX"])
-def test_what_could_not_be_loaded_again_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     path = tmp_path / "x.json"
     save_json(path, {"n": 1})
     monkeypatch.setattr(jsonfile, limit, 20)

@@ -886,9 +886,7 @@ def test_only_what_a_mapping_for_writing_shows_is_read_ahead(folder: Path) -> No
 
 @pytest.mark.parametrize("how", ["mapping", "call"])
 @pytest.mark.parametrize("synced", [False, True])
-def test_what_is_told_of_a_file_without_reading_it_is_never_less_than_there_is(
-    tmp_path: Path, how: str, synced: bool
-) -> None:
+def test_the_end_of_data_is_never_told_too_low(tmp_path: Path, how: str, synced: bool) -> None:
     """Bytes that are in memory only count, be they stored behind blocks that were never written to."""
     size = 1 << 20
     run = SegmentWriter(tmp_path / "log", tmp_path / "tmp", size)

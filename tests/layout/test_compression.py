@@ -115,9 +115,7 @@ def test_a_body_that_is_cut_off_is_refused(sys_flag: int, compress: Callable[[by
 
 @every_kind
 @given(data=st.binary(max_size=60))
-def test_any_bytes_inflate_or_are_a_format_error(
-    sys_flag: int, compress: Callable[[bytes], bytes], data: bytes
-) -> None:
+def test_any_bytes_inflate_or_are_refused(sys_flag: int, compress: Callable[[bytes], bytes], data: bytes) -> None:
     for body in (data, compress(b"text " * 5)[:20] + data):
         try:
             assert len(inflate(sys_flag, body, max_bytes=1000)) <= 1000

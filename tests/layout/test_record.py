@@ -230,9 +230,7 @@ def java_host(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_each_record_of_the_java_engine_reads_as_that_engine_reads_it(
-    golden: Callable[[str], GoldenStore], name: str
-) -> None:
+def test_records_of_java_read_as_that_engine_reads_them(golden: Callable[[str], GoldenStore], name: str) -> None:
     store = golden(name)
     segments = store.segments
     size = len(segments[0][1])
@@ -275,9 +273,7 @@ def test_each_record_of_the_java_engine_reads_as_that_engine_reads_it(
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_the_whole_log_of_the_java_engine_verifies_and_encodes_to_the_same_bytes(
-    golden: Callable[[str], GoldenStore], name: str
-) -> None:
+def test_the_log_of_java_verifies_and_encodes_alike(golden: Callable[[str], GoldenStore], name: str) -> None:
     store = golden(name)
     bounds = store.of("store")[0]
     kinds: set[str] = set()

@@ -129,7 +129,7 @@ def spoil(manifest: Path, damage: str, content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "garbage", "no JSON object"])
-def test_opening_for_writing_puts_the_manifest_back_from_its_backup_and_says_so(
+def test_a_writer_restores_the_manifest_by_backup(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As of every JSON file (format#json-save). The damaged one stayed, unsaid, and its backup was the only copy."""
@@ -158,9 +158,7 @@ def test_opening_for_writing_puts_the_manifest_back_from_its_backup_and_says_so(
 
 @pytest.mark.parametrize("damage", ["empty", "garbage", "other JSON", "no JSON object", "a key missing"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_manifest_without_any_copy_that_decodes_names_the_command_that_mends_it(
-    tmp_path: Path, mode: Any, damage: str
-) -> None:
+def test_no_manifest_that_decodes_names_the_mending_command(tmp_path: Path, mode: Any, damage: str) -> None:
     root = tmp_path / "s"
     open_store(root).close()
     content = json.loads((root / "mqstore.json").read_text())
@@ -174,9 +172,7 @@ def test_a_manifest_without_any_copy_that_decodes_names_the_command_that_mends_i
 
 @pytest.mark.parametrize("keep_guard", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_lost_manifest_is_noticed_by_the_guard_or_by_the_first_record(
-    tmp_path: Path, mode: Any, keep_guard: bool
-) -> None:
+def test_a_lost_manifest_is_noticed_by_guard_or_record(tmp_path: Path, mode: Any, keep_guard: bool) -> None:
     root = tmp_path / "s"
     with open_store(root) as store:
         store.put("t", b"x")
@@ -190,9 +186,7 @@ def test_a_lost_manifest_is_noticed_by_the_guard_or_by_the_first_record(
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_damaged_or_empty_first_record_does_not_hide_whose_the_log_is(
-    tmp_path: Path, profile: Any, damaged: bool
-) -> None:
+def test_a_bad_first_record_does_not_hide_whose_the_log_is(tmp_path: Path, profile: Any, damaged: bool) -> None:
     """Of a store of ours that had lost its manifest it made a Java broker's, and of one of theirs ours: by the wrong
     checksum no record was good, and opening for writing zeroed the whole log."""
     root = tmp_path / "s"
@@ -264,9 +258,7 @@ def test_unknown_keys_are_kept_when_the_manifest_is_rewritten(tmp_path: Path) ->
         {"group_hash": "siphash24"},
     ],
 )
-def test_what_was_fixed_at_creation_is_refused_in_another_size(
-    tmp_path: Path, mode: Any, options: dict[str, Any]
-) -> None:
+def test_what_creation_fixed_is_refused_in_another_size(tmp_path: Path, mode: Any, options: dict[str, Any]) -> None:
     root = tmp_path / "s"
     open_store(root).close()
     before = files(root)

@@ -165,9 +165,7 @@ UNSAFE = [b"../evil", b"..", b".", b"a/b", b"/etc", b"nul\0", b"line\n", b"\x1b[
 
 
 @pytest.mark.parametrize("topic", UNSAFE)
-def test_a_topic_that_is_no_folder_name_stays_readable_by_offset_and_makes_no_file(
-    tmp_path: Path, topic: bytes
-) -> None:
+def test_a_topic_that_is_no_folder_name_makes_no_file(tmp_path: Path, topic: bytes) -> None:
     records = [(b"fine", 0, 0, b"a"), (topic, 0, 0, b"b"), (b"fine", -1, 0, b"c"), (b"fine", 0, 1, b"d")]
     positions = java_log(tmp_path / "in" / "s", records)
     with open_store(tmp_path / "in" / "s") as store:
@@ -210,9 +208,7 @@ def test_what_is_damaged_ahead_of_the_dispatcher_is_passed_over(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("operation", "part"), [("pwrite", "consumequeue"), ("truncate_sparse", "tmp/cq"), ("replace", "tmp/cq")]
 )
-def test_puts_go_on_while_units_find_no_room_and_all_is_seen_once_there_is(
-    tmp_path: Path, operation: str, part: str
-) -> None:
+def test_puts_go_on_while_units_find_no_room(tmp_path: Path, operation: str, part: str) -> None:
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs) as store:
         store.put_many("t", [b"%d" % i for i in range(8)])  # fills a file of units
@@ -287,9 +283,7 @@ def test_keys_that_found_no_room_until_the_end_are_found_after_the_next_opening(
 
 
 @pytest.mark.parametrize("entries", [5, 40])
-def test_ctrl_c_right_behind_the_index_leaves_each_key_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int
-) -> None:
+def test_ctrl_c_behind_the_index_keeps_keys_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
     """Also where the entries have filled their file."""
     put_entries = index_module.put_entries
 
@@ -354,9 +348,7 @@ def test_waiting_ends_only_with_the_message_that_was_asked_for(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("durability", "chunks", "seen"), [("append", 1, 0), ("append", 2, 20), ("flush", 2, 20)])
-def test_a_batch_of_several_chunks_is_dispatched_when_put_many_returns(
-    tmp_path: Path, durability: Any, chunks: int, seen: int
-) -> None:
+def test_put_many_of_several_chunks_dispatches_them(tmp_path: Path, durability: Any, chunks: int, seen: int) -> None:
     config = StoreConfig(clock=SimulatedClock(), max_message_size=4096)  # no thread dispatches
     with MessageStore(tmp_path / "s", durability=durability, config=config) as store:
         store.put_many("t", [bytes(2000 * chunks)] * 20)
@@ -446,9 +438,7 @@ def test_who_reads_beside_a_writer_without_pause_waits_for_what_was_there(tmp_pa
         assert store.stats().puts < 10
 
 
-def test_a_waiting_reader_goes_before_a_thread_that_dispatches_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_reader_goes_before_the_next_dispatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside constant puts the background thread has always more to do, and took the lock again at once."""
     with open_store(tmp_path / "s") as store:
         store.put("t", b"0")

@@ -732,9 +732,7 @@ def test_put_many_that_runs_out_of_room_tells_what_it_stored(tmp_path: Path) -> 
         ("t", {"INNER_BASE": "x"}),
     ],
 )
-def test_a_number_that_recovery_could_not_read_is_refused(
-    tmp_path: Path, topic: str, properties: dict[str, str]
-) -> None:
+def test_a_number_recovery_could_not_read_is_refused(tmp_path: Path, topic: str, properties: dict[str, str]) -> None:
     """RocketMQ, and our own record check, take such a record for damage (format#verifies)."""
     with open_store(tmp_path / "s") as store:
         with pytest.raises(InvalidMessageError) as caught:
@@ -907,9 +905,7 @@ def test_a_store_that_was_closed_holds_no_descriptor(tmp_path: Path) -> None:
     assert not [name for name in open_files() if name.startswith(str(tmp_path))]
 
 
-def test_a_put_of_a_signal_handler_in_the_middle_of_a_system_call_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handler_cannot_put_in_the_middle_of_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_store(tmp_path / "s", durability="flush") as store:
         store.put("t", b"0")
         write = type(store.log_files).write
@@ -962,9 +958,7 @@ def test_what_is_written_by_a_call_lies_as_if_it_had_been_stored(tmp_path: Path,
 
 @pytest.mark.usefixtures("by_a_call")
 @pytest.mark.parametrize("moment", ["before", "in", "behind", "after"])
-def test_a_put_of_a_signal_handler_around_a_call_that_writes_many(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_a_put_of_a_handler_around_such_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     with open_store(tmp_path / "s") as store:
         log, run = type(store._log), type(store.log_files)
         store_many, write = log._store, run.write
@@ -1041,9 +1035,7 @@ class Interrupting(Unsynced):
 @pytest.mark.parametrize("again", [False, True], ids=["once", "while it wipes, too"])
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("end", ["put", "put_many", "copy_many", "close", "kill"])
-def test_what_an_interrupted_call_has_written_never_becomes_messages(
-    tmp_path: Path, end: str, share: float, again: bool
-) -> None:
+def test_what_an_interrupted_call_wrote_is_no_message(tmp_path: Path, end: str, share: float, again: bool) -> None:
     """Whole records lay behind the end of the log: a clean close or a crash brought back all of a call that had
     raised, or, once another record had taken the place of the first, all but that."""
     fs = Interrupting()
@@ -1078,9 +1070,7 @@ def test_what_an_interrupted_call_has_written_never_becomes_messages(
 
 
 @pytest.mark.usefixtures("by_a_call")
-def test_a_handler_cannot_close_a_store_in_the_middle_of_a_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handler_cannot_close_in_the_middle_of_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call went on when the lock was given back, over what another process might have written by then."""
     with open_store(tmp_path / "s") as store:
         store.put("t", b"first")
@@ -1098,9 +1088,7 @@ def test_a_handler_cannot_close_a_store_in_the_middle_of_a_call(
     assert open_store(tmp_path / "s").clean_shutdown
 
 
-def test_pages_are_made_ready_for_single_puts_and_not_for_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_are_made_ready_for_single_puts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel takes whole pages that a call writes as they come: to zero them first would be work for nothing."""
     with open_store(tmp_path / "s", segment_bytes=16 << 20) as store:
         ready: list[tuple[int, int]] = []

@@ -135,9 +135,7 @@ def test_reading_none_is_an_empty_list_with_or_without_a_filter(store: MessageSt
 
 @pytest.mark.parametrize("tags", ["*", "T"])
 @given(data=st.data())
-def test_the_byte_limit_counts_whole_records_but_never_refuses_the_first(
-    store: MessageStore, tags: str, data: st.DataObject
-) -> None:
+def test_the_byte_limit_never_refuses_the_first(store: MessageStore, tags: str, data: st.DataObject) -> None:
     if not store.topics():
         store.put_many("t", [OutgoingMessage(bytes(i * 7 % 300), tag="T") for i in range(40)])
     sizes = [m.size for m in store.iter("t", 0)]
@@ -284,9 +282,7 @@ def test_a_damaged_record_is_passed_over_counted_and_reported_once(tmp_path: Pat
 
 @pytest.mark.parametrize("count", [1, 2, 32])
 @pytest.mark.parametrize("slots", [[9], [7, 8, 9], list(range(10))])
-def test_another_process_stops_before_records_of_which_none_behind_verifies(
-    tmp_path: Path, slots: list[int], count: int
-) -> None:
+def test_another_process_stops_where_nothing_verifies(tmp_path: Path, slots: list[int], count: int) -> None:
     """A writer may be at work there (format#readers). It once made `read` loop for ever."""
     with open_store(damaged(tmp_path, slots), "r") as store:
         offset, read = 0, []
@@ -437,9 +433,7 @@ def test_following_one_queue_waits_for_the_next_message(store: MessageStore) -> 
         assert got == [b"%d" % i]
 
 
-def test_following_all_queues_sleeps_when_nothing_matches_and_finds_new_queues(
-    store: MessageStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_all_queues_sleeps_and_finds_new_ones(store: MessageStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A last message that the filter did not take once kept it reading without a pause."""
     store.put("t", b"0", tag="A")
     store.put("t", b"skipped", tag="B")
@@ -667,9 +661,7 @@ def test_a_reader_finds_new_messages_segments_queues_and_topics(tmp_path: Path) 
         assert len(reader.find("t1", key="k", limit=1000)) == 33
 
 
-def test_a_read_that_a_close_overtakes_is_an_error_and_passes_over_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_a_close_overtakes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came back empty, with an offset behind messages that it had taken for damaged."""
     store: MessageStore = open_store(tmp_path / "s")
     for i in range(3):
@@ -691,7 +683,7 @@ def test_a_read_that_a_close_overtakes_is_an_error_and_passes_over_nothing(
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_a_reader_that_retention_overtakes_goes_on_at_the_front(
+def test_a_reader_behind_the_front_goes_on_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, follow: bool
 ) -> None:
     """Iterating from the start ended with OffsetOutOfRangeError, though nobody had asked for an offset."""

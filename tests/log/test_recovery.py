@@ -894,9 +894,7 @@ def test_units_that_are_not_of_the_queue_do_not_count_as_numbers_given_out(tmp_p
 
 @pytest.mark.parametrize("segment", [0, 1], ids=["first", "later"])
 @pytest.mark.parametrize("number", [5, 8, 16])
-def test_what_recovery_makes_of_a_wild_queue_offset_is_what_verify_asks_for(
-    tmp_path: Path, number: int, segment: int
-) -> None:
+def test_recovery_and_verify_agree_on_a_wild_queue_offset(tmp_path: Path, number: int, segment: int) -> None:
     """Verify took a large record for room in which others were lost, and a queue to begin wherever its first record
     says: it believed numbers that recovery did not, called the slots of all that followed damaged, and no recovery
     helped."""
@@ -1022,9 +1020,7 @@ BITS = [(0, 0), (0, 1), (0, 5), (7, 3)]
     ("which", "units"),  # of a last record without its unit nothing says which it is
     [*((which, "there") for which in (0, 1, 5, -1)), *((which, "lost") for which in (0, 1, 5, -2))],
 )
-def test_one_flipped_bit_in_a_queue_offset_costs_nothing(
-    tmp_path: Path, which: int, byte: int, bit: int, units: str
-) -> None:
+def test_a_flipped_bit_in_a_queue_offset_is_free(tmp_path: Path, which: int, byte: int, bit: int, units: str) -> None:
     """Profile `rocketmq` has no checksum over it. The message was dropped, and its unit voided."""
     made = make(tmp_path / "store", "rocketmq")
     orders = [r for r in made.receipts if (r.topic, r.queue_id) == ("orders", 0)]
@@ -1149,9 +1145,7 @@ def test_a_store_without_a_checkpoint_is_read_from_its_beginning(tmp_path: Path,
     ("profile", "state"),
     [("mqstore", "missing"), ("rocketmq", "short"), ("rocketmq", "zeros"), ("mqstore", "garbage")],
 )
-def test_where_a_store_ended_cleanly_is_not_forgotten_by_a_kill_though_the_checkpoint_is_lost(
-    tmp_path: Path, profile: str, state: str
-) -> None:
+def test_a_kill_forgets_no_clean_end_without_checkpoint(tmp_path: Path, profile: str, state: str) -> None:
     """Else the abort mark would turn damage into a torn tail, and cut what is whole behind it."""
     made = make(tmp_path / "s", profile)
     bad = made.in_segment(1)[2]
@@ -1572,9 +1566,7 @@ LOSSES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_queue_that_lost_files_after_a_clean_end_is_built_anew_before_anything_is_put(
-    tmp_path: Path, loss: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_queue_that_lost_files_is_rebuilt(tmp_path: Path, loss: str, caplog: pytest.LogCaptureFixture) -> None:
     """It was numbered anew from where its files ended, and old messages were out of sight."""
     path = tmp_path / "store"
     _filled_queues(path)

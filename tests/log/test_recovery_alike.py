@@ -249,9 +249,7 @@ def test_what_is_done_about_damage_does_not_depend_on_compiled_parts(
 
 
 @pytest.mark.parametrize("batch", [1, 7, 8192])
-def test_units_that_were_perhaps_never_synced_are_written_again_whatever_the_stretch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
-) -> None:
+def test_units_perhaps_not_synced_are_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
     """Those of records below `dispatched` are not, without a checkpoint all are."""
     monkeypatch.setattr("mqstore.log.recovery.scanner._BATCH", batch)
     make(tmp_path, "mqstore")

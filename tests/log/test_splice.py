@@ -159,9 +159,7 @@ def test_segments_roll_where_puts_roll_at_every_alignment(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("remembered", [0, 30, 1000])
-def test_windows_smaller_than_a_shard_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remembered: int
-) -> None:
+def test_windows_below_a_shard_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remembered: int) -> None:
     monkeypatch.setattr("mqstore.log.bulk.splice._REMEMBERED", remembered)
     monkeypatch.setattr("mqstore.log.bulk.shard.Shard.window_bytes", lambda it: min(it.bytes, max(700, it.largest)))
     shards = [stage(tmp_path / f"{i}", ROWS) for i in range(2)]
@@ -457,9 +455,7 @@ _WAYS: dict[str, Callable[[MessageStore, Message], object]] = {
 @pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("rows", [ROWS[:24], ROWS], ids=["one segment", "several segments"])
 @pytest.mark.parametrize("since", ["opened", "listed", "half-listed"])
-def test_a_reader_that_met_the_splice_misses_none_of_it_afterwards(
-    tmp_path: Path, since: str, rows: list[Row], way: str
-) -> None:
+def test_a_reader_that_met_the_splice_misses_nothing(tmp_path: Path, since: str, rows: list[Row], way: str) -> None:
     """It has cut the log off where the splice begins, and finds units that lead beyond before it lists files anew."""
     root, clock = tmp_path / "store", SimulatedClock()
     shard = stage(tmp_path / "shard", [Row(b"first", "alone"), *rows])
@@ -671,9 +667,7 @@ _TIGHT = {
 
 
 @pytest.mark.parametrize("limit", _TIGHT)
-def test_no_message_is_deleted_for_a_splice_that_may_yet_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
+def test_nothing_is_deleted_for_half_a_splice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     """Three segments are committed where four may be (of a disk of eight), and the splice needs more than one."""
     usage = SimpleNamespace(f_blocks=8, f_frsize=SEGMENT)
 

@@ -293,9 +293,7 @@ def test_no_property_can_name_another_variable(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("code", "given"), [(65, ()), (3, ("--reject-code", 3))], ids=["default", "another"])
-def test_an_exit_code_says_what_becomes_of_a_message(
-    store: Path, tmp_path: Path, code: int, given: tuple[object, ...]
-) -> None:
+def test_the_exit_code_settles_a_message(store: Path, tmp_path: Path, code: int, given: tuple[object, ...]) -> None:
     command = script(
         tmp_path,
         "if body in '3': print('', 'no such customer\\x1b[2J', 'at all', sep='\\n', file=sys.stderr)\n"

@@ -135,9 +135,7 @@ def unfinished_bulk_append(root: Path) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("make", [earlier_generation, prepared_transaction, unfinished_bulk_append])
-def test_what_recover_does_not_list_is_not_exported(
-    tmp_path: Path, make: Callable[[Path], set[tuple[str, int]]]
-) -> None:
+def test_what_recover_omits_is_not_exported(tmp_path: Path, make: Callable[[Path], set[tuple[str, int]]]) -> None:
     listed = make(tmp_path / "s")
 
     result = mqstore("export", tmp_path / "s")

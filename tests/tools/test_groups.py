@@ -36,9 +36,7 @@ RETRIES: list[tuple[str, RetryPolicy, str]] = [
 
 
 @pytest.mark.parametrize(("typed", "policy", "shown"), RETRIES, ids=[each[0] for each in RETRIES])
-def test_a_retry_policy_is_stored_as_typed_and_shown_as_it_may_be_typed(
-    tmp_path: Path, typed: str, policy: RetryPolicy, shown: str
-) -> None:
+def test_a_retry_policy_is_shown_as_typed(tmp_path: Path, typed: str, policy: RetryPolicy, shown: str) -> None:
     path = tmp_path / "s"
     library.engine.MessageStore(path).close()
 
@@ -159,9 +157,7 @@ def test_deleting_forgets_settings_progress_and_deliveries(store: Path) -> None:
         (["delete", "nonesuch", "--yes"], "no group"),
     ],
 )
-def test_what_cannot_be_done_is_2_and_changes_nothing(
-    store: Path, arguments: list[str], told: str, dry_run: list[str]
-) -> None:
+def test_what_cannot_be_done_is_2(store: Path, arguments: list[str], told: str, dry_run: list[str]) -> None:
     before: Any = mqstore_json("groups", store)
 
     result = mqstore("groups", arguments[0], store, *arguments[1:], *dry_run, exit_code=2)

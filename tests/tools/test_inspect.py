@@ -498,9 +498,7 @@ CLOSED = ("none", "index gone", "queue gone", "topic gone", "queues gone", "queu
     ("name", "killed"), [*((name, False) for name in CLOSED), ("none", True), ("queue gone", True)]
 )
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
-def test_a_queue_that_lacks_messages_of_the_log_is_named(
-    tmp_path: Path, name: str, profile: Profile, killed: bool
-) -> None:
+def test_a_queue_that_lacks_messages_is_named(tmp_path: Path, name: str, profile: Profile, killed: bool) -> None:
     """`lag` exits with 1, too: what it counts is then too little. A queue of a killed store lacks what was not yet
     dispatched."""
     path = tmp_path / "s"

@@ -175,9 +175,7 @@ def test_what_other_groups_hold_stays_as_it_is(store: Path, order: bool) -> None
         (["--group", "billing", "--topic", "orders"], "--to"),
     ],
 )
-def test_what_cannot_be_is_2_and_changes_nothing(
-    store: Path, arguments: list[str], told: str, dry_run: list[str]
-) -> None:
+def test_what_cannot_be_is_2(store: Path, arguments: list[str], told: str, dry_run: list[str]) -> None:
     before = committed(store, "billing")
 
     result = mqstore("offsets", "reset", store, *arguments, *dry_run, exit_code=2)

@@ -223,9 +223,7 @@ def test_a_json_file_put_back_from_its_backup_is_a_change(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize("options", [[], ["--rebuild", "config", "--yes"]])
-def test_beside_a_writer_a_plan_is_refused_as_the_recovery_is_naming_the_holder(
-    tmp_path: Path, options: list[str]
-) -> None:
+def test_beside_a_writer_plan_and_recovery_are_refused(tmp_path: Path, options: list[str]) -> None:
     with library.engine.MessageStore(tmp_path / "s", config=CONFIG):
         plan = mqstore("recover", tmp_path / "s", *options, "--dry-run")
         run = mqstore("recover", tmp_path / "s", *options)

@@ -86,9 +86,7 @@ def test_a_topic_is_created_altered_and_deleted(tmp_path: Path) -> None:
         (["delete", "rmq_sys_pop_log", "--yes"], "belongs to the engine"),
     ],
 )
-def test_what_cannot_be_done_is_2_and_changes_nothing(
-    store: Path, arguments: list[str], told: str, dry_run: list[str]
-) -> None:
+def test_what_cannot_be_done_is_2(store: Path, arguments: list[str], told: str, dry_run: list[str]) -> None:
     before = mqstore_json("topics", store, "--system")
 
     result = mqstore("topics", arguments[0], store, *arguments[1:], *dry_run, exit_code=2)

@@ -155,9 +155,7 @@ def test_json_with_more_findings_than_people_are_shown_is_whole(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("taken", [50, 99])
-def test_it_goes_on_when_retention_takes_what_it_was_about_to_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
-) -> None:
+def test_retention_meanwhile_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     """It began again each time, and ended with a bare FileNotFoundError when the writer was the faster one."""
     config = StoreConfig(segment_bytes=1 << 14, consumequeue_units=8, index_slots=16, index_entries=8)
     with library.engine.MessageStore(tmp_path / "s", config=config) as store:
