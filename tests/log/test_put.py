@@ -355,6 +355,7 @@ def test_all_four_mixtures_of_host_families(tmp_path: Path, profile: Any, store_
         store.put_many("t", [b"many", OutgoingMessage(b"more", keys="k", flag=-9)], 3)
         first, *others = store.read("t", 3)
         assert (first.store_host, first.reconsume_times, first.flag) == (store_host, 5, -2)
+        assert first.store_timestamp_ms == receipt.store_timestamp_ms
         # an IPv4 address written as IPv6 may come back in either notation, but with its bytes
         assert first.record_bytes()[39] & 0x10 == (0x10 if born_host.startswith("[") else 0)
         assert [(m.body, m.flag) for m in others] == [(b"put", 9), (b"many", 0), (b"more", -9)]
