@@ -180,10 +180,11 @@ def test_walk_stops_before_what_is_no_record(behind: bytes, count: int, body_byt
     assert stop == len(data)
 
 
-def test_walk_knows_both_versions() -> None:
+@pytest.mark.parametrize("limit", [None, 0, 1, 25, 40, 41])
+def test_walk_knows_both_versions_and_its_limit(limit: int | None) -> None:
     data = log(20, lambda i: 9, topic="t" * 128) + log(20, lambda i: 9, topic="t" * 127)
 
-    assert len(walk(data, 0, len(data))[0]) == 40
+    assert len(walk(data, 0, len(data), limit)[0]) == min(40, 40 if limit is None else limit)
 
 
 @pytest.mark.parametrize(("start", "end"), [(-1, 10), (0, 101), (101, 101), (60, 50)])

@@ -24,7 +24,6 @@ from mqstore import Message, OutgoingMessage, SendReceipt, SimulatedClock
 from mqstore.engine import MessageStore
 from mqstore.errors import (
     ConfigError,
-    FlushFailedError,
     InvalidMessageError,
     StoreBusyError,
     StoreClosedError,
@@ -588,28 +587,6 @@ def test_physical_offsets_cross_what_32_bits_can_say(tmp_path: Path, profile: An
 # -- trouble ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_at_the_roll_leaves_everything_as_it_was(tmp_path: Path, number: int) -> None:
-    fs = FaultyFileSystem()
-    with open_store(tmp_path / "s", fs=fs) as store:
-        store.put("t", b"kept" * 500)
-        end = store.max_offset
-        fs.fail("allocate", number, times=None, path_part="tmp")
-        for put in (
-            lambda: store.put("t", bytes(3000)),
-            lambda: store.put_many("t", [bytes(3000)]),
-        ):
-            with pytest.raises(StoreFullError) as caught:
-                put()
-            assert caught.value.errno == number
-        assert store.max_offset == end
-        assert store.put("t", b"fits").offset == 1  # what needs no new segment goes on
-        fs.heal()
-        assert store.put("t", bytes(3000)).offset == 2
-        assert [len(m.body) for m in store.read("t")] == [2000, 4, 3000]
-        assert list(store.verify()) == []
-
-
 @pytest.mark.parametrize("between", [0, 1])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_roll_that_failed_half_way_is_finished_by_a_later_put(tmp_path: Path, between: int, prepared: bool) -> None:
@@ -647,26 +624,6 @@ def test_an_error_told_many_times_does_not_grow(tmp_path: Path) -> None:
             store.put("t", b"x")
         depths.add(len(traceback.extract_tb(caught.value.__traceback__)))
     assert len(depths) == 1
-
-
-def test_after_a_failed_sync_nothing_is_written_until_reopened(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    store = open_store(tmp_path / "s", fs=fs)
-    store.put("t", b"durable", durability="flush")
-    fs.fail("fdatasync", errno.EIO, path_part="commitlog")
-    with pytest.raises(FlushFailedError):
-        store.put("t", b"who knows", durability="flush")
-    end = store.max_offset
-    for put in (lambda: store.put("t", b"x"), lambda: store.put_many("t", [b"x"]), store.flush):
-        with pytest.raises(FlushFailedError):
-            put()
-    assert (store.max_offset, store.stats().failed_puts) == (end, 3)
-    assert store.read("t")[0].body == b"durable"
-    store.close()
-    with open_store(tmp_path / "s") as again:
-        assert again.clean_shutdown is False
-        assert again.read("t")[0].body == b"durable"
-        assert again.put("t", b"goes on").offset == 2
 
 
 def test_every_put_with_durability_flush_has_its_bytes_synced_when_it_returns(tmp_path: Path) -> None:
@@ -906,22 +863,29 @@ def test_a_store_that_was_closed_holds_no_descriptor(tmp_path: Path) -> None:
     assert not [name for name in open_files() if name.startswith(str(tmp_path))]
 
 
-def test_a_handler_cannot_put_in_the_middle_of_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_store(tmp_path / "s", durability="flush") as store:
+@pytest.mark.parametrize("by", ["put", "put_many"])
+def test_a_handler_can_neither_put_nor_close_in_the_middle_of_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """The call went on when the lock was given back, over what another process might have written by then."""
+    with open_store(tmp_path / "s", durability="flush" if by == "put" else "append") as store:
         store.put("t", b"0")
         write = type(store.log_files).write
 
         def interrupted(*arguments: Any) -> None:
-            with pytest.raises(StoreBusyError):
-                store.put("t", b"handler")
+            for call in (lambda: store.put("t", b"handler"), store.close):
+                with pytest.raises(StoreBusyError):
+                    call()
             write(*arguments)
 
         with monkeypatch.context() as patch:
+            patch.setattr(commitlog_module, "_CALL_BYTES", 1000)
             patch.setattr(type(store.log_files), "write", interrupted)
-            assert store.put("t", b"1").offset == 1
-        assert store.put("t", b"2").offset == 2
-        assert [m.body for m in store.read("t")] == [b"0", b"1", b"2"]
+            stored = [store.put("t", b"1")] if by == "put" else store.put_many("t", [b"1" * 900, b"2" * 900])
+        assert store.put("t", b"last").offset == 1 + len(stored)
+        assert [m.body[:1] for m in store.read("t")] == [b"0", b"1", *[b"2"] * (len(stored) - 1), b"l"]
         assert list(store.verify()) == []
+    assert open_store(tmp_path / "s").clean_shutdown
 
 
 # -- many bytes, written by a call -----------------------------------------------------------------------------------
@@ -1068,25 +1032,6 @@ def test_what_an_interrupted_call_wrote_is_no_message(tmp_path: Path, end: str, 
         assert [m.body for m in reopened.read("t")] == expected
         assert sum(len(reopened.read(topic)) for topic in reopened.topics()) == len(expected)
         assert list(reopened.verify()) == []
-
-
-@pytest.mark.usefixtures("by_a_call")
-def test_a_handler_cannot_close_in_the_middle_of_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call went on when the lock was given back, over what another process might have written by then."""
-    with open_store(tmp_path / "s") as store:
-        store.put("t", b"first")
-        write = type(store.log_files).write
-
-        def within(*arguments: Any) -> None:
-            with pytest.raises(StoreBusyError):
-                store.close()
-            write(*arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(type(store.log_files), "write", within)
-            store.put_many("t", [b"m" * 900, b"n" * 900])
-        assert [m.body[:1] for m in store.read("t")] == [b"f", b"m", b"n"]
-    assert open_store(tmp_path / "s").clean_shutdown
 
 
 def test_pages_are_made_ready_for_single_puts_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ import pytest
 import mqstore as library
 from mqstore import SendReceipt, SimulatedClock, StoreConfig
 from tests.commands import looking
-from tests.conftest import GOLDEN_NAMES, Golden
 from tests.log.support import flip, reboot
 from tests.tools.brokers import broker
 from tests.tools.support import mqstore, mqstore_json, snapshot
@@ -49,38 +48,6 @@ def check_shape(report: dict[str, Any]) -> None:
     assert report.keys() >= CONTRACT
     assert set(report["rebuilt"]) == {"consume_queues", "units", "index_entries"}
     assert all(set(cut) == {"file", "from", "to", "reason"} for cut in report["truncated"])
-
-
-@pytest.mark.parametrize("name", GOLDEN_NAMES)
-def test_stores_of_the_java_engine_keep_every_message(golden: Golden, name: str) -> None:
-    store = golden(name)
-    before = mqstore("export", store.path).stdout
-
-    report = mqstore_json("recover", store.path)
-    again = mqstore_json("recover", store.path)
-
-    check_shape(report)
-    assert mqstore("export", store.path).stdout == before
-    assert not again["changed"]
-    assert mqstore_json("verify", store.path)["ok"]
-
-
-def test_a_dry_run_tells_what_a_run_does_and_does_nothing(hundred: tuple[Path, list[SendReceipt]]) -> None:
-    path, _ = hundred
-    shutil.rmtree(path / "consumequeue")
-    before = snapshot(path)
-
-    planned = mqstore_json("recover", path, "--dry-run", exit_code=1)
-    assert snapshot(path) == before
-    done = mqstore_json("recover", path)
-
-    assert planned["dry_run"]
-    assert not done["dry_run"]
-    for field in sorted(CONTRACT):
-        assert planned[field] == done[field], field
-    assert done["rebuilt"]["units"] == 100
-    assert len(bodies(path)) == 100
-    assert not mqstore_json("recover", path)["changed"]
 
 
 @pytest.mark.parametrize("way", ["opening", "recover", "recover --prefix"])
@@ -214,8 +181,8 @@ def test_a_json_file_put_back_from_its_backup_is_a_change(tmp_path: Path, name: 
     assert snapshot(tmp_path / "s") == before
     done = mqstore_json("recover", tmp_path / "s", exit_code=1)
 
-    for report in (planned, done):
-        assert report["changed"]
+    for report, dry_run in ((planned, True), (done, False)):
+        assert (report["dry_run"], report["changed"]) == (dry_run, True)
         assert [(finding["kind"], finding["file"]) for finding in report["findings"]] == [("bad_json", name)]
     assert json.loads(file.read_bytes()) == json.loads(good)
     again = mqstore_json("recover", tmp_path / "s")
@@ -231,26 +198,6 @@ def test_beside_a_writer_plan_and_recovery_are_refused(tmp_path: Path, options: 
     assert (plan.exit_code, run.exit_code) == (3, 3)
     assert f"process {os.getpid()}" in plan.stderr
     assert plan.stderr == run.stderr
-
-
-@pytest.mark.parametrize("options", [[], ["--dry-run"]])
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("a file", "s is a file; a store is a directory\n"),
-        ("an empty folder", "s holds no store\n"),
-        ("nothing", "s holds no store: there is no such directory\n"),  # a path that was mistyped, mostly
-    ],
-)
-def test_what_holds_no_store_is_3_and_is_said_plainly(tmp_path: Path, what: str, told: str, options: list[str]) -> None:
-    if what == "a file":
-        (tmp_path / "s").write_bytes(b"x")
-    elif what == "an empty folder":
-        (tmp_path / "s").mkdir()
-
-    result = mqstore("recover", tmp_path / "s", *options, exit_code=3)
-
-    assert result.stderr.endswith(told)
 
 
 @pytest.mark.parametrize("lost", ["one copy", "both copies"])

@@ -39,17 +39,6 @@ def hundred(tmp_path: Path) -> tuple[Path, list[SendReceipt]]:
     return tmp_path / "s", receipts
 
 
-def test_a_lost_queue_folder_is_found(hundred: tuple[Path, list[SendReceipt]]) -> None:
-    path, _ = hundred
-    for file in (path / "consumequeue" / "orders" / "0").iterdir():
-        file.unlink()
-
-    found = mqstore_json("verify", path, exit_code=1)
-
-    assert {f["kind"] for f in found["findings"]} == {"missing_units"}
-    assert found["messages"] == 100
-
-
 def test_a_short_queue_file_of_a_clean_store_is_found(hundred: tuple[Path, list[SendReceipt]]) -> None:
     """Where only what is not in use yet was cut off, verify saw nothing."""
     path, _ = hundred
