@@ -97,15 +97,14 @@ def test_the_unit_vectors(tmp_path: Path) -> None:
     assert len(delayed) == len(codes)
 
 
-def test_duplicate_keys_prepared_and_rollback_records_in_the_index(tmp_path: Path) -> None:
+def test_duplicate_keys_prepared_and_rollback_records_in_the_index(store: MessageStore) -> None:
     """Prepared records have keys but no unit, rollback records neither (format#dispatch)."""
-    with open_store(tmp_path / "s") as store:
-        for i, sys_flag in enumerate((0, 0x4, 0x8, 0xC)):
-            store.append("t", 0, b"%d" % i, properties={"KEYS": f"k{i} k{i}", "UNIQ_KEY": f"u{i}"}, sys_flag=sys_flag)
-        assert [len(store.find("t", key=f"k{i}")) for i in range(4)] == [1, 1, 1, 0]
-        assert [len(store.find("t", unique_key=f"u{i}")) for i in range(4)] == [1, 1, 1, 0]
-        assert [m.body for m in store.read("t")] == [b"0", b"2"]
-        assert sum(file.header.next_entry - 1 for file in store.index.files) == 3 * 3
+    for i, sys_flag in enumerate((0, 0x4, 0x8, 0xC)):
+        store.append("t", 0, b"%d" % i, properties={"KEYS": f"k{i} k{i}", "UNIQ_KEY": f"u{i}"}, sys_flag=sys_flag)
+    assert [len(store.find("t", key=f"k{i}")) for i in range(4)] == [1, 1, 1, 0]
+    assert [len(store.find("t", unique_key=f"u{i}")) for i in range(4)] == [1, 1, 1, 0]
+    assert [m.body for m in store.read("t")] == [b"0", b"2"]
+    assert sum(file.header.next_entry - 1 for file in store.index.files) == 3 * 3
 
 
 # -- what a log may hold that no put of ours writes ------------------------------------------------------------------
@@ -325,26 +324,25 @@ def test_an_index_file_that_is_full_is_followed_by_one_of_a_later_name(tmp_path:
 # -- waking ----------------------------------------------------------------------------------------------------------
 
 
-def test_waiting_ends_only_with_the_message_that_was_asked_for(tmp_path: Path) -> None:
+def test_waiting_ends_only_with_the_message_that_was_asked_for(store: MessageStore) -> None:
     """Any new message once ended it."""
-    with open_store(tmp_path / "s") as store:
-        store.put("t", b"0")
-        seen: list[tuple[bool, int]] = []
+    store.put("t", b"0")
+    seen: list[tuple[bool, int]] = []
 
-        def wait() -> None:
-            there = store.wait("t", 0, 3, timeout=1 << 40)
-            seen.append((there, store.offsets("t")[1]))
+    def wait() -> None:
+        there = store.wait("t", 0, 3, timeout=1 << 40)
+        seen.append((there, store.offsets("t")[1]))
 
-        thread = threading.Thread(target=wait)
-        thread.start()
-        for i in range(1, 4):
-            while not store._dispatcher.is_awaited:
-                pass
-            assert seen == []
-            store.put("t", b"%d" % i)
-            store.dispatch()
-        thread.join()
-        assert seen == [(True, 4)]
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for i in range(1, 4):
+        while not store._dispatcher.is_awaited:
+            pass
+        assert seen == []
+        store.put("t", b"%d" % i)
+        store.dispatch()
+    thread.join()
+    assert seen == [(True, 4)]
 
 
 @pytest.mark.parametrize(("durability", "chunks", "seen"), [("append", 1, 0), ("append", 2, 20), ("flush", 2, 20)])
@@ -429,40 +427,38 @@ def test_who_waits_is_told_of_what_came_before_the_disk_was_full(tmp_path: Path)
         assert store.offsets("t") == (0, 3)
 
 
-def test_who_reads_beside_a_writer_without_pause_waits_for_what_was_there(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as store:
-        store.put("t", b"0")
-        # A writer that has always put another one when a pass is over.
-        store._dispatcher.listeners.append(lambda *_: store.put("t", b"more") if store.stats().puts < 1000 else None)
-        assert [message.body for message in store.read("t", 0, 0, 1)] == [b"0"]
-        assert store.stats().puts < 10
+def test_who_reads_beside_a_writer_without_pause_waits_for_what_was_there(store: MessageStore) -> None:
+    store.put("t", b"0")
+    # A writer that has always put another one when a pass is over.
+    store._dispatcher.listeners.append(lambda *_: store.put("t", b"more") if store.stats().puts < 1000 else None)
+    assert [message.body for message in store.read("t", 0, 0, 1)] == [b"0"]
+    assert store.stats().puts < 10
 
 
-def test_a_waiting_reader_goes_before_the_next_dispatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_reader_goes_before_the_next_dispatch(store: MessageStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside constant puts the background thread has always more to do, and took the lock again at once."""
-    with open_store(tmp_path / "s") as store:
-        store.put("t", b"0")
-        dispatcher = store._dispatcher
-        passes: list[str] = []
-        one_pass = dispatcher._pass
+    store.put("t", b"0")
+    dispatcher = store._dispatcher
+    passes: list[str] = []
+    one_pass = dispatcher._pass
 
-        def noted(end: int, spares: Spares) -> None:
-            passes.append(threading.current_thread().name)
-            one_pass(end, spares)
-            if len(passes) == 1:
-                store.put("t", b"more")  # there is something for the other one, too
+    def noted(end: int, spares: Spares) -> None:
+        passes.append(threading.current_thread().name)
+        one_pass(end, spares)
+        if len(passes) == 1:
+            store.put("t", b"more")  # there is something for the other one, too
 
-        monkeypatch.setattr(dispatcher, "_pass", noted)
-        with dispatcher._lock:
-            reader = threading.Thread(target=dispatcher.run_once, name="reader")
-            reader.start()
-            while turn_is_free(dispatcher):  # the reader waits
-                pass
-            again = threading.Thread(target=dispatcher.run_again, name="again")
-            again.start()
-        reader.join()
-        again.join()
-        assert passes[0] == "reader"
+    monkeypatch.setattr(dispatcher, "_pass", noted)
+    with dispatcher._lock:
+        reader = threading.Thread(target=dispatcher.run_once, name="reader")
+        reader.start()
+        while turn_is_free(dispatcher):  # the reader waits
+            pass
+        again = threading.Thread(target=dispatcher.run_again, name="again")
+        again.start()
+    reader.join()
+    again.join()
+    assert passes[0] == "reader"
 
 
 # -- pacing ----------------------------------------------------------------------------------------------------------
@@ -473,14 +469,13 @@ def test_a_waiting_reader_goes_before_the_next_dispatch(tmp_path: Path, monkeypa
     [(0, 1, True), (1000, 1, False), (1000, 2000, True), (NEVER, 2000, False)],
     ids=["rests", "paused, little is put", "paused, much is put", "works"],
 )
-def test_a_put_rings_the_dispatcher_at_the_mark(tmp_path: Path, mark: int, size: int, rung: bool) -> None:
-    with open_store(tmp_path / "s") as store:
-        bell = store.wakeups.dispatcher
-        store.wakeups.wake_dispatcher_at(mark)
-        store.put("t", bytes(size))
-        assert bell.wait(0) is rung
-        store.put("t", bytes(size))
-        assert bell.wait(0) is False  # once is enough, until it has come
+def test_a_put_rings_the_dispatcher_at_the_mark(store: MessageStore, mark: int, size: int, rung: bool) -> None:
+    bell = store.wakeups.dispatcher
+    store.wakeups.wake_dispatcher_at(mark)
+    store.put("t", bytes(size))
+    assert bell.wait(0) is rung
+    store.put("t", bytes(size))
+    assert bell.wait(0) is False  # once is enough, until it has come
 
 
 @pytest.mark.parametrize(

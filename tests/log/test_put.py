@@ -587,6 +587,23 @@ def test_physical_offsets_cross_what_32_bits_can_say(tmp_path: Path, profile: An
 # -- trouble ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_full_disk_at_the_roll_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    fs = FaultyFileSystem()
+    with open_store(tmp_path / "s", fs=fs) as store:
+        store.put("t", b"kept" * 500)
+        end = store.max_offset
+        fs.fail("allocate", errno.ENOSPC, times=None, path_part="tmp")
+        for put in (lambda: store.put("t", bytes(3000)), lambda: store.put_many("t", [bytes(3000)])):
+            with pytest.raises(StoreFullError):
+                put()
+        assert store.max_offset == end
+        assert store.put("t", b"fits").offset == 1  # what needs no new segment goes on
+        fs.heal()
+        assert store.put("t", bytes(3000)).offset == 2
+        assert [len(m.body) for m in store.read("t")] == [2000, 4, 3000]
+        assert list(store.verify()) == []
+
+
 @pytest.mark.parametrize("between", [0, 1])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_a_roll_that_failed_half_way_is_finished_by_a_later_put(tmp_path: Path, between: int, prepared: bool) -> None:
@@ -690,47 +707,47 @@ def test_put_many_that_runs_out_of_room_tells_what_it_stored(tmp_path: Path) -> 
         ("t", {"INNER_BASE": "x"}),
     ],
 )
-def test_a_number_recovery_could_not_read_is_refused(tmp_path: Path, topic: str, properties: dict[str, str]) -> None:
+def test_a_number_recovery_could_not_read_is_refused(
+    store: MessageStore, topic: str, properties: dict[str, str]
+) -> None:
     """RocketMQ, and our own record check, take such a record for damage (format#verifies)."""
-    with open_store(tmp_path / "s") as store:
-        with pytest.raises(InvalidMessageError) as caught:
-            store.append(topic, 0, b"x", properties=properties)
+    with pytest.raises(InvalidMessageError) as caught:
+        store.append(topic, 0, b"x", properties=properties)
 
-        assert caught.value.field == "properties"
-        assert store.max_offset == 0
-        store.append("SCHEDULE_TOPIC_XXXX", 2, b"x", properties={"DELAY": "3"})
+    assert caught.value.field == "properties"
+    assert store.max_offset == 0
+    store.append("SCHEDULE_TOPIC_XXXX", 2, b"x", properties={"DELAY": "3"})
 
 
 @pytest.mark.parametrize("call", ["crc32c", "_CRC.pack_into", "encode_records", "encode_blank"])
 @pytest.mark.parametrize("bodies", [[b"handler"], [b"h" * 1500, b"i" * 3000]])
 def test_a_put_of_a_signal_handler_in_the_middle_of_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, bodies: list[bytes]
+    store: MessageStore, monkeypatch: pytest.MonkeyPatch, call: str, bodies: list[bytes]
 ) -> None:
     """A handler runs behind any call. Both records got one number and one place: one was lost, or the log damaged."""
-    with open_store(tmp_path / "s") as store:
-        name, _, method = call.partition(".")
-        real = getattr(commitlog_module, name)
+    name, _, method = call.partition(".")
+    real = getattr(commitlog_module, name)
 
-        def interrupted(*arguments: Any, **named: Any) -> Any:
-            result = (getattr(real, method) if method else real)(*arguments, **named)
-            monkeypatch.undo()
-            receipts.extend(store.put("t", body) for body in bodies)
-            return result
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        result = (getattr(real, method) if method else real)(*arguments, **named)
+        monkeypatch.undo()
+        receipts.extend(store.put("t", body) for body in bodies)
+        return result
 
-        receipts = [store.put("t", b"f" * 2000)]
-        patched = SimpleNamespace(**{"pack": real.pack, method: interrupted}) if method else interrupted
-        monkeypatch.setattr(commitlog_module, name, patched)
-        monkeypatch.setattr(commitlog_module, "kernel", None)  # in a compiled put no handler comes in between
-        monkeypatch.setattr(store, "_sender", None)
-        if call == "encode_records":
-            receipts.extend(store.put_many("t", [b"m", b"n"]))
-        else:
-            receipts.append(store.put("t", bytes(3000) if call == "encode_blank" else b"m"))
-        found = {m.offset: m for m in store.read("t")}
-        assert sorted(found) == list(range(len(receipts)))
-        assert {r.offset: r.physical_offset for r in receipts} == {k: m.physical_offset for k, m in found.items()}
-        assert [found[r.offset].body[:1] for r in receipts[1 : 1 + len(bodies)]] == [body[:1] for body in bodies]
-        assert list(store.verify()) == []
+    receipts = [store.put("t", b"f" * 2000)]
+    patched = SimpleNamespace(**{"pack": real.pack, method: interrupted}) if method else interrupted
+    monkeypatch.setattr(commitlog_module, name, patched)
+    monkeypatch.setattr(commitlog_module, "kernel", None)  # in a compiled put no handler comes in between
+    monkeypatch.setattr(store, "_sender", None)
+    if call == "encode_records":
+        receipts.extend(store.put_many("t", [b"m", b"n"]))
+    else:
+        receipts.append(store.put("t", bytes(3000) if call == "encode_blank" else b"m"))
+    found = {m.offset: m for m in store.read("t")}
+    assert sorted(found) == list(range(len(receipts)))
+    assert {r.offset: r.physical_offset for r in receipts} == {k: m.physical_offset for k, m in found.items()}
+    assert [found[r.offset].body[:1] for r in receipts[1 : 1 + len(bodies)]] == [body[:1] for body in bodies]
+    assert list(store.verify()) == []
 
 
 @pytest.mark.parametrize("bodies", [[b"handler"], [bytes(3000)] * 4])
@@ -923,43 +940,44 @@ def test_what_is_written_by_a_call_lies_as_if_it_had_been_stored(tmp_path: Path,
 
 @pytest.mark.usefixtures("by_a_call")
 @pytest.mark.parametrize("moment", ["before", "in", "behind", "after"])
-def test_a_put_of_a_handler_around_such_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    with open_store(tmp_path / "s") as store:
-        log, run = type(store._log), type(store.log_files)
-        store_many, write = log._store, run.write
-        receipts = [store.put("t", b"first")]
+def test_a_put_of_a_handler_around_such_a_call(
+    store: MessageStore, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    log, run = type(store._log), type(store.log_files)
+    store_many, write = log._store, run.write
+    receipts = [store.put("t", b"first")]
 
-        def handler() -> None:
-            monkeypatch.undo()
-            if moment in ("before", "after"):
-                receipts.append(store.put("t", b"handler"))
-            else:
-                with pytest.raises(StoreBusyError):
-                    store.put("t", b"handler")
+    def handler() -> None:
+        monkeypatch.undo()
+        if moment in ("before", "after"):
+            receipts.append(store.put("t", b"handler"))
+        else:
+            with pytest.raises(StoreBusyError):
+                store.put("t", b"handler")
 
-        def around(*arguments: Any, **named: Any) -> Any:
-            if moment == "before":
-                handler()
-            stored = store_many(*arguments, **named)
-            if moment == "after":
-                handler()
-            return stored
+    def around(*arguments: Any, **named: Any) -> Any:
+        if moment == "before":
+            handler()
+        stored = store_many(*arguments, **named)
+        if moment == "after":
+            handler()
+        return stored
 
-        def within(*arguments: Any) -> None:
-            if moment == "in":
-                handler()
-            write(*arguments)
-            if moment == "behind":
-                handler()
+    def within(*arguments: Any) -> None:
+        if moment == "in":
+            handler()
+        write(*arguments)
+        if moment == "behind":
+            handler()
 
-        with monkeypatch.context() as patch:
-            patch.setattr(*((log, "_store", around) if moment in ("before", "after") else (run, "write", within)))
-            monkeypatch.undo = patch.undo  # type: ignore[method-assign]
-            receipts.extend(store.put_many("t", [b"m" * 900, b"n" * 900]))
-        found = {m.offset: m for m in store.read("t")}
-        assert sorted(found) == list(range(len(receipts)))
-        assert {r.offset: r.physical_offset for r in receipts} == {k: m.physical_offset for k, m in found.items()}
-        assert list(store.verify()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(*((log, "_store", around) if moment in ("before", "after") else (run, "write", within)))
+        monkeypatch.undo = patch.undo  # type: ignore[method-assign]
+        receipts.extend(store.put_many("t", [b"m" * 900, b"n" * 900]))
+    found = {m.offset: m for m in store.read("t")}
+    assert sorted(found) == list(range(len(receipts)))
+    assert {r.offset: r.physical_offset for r in receipts} == {k: m.physical_offset for k, m in found.items()}
+    assert list(store.verify()) == []
 
 
 @pytest.mark.usefixtures("by_a_call")

@@ -211,14 +211,13 @@ def test_a_star_cannot_be_joined_with_tags(store: MessageStore, tags: str) -> No
 
 
 @pytest.mark.parametrize(("tags", "at"), [("||", 0), ("  || ", 2), ("||||", 0), (" ||  || ", 1)])
-def test_bars_without_a_tag_between_them_are_refused(tmp_path: Path, tags: str, at: int) -> None:
+def test_bars_without_a_tag_between_them_are_refused(store: MessageStore, tags: str, at: int) -> None:
     """They passed everything. RocketMQ refuses "||", too (delivery#tags)."""
-    with open_store(tmp_path / "s") as store:
-        store.put("t", b"a", tag="x")
-        with pytest.raises(FilterError, match="no tag between the bars") as raised:
-            store.read("t", 0, 0, 10, tags=tags)
-        assert raised.value.position == at
-        assert len(store.read("t", 0, 0, 10, tags=" ")) == 1
+    store.put("t", b"a", tag="x")
+    with pytest.raises(FilterError, match="no tag between the bars") as raised:
+        store.read("t", 0, 0, 10, tags=tags)
+    assert raised.value.position == at
+    assert len(store.read("t", 0, 0, 10, tags=" ")) == 1
 
 
 def test_delay_units_are_never_filtered_by_tag(store: MessageStore) -> None:
@@ -295,15 +294,14 @@ def test_another_process_stops_where_nothing_verifies(tmp_path: Path, slots: lis
         assert store.stats().bad_records == 0
 
 
-def test_void_units_are_passed_over_and_are_no_bad_records(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as store:
-        for i in range(4):
-            store.put("t", b"%d" % i)
-        queue = store.queue_named("t", 0)
-        for slot in (0, 2):
-            queue.write(slot, VOID_UNIT)
-        assert [m.offset for m in store.read("t", 0, 0, 4)] == [1, 3]
-        assert store.stats().bad_records == 0
+def test_void_units_are_passed_over_and_are_no_bad_records(store: MessageStore) -> None:
+    for i in range(4):
+        store.put("t", b"%d" % i)
+    queue = store.queue_named("t", 0)
+    for slot in (0, 2):
+        queue.write(slot, VOID_UNIT)
+    assert [m.offset for m in store.read("t", 0, 0, 4)] == [1, 3]
+    assert store.stats().bad_records == 0
 
 
 def test_verify_reads_can_be_switched_off(tmp_path: Path) -> None:
@@ -312,17 +310,16 @@ def test_verify_reads_can_be_switched_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_a_record_verified_for_its_own_queue_is_not_served_to_another(tmp_path: Path, first: str) -> None:
+def test_a_record_verified_for_its_own_queue_is_not_served_to_another(store: MessageStore, first: str) -> None:
     """Verified records were remembered by their place in the log. After a read of `b`, a damaged unit of `a` that
     pointed there passed for verified, and a message of `b` was served as one of `a`."""
-    with open_store(tmp_path / "s") as store:
-        store.put("a", b"a0")
-        store.put("b", b"b0")
-        store.put("a", b"a1")
-        assert bodies(store.read(first))[0] == first.encode() + b"0"
-        write_unit(store.path, "a", 1, unit_file(store.path, "b", 0).read_bytes()[:20])
-        assert bodies(store.read("a")) == [b"a0"]
-        assert bodies(store.read("b")) == [b"b0"]
+    store.put("a", b"a0")
+    store.put("b", b"b0")
+    store.put("a", b"a1")
+    assert bodies(store.read(first))[0] == first.encode() + b"0"
+    write_unit(store.path, "a", 1, unit_file(store.path, "b", 0).read_bytes()[:20])
+    assert bodies(store.read("a")) == [b"a0"]
+    assert bodies(store.read("b")) == [b"b0"]
 
 
 @pytest.mark.parametrize(
@@ -484,19 +481,18 @@ def test_following_a_store_that_is_closed_ends_with_an_error(tmp_path: Path) -> 
 # -- single messages -------------------------------------------------------------------------------------------------
 
 
-def test_at_finds_the_starts_of_records_and_nothing_else(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as store:
-        receipts = [store.put("t", b"x" * i, 3, tag="T", keys="k") for i in range(30)]
-        starts = {r.physical_offset: r for r in receipts}
-        for position in range(-3, 2 * SEGMENT + 3):
-            if position in starts:
-                message = store.at(position)
-                (same,) = store.read("t", 3, starts[position].offset, 1)
-                assert message == same
-                assert message.tags_code == same.tags_code == 84  # ord("T")
-            else:
-                with pytest.raises(LookupError):
-                    store.at(position)
+def test_at_finds_the_starts_of_records_and_nothing_else(store: MessageStore) -> None:
+    receipts = [store.put("t", b"x" * i, 3, tag="T", keys="k") for i in range(30)]
+    starts = {r.physical_offset: r for r in receipts}
+    for position in range(-3, 2 * SEGMENT + 3):
+        if position in starts:
+            message = store.at(position)
+            (same,) = store.read("t", 3, starts[position].offset, 1)
+            assert message == same
+            assert message.tags_code == same.tags_code == 84  # ord("T")
+        else:
+            with pytest.raises(LookupError):
+                store.at(position)
 
 
 @pytest.mark.parametrize("message_id", ["", "xyz", "0" * 31, "0" * 33, "G" * 32, "0" * 57, "é" * 32])

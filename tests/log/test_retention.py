@@ -82,21 +82,19 @@ def test_dropping_on_demand_takes_whole_segments_below_the_offset(tmp_path: Path
 
 
 @pytest.mark.parametrize("offset", [10 * SEGMENT, 1 << 62])
-def test_the_last_segment_is_never_dropped(tmp_path: Path, offset: int) -> None:
-    with open_store(tmp_path / "s") as store:
-        fill(store)
-        assert len(store.drop_before(offset)) == 9
-        check_front(store, 1)
-        assert store.drop_before(offset) == []
+def test_the_last_segment_is_never_dropped(store: MessageStore, offset: int) -> None:
+    fill(store)
+    assert len(store.drop_before(offset)) == 9
+    check_front(store, 1)
+    assert store.drop_before(offset) == []
 
 
 @pytest.mark.parametrize("offset", [-1, 0, 1, SEGMENT - 1])
-def test_dropping_nothing(tmp_path: Path, offset: int) -> None:
-    with open_store(tmp_path / "s") as store:
-        assert store.drop_before(offset) == store.clean(Retention(age=0, max_bytes=0)) == []
-        fill(store)
-        assert store.drop_before(offset) == []
-        check_front(store, 10)
+def test_dropping_nothing(store: MessageStore, offset: int) -> None:
+    assert store.drop_before(offset) == store.clean(Retention(age=0, max_bytes=0)) == []
+    fill(store)
+    assert store.drop_before(offset) == []
+    check_front(store, 10)
 
 
 def test_what_is_not_durable_or_not_dispatched_yet_stays(tmp_path: Path) -> None:
@@ -126,11 +124,10 @@ def test_age_counts_from_the_last_message_of_a_segment(tmp_path: Path, age: floa
 @pytest.mark.parametrize(
     ("max_bytes", "kept"), [(0, 1), (1, 1), (SEGMENT, 1), (3 * SEGMENT, 3), (3 * SEGMENT + 1, 3), (1 << 40, 10)]
 )
-def test_size_keeps_no_more_than_asked(tmp_path: Path, max_bytes: int, kept: int) -> None:
-    with open_store(tmp_path / "s") as store:
-        fill(store)
-        store.clean(Retention(age=None, max_bytes=max_bytes))
-        check_front(store, kept)
+def test_size_keeps_no_more_than_asked(store: MessageStore, max_bytes: int, kept: int) -> None:
+    fill(store)
+    store.clean(Retention(age=None, max_bytes=max_bytes))
+    check_front(store, kept)
 
 
 @pytest.mark.parametrize(("ratio", "kept"), [(0.5, 10), (0.49, 9), (0.46, 6), (0.1, 1)])
