@@ -207,23 +207,6 @@ def test_a_snapshot_of_a_log_that_lost_its_start_says_so(tmp_path: Path) -> None
 # -- consume queue files that a power cut has left short ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [0, 10, 20, 100])
-def test_after_a_crash_a_short_queue_file_is_extended_silently(tmp_path: Path, length: int) -> None:
-    """A new file's name may be durable before its length. The session that mended it reported it all the same."""
-    path = tmp_path / "store"
-    receipts = make(path, crash=True, flush=False)
-    files = sorted((path / "consumequeue" / "t" / "0").iterdir())
-    full = files[0].stat().st_size
-    os.truncate(files[-1], length)
-    with open_store(path, "r") as reader:
-        assert "segment_size" not in {finding.kind for finding in reader.verify()}
-    with open_store(path) as store:
-        assert store.recovery.findings == []
-        assert list(store.verify()) == []
-        assert store.offsets("t") == (0, len(receipts))
-    assert {file.stat().st_size for file in files} == {full}
-
-
 @pytest.mark.parametrize("length", [0, 40])
 def test_a_queue_file_cut_after_it_was_synced_is_built_again(tmp_path: Path, length: int) -> None:
     """Its records lie before the part of the log that a crash makes an opening read."""
@@ -240,17 +223,6 @@ def test_a_queue_file_cut_after_it_was_synced_is_built_again(tmp_path: Path, len
         store.dispatch()
         assert list(store.verify()) == []
     assert file.read_bytes()[: 5 * 20] == before[: 5 * 20]
-
-
-def test_after_a_clean_end_a_short_queue_file_is_a_finding(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    make(path)
-    file = max((path / "consumequeue" / "t" / "0").iterdir())
-    os.truncate(file, 100)
-    with open_store(path, "r") as reader:
-        assert "segment_size" in {finding.kind for finding in reader.verify()}
-    with open_store(path) as store:
-        assert list(store.verify()) == []
 
 
 def test_an_older_queue_file_that_was_cut_loses_no_message(tmp_path: Path) -> None:
