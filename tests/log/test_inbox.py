@@ -200,17 +200,16 @@ def test_two_refused_bundles_of_one_name_are_both_kept(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "inbox" / "refused")) == ["job-0", "job-0.1"]
 
 
-def test_links_lead_nowhere_and_what_they_point_at_stays(tmp_path: Path) -> None:
-    root = tmp_path / "store"
+def test_links_lead_nowhere_and_what_they_point_at_stays(tmp_path: Path, path: Path) -> None:
     elsewhere = bundle(tmp_path / "else", "job", 0, [ONE])
-    (root / "inbox").mkdir(parents=True)
-    (root / "inbox" / "job-0").symlink_to(elsewhere)
-    inner = bundle(root, "job", 1, [ONE])
+    (path / "inbox").mkdir(parents=True)
+    (path / "inbox" / "job-0").symlink_to(elsewhere)
+    inner = bundle(path, "job", 1, [ONE])
     (inner / "0-0-abc").rename(tmp_path / "shard")
     (inner / "0-0-abc").symlink_to(tmp_path / "shard")
-    with open_store(root) as store:
+    with open_store(path) as store:
         assert store.max_offset == 0
-        assert inbox_state(root, store.fs).refused == ("job-0", "job-1")
+        assert inbox_state(path, store.fs).refused == ("job-0", "job-1")
     assert (elsewhere / "bundle.json").exists()
     assert (tmp_path / "shard" / "records.bin").exists()
 

@@ -715,10 +715,9 @@ def test_wrong_units_are_found_by_verify_and_rebuilt_by_recover(clean: Made, wro
 
 @pytest.mark.parametrize("left", ["records", "none"])
 @pytest.mark.parametrize("state", ["dead", "void"])
-def test_a_bad_unit_before_the_first_record_is_mended(tmp_path: Path, state: str, left: str) -> None:
+def test_a_bad_unit_before_the_first_record_is_mended(path: Path, state: str, left: str) -> None:
     """Retention had taken the records of the first slots. One that is changed points into the log: `verify` said so for
     ever, `recover` found nothing to do, and the queue began with that slot."""
-    path = tmp_path / "s"
     with open_store(path, consumequeue_units=8) as store:
         for n in range(18):
             store.put("t", b"%03d" % n + bytes(890), n % 2 if left == "records" or n < 8 else 1)
@@ -798,10 +797,9 @@ def test_the_next_number_counts_records_whose_units_are_gone(crashed: Made) -> N
 # --- the numbers in the records ---
 
 
-def test_a_wild_queue_offset_at_the_end_of_a_segment_costs_no_other_record_its_slot(tmp_path: Path) -> None:
+def test_a_wild_queue_offset_at_the_end_of_a_segment_costs_no_other_record_its_slot(path: Path) -> None:
     """The room it lay in did not count when the next record's number jumped by its own: that got none, either, and so
     on for as many records as it took to make up for it. They were there, and no queue listed them."""
-    path = tmp_path / "store"
     with open_store(path, profile="rocketmq", segment_bytes=SEGMENT) as store:
         receipts = [store.put("t", b"short") for _ in range(100)]
     last = [r for r in receipts if r.physical_offset < SEGMENT][-1]
@@ -813,11 +811,10 @@ def test_a_wild_queue_offset_at_the_end_of_a_segment_costs_no_other_record_its_s
         assert [m.offset for m in reader.iter("t")] == list(range(100))
 
 
-def test_units_that_are_not_of_the_queue_do_not_count_as_numbers_given_out(tmp_path: Path) -> None:
+def test_units_that_are_not_of_the_queue_do_not_count_as_numbers_given_out(path: Path) -> None:
     """A queue got another one's file: behind its own records the units of that became void, more than there was room
     for. The next message went behind these; the next recovery called its number nonsense, and no queue listed it any
     more."""
-    path = tmp_path / "store"
     store = open_store(path)
     for n in range(60):
         store.put("t", b"x", int(n % 20 < 19))
@@ -838,11 +835,10 @@ def test_units_that_are_not_of_the_queue_do_not_count_as_numbers_given_out(tmp_p
 
 @pytest.mark.parametrize("segment", [0, 1], ids=["first", "later"])
 @pytest.mark.parametrize("number", [5, 8, 16])
-def test_recovery_and_verify_agree_on_a_wild_queue_offset(tmp_path: Path, number: int, segment: int) -> None:
+def test_recovery_and_verify_agree_on_a_wild_queue_offset(path: Path, number: int, segment: int) -> None:
     """Verify took a large record for room in which others were lost, and a queue to begin wherever its first record
     says: it believed numbers that recovery did not, called the slots of all that followed damaged, and no recovery
     helped."""
-    path = tmp_path / "store"
     with open_store(path, profile="rocketmq") as store:
         receipts = [store.put("t", bytes(4003 - HEADER)) for _ in range(20)]
         store.dispatch()
@@ -862,10 +858,9 @@ def test_recovery_and_verify_agree_on_a_wild_queue_offset(tmp_path: Path, number
     settle(made)
 
 
-def test_a_queue_that_recovery_let_begin_with_a_wild_queue_offset_begins_there_for_the_next_one(tmp_path: Path) -> None:
+def test_a_queue_that_recovery_let_begin_with_a_wild_queue_offset_begins_there_for_the_next_one(path: Path) -> None:
     """Nothing told against the number when the queue had no file yet. Then it had one, which began with a void slot
     in a log that begins at 0: the next recovery made the number nonsense."""
-    path = tmp_path / "store"
     store = open_store(path, profile="rocketmq")
     receipts = [store.put("t", bytes(2000)) for _ in range(3)]
     kill(store)
@@ -880,10 +875,9 @@ def test_a_queue_that_recovery_let_begin_with_a_wild_queue_offset_begins_there_f
     settle(made)
 
 
-def test_a_message_behind_a_wild_queue_offset_is_not_lost_by_a_second_crash(tmp_path: Path) -> None:
+def test_a_message_behind_a_wild_queue_offset_is_not_lost_by_a_second_crash(path: Path) -> None:
     """One recovery read the whole log, believed 3 and not the 2 behind it; the next message got 4. The recovery after
     it read the end only, believed the 2 and not the 4, and no queue listed that message any more."""
-    path = tmp_path / "store"
     store = open_store(path, profile="rocketmq")
     receipts = [store.put("t", bytes(size)) for size in (2000, 3900, 2000)]
     kill(store)
@@ -1005,10 +999,9 @@ def spoil_checkpoint(made: Made, state: str) -> None:
 
 
 @pytest.mark.parametrize("behind", ["a copy", "a later life"])
-def test_a_segment_behind_the_end_of_a_clean_log_is_found_and_cut(tmp_path: Path, behind: str) -> None:
+def test_a_segment_behind_the_end_of_a_clean_log_is_found_and_cut(path: Path, behind: str) -> None:
     """An older copy of a store was put over it, and what it had since was left there. The checkpoint vouched for the
     end, so opening looked no further; the put that came to that segment raised BufferError, and each one after it."""
-    path = tmp_path / "store"
     with open_store(path) as store:
         made = Made(path, "mqstore", [store.put("t", body(n), keys=f"k{n}") for n in range(30)])
     left = made.end // SEGMENT * SEGMENT + SEGMENT
@@ -1466,9 +1459,8 @@ LOSSES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_queue_that_lost_files_is_rebuilt(tmp_path: Path, loss: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_queue_that_lost_files_is_rebuilt(path: Path, loss: str, caplog: pytest.LogCaptureFixture) -> None:
     """It was numbered anew from where its files ended, and old messages were out of sight."""
-    path = tmp_path / "store"
     _filled_queues(path)
     with open_store(path, "r") as store:
         assert store.offsets("t", 0) == (0, 30)
@@ -1485,9 +1477,8 @@ def test_a_queue_that_lost_files_is_rebuilt(tmp_path: Path, loss: str, caplog: p
         assert not list(store.verifier().findings())
 
 
-def test_a_queue_whose_units_are_zeros_is_built_again_after_a_kill(tmp_path: Path) -> None:
+def test_a_queue_whose_units_are_zeros_is_built_again_after_a_kill(path: Path) -> None:
     """Its records lie before the range that is read, and nothing in the range belongs to it."""
-    path = tmp_path / "store"
     store = open_store(path)
     store.put_many("early", [b"a", b"b", b"c"], queue_id=0)
     store.put_many("t", [bytes(100)] * 100, queue_id=0)
@@ -1502,9 +1493,8 @@ def test_a_queue_whose_units_are_zeros_is_built_again_after_a_kill(tmp_path: Pat
         assert store.recovery.scanned_from == 0
 
 
-def test_a_close_that_knew_nothing_of_queues_still_counts(tmp_path: Path) -> None:
+def test_a_close_that_knew_nothing_of_queues_still_counts(path: Path) -> None:
     """A former version left the field at zero."""
-    path = tmp_path / "store"
     _filled_queues(path)
     with (path / "checkpoint").open("r+b") as file:
         file.seek(100)

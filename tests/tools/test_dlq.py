@@ -137,8 +137,7 @@ def test_letters_are_purged(store: Path, arguments: list[str], count: int, rest:
     assert left(store) == rest
 
 
-def test_a_store_without_dead_letters(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_a_store_without_dead_letters(path: Path) -> None:
     library.engine.MessageStore(path).close()
     assert mqstore("groups", "create", path, "billing").exit_code == 0
 

@@ -119,10 +119,9 @@ def test_a_plan_says_what_is_skipped_and_what_comes_again(store: Path) -> None:
 
 @pytest.mark.parametrize("order", [False, True], ids=["standard", "fifo"])
 @pytest.mark.parametrize("to", [0, 2, 9])
-def test_a_reset_holds_against_what_the_pop_log_remembers(tmp_path: Path, order: bool, to: int) -> None:
+def test_a_reset_holds_against_what_the_pop_log_remembers(path: Path, order: bool, to: int) -> None:
     """The pop log names the batches in flight and where the queue stood behind them. Were it not told of the reset, the
     next start would put the group back there, with the deliveries of before."""
-    path = tmp_path / "s"
     with broker(path) as running:
         running.topics.create("orders", queues=1)
         for i in range(10):

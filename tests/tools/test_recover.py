@@ -246,10 +246,9 @@ def test_for_people_it_says_what_was_done(hundred: tuple[Path, list[SendReceipt]
     assert (plan.exit_code, run.exit_code, again.exit_code) == (1, 1, 0)
 
 
-def test_a_store_that_lost_what_a_group_had_consumed_can_be_looked_at_and_put_to(tmp_path: Path) -> None:
+def test_a_store_that_lost_what_a_group_had_consumed_can_be_looked_at_and_put_to(tmp_path: Path, path: Path) -> None:
     """Until a broker had been there once, each of these said that the store was opened for reading: the group's offset
     lies behind the end now, and who only reads it tried to write down that it is lowered."""
-    path = tmp_path / "s"
     with broker(path) as running:
         running.topics.create("orders", queues=1)
         running.put_many("orders", [bytes(1000)] * 100)
@@ -306,9 +305,8 @@ LOSSES: dict[str, Callable[[Path, list[SendReceipt]], Any]] = {
     # Where a broker's log began, nothing tells.
     [each for each in product(["mqstore", "rocketmq"], LOSSES) if each != ("rocketmq", "a missing first segment")],
 )
-def test_damage_that_recover_has_reported_is_known(tmp_path: Path, profile: library.Profile, loss: str) -> None:
+def test_damage_that_recover_has_reported_is_known(path: Path, profile: library.Profile, loss: str) -> None:
     """One lost record made verify and recover exit with 1 until retention took its segment."""
-    path = tmp_path / "s"
     with library.engine.MessageStore(path, config=CONFIG, profile=profile) as store:
         receipts = [store.put("orders", b"%03d" % i * 100, keys=f"k{i}") for i in range(100)]
     LOSSES[loss](path, receipts)

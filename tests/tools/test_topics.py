@@ -53,8 +53,7 @@ def test_the_engines_own_topics_are_shown_when_asked_for(store: Path) -> None:
     assert "rmq_sys_pop_log" in all_of_them > plain
 
 
-def test_a_topic_is_created_altered_and_deleted(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_a_topic_is_created_altered_and_deleted(path: Path) -> None:
     library.engine.MessageStore(path).close()
 
     created = mqstore_json("topics", "create", path, "orders", "--queues", 8, "--type", "fifo", "--perm", "r")
@@ -141,8 +140,7 @@ def test_a_damaged_table_is_3_and_names_what_mends_it(store: Path) -> None:
     assert "recover" in result.stderr
 
 
-def test_queues_are_altered_by_the_option_that_creates_them(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_queues_are_altered_by_the_option_that_creates_them(path: Path) -> None:
     library.engine.MessageStore(path).close()
     mqstore_json("topics", "create", path, "orders", "--queues", 8)
     altered = mqstore_json("topics", "alter", path, "orders", "--queues", 9)

@@ -197,9 +197,8 @@ def copy_of_a_killed_store(path: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_deleted_index_is_found(tmp_path: Path, profile: Profile, closed: bool) -> None:
+def test_a_deleted_index_is_found(path: Path, profile: Profile, closed: bool) -> None:
     """Of a store that was not closed, and of a broker's, verify said that all was well."""
-    path = tmp_path / "s"
     copy_of_a_killed_store(path, profile=profile)
     if closed:
         library.engine.MessageStore(path).close()
