@@ -221,6 +221,7 @@ def test_a_newer_store_is_refused_untouched(path: Path, mode: Any, change: dict[
     with pytest.raises(expected) as caught:
         open_store(path, mode)
     if isinstance(caught.value, UnsupportedStoreError):
+        assert "newer mqstore" in str(caught.value)
         assert caught.value.schema == content["schema"]
         assert list(caught.value.requires) == content["requires"]
     assert (files(path), tree(path)) == (before, names)
