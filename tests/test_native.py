@@ -241,11 +241,7 @@ _OTHER_SLOT = kernel and kernel.Tip.end
         ("message_parts", ([], 0, "t", b"\0\0", SLOTS[:6], frozenset(), [], [], [], {}), TypeError),
         ("message_parts", ([], 0, "t", b"\0\0", list(SLOTS), frozenset(), [], [], [], {}), TypeError),
         ("message_parts", ([], 0, "t", b"\0\0", (*SLOTS, "body"), frozenset(), [], [], [], {}), TypeError),
-        (
-            "message_parts",
-            ([], 0, "t", b"\0\0", (*SLOTS, kernel and kernel.Tip.end), frozenset(), [], [], [], {}),
-            TypeError,
-        ),
+        ("message_parts", ([], 0, "t", b"\0\0", (*SLOTS, _OTHER_SLOT), frozenset(), [], [], [], {}), TypeError),
         ("message_parts", ([], 0, "t", b"\0\0", SLOTS, set(), [], [], [], {}), TypeError),
         ("message_parts", ([], 0, "t", b"\0\0", SLOTS, frozenset(), [], (), [], {}), TypeError),
         ("message_parts", ([], 0, "t", b"\0\0", SLOTS, frozenset(), [], [], [], []), TypeError),

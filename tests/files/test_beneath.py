@@ -128,9 +128,7 @@ def _to_a_device(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [_fifo, _to_a_fifo, _to_a_device, Path.mkdir])
 @pytest.mark.parametrize("fs", [REAL, QUIET])
-def test_what_is_no_file_is_refused_and_hangs_nobody(
-    tmp_path: Path, make: Callable[[Path], None], fs: FileSystem
-) -> None:
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None], fs: FileSystem) -> None:
     make(tmp_path / "a")
     _refused(lambda: fs.open(tmp_path / "a", os.O_RDONLY), str(tmp_path / "a"), "not a regular file")
     _refused(lambda: fs.read_whole(tmp_path / "a", 100), str(tmp_path / "a"), "not a regular file")
@@ -139,9 +137,7 @@ def test_what_is_no_file_is_refused_and_hangs_nobody(
 
 
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY, os.O_RDWR])
-def test_a_fifo_is_told_even_if_it_came_after_the_look(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int
-) -> None:
+def test_a_fifo_that_came_after_the_look_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int) -> None:
     (tmp_path / "a").touch()
     os.mkfifo(tmp_path / "b")
     reader = os.open(tmp_path / "b", os.O_RDONLY | os.O_NONBLOCK)

@@ -82,6 +82,16 @@ class Caller(threading.Thread):
         return self.result
 
 
+def in_a_sync() -> tuple[Disk, GroupCommit, Caller]:
+    """A disk with 10 bytes appended, in the middle of the sync that the caller waits for."""
+    disk = Disk()
+    commit = GroupCommit(disk.sync)
+    disk.hold()
+    leader = Caller(partial(commit.wait_until, disk.append(), None))
+    disk.wait_for_sync()
+    return disk, commit, leader
+
+
 def wait_for_line(commit: GroupCommit, length: int) -> None:
     deadline = time.monotonic() + LIMIT_S
     while len(commit._waiters) != length:
@@ -116,12 +126,7 @@ def test_what_is_durable_already_costs_no_sync() -> None:
 
 
 def test_all_that_wait_during_one_sync_share_the_next() -> None:
-    disk = Disk()
-    commit = GroupCommit(disk.sync)
-    disk.hold()
-    first = disk.append()
-    leader = Caller(lambda: commit.wait_until(first, None))
-    disk.wait_for_sync()
+    disk, commit, leader = in_a_sync()
     targets = [disk.append() for _ in range(8)]
     followers = [Caller(partial(commit.wait_until, target, None)) for target in targets]
     wait_for_line(commit, 8)
@@ -140,68 +145,9 @@ def test_all_that_wait_during_one_sync_share_the_next() -> None:
     assert not commit.busy
 
 
-def test_what_is_appended_during_a_sync_is_not_covered_by_it() -> None:
-    disk = Disk()
-    commit = GroupCommit(disk.sync)
-    disk.hold()
-    first = disk.append()
-    leader = Caller(lambda: commit.wait_until(first, None))
-    disk.wait_for_sync()
-    late = disk.append()
-    seen: list[int] = []
-
-    def wait() -> bool:
-        told = commit.wait_until(late, None)
-        seen.append(disk.durable)
-        return told
-
-    follower = Caller(wait)
-    wait_for_line(commit, 1)
-
-    disk.let_go()
-
-    assert leader.outcome() is True
-    assert follower.outcome() is True
-    assert seen == [20]
-
-
-def test_sync_now_covers_what_was_appended_before_it_even_when_a_sync_is_under_way() -> None:
-    disk = Disk()
-    commit = GroupCommit(disk.sync)
-    disk.hold()
-    first = disk.append()
-    leader = Caller(lambda: commit.wait_until(first, None))
-    disk.wait_for_sync()
-    disk.append()
-    flusher = Caller(commit.sync_now)
-    wait_for_line(commit, 1)
-
-    disk.let_go()
-
-    assert flusher.outcome() is True
-    assert leader.outcome() is True
-    assert commit.flushed == 20
-
-
-def test_sync_now_runs_a_round_of_its_own_when_nobody_does() -> None:
-    disk = Disk()
-    commit = GroupCommit(disk.sync)
-    disk.append()
-
-    assert commit.sync_now() is True
-
-    assert commit.flushed == 10
-    assert at_rest(commit)
-
-
 @pytest.mark.parametrize("timeout_s", [0, -1, 0.001])
 def test_a_follower_whose_time_is_up_is_told_so_and_leaves_the_line(timeout_s: float) -> None:
-    disk = Disk()
-    commit = GroupCommit(disk.sync)
-    disk.hold()
-    first = disk.append()
-    leader = Caller(lambda: commit.wait_until(first, None))
-    disk.wait_for_sync()
+    disk, commit, leader = in_a_sync()
     late = disk.append()
 
     assert commit.wait_until(late, timeout_s) is False
@@ -214,12 +160,7 @@ def test_a_follower_whose_time_is_up_is_told_so_and_leaves_the_line(timeout_s: f
 
 
 def test_a_follower_that_is_promoted_just_when_its_time_is_up_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = Disk()
-    commit = GroupCommit(disk.sync)
-    disk.hold()
-    first = disk.append()
-    leader = Caller(lambda: commit.wait_until(first, None))
-    disk.wait_for_sync()
+    disk, commit, leader = in_a_sync()
     late = disk.append()
     leave = GroupCommit._leave
 
@@ -237,12 +178,7 @@ def test_a_follower_that_is_promoted_just_when_its_time_is_up_leads(monkeypatch:
 
 
 def test_a_follower_hit_by_ctrl_c_leaves_the_line() -> None:
-    disk = Disk()
-    commit = GroupCommit(disk.sync)
-    disk.hold()
-    first = disk.append()
-    leader = Caller(lambda: commit.wait_until(first, None))
-    disk.wait_for_sync()
+    disk, commit, leader = in_a_sync()
 
     struck = threading.Event()
 
@@ -349,13 +285,8 @@ def test_a_failed_sync_is_final_for_all_now_and_later() -> None:
 
 
 def test_poison_stops_those_in_line_and_the_sync_that_is_under_way() -> None:
-    disk = Disk()
-    commit = GroupCommit(disk.sync)
-    disk.hold()
-    first = disk.append()
-    leader = Caller(lambda: commit.wait_until(first, None))
-    disk.wait_for_sync()
-    follower = Caller(lambda: commit.wait_until(first, None))
+    disk, commit, leader = in_a_sync()
+    follower = Caller(lambda: commit.wait_until(10, None))
     wait_for_line(commit, 1)
 
     commit.poison(OSError(5, "a write failed"))
@@ -372,21 +303,16 @@ def test_poison_stops_those_in_line_and_the_sync_that_is_under_way() -> None:
     "error", [KeyboardInterrupt(), SyncNotBegunError(errno.EMFILE, "Too many open files", "0", "open")], ids=repr
 )
 def test_a_leader_whose_sync_says_nothing_of_the_disk_hands_over_and_nothing_is_poisoned(error: BaseException) -> None:
-    disk = Disk()
+    disk, commit, leader = in_a_sync()
     disk.errors[1] = error
-    commit = GroupCommit(disk.sync)
-    disk.hold()
-    first = disk.append()
-    leader = Caller(lambda: commit.wait_until(first, None))
-    disk.wait_for_sync()
-    followers = [Caller(lambda: commit.wait_until(first, None)), Caller(commit.sync_now)]
+    followers = [Caller(lambda: commit.wait_until(10, None)), Caller(commit.sync_now)]
     wait_for_line(commit, 2)
 
     disk.let_go()
 
     assert leader.outcome() is error
     assert [follower.outcome() for follower in followers] == [True, True]
-    assert disk.durable == commit.flushed == first == 10, "the interrupted round must not count"
+    assert disk.durable == commit.flushed == 10, "the interrupted round must not count"
     assert commit.failure is None
     assert at_rest(commit)
 

@@ -67,18 +67,6 @@ CONSUMER_ORDER_INFO = """{
 →}
 }"""
 
-SUBSCRIPTION_GROUP = """{
-→"forbiddenTable":{},
-→"subscriptionGroupTable":{
-→→"g1":{
-→→→"attributes":{},
-→→→"groupRetryPolicy":{
-→→→→"type":"CUSTOMIZED"
-→→→}
-→→}
-→}
-}"""
-
 CONSUMER_FILTER = (
     '{"filterDataByTopic":{"T":{"groupFilterData":{"g1":{"bloomFilterData":{"bitNum":112,"bitPos":[1,5,9]},'
     '"dead":false,"expression":"a > 1 , 2:"}},"topic":"T"}}}'
@@ -89,66 +77,28 @@ CONSUMER_FILTER = (
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("text", "strict"),
     [
         (
             CONSUMER_OFFSET,
-            {
-                "dataVersion": {"counter": 3, "stateVersion": 0, "timestamp": 1700000000000},
-                "offsetTable": {"OrderTopic@g1": {"0": 250, "1": 251, "2": 252, "3": 253}},
-            },
+            '{"dataVersion": {"counter": 3, "stateVersion": 0, "timestamp": 1700000000000},'
+            '"offsetTable": {"OrderTopic@g1": {"0": 250, "1": 251, "2": 252, "3": 253}}}',
         ),
-        (DELAY_OFFSET, {"offsetTable": {"3": 12, "4": 0}}),
+        (DELAY_OFFSET, '{"offsetTable": {"3": 12, "4": 0}}'),
         (
             CONSUMER_ORDER_INFO,
-            {
-                "table": {
-                    "OrderTopic@g1": {
-                        "0": {
-                            "cm": 3,
-                            "i": 60000,
-                            "l": 1700000000005,
-                            "o": [460, 1, 2],
-                            "oc": {"460": 1},
-                            "ot": {"462": 1700000090000},
-                            "popTime": 1700000000000,
-                        }
-                    }
-                }
-            },
+            '{"table": {"OrderTopic@g1": {"0": {"cm": 3, "i": 60000, "l": 1700000000005, "o": [460, 1, 2],'
+            '"oc": {"460": 1}, "ot": {"462": 1700000090000}, "popTime": 1700000000000}}}}',
         ),
-        (
-            SUBSCRIPTION_GROUP,
-            {
-                "forbiddenTable": {},
-                "subscriptionGroupTable": {"g1": {"attributes": {}, "groupRetryPolicy": {"type": "CUSTOMIZED"}}},
-            },
-        ),
-        (
-            CONSUMER_FILTER,
-            {
-                "filterDataByTopic": {
-                    "T": {
-                        "groupFilterData": {
-                            "g1": {
-                                "bloomFilterData": {"bitNum": 112, "bitPos": [1, 5, 9]},
-                                "dead": False,
-                                "expression": "a > 1 , 2:",
-                            }
-                        },
-                        "topic": "T",
-                    }
-                }
-            },
-        ),
-        ("{-1:2,\n\t 3 :4}", {"-1": 2, "3": 4}),
-        ('{"a":"{1:2,3:4}","\\"{5:":"\\\\",6:7}', {"a": "{1:2,3:4}", '"{5:': "\\", "6": 7}),
-        ('{"same":1,"same":2}', {"same": 2}),
-        ("{}", {}),
+        (CONSUMER_FILTER, CONSUMER_FILTER),
+        ("{-1:2,\n\t 3 :4}", '{"-1": 2, "3": 4}'),
+        ('{"a":"{1:2,3:4}","\\"{5:":"\\\\",6:7}', '{"a": "{1:2,3:4}", "\\"{5:": "\\\\", "6": 7}'),
+        ('{"same":1,"same":2}', '{"same": 2}'),
+        ("{}", "{}"),
     ],
 )
-def test_both_dialects_are_read(text: str, value: dict[str, Any]) -> None:
-    assert decode_json(text.replace("→", "\t").encode()) == value
+def test_both_dialects_are_read(text: str, strict: str) -> None:
+    assert decode_json(text.replace("→", "\t").encode()) == json.loads(strict)
 
 
 @pytest.mark.parametrize(
@@ -346,9 +296,7 @@ def change_count(folder: Path, before: str, no_links: bool) -> int:
 @pytest.mark.parametrize("no_links", [False, True])
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("before", STATES)
-def test_a_crash_at_any_step_leaves_the_old_value_or_the_new_one(
-    tmp_path: Path, before: str, torn: bool, no_links: bool
-) -> None:
+def test_a_crash_at_any_step_leaves_old_or_new(tmp_path: Path, before: str, torn: bool, no_links: bool) -> None:
     steps = change_count(tmp_path / "count", before, no_links)
     assert steps >= 5
     seen = []
@@ -398,20 +346,6 @@ def test_an_error_at_any_step_leaves_the_old_value_or_the_new_one(tmp_path: Path
             assert load_json(path, writer=True).value == {"n": 9}
         save_json(path, {"n": 10}, fs)  # goes on when the cause is gone
         assert load_json(path, writer=False).value == {"n": 10}
-
-
-def test_a_short_write_in_a_save_is_continued_and_a_torn_one_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    fs = FaultyFileSystem()
-    fs.shorten(length=3)
-    save_json(path, {"n": 1}, fs)
-    assert load_json(path, writer=True).value == {"n": 1}
-    fs.heal()
-    fs.shorten(length=3, fail_rest=errno.ENOSPC)
-    with pytest.raises(StoreFullError):
-        save_json(path, {"n": 2}, fs)
-    assert load_json(path, writer=True) == ({"n": 1}, [])
-    assert names(tmp_path) == ["x.json"]
 
 
 def test_a_damaged_file_does_not_replace_a_good_bak(tmp_path: Path) -> None:
@@ -613,9 +547,7 @@ def test_a_file_beyond_a_limit_is_refused_and_left_alone(
 
 
 @pytest.mark.parametrize("limit", ["JSON_BYTES_MAX", "JSON_VALUES_MAX"])
-def test_what_could_not_be_loaded_again_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     path = tmp_path / "x.json"
     save_json(path, {"n": 1})
     monkeypatch.setattr(jsonfile, limit, 20)

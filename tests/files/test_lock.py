@@ -128,9 +128,7 @@ class TestBothKinds:
         lock.release()
         assert in_child(lambda: try_plain(tmp_path / "lock", kind)) == "acquired"
 
-    def test_a_second_open_in_the_process_is_refused_and_does_not_weaken_the_first(
-        self, tmp_path: Path, lock: WriterLock
-    ) -> None:
+    def test_a_second_open_in_the_process_is_refused(self, tmp_path: Path, lock: WriterLock) -> None:
         """POSIX locks go when *any* descriptor of the file is closed: the refusal must come before it is touched."""
         link = tmp_path.parent / (tmp_path.name + "-link")
         link.symlink_to(tmp_path)

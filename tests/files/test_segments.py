@@ -17,7 +17,7 @@ from mqstore.files.segment import LoadProblem, segment_name
 from mqstore.files.segments import SegmentRun
 from mqstore.files.segmentwriter import SegmentWriter
 from mqstore.native import kernel
-from tests.faults import Crash, FaultyFileSystem
+from tests.faults import FaultyFileSystem
 from tests.holding import held, linux_only, mapped_files
 from tests.without import compiled
 
@@ -82,22 +82,6 @@ def test_created_segments_have_twenty_digits_full_length_and_zeros(folder: Path)
     assert names(folder.parent / "tmp") == []
     assert (run.starts, run.min_offset, run.end) == ((3 * SIZE, 4 * SIZE), 3 * SIZE, 5 * SIZE)
     assert run.last is run.find(4 * SIZE)
-
-
-def test_find_knows_both_ends_of_each_segment(folder: Path) -> None:
-    run = filled(folder, 2, first=SIZE)
-
-    starts = {offset: (segment.start if (segment := run.find(offset)) else None) for offset in
-              (SIZE - 1, SIZE, 2 * SIZE - 1, 2 * SIZE, 3 * SIZE - 1, 3 * SIZE)}  # fmt: skip
-
-    assert starts == {
-        SIZE - 1: None,
-        SIZE: SIZE,
-        2 * SIZE - 1: SIZE,
-        2 * SIZE: 2 * SIZE,
-        3 * SIZE - 1: 2 * SIZE,
-        3 * SIZE: None,
-    }
 
 
 @pytest.mark.parametrize("start", [0, SIZE, 2 * SIZE + 20, -SIZE, 1 << 63])
@@ -236,23 +220,6 @@ def test_a_failed_map_of_a_prepared_segment_leaves_nothing_behind(folder: Path) 
     assert names(folder.parent / "tmp") == []
 
 
-@pytest.mark.parametrize("nth", range(1, 9))
-def test_no_name_in_the_folder_is_ever_short_wherever_create_dies(folder: Path, nth: int) -> None:
-    fs = FaultyFileSystem()
-    run = open_run(folder, fs=fs)
-    fs.crash(nth)
-    try:
-        run.create(0)
-        run.sync(0, 1)
-    except Crash:
-        pass
-
-    for name in names(folder):
-        assert (folder / name).stat().st_size == SIZE
-    after = open_run(folder)
-    assert after.end in (0, SIZE)
-
-
 # --- what is durable --------------------------------------------------------------------------------------------------
 
 
@@ -341,28 +308,7 @@ def test_a_name_that_comes_during_a_folder_sync_is_not_taken_for_durable(folder:
     assert ("sync_directory", "log") in order_of(fs)
 
 
-def test_a_failed_sync_is_told(folder: Path) -> None:
-    fs = FaultyFileSystem()
-    run = filled(folder, 1, fs=fs)
-    fs.fail("fdatasync", errno.EIO)
-
-    with pytest.raises(StoreIOError):
-        run.sync(0, 1)
-
-
 # --- mappings ---------------------------------------------------------------------------------------------------------
-
-
-def test_written_bytes_show_in_mappings_and_stored_ones_in_the_file(folder: Path) -> None:
-    run = open_run(folder)
-    segment = run.create(0)
-    mapping = run.mapping(segment)
-
-    run.write(100, b"written")
-    mapping[200:206] = b"stored"
-
-    assert mapping[100:107] == b"written"
-    assert Path(segment.path).read_bytes()[200:206] == b"stored"
 
 
 @pytest.mark.parametrize(
@@ -473,21 +419,6 @@ def test_a_writer_keeps_two_mappings_more_and_gives_back_descriptors(folder: Pat
     assert len(mapped_names(folder)) == 4
     run.close()
     assert held(folder) == []
-
-
-def test_a_view_outlives_its_segment(folder: Path) -> None:
-    run = filled(folder, 3, max_mappings=1)
-    first = run.find(0)
-    assert first is not None
-    view = memoryview(run.mapping(first))[100:200]
-
-    assert run.drop_before(SIZE) == [segment_name(0)]
-    run.mapping(run.segments()[0])
-    run.close()
-
-    assert view == b"\x01" * 100
-    assert names(folder) == [segment_name(SIZE), segment_name(2 * SIZE)]
-    assert first.mapping is None
 
 
 def test_a_dropped_segment_cannot_be_mapped_any_more(folder: Path) -> None:
@@ -658,18 +589,6 @@ def test_dropping_everything_leaves_a_run_that_can_start_anew(folder: Path) -> N
     assert run.create(7 * SIZE).start == 7 * SIZE
 
 
-def test_a_failed_removal_is_told_and_the_run_knows_what_is_left(folder: Path) -> None:
-    fs = FaultyFileSystem()
-    run = filled(folder, 4, fs=fs)
-    fs.fail("unlink", errno.EIO, nth=2)
-
-    with pytest.raises(StoreIOError):
-        run.drop_before(3 * SIZE)
-
-    assert run.starts == (SIZE, 2 * SIZE, 3 * SIZE)
-    assert names(folder) == [segment_name(start) for start in run.starts]
-
-
 # --- opening ----------------------------------------------------------------------------------------------------------
 
 
@@ -678,16 +597,6 @@ def problems_of(folder: Path, *, writable: bool = True) -> tuple[SegmentRun, lis
     found: list[LoadProblem] = run.load()
     assert all(problem.detail for problem in found)
     return run, [(Path(p.file).name, p.kind, p.position, p.length) for p in found]
-
-
-def test_a_whole_run_opens_without_remarks(folder: Path) -> None:
-    filled(folder, 3, first=5 * SIZE).close()
-
-    run, problems = problems_of(folder)
-
-    assert problems == []
-    assert run.starts == (5 * SIZE, 6 * SIZE, 7 * SIZE)
-    assert [run.mapping(segment)[0] for segment in run.segments()] == [1, 2, 3]
 
 
 def test_names_that_are_no_segments_are_passed_over(folder: Path) -> None:
@@ -702,20 +611,6 @@ def test_names_that_are_no_segments_are_passed_over(folder: Path) -> None:
     assert problems == []
     assert run.starts == (0,)
     assert len(names(folder)) == 5
-
-
-def test_a_short_last_file_is_extended_with_zeros_by_a_writer(folder: Path) -> None:
-    filled(folder, 2).close()
-    os.truncate(folder / segment_name(SIZE), 5000)
-
-    run, problems = problems_of(folder)
-
-    assert problems == [(segment_name(SIZE), "segment_size", SIZE + 5000, SIZE - 5000)]
-    assert (folder / segment_name(SIZE)).read_bytes() == b"\x02" * 5000 + bytes(SIZE - 5000)
-    assert os.stat(folder / segment_name(SIZE)).st_blocks * 512 >= SIZE, "allocated, since it will be mapped"
-    assert run.last is not None
-    run.mapping(run.last)[SIZE - 1 :] = b"!"
-    assert problems_of(folder)[1] == []
 
 
 def test_an_extension_is_allocated_and_durable_before_load_returns(folder: Path) -> None:
@@ -772,23 +667,6 @@ def test_a_zero_length_file_before_a_short_last_one(folder: Path) -> None:
     assert run.starts == (0, 2 * SIZE)
 
 
-def test_files_of_a_wrong_length_in_the_middle_are_reported_and_served_as_far_as_they_go(folder: Path) -> None:
-    filled(folder, 4).close()
-    os.truncate(folder / segment_name(SIZE), 77)
-    with open(folder / segment_name(2 * SIZE), "ab") as file:
-        file.write(b"surplus")
-
-    run, problems = problems_of(folder)
-
-    assert problems == [
-        (segment_name(SIZE), "segment_size", SIZE + 77, SIZE - 77),
-        (segment_name(2 * SIZE), "segment_size", 3 * SIZE, 7),
-    ]
-    assert [segment.length for segment in run.segments()] == [SIZE, 77, SIZE, SIZE]
-    assert [len(run.mapping(segment)) for segment in run.segments()] == [SIZE, 77, SIZE, SIZE]
-    assert [os.path.getsize(folder / name) for name in names(folder)] == [SIZE, 77, SIZE + 7, SIZE], "not touched"
-
-
 def test_missing_segments_are_reported_as_one_range(folder: Path) -> None:
     filled(folder, 5).close()
     for number in (1, 2):
@@ -812,18 +690,6 @@ def test_names_off_the_grid_or_beyond_what_an_offset_can_be_are_reported_and_not
 
     assert [(kind, length) for _, kind, _, length in problems] == [("segment_name", 0)] * 2
     assert run.starts == (0,)
-
-
-def test_opening_twice_finds_nothing_more_to_mend(folder: Path) -> None:
-    filled(folder, 3).close()
-    os.truncate(folder / segment_name(2 * SIZE), 1)
-    (folder / segment_name(3 * SIZE)).touch()
-    problems_of(folder)
-    before = {name: (folder / name).read_bytes() for name in names(folder)}
-
-    assert problems_of(folder)[1] == []
-
-    assert {name: (folder / name).read_bytes() for name in names(folder)} == before
 
 
 # --- readers beside a writer ------------------------------------------------------------------------------------------
@@ -886,9 +752,7 @@ def test_only_what_a_mapping_for_writing_shows_is_read_ahead(folder: Path) -> No
 
 @pytest.mark.parametrize("how", ["mapping", "call"])
 @pytest.mark.parametrize("synced", [False, True])
-def test_what_is_told_of_a_file_without_reading_it_is_never_less_than_there_is(
-    tmp_path: Path, how: str, synced: bool
-) -> None:
+def test_the_end_of_data_is_never_told_too_low(tmp_path: Path, how: str, synced: bool) -> None:
     """Bytes that are in memory only count, be they stored behind blocks that were never written to."""
     size = 1 << 20
     run = SegmentWriter(tmp_path / "log", tmp_path / "tmp", size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import crc32c
 import pytest
@@ -12,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mqstore.layout.checkpoint import ENCODED_BYTES, FILE_BYTES, Checkpoint, decode, encode, min_timestamp
-
-if TYPE_CHECKING:
-    from tests.conftest import GoldenStore
+from tests.conftest import GoldenStore
 
 WORKED = Checkpoint(1700000000123, 1700000000123, 0, 0, 1024, 1200, 1200, -1)
 WORKED_EXTENSION = bytes.fromhex(
@@ -103,10 +100,6 @@ def test_the_gaps_are_nobodys_business(position: int) -> None:
 def test_what_a_short_file_lacks_counts_as_zero(kept: int) -> None:
     short = decode(encode(WORKED)[:kept])
     assert short == Checkpoint(*struct.unpack(">5q", encode(WORKED)[:40][:kept].ljust(40, b"\0")))
-
-
-def test_a_missing_file_is_all_zero() -> None:
-    assert decode(b"") == Checkpoint()
 
 
 @pytest.mark.parametrize("some", [{"flushed": 1}, {"clean_end": -1}, {"flushed": 1, "dispatched": 1}])

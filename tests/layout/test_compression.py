@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import sys
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -14,9 +12,6 @@ from hypothesis import strategies as st
 
 from mqstore.errors import FormatError
 from mqstore.layout.compression import MissingPackageError, inflate
-
-if TYPE_CHECKING:
-    from tests.conftest import GoldenStore
 
 lz4_frame = pytest.importorskip("lz4.frame")
 zstandard = pytest.importorskip("zstandard")
@@ -30,19 +25,6 @@ KINDS: dict[str, tuple[int, Callable[[bytes], bytes]]] = {
 }
 every_kind = pytest.mark.parametrize(("sys_flag", "compress"), KINDS.values(), ids=KINDS.keys())
 framed = pytest.mark.parametrize(("sys_flag", "compress"), [KINDS["lz4"], KINDS["zstd"]], ids=["lz4", "zstd"])
-
-
-@pytest.mark.parametrize("name", ["clean", "crashed", "propcrc", "rolled"])
-def test_bodies_that_java_compressed_inflate_to_the_messages(golden: Callable[[str], GoldenStore], name: str) -> None:
-    kinds = set()
-    for message in golden(name).of("message"):
-        body = base64.b64decode(message["body"])
-        if message["stored_body"] is None:
-            assert inflate(message["sys_flag"], body) is body
-        else:
-            assert inflate(message["sys_flag"], base64.b64decode(message["stored_body"])) == body
-            kinds.add(message["sys_flag"] & 0x701)
-    assert kinds == {0x101, 0x201, 0x301}
 
 
 @pytest.mark.parametrize("sys_flag", [0, 0x300, 0x700, 0x30])
@@ -115,9 +97,7 @@ def test_a_body_that_is_cut_off_is_refused(sys_flag: int, compress: Callable[[by
 
 @every_kind
 @given(data=st.binary(max_size=60))
-def test_any_bytes_inflate_or_are_a_format_error(
-    sys_flag: int, compress: Callable[[bytes], bytes], data: bytes
-) -> None:
+def test_any_bytes_inflate_or_are_refused(sys_flag: int, compress: Callable[[bytes], bytes], data: bytes) -> None:
     for body in (data, compress(b"text " * 5)[:20] + data):
         try:
             assert len(inflate(sys_flag, body, max_bytes=1000)) <= 1000

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import numpy as np
 import pytest
 
@@ -17,11 +14,6 @@ from mqstore.layout.consumequeue import (
     is_void,
 )
 from mqstore.layout.javahash import tag_hash
-
-if TYPE_CHECKING:
-    from tests.conftest import GoldenStore
-
-GOLDEN = ["clean", "crashed", "propcrc", "rolled", "trimmed"]
 
 
 @pytest.mark.parametrize(
@@ -40,27 +32,6 @@ def test_units_equal_the_worked_vectors(unit: tuple[int, int, int], data: str) -
 
 def test_a_unit_has_twenty_bytes_both_ways() -> None:
     assert UNIT_BYTES == UNIT_DTYPE.itemsize == len(VOID_UNIT) == 20
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_units_hold_what_the_java_engine_reads_from_them(golden: Callable[[str], GoldenStore], name: str) -> None:
-    store = golden(name)
-    units = {queue: np.frombuffer(data, UNIT_DTYPE) for queue, data in store.units.items()}
-    first = {
-        queue: int(min(path.name for path in (store.path / "consumequeue" / queue[0] / str(queue[1])).iterdir())) // 20
-        for queue in units
-    }
-    assert len(store.of("message")) > 100
-    for message in store.of("message"):
-        queue = (message["topic"], message["queue_id"])
-        unit = units[queue][message["queue_offset"] - first[queue]]
-        assert unit.tolist() == (message["physical_offset"], message["size"], message["tags_code"])
-        if message["tags"] and message["topic"] != "SCHEDULE_TOPIC_XXXX":
-            assert unit["tags_code"] == tag_hash(message["tags"])
-    for line in store.of("queue"):
-        queue = (line["topic"], line["queue_id"])
-        if queue in units:
-            assert first[queue] + int((is_message(units[queue]) | is_void(units[queue])).sum()) == line["max_offset"]
 
 
 def test_void_is_exactly_one_pattern() -> None:

@@ -5,7 +5,6 @@ are checked against the Java engine's files elsewhere; here they are the model.
 from __future__ import annotations
 
 import struct
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.layout import indexfile
 from mqstore.layout.dispatch import FEW_RECORDS, SCHEDULE_TOPIC, Output, few, rows_of, tags_code_at
 from mqstore.layout.javahash import index_hash, java_hash
 from mqstore.layout.record import INNER_BATCH, MAGIC_V1, MAGIC_V2, encode_blank
 from mqstore.layout.scan import gather, walk
-from tests.without import compiled, compiled_parts_left_out
 
 LEVELS_MS = (1_000, 5_000, 10_000)
 BASE = 3 << 26
@@ -158,44 +155,3 @@ def test_a_record_that_was_rolled_back_has_no_unit_and_no_index_entry() -> None:
     found = few(rolled_back, 0, len(rolled_back), BASE, LEVELS_MS)
     assert found is not None
     assert plain(found) == plain(by_arrays(rolled_back)[0]) == ([], [], [], [], 1_700_000_000_123)
-
-
-# -- entries --------------------------------------------------------------------------------------------------------
-
-ENTRIES = st.tuples(
-    st.one_of(st.integers(0, 6), st.just(0x7FFFFFFF)),
-    st.integers(0, 1 << 40),
-    st.one_of(st.integers(0, 1 << 44), st.sampled_from([-(1 << 63), (1 << 63) - 1, -1, 0])),
-)
-
-
-@compiled
-@given(
-    st.lists(st.lists(ENTRIES, max_size=8), max_size=5),
-    st.lists(st.sampled_from([0, 0, 1, 2, 7, -1, 0x7FFFFFFF]), min_size=4, max_size=4),
-    st.sampled_from([0, 0, 0x7FFFFFFF]),
-)
-def test_compiled_code_puts_the_same_index_entries(
-    batches: list[list[tuple[int, int, int]]], slots: list[int], used_slots: int
-) -> None:
-    """Also where damage left slots and counters that no chain leads to."""
-    start = bytearray(indexfile.file_bytes(4, 16))
-    struct.pack_into(">4i", start, indexfile.HEADER_BYTES, *slots)
-    struct.pack_into(">i", start, 32, used_slots)
-    images, counts = [], []
-    for left_out in (nullcontext(), compiled_parts_left_out()):
-        with left_out:
-            image = bytearray(start)
-            counts.append(
-                [indexfile.put_entries(image, 4, 16, *([row[i] for row in rows] for i in range(3))) for rows in batches]
-            )
-            images.append(bytes(image))
-    assert images[0] == images[1]
-    assert counts[0] == counts[1]
-
-
-def test_a_wrong_hash_among_few_writes_nothing() -> None:
-    image = bytearray(indexfile.file_bytes(4, 16))
-    with pytest.raises(ValueError, match="key hash"):
-        indexfile.put_entries(image, 4, 16, [1, -1], [1, 2], [1, 2])
-    assert not any(image)

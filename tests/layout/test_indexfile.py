@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -32,9 +31,7 @@ from mqstore.layout.javahash import index_hash
 from mqstore.layout.properties import decode_properties
 from mqstore.layout.record import TRANSACTION_MASK, TRANSACTION_ROLLBACK, Record, decode_record
 from mqstore.layout.scan import walk
-
-if TYPE_CHECKING:
-    from tests.conftest import GoldenStore
+from tests.conftest import GoldenStore
 
 SHAPES = {"clean": (53, 200), "crashed": (53, 200), "propcrc": (53, 200), "rolled": (17, 60), "trimmed": (17, 60)}
 ALWAYS = (0, 2**62)
@@ -84,7 +81,7 @@ def put_one_by_one(buf: bytearray, slots: int, entries: int, puts: Sequence[Put]
         if count <= 1:
             begin, begin_offset = time, offset
         end, end_offset = time, offset
-        used += old == 0
+        used = (used + (old == 0) + 2**31) % 2**32 - 2**31  # goes round as Java's does
         struct.pack_into(">qqqqii", buf, 0, begin, end, begin_offset, end_offset, used, count + 1)
         done += 1
     return done
@@ -121,16 +118,6 @@ def test_the_puts_of_the_vector_make_its_bytes() -> None:
 
     assert len(buf) == 376
     assert buf == VECTOR_BYTES
-
-
-def test_queries_of_the_vector() -> None:
-    unique, key = VECTOR[0][0], VECTOR[1][0]
-
-    assert query_entries(VECTOR_BYTES, 4, key, *ALWAYS, 10) == [2048, 1024]
-    assert query_entries(VECTOR_BYTES, 4, key, *ALWAYS, 1) == [2048]
-    assert query_entries(VECTOR_BYTES, 4, unique, *ALWAYS, 10) == [1024]
-    assert query_entries(VECTOR_BYTES, 4, key + 1, *ALWAYS, 10) == []
-    assert query_entries(VECTOR_BYTES, 4, key, *ALWAYS, 0) == []
 
 
 def test_a_query_finds_a_message_inside_its_second_and_stops_at_older_ones() -> None:
@@ -213,33 +200,6 @@ def test_index_files_of_the_java_engine_come_out_byte_for_byte(name: str, golden
     assert puts == []
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_index_files_of_the_java_engine_have_no_problem(name: str, golden: Callable[[str], GoldenStore]) -> None:
-    for file in (golden(name).path / "index").iterdir():
-        assert check_index(file.read_bytes(), *SHAPES[name]) == []
-
-
-# Not `trimmed`: its index files hold entries of live messages, but the Java engine's listing of it found none at all.
-@pytest.mark.parametrize("name", ["clean", "crashed", "propcrc", "rolled"])
-def test_queries_find_what_the_java_engine_finds(name: str, golden: Callable[[str], GoldenStore]) -> None:
-    store = golden(name)
-    slots, _ = SHAPES[name]
-    files = [file.read_bytes() for file in sorted((store.path / "index").iterdir(), reverse=True)]
-    records = records_of(store)
-    lines = store.of("key")
-    assert any(line["physical_offsets"] for line in lines)
-
-    for line in lines:
-        hits = [
-            offset
-            for data in files
-            for offset in query_entries(data, slots, index_hash(f"{line['topic']}#{line['key']}"), *ALWAYS, 64)
-            if offset in records and records[offset].topic == line["topic"] and line["key"] in keys_of(records[offset])
-        ]
-        assert hits == sorted(hits, reverse=True)
-        assert sorted(hits) == line["physical_offsets"], line["key"]  # a key that stands twice in KEYS is found twice
-
-
 # --- against the model ---
 
 HASHES = st.one_of(st.integers(0, 12), st.integers(0, 2**31 - 1))
@@ -262,16 +222,17 @@ def test_many_at_once_are_the_same_bytes_as_one_by_one(batches: list[list[Put]],
 @given(
     noise=st.binary(min_size=file_bytes(3, 12), max_size=file_bytes(3, 12)),
     count=st.integers(0, 12),
-    table=st.lists(st.integers(-2, 14), min_size=3, max_size=3),
+    table=st.lists(st.integers(-2, 14) | st.just(2**31 - 1), min_size=3, max_size=3),
+    used=st.sampled_from([0, 2, -1, 2**31 - 1]),
     puts=PUTS,
 )
-def test_damaged_slots_are_treated_as_one_by_one(noise: bytes, count: int, table: list[int], puts: list[Put]) -> None:
+@example(noise=bytes(file_bytes(3, 12)), count=3, table=[4, 4, 2], used=0, puts=[(0, 5, 5), (1, 5, 5), (2, 5, 5)])
+def test_damaged_slots_are_treated_as_one_by_one(
+    noise: bytes, count: int, table: list[int], used: int, puts: list[Put]
+) -> None:
     ours = bytearray(noise)
-    struct.pack_into(">i3i", ours, 36, count, *table)
+    struct.pack_into(">ii3i", ours, 32, used, count, *table)
     model = bytearray(ours)
-    used = struct.unpack_from(">i", ours, 32)[0]
-    if not -(2**31) <= used <= 2**31 - 100:
-        return
 
     assert put(ours, 3, 12, puts) == put_one_by_one(model, 3, 12, puts)
 
@@ -290,16 +251,6 @@ def test_queries_find_what_a_walk_by_the_rules_finds(puts: list[Put], slots: int
     assert query_entries(buf, slots, key_hash, begin, end, limit) == expected
 
 
-@given(puts=PUTS, slots=st.integers(1, 5))
-def test_every_entry_is_found_newest_first(puts: list[Put], slots: int) -> None:
-    buf = bytearray(file_bytes(slots, 60))
-    put(buf, slots, 60, puts)
-
-    for key_hash in {row[0] for row in puts}:
-        expected = [offset for other, offset, _ in reversed(puts) if other == key_hash]
-        assert query_entries(buf, slots, key_hash, -(2**50), 2**62, 100) == expected
-
-
 @given(puts=st.lists(st.tuples(HASHES, st.integers(0, 2**40)), max_size=50), slots=st.integers(1, 5))
 def test_what_is_put_has_no_problem(puts: list[tuple[int, int]], slots: int) -> None:
     buf = bytearray(file_bytes(slots, 60))
@@ -310,22 +261,6 @@ def test_what_is_put_has_no_problem(puts: list[tuple[int, int]], slots: int) -> 
 
 
 # --- limits and refusals ---
-
-
-def test_a_full_file_takes_what_fits_and_then_nothing() -> None:
-    buf = bytearray(file_bytes(4, 3))
-
-    assert put(buf, 4, 3, VECTOR) == 2
-    full = bytes(buf)
-    assert put(buf, 4, 3, VECTOR) == 0
-    assert buf == full
-
-
-def test_an_empty_put_changes_nothing() -> None:
-    buf = bytearray(file_bytes(4, 16))
-
-    assert put(buf, 4, 16, []) == 0
-    assert buf == bytes(len(buf))
 
 
 def test_refused_puts_write_nothing() -> None:
@@ -466,6 +401,7 @@ def test_a_query_takes_the_slot_before_the_header(monkeypatch: pytest.MonkeyPatc
 _PUTS = """
 import mmap, sys
 from mqstore.layout.indexfile import put_entries
+from tests.conftest import GoldenStore
 with open(sys.argv[1], "r+b") as file:
     buf = mmap.mmap(file.fileno(), 0)
 for number in range(1, 30_001):

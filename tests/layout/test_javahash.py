@@ -79,11 +79,6 @@ def test_many_hashes_equal_single_ones(texts: list[str]) -> None:
     assert result.tolist() == [model(text) for text in texts]
 
 
-@given(st.lists(st.binary(max_size=300), max_size=20))
-def test_bytes_that_are_not_utf8_count_as_replacement_characters(rows: list[bytes]) -> None:
-    assert many(rows).tolist() == [model(row.decode("utf-8", "replace")) for row in rows]
-
-
 @given(st.binary(max_size=700), st.data())
 def test_rows_of_an_array_may_overlap_and_come_in_any_order(data: bytes, draw: st.DataObject) -> None:
     edges = st.tuples(st.integers(0, len(data)), st.integers(0, len(data))).map(sorted)
@@ -119,11 +114,3 @@ def test_the_smallest_byte_that_is_not_ascii_is_seen(row: bytes) -> None:
 def test_a_row_outside_the_array_is_refused(start: int, size: int) -> None:
     with pytest.raises(ValueError, match="inside"):
         java_hash_many(np.zeros(3, np.uint8), np.array([start]), np.array([size]))
-
-
-def test_rows_without_bytes_have_the_hash_zero() -> None:
-    assert many([b""] * 20).tolist() == [0] * 20
-
-
-def test_no_rows_give_no_hashes() -> None:
-    assert many([]).tolist() == []

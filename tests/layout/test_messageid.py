@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +9,6 @@ from hypothesis import strategies as st
 from mqstore.errors import FormatError
 from mqstore.layout.hosts import decode_host, encode_host
 from mqstore.layout.messageid import decode_message_id, encode_message_id
-
-if TYPE_CHECKING:
-    from tests.conftest import GoldenStore
 
 VECTORS = [
     ("192.168.1.10:10911", 1024, "C0A8010A00002A9F0000000000000400"),
@@ -27,15 +21,6 @@ def test_message_ids_equal_the_worked_vectors(host: str, offset: int, text: str)
     assert encode_message_id(encode_host(host), offset) == text
     assert decode_message_id(text) == (host, offset)
     assert decode_message_id(text.lower()) == (host, offset)
-
-
-def test_message_ids_lead_to_where_the_java_engine_put_the_message(golden: Callable[[str], GoldenStore]) -> None:
-    messages = golden("clean").of("message")
-    assert {len(message["message_id"]) for message in messages} == {32, 56}
-    for message in messages:
-        decoded = decode_message_id(message["message_id"])
-        assert decoded.physical_offset == message["physical_offset"]
-        assert encode_message_id(encode_host(decoded.host), decoded.physical_offset) == message["message_id"]
 
 
 @pytest.mark.parametrize(

@@ -101,16 +101,15 @@ def test_a_file_is_no_store(tmp_path: Path, mode: Any) -> None:
 
 @pytest.mark.parametrize("damage", ["other JSON", "a key missing"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_backup_does_not_replace_a_manifest_that_decodes(tmp_path: Path, mode: Any, damage: str) -> None:
-    root = tmp_path / "s"
-    open_store(root).close()
-    manifest = root / "mqstore.json"
-    shutil.copy(manifest, root / "mqstore.json.bak")
+def test_a_backup_does_not_replace_a_manifest_that_decodes(path: Path, mode: Any, damage: str) -> None:
+    open_store(path).close()
+    manifest = path / "mqstore.json"
+    shutil.copy(manifest, path / "mqstore.json.bak")
     content = json.loads(manifest.read_text())
     del content["checksum"]
     spoil(manifest, damage, content)
     with pytest.raises(CorruptStoreError):
-        open_store(root, mode)
+        open_store(path, mode)
 
 
 def spoil(manifest: Path, damage: str, content: dict[str, Any]) -> None:
@@ -129,91 +128,79 @@ def spoil(manifest: Path, damage: str, content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "garbage", "no JSON object"])
-def test_opening_for_writing_puts_the_manifest_back_from_its_backup_and_says_so(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_writer_restores_the_manifest_by_backup(path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     """As of every JSON file (format#json-save). The damaged one stayed, unsaid, and its backup was the only copy."""
-    root = tmp_path / "s"
-    open_store(root).close()
-    manifest = root / "mqstore.json"
+    open_store(path).close()
+    manifest = path / "mqstore.json"
     good = manifest.read_bytes()
-    (root / "mqstore.json.bak").write_bytes(good)
+    (path / "mqstore.json.bak").write_bytes(good)
     spoil(manifest, damage, json.loads(good))
     spoilt = None if damage == "missing" else manifest.read_bytes()
-    with open_store(root, "r") as store:  # who only reads changes nothing
+    with open_store(path, "r") as store:  # who only reads changes nothing
         assert store.manifest.profile == "mqstore"
         assert (manifest.read_bytes() if manifest.exists() else None) == spoilt
 
-    with open_store(root) as store:
+    with open_store(path) as store:
         assert [(finding.kind, finding.file) for finding in store.recovery.findings] == [("bad_json", "mqstore.json")]
         assert store.recovery.changed
 
     assert "mqstore.json.bak was taken" in caplog.text
-    assert manifest.read_bytes() == (root / "mqstore.json.bak").read_bytes() == good
-    aside = [path.read_bytes() for path in root.glob("mqstore.json.corrupt-*")]
+    assert manifest.read_bytes() == (path / "mqstore.json.bak").read_bytes() == good
+    aside = [each.read_bytes() for each in path.glob("mqstore.json.corrupt-*")]
     assert aside == ([] if spoilt is None else [spoilt])
-    with open_store(root) as store:
+    with open_store(path) as store:
         assert (store.recovery.findings, store.recovery.changed) == ([], False)
 
 
 @pytest.mark.parametrize("damage", ["empty", "garbage", "other JSON", "no JSON object", "a key missing"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_manifest_without_any_copy_that_decodes_names_the_command_that_mends_it(
-    tmp_path: Path, mode: Any, damage: str
-) -> None:
-    root = tmp_path / "s"
-    open_store(root).close()
-    content = json.loads((root / "mqstore.json").read_text())
+def test_no_manifest_that_decodes_names_the_mending_command(path: Path, mode: Any, damage: str) -> None:
+    open_store(path).close()
+    content = json.loads((path / "mqstore.json").read_text())
     del content["commitlog_segment_bytes"]
     for name in ("mqstore.json", "mqstore.json.bak"):
-        spoil(root / name, damage, content)
+        spoil(path / name, damage, content)
     with pytest.raises(CorruptStoreError, match=r"recover .* --rebuild config") as caught:
-        open_store(root, mode)
+        open_store(path, mode)
     assert caught.value.repair is not None
 
 
 @pytest.mark.parametrize("keep_guard", [True, False])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_lost_manifest_is_noticed_by_the_guard_or_by_the_first_record(
-    tmp_path: Path, mode: Any, keep_guard: bool
-) -> None:
-    root = tmp_path / "s"
-    with open_store(root) as store:
+def test_a_lost_manifest_is_noticed_by_guard_or_record(path: Path, mode: Any, keep_guard: bool) -> None:
+    with open_store(path) as store:
         store.put("t", b"x")
     for name in ("mqstore.json", "mqstore.json.bak"):
-        (root / name).unlink(missing_ok=True)
+        (path / name).unlink(missing_ok=True)
     if not keep_guard:
-        (root / "commitlog" / "mqstore.profile").unlink()
+        (path / "commitlog" / "mqstore.profile").unlink()
     with pytest.raises(CorruptStoreError, match=r"recover .* --rebuild config"):
-        open_store(root, mode)
+        open_store(path, mode)
 
 
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 @pytest.mark.parametrize("damaged", [True, False])
-def test_a_damaged_or_empty_first_record_does_not_hide_whose_the_log_is(
-    tmp_path: Path, profile: Any, damaged: bool
-) -> None:
+def test_a_bad_first_record_does_not_hide_whose_the_log_is(path: Path, profile: Any, damaged: bool) -> None:
     """Of a store of ours that had lost its manifest it made a Java broker's, and of one of theirs ours: by the wrong
     checksum no record was good, and opening for writing zeroed the whole log."""
-    root = tmp_path / "s"
-    with open_store(root, profile=profile) as store:
+    with open_store(path, profile=profile) as store:
         store.put("t", b"")  # which the other checksum knows nothing against
         for n in range(1, 20):
             store.put("t", b"%d" % n)
-    segment = root / "commitlog" / f"{0:020d}"
+    segment = path / "commitlog" / f"{0:020d}"
     data = bytearray(segment.read_bytes())
     data[87] ^= damaged  # the length of the body
     segment.write_bytes(data)
     for name in ("mqstore.json", "mqstore.json.bak"):
-        (root / name).write_text("{}")
+        (path / name).write_text("{}")
     if profile == "mqstore":
-        (root / "mqstore.json").unlink()
-        (root / "mqstore.json.bak").unlink(missing_ok=True)
-        (root / "commitlog" / "mqstore.profile").unlink()
+        (path / "mqstore.json").unlink()
+        (path / "mqstore.json.bak").unlink(missing_ok=True)
+        (path / "commitlog" / "mqstore.profile").unlink()
         with pytest.raises(CorruptStoreError, match=r"recover .* --rebuild config"):
-            open_store(root)
-    assert rebuild_config(root)
-    with MessageStore(root) as store:
+            open_store(path)
+    assert rebuild_config(path)
+    with MessageStore(path) as store:
         assert store.manifest.profile == profile
         assert [m.offset for m in store.iter("t", 0)] == [*range(damaged, 20)]
 
@@ -222,34 +209,33 @@ def test_a_damaged_or_empty_first_record_does_not_hide_whose_the_log_is(
     "change", [{"schema": 2}, {"schema": 1 << 40}, {"requires": ["tape"]}, {"schema": 9, "format": "later"}]
 )
 @pytest.mark.parametrize("mode", MODES)
-def test_a_newer_store_is_refused_untouched(tmp_path: Path, mode: Any, change: dict[str, Any]) -> None:
-    root = tmp_path / "s"
-    with open_store(root) as store:
+def test_a_newer_store_is_refused_untouched(path: Path, mode: Any, change: dict[str, Any]) -> None:
+    with open_store(path) as store:
         store.put("t", b"x")
-    content = json.loads((root / "mqstore.json").read_text()) | change
-    (root / "mqstore.json").write_text(json.dumps(content))
-    before, names = files(root), tree(root)
+    content = json.loads((path / "mqstore.json").read_text()) | change
+    (path / "mqstore.json").write_text(json.dumps(content))
+    before, names = files(path), tree(path)
     expected: Any = (
         UnsupportedStoreError if content["format"] == "mqstore" else (CorruptStoreError, UnsupportedStoreError)
     )
     with pytest.raises(expected) as caught:
-        open_store(root, mode)
+        open_store(path, mode)
     if isinstance(caught.value, UnsupportedStoreError):
+        assert "newer mqstore" in str(caught.value)
         assert caught.value.schema == content["schema"]
         assert list(caught.value.requires) == content["requires"]
-    assert (files(root), tree(root)) == (before, names)
+    assert (files(path), tree(path)) == (before, names)
 
 
-def test_unknown_keys_are_kept_when_the_manifest_is_rewritten(tmp_path: Path) -> None:
-    root = tmp_path / "s"
-    open_store(root).close()
-    content = json.loads((root / "mqstore.json").read_text()) | {"later": {"a": [1, None, "ü"]}, "created_by": "x 9"}
-    (root / "mqstore.json").write_text(json.dumps(content))
-    open_store(root).close()
-    assert json.loads((root / "mqstore.json").read_text()) == content
-    open_store(root, delay_levels="1s 2h").close()
-    assert json.loads((root / "mqstore.json").read_text()) == content | {"delay_levels": "1s 2h"}
-    with open_store(root) as store:  # and stays so without being asked for again
+def test_unknown_keys_are_kept_when_the_manifest_is_rewritten(path: Path) -> None:
+    open_store(path).close()
+    content = json.loads((path / "mqstore.json").read_text()) | {"later": {"a": [1, None, "ü"]}, "created_by": "x 9"}
+    (path / "mqstore.json").write_text(json.dumps(content))
+    open_store(path).close()
+    assert json.loads((path / "mqstore.json").read_text()) == content
+    open_store(path, delay_levels="1s 2h").close()
+    assert json.loads((path / "mqstore.json").read_text()) == content | {"delay_levels": "1s 2h"}
+    with open_store(path) as store:  # and stays so without being asked for again
         assert store.manifest.delay_levels == "1s 2h"
 
 
@@ -264,17 +250,14 @@ def test_unknown_keys_are_kept_when_the_manifest_is_rewritten(tmp_path: Path) ->
         {"group_hash": "siphash24"},
     ],
 )
-def test_what_was_fixed_at_creation_is_refused_in_another_size(
-    tmp_path: Path, mode: Any, options: dict[str, Any]
-) -> None:
-    root = tmp_path / "s"
-    open_store(root).close()
-    before = files(root)
+def test_what_creation_fixed_is_refused_in_another_size(path: Path, mode: Any, options: dict[str, Any]) -> None:
+    open_store(path).close()
+    before = files(path)
     with pytest.raises(ConfigError, match=next(iter(options))):
-        open_store(root, mode, **options)
-    assert files(root) == before
+        open_store(path, mode, **options)
+    assert files(path) == before
     same = {"segment_bytes": SEGMENT, "consumequeue_units": 8, "index_slots": 16, "index_entries": 32}
-    open_store(root, mode, **same).close()
+    open_store(path, mode, **same).close()
 
 
 @pytest.mark.parametrize(("made", "asked"), [("mqstore", "rocketmq"), ("rocketmq", "mqstore")])
@@ -601,9 +584,8 @@ def test_a_note_that_cannot_be_read_counts_as_the_worst(tmp_path: Path, harm: by
     assert load_ends(tmp_path, REAL) is None
 
 
-def test_a_checkpoint_that_is_read_while_it_is_written_is_read_again(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_read_while_it_is_written_is_read_again(path: Path) -> None:
     """`verify` beside a writer said that the watermarks do not fit their checksum."""
-    path = tmp_path / "s"
     open_store(path).close()
     whole = (path / "checkpoint").read_bytes()
     old = encode(replace(decode(whole), flushed=7, dispatched=7))

@@ -94,9 +94,7 @@ def in_threads(*functions: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("durability", ["append", "flush"])
-def test_every_thread_finds_all_messages_of_all_threads_in_the_order_they_were_put(
-    tmp_path: Path, durability: Any
-) -> None:
+def test_every_thread_finds_all_messages_in_put_order(tmp_path: Path, durability: Any) -> None:
     writers, each = 4, 240
 
     with MessageStore(tmp_path / "s", durability=durability, config=SMALL) as store:
@@ -270,9 +268,7 @@ print("all of", seen)
 """
 
 
-def test_a_reader_in_another_process_sees_a_growing_prefix_and_never_a_torn_record(
-    tmp_path: Path, run: Callable[..., Program]
-) -> None:
+def test_another_process_sees_a_growing_whole_prefix(tmp_path: Path, run: Callable[..., Program]) -> None:
     total = 1200
     with MessageStore(tmp_path / "s", config=SMALL) as store:
         readers = [run(READER, tmp_path / "s", total) for _ in range(2)]
@@ -303,9 +299,7 @@ store.close()
 
 
 @pytest.mark.parametrize("end", ["closed", "killed"])
-def test_another_process_holds_the_lock_as_long_as_it_lives(
-    tmp_path: Path, run: Callable[..., Program], end: str
-) -> None:
+def test_another_process_holds_the_lock_until_it_dies(tmp_path: Path, run: Callable[..., Program], end: str) -> None:
     holder = run(HOLDER, tmp_path / "s")
     assert holder.line() == "ready"
     with pytest.raises(StoreLockedError) as caught:
@@ -455,9 +449,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_store_locked(tmp_path: P
      (errno.EIO, StoreIOError), (errno.EMFILE, StoreIOError)],
 )  # fmt: skip
 @pytest.mark.parametrize("part", ["lock", "abort"])
-def test_an_opening_that_may_not_write_names_the_file_and_leaves_the_store_usable(
-    tmp_path: Path, number: int, expected: type[OSError], part: str
-) -> None:
+def test_an_opening_refused_by_a_file_names_it(tmp_path: Path, number: int, expected: type[OSError], part: str) -> None:
     with open_store(tmp_path / "s") as store:
         store.put("t", b"x")
     fs = FaultyFileSystem()

@@ -65,9 +65,7 @@ def all_of(store: MessageStore, topic: str, queue_id: int) -> list[Message]:
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
 @pytest.mark.parametrize("store_host", ["127.0.0.1:0", "[::1]:9"])
 @pytest.mark.parametrize("source_host", ["127.0.0.1:0", "[::1]:9"])
-def test_copies_are_the_records_that_append_makes(
-    tmp_path: Path, profile: Profile, store_host: str, source_host: str
-) -> None:
+def test_copies_are_as_append_makes_them(tmp_path: Path, profile: Profile, store_host: str, source_host: str) -> None:
     logs = []
     for name in ("many", "single"):
         path = tmp_path / name
@@ -165,9 +163,8 @@ def test_what_is_wrong_with_a_copy_is_raised_when_it_is_the_first(tmp_path: Path
     assert len(all_of(store, "to", 0)) == len(bad)
 
 
-def test_a_body_that_is_larger_than_may_be_put_by_now_is_copied(tmp_path: Path) -> None:
+def test_a_body_that_is_larger_than_may_be_put_by_now_is_copied(path: Path) -> None:
     """It was taken once; who delays or retries it must not lose it for a limit that was lowered since."""
-    path = tmp_path / "s"
     with open_store(path) as store:
         store.put("from", b"short")
         store.put("from", b"long" * 100)
@@ -194,9 +191,7 @@ def test_a_full_disk_stores_none_of_them_and_takes_no_number(tmp_path: Path) -> 
     assert store.offsets("to") == (0, 1)
 
 
-def test_a_put_by_a_signal_handler_meanwhile_is_kept_and_so_are_the_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_by_a_signal_handler_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = filled(tmp_path / "s")
     copies = copies_of(store)[:3]
     handler = iter([b"from the handler"])

@@ -97,15 +97,14 @@ def test_the_unit_vectors(tmp_path: Path) -> None:
     assert len(delayed) == len(codes)
 
 
-def test_duplicate_keys_prepared_and_rollback_records_in_the_index(tmp_path: Path) -> None:
+def test_duplicate_keys_prepared_and_rollback_records_in_the_index(store: MessageStore) -> None:
     """Prepared records have keys but no unit, rollback records neither (format#dispatch)."""
-    with open_store(tmp_path / "s") as store:
-        for i, sys_flag in enumerate((0, 0x4, 0x8, 0xC)):
-            store.append("t", 0, b"%d" % i, properties={"KEYS": f"k{i} k{i}", "UNIQ_KEY": f"u{i}"}, sys_flag=sys_flag)
-        assert [len(store.find("t", key=f"k{i}")) for i in range(4)] == [1, 1, 1, 0]
-        assert [len(store.find("t", unique_key=f"u{i}")) for i in range(4)] == [1, 1, 1, 0]
-        assert [m.body for m in store.read("t")] == [b"0", b"2"]
-        assert sum(file.header.next_entry - 1 for file in store.index.files) == 3 * 3
+    for i, sys_flag in enumerate((0, 0x4, 0x8, 0xC)):
+        store.append("t", 0, b"%d" % i, properties={"KEYS": f"k{i} k{i}", "UNIQ_KEY": f"u{i}"}, sys_flag=sys_flag)
+    assert [len(store.find("t", key=f"k{i}")) for i in range(4)] == [1, 1, 1, 0]
+    assert [len(store.find("t", unique_key=f"u{i}")) for i in range(4)] == [1, 1, 1, 0]
+    assert [m.body for m in store.read("t")] == [b"0", b"2"]
+    assert sum(file.header.next_entry - 1 for file in store.index.files) == 3 * 3
 
 
 # -- what a log may hold that no put of ours writes ------------------------------------------------------------------
@@ -165,9 +164,7 @@ UNSAFE = [b"../evil", b"..", b".", b"a/b", b"/etc", b"nul\0", b"line\n", b"\x1b[
 
 
 @pytest.mark.parametrize("topic", UNSAFE)
-def test_a_topic_that_is_no_folder_name_stays_readable_by_offset_and_makes_no_file(
-    tmp_path: Path, topic: bytes
-) -> None:
+def test_a_topic_that_is_no_folder_name_makes_no_file(tmp_path: Path, topic: bytes) -> None:
     records = [(b"fine", 0, 0, b"a"), (topic, 0, 0, b"b"), (b"fine", -1, 0, b"c"), (b"fine", 0, 1, b"d")]
     positions = java_log(tmp_path / "in" / "s", records)
     with open_store(tmp_path / "in" / "s") as store:
@@ -210,9 +207,7 @@ def test_what_is_damaged_ahead_of_the_dispatcher_is_passed_over(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("operation", "part"), [("pwrite", "consumequeue"), ("truncate_sparse", "tmp/cq"), ("replace", "tmp/cq")]
 )
-def test_puts_go_on_while_units_find_no_room_and_all_is_seen_once_there_is(
-    tmp_path: Path, operation: str, part: str
-) -> None:
+def test_puts_go_on_while_units_find_no_room(tmp_path: Path, operation: str, part: str) -> None:
     fs = FaultyFileSystem()
     with open_store(tmp_path / "s", fs=fs) as store:
         store.put_many("t", [b"%d" % i for i in range(8)])  # fills a file of units
@@ -287,9 +282,7 @@ def test_keys_that_found_no_room_until_the_end_are_found_after_the_next_opening(
 
 
 @pytest.mark.parametrize("entries", [5, 40])
-def test_ctrl_c_right_behind_the_index_leaves_each_key_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int
-) -> None:
+def test_ctrl_c_behind_the_index_keeps_keys_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
     """Also where the entries have filled their file."""
     put_entries = index_module.put_entries
 
@@ -331,32 +324,29 @@ def test_an_index_file_that_is_full_is_followed_by_one_of_a_later_name(tmp_path:
 # -- waking ----------------------------------------------------------------------------------------------------------
 
 
-def test_waiting_ends_only_with_the_message_that_was_asked_for(tmp_path: Path) -> None:
+def test_waiting_ends_only_with_the_message_that_was_asked_for(store: MessageStore) -> None:
     """Any new message once ended it."""
-    with open_store(tmp_path / "s") as store:
-        store.put("t", b"0")
-        seen: list[tuple[bool, int]] = []
+    store.put("t", b"0")
+    seen: list[tuple[bool, int]] = []
 
-        def wait() -> None:
-            there = store.wait("t", 0, 3, timeout=1 << 40)
-            seen.append((there, store.offsets("t")[1]))
+    def wait() -> None:
+        there = store.wait("t", 0, 3, timeout=1 << 40)
+        seen.append((there, store.offsets("t")[1]))
 
-        thread = threading.Thread(target=wait)
-        thread.start()
-        for i in range(1, 4):
-            while not store._dispatcher.is_awaited:
-                pass
-            assert seen == []
-            store.put("t", b"%d" % i)
-            store.dispatch()
-        thread.join()
-        assert seen == [(True, 4)]
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for i in range(1, 4):
+        while not store._dispatcher.is_awaited:
+            pass
+        assert seen == []
+        store.put("t", b"%d" % i)
+        store.dispatch()
+    thread.join()
+    assert seen == [(True, 4)]
 
 
 @pytest.mark.parametrize(("durability", "chunks", "seen"), [("append", 1, 0), ("append", 2, 20), ("flush", 2, 20)])
-def test_a_batch_of_several_chunks_is_dispatched_when_put_many_returns(
-    tmp_path: Path, durability: Any, chunks: int, seen: int
-) -> None:
+def test_put_many_of_several_chunks_dispatches_them(tmp_path: Path, durability: Any, chunks: int, seen: int) -> None:
     config = StoreConfig(clock=SimulatedClock(), max_message_size=4096)  # no thread dispatches
     with MessageStore(tmp_path / "s", durability=durability, config=config) as store:
         store.put_many("t", [bytes(2000 * chunks)] * 20)
@@ -437,42 +427,38 @@ def test_who_waits_is_told_of_what_came_before_the_disk_was_full(tmp_path: Path)
         assert store.offsets("t") == (0, 3)
 
 
-def test_who_reads_beside_a_writer_without_pause_waits_for_what_was_there(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as store:
-        store.put("t", b"0")
-        # A writer that has always put another one when a pass is over.
-        store._dispatcher.listeners.append(lambda *_: store.put("t", b"more") if store.stats().puts < 1000 else None)
-        assert [message.body for message in store.read("t", 0, 0, 1)] == [b"0"]
-        assert store.stats().puts < 10
+def test_who_reads_beside_a_writer_without_pause_waits_for_what_was_there(store: MessageStore) -> None:
+    store.put("t", b"0")
+    # A writer that has always put another one when a pass is over.
+    store._dispatcher.listeners.append(lambda *_: store.put("t", b"more") if store.stats().puts < 1000 else None)
+    assert [message.body for message in store.read("t", 0, 0, 1)] == [b"0"]
+    assert store.stats().puts < 10
 
 
-def test_a_waiting_reader_goes_before_a_thread_that_dispatches_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_waiting_reader_goes_before_the_next_dispatch(store: MessageStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside constant puts the background thread has always more to do, and took the lock again at once."""
-    with open_store(tmp_path / "s") as store:
-        store.put("t", b"0")
-        dispatcher = store._dispatcher
-        passes: list[str] = []
-        one_pass = dispatcher._pass
+    store.put("t", b"0")
+    dispatcher = store._dispatcher
+    passes: list[str] = []
+    one_pass = dispatcher._pass
 
-        def noted(end: int, spares: Spares) -> None:
-            passes.append(threading.current_thread().name)
-            one_pass(end, spares)
-            if len(passes) == 1:
-                store.put("t", b"more")  # there is something for the other one, too
+    def noted(end: int, spares: Spares) -> None:
+        passes.append(threading.current_thread().name)
+        one_pass(end, spares)
+        if len(passes) == 1:
+            store.put("t", b"more")  # there is something for the other one, too
 
-        monkeypatch.setattr(dispatcher, "_pass", noted)
-        with dispatcher._lock:
-            reader = threading.Thread(target=dispatcher.run_once, name="reader")
-            reader.start()
-            while turn_is_free(dispatcher):  # the reader waits
-                pass
-            again = threading.Thread(target=dispatcher.run_again, name="again")
-            again.start()
-        reader.join()
-        again.join()
-        assert passes[0] == "reader"
+    monkeypatch.setattr(dispatcher, "_pass", noted)
+    with dispatcher._lock:
+        reader = threading.Thread(target=dispatcher.run_once, name="reader")
+        reader.start()
+        while turn_is_free(dispatcher):  # the reader waits
+            pass
+        again = threading.Thread(target=dispatcher.run_again, name="again")
+        again.start()
+    reader.join()
+    again.join()
+    assert passes[0] == "reader"
 
 
 # -- pacing ----------------------------------------------------------------------------------------------------------
@@ -483,14 +469,13 @@ def test_a_waiting_reader_goes_before_a_thread_that_dispatches_again(
     [(0, 1, True), (1000, 1, False), (1000, 2000, True), (NEVER, 2000, False)],
     ids=["rests", "paused, little is put", "paused, much is put", "works"],
 )
-def test_a_put_rings_the_dispatcher_at_the_mark(tmp_path: Path, mark: int, size: int, rung: bool) -> None:
-    with open_store(tmp_path / "s") as store:
-        bell = store.wakeups.dispatcher
-        store.wakeups.wake_dispatcher_at(mark)
-        store.put("t", bytes(size))
-        assert bell.wait(0) is rung
-        store.put("t", bytes(size))
-        assert bell.wait(0) is False  # once is enough, until it has come
+def test_a_put_rings_the_dispatcher_at_the_mark(store: MessageStore, mark: int, size: int, rung: bool) -> None:
+    bell = store.wakeups.dispatcher
+    store.wakeups.wake_dispatcher_at(mark)
+    store.put("t", bytes(size))
+    assert bell.wait(0) is rung
+    store.put("t", bytes(size))
+    assert bell.wait(0) is False  # once is enough, until it has come
 
 
 @pytest.mark.parametrize(

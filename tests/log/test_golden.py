@@ -171,7 +171,7 @@ def test_the_other_profile_is_refused_for_a_java_store(golden: Golden) -> None:
         MessageStore(java.path, profile="mqstore")
 
 
-def test_a_java_store_is_read_from_a_directory_without_write_permission(
+def test_a_java_store_is_read_without_write_permission(
     golden: Golden,
 ) -> None:
     java = golden("propcrc")

@@ -87,8 +87,7 @@ EVERY = sorted(b"message %03d" % n * 5 for n in range(COUNT))
 @pytest.mark.parametrize("name", RENAMED)
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
 @pytest.mark.parametrize("profile", ["mqstore", "rocketmq"])
-def test_recover_renames_segments_by_their_records(tmp_path: Path, profile: str, killed: bool, name: str) -> None:
-    path = tmp_path / "s"
+def test_recover_renames_segments_by_their_records(path: Path, profile: str, killed: bool, name: str) -> None:
     make(path, profile, killed=killed)
     names = sorted(file.name for file in (path / "commitlog").iterdir())
     how, lost = RENAMED[name]

@@ -90,9 +90,7 @@ UNITS = st.lists(st.booleans(), max_size=40)
 
 
 @given(is_live=UNITS, per_file=st.integers(1, 12), first_file=st.integers(0, 2), gone=st.integers(0, 60))
-def test_the_front_is_the_first_message_that_is_still_there(
-    is_live: list[bool], per_file: int, first_file: int, gone: int
-) -> None:
+def test_the_front_is_the_first_message_left(is_live: list[bool], per_file: int, first_file: int, gone: int) -> None:
     """Void units stand between the messages, files in front are deleted, and so is the log before message `gone`."""
     base = first_file * per_file
     units = [live(base + i) if here else VOID_UNIT for i, here in enumerate(is_live)]

@@ -135,9 +135,7 @@ def test_reading_none_is_an_empty_list_with_or_without_a_filter(store: MessageSt
 
 @pytest.mark.parametrize("tags", ["*", "T"])
 @given(data=st.data())
-def test_the_byte_limit_counts_whole_records_but_never_refuses_the_first(
-    store: MessageStore, tags: str, data: st.DataObject
-) -> None:
+def test_the_byte_limit_never_refuses_the_first(store: MessageStore, tags: str, data: st.DataObject) -> None:
     if not store.topics():
         store.put_many("t", [OutgoingMessage(bytes(i * 7 % 300), tag="T") for i in range(40)])
     sizes = [m.size for m in store.iter("t", 0)]
@@ -213,14 +211,13 @@ def test_a_star_cannot_be_joined_with_tags(store: MessageStore, tags: str) -> No
 
 
 @pytest.mark.parametrize(("tags", "at"), [("||", 0), ("  || ", 2), ("||||", 0), (" ||  || ", 1)])
-def test_bars_without_a_tag_between_them_are_refused(tmp_path: Path, tags: str, at: int) -> None:
+def test_bars_without_a_tag_between_them_are_refused(store: MessageStore, tags: str, at: int) -> None:
     """They passed everything. RocketMQ refuses "||", too (delivery#tags)."""
-    with open_store(tmp_path / "s") as store:
-        store.put("t", b"a", tag="x")
-        with pytest.raises(FilterError, match="no tag between the bars") as raised:
-            store.read("t", 0, 0, 10, tags=tags)
-        assert raised.value.position == at
-        assert len(store.read("t", 0, 0, 10, tags=" ")) == 1
+    store.put("t", b"a", tag="x")
+    with pytest.raises(FilterError, match="no tag between the bars") as raised:
+        store.read("t", 0, 0, 10, tags=tags)
+    assert raised.value.position == at
+    assert len(store.read("t", 0, 0, 10, tags=" ")) == 1
 
 
 def test_delay_units_are_never_filtered_by_tag(store: MessageStore) -> None:
@@ -284,9 +281,7 @@ def test_a_damaged_record_is_passed_over_counted_and_reported_once(tmp_path: Pat
 
 @pytest.mark.parametrize("count", [1, 2, 32])
 @pytest.mark.parametrize("slots", [[9], [7, 8, 9], list(range(10))])
-def test_another_process_stops_before_records_of_which_none_behind_verifies(
-    tmp_path: Path, slots: list[int], count: int
-) -> None:
+def test_another_process_stops_where_nothing_verifies(tmp_path: Path, slots: list[int], count: int) -> None:
     """A writer may be at work there (format#readers). It once made `read` loop for ever."""
     with open_store(damaged(tmp_path, slots), "r") as store:
         offset, read = 0, []
@@ -299,15 +294,14 @@ def test_another_process_stops_before_records_of_which_none_behind_verifies(
         assert store.stats().bad_records == 0
 
 
-def test_void_units_are_passed_over_and_are_no_bad_records(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as store:
-        for i in range(4):
-            store.put("t", b"%d" % i)
-        queue = store.queue_named("t", 0)
-        for slot in (0, 2):
-            queue.write(slot, VOID_UNIT)
-        assert [m.offset for m in store.read("t", 0, 0, 4)] == [1, 3]
-        assert store.stats().bad_records == 0
+def test_void_units_are_passed_over_and_are_no_bad_records(store: MessageStore) -> None:
+    for i in range(4):
+        store.put("t", b"%d" % i)
+    queue = store.queue_named("t", 0)
+    for slot in (0, 2):
+        queue.write(slot, VOID_UNIT)
+    assert [m.offset for m in store.read("t", 0, 0, 4)] == [1, 3]
+    assert store.stats().bad_records == 0
 
 
 def test_verify_reads_can_be_switched_off(tmp_path: Path) -> None:
@@ -316,17 +310,16 @@ def test_verify_reads_can_be_switched_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_a_record_verified_for_its_own_queue_is_not_served_to_another(tmp_path: Path, first: str) -> None:
+def test_a_record_verified_for_its_own_queue_is_not_served_to_another(store: MessageStore, first: str) -> None:
     """Verified records were remembered by their place in the log. After a read of `b`, a damaged unit of `a` that
     pointed there passed for verified, and a message of `b` was served as one of `a`."""
-    with open_store(tmp_path / "s") as store:
-        store.put("a", b"a0")
-        store.put("b", b"b0")
-        store.put("a", b"a1")
-        assert bodies(store.read(first))[0] == first.encode() + b"0"
-        write_unit(store.path, "a", 1, unit_file(store.path, "b", 0).read_bytes()[:20])
-        assert bodies(store.read("a")) == [b"a0"]
-        assert bodies(store.read("b")) == [b"b0"]
+    store.put("a", b"a0")
+    store.put("b", b"b0")
+    store.put("a", b"a1")
+    assert bodies(store.read(first))[0] == first.encode() + b"0"
+    write_unit(store.path, "a", 1, unit_file(store.path, "b", 0).read_bytes()[:20])
+    assert bodies(store.read("a")) == [b"a0"]
+    assert bodies(store.read("b")) == [b"b0"]
 
 
 @pytest.mark.parametrize(
@@ -437,9 +430,7 @@ def test_following_one_queue_waits_for_the_next_message(store: MessageStore) -> 
         assert got == [b"%d" % i]
 
 
-def test_following_all_queues_sleeps_when_nothing_matches_and_finds_new_queues(
-    store: MessageStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_all_queues_sleeps_and_finds_new_ones(store: MessageStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A last message that the filter did not take once kept it reading without a pause."""
     store.put("t", b"0", tag="A")
     store.put("t", b"skipped", tag="B")
@@ -490,19 +481,18 @@ def test_following_a_store_that_is_closed_ends_with_an_error(tmp_path: Path) -> 
 # -- single messages -------------------------------------------------------------------------------------------------
 
 
-def test_at_finds_the_starts_of_records_and_nothing_else(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as store:
-        receipts = [store.put("t", b"x" * i, 3, tag="T", keys="k") for i in range(30)]
-        starts = {r.physical_offset: r for r in receipts}
-        for position in range(-3, 2 * SEGMENT + 3):
-            if position in starts:
-                message = store.at(position)
-                (same,) = store.read("t", 3, starts[position].offset, 1)
-                assert message == same
-                assert message.tags_code == same.tags_code == 84  # ord("T")
-            else:
-                with pytest.raises(LookupError):
-                    store.at(position)
+def test_at_finds_the_starts_of_records_and_nothing_else(store: MessageStore) -> None:
+    receipts = [store.put("t", b"x" * i, 3, tag="T", keys="k") for i in range(30)]
+    starts = {r.physical_offset: r for r in receipts}
+    for position in range(-3, 2 * SEGMENT + 3):
+        if position in starts:
+            message = store.at(position)
+            (same,) = store.read("t", 3, starts[position].offset, 1)
+            assert message == same
+            assert message.tags_code == same.tags_code == 84  # ord("T")
+        else:
+            with pytest.raises(LookupError):
+                store.at(position)
 
 
 @pytest.mark.parametrize("message_id", ["", "xyz", "0" * 31, "0" * 33, "G" * 32, "0" * 57, "é" * 32])
@@ -667,9 +657,7 @@ def test_a_reader_finds_new_messages_segments_queues_and_topics(tmp_path: Path) 
         assert len(reader.find("t1", key="k", limit=1000)) == 33
 
 
-def test_a_read_that_a_close_overtakes_is_an_error_and_passes_over_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_a_close_overtakes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came back empty, with an offset behind messages that it had taken for damaged."""
     store: MessageStore = open_store(tmp_path / "s")
     for i in range(3):
@@ -691,7 +679,7 @@ def test_a_read_that_a_close_overtakes_is_an_error_and_passes_over_nothing(
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_a_reader_that_retention_overtakes_goes_on_at_the_front(
+def test_a_reader_behind_the_front_goes_on_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, follow: bool
 ) -> None:
     """Iterating from the start ended with OffsetOutOfRangeError, though nobody had asked for an offset."""

@@ -13,9 +13,7 @@ from mqstore.log.recovery import scanner
 from mqstore.log.recovery.scanner import Bad, End, Good, scan_log, scan_segment
 
 
-def test_a_record_that_is_finished_during_the_scan_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_finished_during_the_scan_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`verify` beside a busy writer reported a bad record now and then: the scan saw zeros, the writer put two records
     there, and the second one then seemed to lie behind damage."""
     with mqstore.engine.MessageStore(
@@ -41,9 +39,7 @@ def test_a_record_that_is_finished_during_the_scan_is_no_damage(
     assert sum(len(event.headers) for event in events if isinstance(event, Good)) == 3
 
 
-def test_a_writer_that_goes_on_to_the_next_segment_during_the_scan_has_left_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_segment_begun_during_the_scan_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the log had ended there were zeros, and suddenly records in the file behind, which a Java broker makes
     ahead of time."""
     with mqstore.engine.MessageStore(

@@ -278,9 +278,7 @@ def test_ordinary_messages_are_read_by_compiled_code(filled: dict[str, bytes], t
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_unit_that_leads_to_the_record_of_another_queue_is_not_believed(
-    filled: dict[str, bytes], tmp_path: Path, verify: bool
-) -> None:
+def test_a_unit_of_another_queue_is_not_believed(filled: dict[str, bytes], tmp_path: Path, verify: bool) -> None:
     """One of a topic whose name begins alike, with the same queue id and slot."""
     with open_store(write(tmp_path, filled), verify_reads=verify) as store:
         store.put("tt", b"other")

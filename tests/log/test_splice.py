@@ -55,6 +55,18 @@ def state_of(root: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where the store will be."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    """A shard of ROWS."""
+    return stage(tmp_path / "shard", ROWS)
+
+
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
@@ -159,9 +171,7 @@ def test_segments_roll_where_puts_roll_at_every_alignment(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("remembered", [0, 30, 1000])
-def test_windows_smaller_than_a_shard_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remembered: int
-) -> None:
+def test_windows_below_a_shard_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remembered: int) -> None:
     monkeypatch.setattr("mqstore.log.bulk.splice._REMEMBERED", remembered)
     monkeypatch.setattr("mqstore.log.bulk.shard.Shard.window_bytes", lambda it: min(it.bytes, max(700, it.largest)))
     shards = [stage(tmp_path / f"{i}", ROWS) for i in range(2)]
@@ -174,16 +184,15 @@ def test_windows_smaller_than_a_shard_change_nothing(
     assert log_of(tmp_path / "spliced") == log_of(tmp_path / "puts")
 
 
-def test_a_store_with_durability_flush_shows_it_at_once(tmp_path: Path) -> None:
-    with open_store(tmp_path / "store", durability="flush") as store:
-        store.splice([stage(tmp_path / "shard", ROWS)], app="a", version=0)
+def test_a_store_with_durability_flush_shows_it_at_once(root: Path, shard: Path) -> None:
+    with open_store(root, durability="flush") as store:
+        store.splice([shard], app="a", version=0)
         assert sum(map(len, shown(store).values())) == len(ROWS)
         assert store.stats().flush_lag_bytes == 0
 
 
-def test_what_waits_for_a_message_is_woken(tmp_path: Path) -> None:
-    shard = stage(tmp_path / "shard", ROWS)
-    with MessageStore(tmp_path / "store") as store:
+def test_what_waits_for_a_message_is_woken(root: Path, shard: Path) -> None:
+    with MessageStore(root) as store:
         store.put("clicks", b"first")
         there = []
         waiter = threading.Thread(target=lambda: there.append(store.wait("clicks", 0, 1, 30)))
@@ -196,19 +205,18 @@ def test_what_waits_for_a_message_is_woken(tmp_path: Path) -> None:
 # -- once --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_version_is_spliced_once_and_an_older_one_never(tmp_path: Path) -> None:
-    shard = stage(tmp_path / "shard", ROWS)
-    with open_store(tmp_path / "store") as store:
+def test_a_version_is_spliced_once_and_an_older_one_never(tmp_path: Path, root: Path, shard: Path) -> None:
+    with open_store(root) as store:
         assert not store.splice([shard], app="a", version=3).already
-        before = log_of(tmp_path / "store"), state_of(tmp_path / "store")
+        before = log_of(root), state_of(root)
         for version in (3, 2, 0):
             result = store.splice([shard], app="a", version=version)
             assert result == SpliceResult(True, store.max_offset, store.max_offset, 0, {})
         # Nothing is looked at: the shards of a commit that is done may be gone.
         assert store.splice([tmp_path / "gone"], app="a", version=1).already
-        assert (log_of(tmp_path / "store"), state_of(tmp_path / "store")) == before
+        assert (log_of(root), state_of(root)) == before
         assert not store.splice([shard], app="b", version=0).already
-    with open_store(tmp_path / "store") as store:  # remembered
+    with open_store(root) as store:  # remembered
         assert store.splice([shard], app="a", version=3).already
         assert not store.splice([shard], app="a", version=4).already
         assert sum(map(len, shown(store).values())) == 3 * len(ROWS)
@@ -406,8 +414,7 @@ def test_progress_counts_every_byte_checked_and_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_nobody_sees_a_record_before_the_splice_is_recorded(tmp_path: Path, profile: Profile) -> None:
-    root = tmp_path / "store"
+def test_nobody_sees_a_record_before_the_splice_is_recorded(tmp_path: Path, root: Path, profile: Profile) -> None:
     shard = stage(tmp_path / "shard", ROWS, profile)
     seen = []
 
@@ -457,9 +464,7 @@ _WAYS: dict[str, Callable[[MessageStore, Message], object]] = {
 @pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("rows", [ROWS[:24], ROWS], ids=["one segment", "several segments"])
 @pytest.mark.parametrize("since", ["opened", "listed", "half-listed"])
-def test_a_reader_that_met_the_splice_misses_none_of_it_afterwards(
-    tmp_path: Path, since: str, rows: list[Row], way: str
-) -> None:
+def test_a_reader_that_met_the_splice_misses_nothing(tmp_path: Path, since: str, rows: list[Row], way: str) -> None:
     """It has cut the log off where the splice begins, and finds units that lead beyond before it lists files anew."""
     root, clock = tmp_path / "store", SimulatedClock()
     shard = stage(tmp_path / "shard", [Row(b"first", "alone"), *rows])
@@ -491,8 +496,7 @@ def test_a_reader_that_met_the_splice_misses_none_of_it_afterwards(
             assert reader.stats().bad_records == 0
 
 
-def test_a_put_of_another_thread_waits_and_lies_behind(tmp_path: Path) -> None:
-    shard = stage(tmp_path / "shard", ROWS)
+def test_a_put_of_another_thread_waits_and_lies_behind(root: Path, shard: Path) -> None:
     receipts = []
     putters = [
         threading.Thread(target=lambda: receipts.append(store.put("late", b"1"))),
@@ -505,7 +509,7 @@ def test_a_put_of_another_thread_waits_and_lies_behind(tmp_path: Path) -> None:
             putter.join(0.02)
             assert putter.is_alive()
 
-    with open_store(tmp_path / "store") as store:
+    with open_store(root) as store:
         result = store.splice([shard], app="a", version=0, progress=Halfway(begin))
         for putter in putters:
             putter.join(30)
@@ -514,8 +518,7 @@ def test_a_put_of_another_thread_waits_and_lies_behind(tmp_path: Path) -> None:
         assert sorted(body for body in shown(store)["late", 0]) == [b"1", b"2", b"3"]
 
 
-def test_what_a_signal_handler_asks_in_the_middle_is_refused(tmp_path: Path) -> None:
-    shard = stage(tmp_path / "shard", ROWS)
+def test_what_a_signal_handler_asks_in_the_middle_is_refused(root: Path, shard: Path) -> None:
     refused = []
 
     def handle() -> None:
@@ -529,15 +532,14 @@ def test_what_a_signal_handler_asks_in_the_middle_is_refused(tmp_path: Path) -> 
                 call()
             refused.append(call)
 
-    with open_store(tmp_path / "store") as store:
+    with open_store(root) as store:
         store.splice([shard], app="a", version=0, progress=Halfway(handle))
         assert len(refused) == 4
         assert sum(map(len, shown(store).values())) == len(ROWS)
 
 
-def test_a_splice_within_a_splice_is_refused_from_its_first_step_on(tmp_path: Path) -> None:
+def test_a_splice_within_a_splice_is_refused_from_its_first_step_on(root: Path, shard: Path) -> None:
     """While shards are still being checked, too: both would find their version to be new."""
-    shard = stage(tmp_path / "shard", ROWS)
     steps = []
 
     def again(done: int, total: int) -> None:
@@ -546,7 +548,7 @@ def test_a_splice_within_a_splice_is_refused_from_its_first_step_on(tmp_path: Pa
             with pytest.raises(StoreBusyError):
                 store.splice([shard], app=app, version=0)
 
-    with open_store(tmp_path / "store") as store:
+    with open_store(root) as store:
         assert store.splice([shard], app="a", version=0, progress=again).records == len(ROWS)
         assert {*steps} == {"check", "copy"}
         assert sum(map(len, shown(store).values())) == len(ROWS)
@@ -554,8 +556,7 @@ def test_a_splice_within_a_splice_is_refused_from_its_first_step_on(tmp_path: Pa
         assert not store.splice([shard], app="b", version=0).already
 
 
-def test_closing_takes_a_splice_back_and_the_next_opening_can_do_it(tmp_path: Path) -> None:
-    shard = stage(tmp_path / "shard", ROWS)
+def test_closing_takes_a_splice_back_and_the_next_opening_can_do_it(root: Path, shard: Path) -> None:
     closer = threading.Thread(target=lambda: store.close())
 
     def close() -> None:
@@ -563,14 +564,14 @@ def test_closing_takes_a_splice_back_and_the_next_opening_can_do_it(tmp_path: Pa
         while not store.wakeups.stopping:
             pass
 
-    store = open_store(tmp_path / "store")
+    store = open_store(root)
     store.put("orders", b"before")
     with pytest.raises(StoreClosedError):
         store.splice([shard], app="a", version=0, progress=Halfway(close))
     closer.join(30)
     with pytest.raises(StoreClosedError):
         store.splice([shard], app="a", version=0)
-    with open_store(tmp_path / "store") as store:
+    with open_store(root) as store:
         assert store.recovery.clean_shutdown
         assert not store.recovery.changed
         assert shown(store) == {("orders", 0): [b"before"]}
@@ -580,14 +581,15 @@ def test_closing_takes_a_splice_back_and_the_next_opening_can_do_it(tmp_path: Pa
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_at_any_window_leaves_the_store_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_at_any_window_leaves_the_store_as_before(
+    root: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mqstore.log.bulk.shard.Shard.window_bytes", lambda it: min(it.bytes, max(2000, it.largest)))
-    shard = stage(tmp_path / "shard", ROWS)
     calls = 0
-    with open_store(tmp_path / "store") as store:
+    with open_store(root) as store:
         store.put("orders", b"before")
         store.flush()
-        before = log_of(tmp_path / "store")
+        before = log_of(root)
 
         def interrupt(done: int, total: int) -> None:
             nonlocal calls
@@ -600,8 +602,8 @@ def test_ctrl_c_at_any_window_leaves_the_store_as_before(tmp_path: Path, monkeyp
             try:
                 result = store.splice([shard], app="a", version=0, progress=interrupt)
             except KeyboardInterrupt:
-                assert log_of(tmp_path / "store") == before
-                assert "intent" not in json.dumps(state_of(tmp_path / "store") if at > 7 else {})
+                assert log_of(root) == before
+                assert "intent" not in json.dumps(state_of(root) if at > 7 else {})
             else:
                 break
         assert at > 10, "the windows were too few to tell"
@@ -609,9 +611,10 @@ def test_ctrl_c_at_any_window_leaves_the_store_as_before(tmp_path: Path, monkeyp
         assert list(store.verify()) == []
 
 
-def test_ctrl_c_as_soon_as_puts_are_held_lets_them_in_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shard = stage(tmp_path / "shard", ROWS)
-    with open_store(tmp_path / "store") as store:
+def test_ctrl_c_as_soon_as_puts_are_held_lets_them_in_again(
+    root: Path, shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_store(root) as store:
         hold = store._log.hold
 
         def interrupted() -> int:
@@ -644,16 +647,15 @@ def test_a_shard_that_changes_while_it_is_copied_is_found_and_taken_back(tmp_pat
         assert store.put("orders", b"behind").offset == 1
 
 
-def test_retention_forgets_what_it_saw_of_a_splice_that_was_taken_back(tmp_path: Path) -> None:
+def test_retention_forgets_what_it_saw_of_a_splice_that_was_taken_back(root: Path, shard: Path) -> None:
     """It keeps the newest time of full segments. Of one that was half copied and is filled otherwise that is wrong."""
     clock, policy = SimulatedClock(), Retention(age=60)
-    shard = stage(tmp_path / "shard", ROWS)
 
     def look() -> None:
         assert store.expired(policy) == 0
         raise KeyboardInterrupt
 
-    with open_store(tmp_path / "store", clock=clock) as store:
+    with open_store(root, clock=clock) as store:
         store.put("orders", b"before")
         with pytest.raises(KeyboardInterrupt):
             store.splice([shard], app="a", version=0, progress=Halfway(look))
@@ -671,9 +673,7 @@ _TIGHT = {
 
 
 @pytest.mark.parametrize("limit", _TIGHT)
-def test_no_message_is_deleted_for_a_splice_that_may_yet_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
+def test_nothing_is_deleted_for_half_a_splice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     """Three segments are committed where four may be (of a disk of eight), and the splice needs more than one."""
     usage = SimpleNamespace(f_blocks=8, f_frsize=SEGMENT)
 
@@ -708,10 +708,9 @@ def test_no_message_is_deleted_for_a_splice_that_may_yet_fail(
         assert len(store.log_files.starts) == 4
 
 
-def test_a_full_disk_leaves_the_store_usable_and_the_same_splice_works_later(tmp_path: Path) -> None:
-    shard = stage(tmp_path / "shard", ROWS)
+def test_a_full_disk_leaves_the_store_usable_and_the_same_splice_works_later(root: Path, shard: Path) -> None:
     fs = FaultyFileSystem()
-    with open_store(tmp_path / "store", fs=fs) as store:
+    with open_store(root, fs=fs) as store:
         store.put("orders", b"before")
         fs.fail("allocate", errno.ENOSPC, nth=2)
         with pytest.raises(StoreFullError):
@@ -796,8 +795,7 @@ def crash_in_a_splice(root: Path, shard: Path, profile: Profile = "mqstore", seg
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_opening_undoes_what_a_kill_cut_short_and_says_so(tmp_path: Path, profile: Profile) -> None:
-    root = tmp_path / "store"
+def test_opening_undoes_what_a_kill_cut_short_and_says_so(tmp_path: Path, root: Path, profile: Profile) -> None:
     shard = stage(tmp_path / "shard", ROWS, profile)
     end = crash_in_a_splice(root, shard, profile)
     with open_store(root, "r") as reader:
@@ -821,12 +819,11 @@ def test_opening_undoes_what_a_kill_cut_short_and_says_so(tmp_path: Path, profil
         assert not store.recovery.changed
 
 
-def test_a_dry_run_of_recovery_tells_of_it_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_of_recovery_tells_of_it_and_changes_nothing(root: Path, shard: Path) -> None:
     from mqstore.log.recovery.recover import RecoverOptions
     from mqstore.log.recovery.repair import recover_store
 
-    root = tmp_path / "store"
-    crash_in_a_splice(root, stage(tmp_path / "shard", ROWS))
+    crash_in_a_splice(root, shard)
     before = files(root)
     report = recover_store(root, RecoverOptions(dry_run=True))
     assert [finding.kind for finding in report.findings] == ["unfinished_splice"]
@@ -834,9 +831,8 @@ def test_a_dry_run_of_recovery_tells_of_it_and_changes_nothing(tmp_path: Path) -
     assert files(root) == before
 
 
-def test_an_intent_is_not_acted_on_where_somebody_else_has_written(tmp_path: Path) -> None:
+def test_an_intent_is_not_acted_on_where_somebody_else_has_written(tmp_path: Path, root: Path) -> None:
     """A Java broker knows nothing of the file: it takes whole records for stored, and goes on behind them."""
-    root = tmp_path / "store"
     shard = stage(tmp_path / "shard", ROWS, "rocketmq")
     end = crash_in_a_splice(root, shard, "rocketmq")
     intent = (root / TXN_FILE).read_bytes()
@@ -857,10 +853,8 @@ def test_an_intent_is_not_acted_on_where_somebody_else_has_written(tmp_path: Pat
     assert "intent" not in state_of(root)
 
 
-def test_a_reader_reads_the_file_again_when_it_has_changed_and_only_then(tmp_path: Path) -> None:
+def test_a_reader_reads_the_file_again_when_it_has_changed_and_only_then(root: Path, shard: Path) -> None:
     """The table of applications may be long, and a reader that polls asks every few milliseconds."""
-    root = tmp_path / "store"
-    shard = stage(tmp_path / "shard", ROWS)
     seen: list[bool] = []
 
     class Counting(FileSystem):
@@ -883,9 +877,7 @@ def test_a_reader_reads_the_file_again_when_it_has_changed_and_only_then(tmp_pat
     assert seen == [True] * 3
 
 
-def test_an_intent_below_the_flushed_watermark_is_stale(tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    shard = stage(tmp_path / "shard", ROWS)
+def test_an_intent_below_the_flushed_watermark_is_stale(root: Path, shard: Path) -> None:
     with open_store(root) as store:
         store.put("orders", b"before")
         start, now_ms = store.max_offset, store.clock.now_ms()
@@ -901,9 +893,7 @@ def test_an_intent_below_the_flushed_watermark_is_stale(tmp_path: Path) -> None:
         assert shown(store) == held
 
 
-def test_an_intent_from_the_backup_of_a_damaged_file_is_not_acted_on(tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    shard = stage(tmp_path / "shard", ROWS)
+def test_an_intent_from_the_backup_of_a_damaged_file_is_not_acted_on(root: Path, shard: Path) -> None:
     store = open_store(root)
     store.splice([shard], app="a", version=0)
     held = shown(store)
@@ -918,12 +908,11 @@ def test_an_intent_from_the_backup_of_a_damaged_file_is_not_acted_on(tmp_path: P
         assert shown(store) == held
 
 
-def test_a_file_that_no_copy_of_is_good_stops_the_opening_until_it_is_rebuilt(tmp_path: Path) -> None:
+def test_a_file_that_no_copy_of_is_good_stops_the_opening_until_it_is_rebuilt(root: Path, shard: Path) -> None:
     from mqstore.log.recovery.repair import rebuild_config
 
-    root = tmp_path / "store"
     with open_store(root) as store:
-        store.splice([stage(tmp_path / "shard", ROWS)], app="a", version=0)
+        store.splice([shard], app="a", version=0)
         held = shown(store)
     for name in (TXN_FILE, f"{TXN_FILE}.bak"):
         (root / name).write_bytes(b"\0" * 100)
@@ -937,10 +926,9 @@ def test_a_file_that_no_copy_of_is_good_stops_the_opening_until_it_is_rebuilt(tm
 
 
 @pytest.mark.parametrize("backup", [False, True])
-def test_the_file_of_a_newer_program_is_refused_and_left_alone(tmp_path: Path, backup: bool) -> None:
-    root = tmp_path / "store"
+def test_the_file_of_a_newer_program_is_refused_and_left_alone(root: Path, shard: Path, backup: bool) -> None:
     with open_store(root) as store:
-        store.splice([stage(tmp_path / "shard", ROWS)], app="a", version=0)
+        store.splice([shard], app="a", version=0)
     path = root / TXN_FILE
     newer = json.dumps({"version": 2, "apps": "something else"})
     path.write_text(newer)
@@ -958,10 +946,9 @@ def test_the_file_of_a_newer_program_is_refused_and_left_alone(tmp_path: Path, b
     assert files(root / "config") == before
 
 
-def test_a_reader_stops_when_its_writer_becomes_a_newer_one(tmp_path: Path) -> None:
-    root = tmp_path / "store"
+def test_a_reader_stops_when_its_writer_becomes_a_newer_one(root: Path, shard: Path) -> None:
     with open_store(root) as store:
-        store.splice([stage(tmp_path / "shard", ROWS)], app="a", version=0)
+        store.splice([shard], app="a", version=0)
     with open_store(root, "r") as reader:
         (root / TXN_FILE).write_text('{"version": 2}')
         with pytest.raises(UnsupportedStoreError):
@@ -969,8 +956,7 @@ def test_a_reader_stops_when_its_writer_becomes_a_newer_one(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("create", [{"orders": 1 << 70}, {"orders": 1 << 63}])
-def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, create: dict[str, int]) -> None:
-    root = tmp_path / "store"
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, root: Path, create: dict[str, int]) -> None:
     with open_store(root) as store:
         store.splice([stage(tmp_path / "one", ROWS[:5])], app="a", version=0)
         before = files(root / "config")
@@ -987,8 +973,7 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, create: dic
         assert store.recovery.findings == []
 
 
-def test_members_of_a_newer_program_survive(tmp_path: Path) -> None:
-    root = tmp_path / "store"
+def test_members_of_a_newer_program_survive(root: Path) -> None:
     with open_store(root) as store:
         store.splice([], app="a", version=0)
     path = root / TXN_FILE
@@ -999,9 +984,7 @@ def test_members_of_a_newer_program_survive(tmp_path: Path) -> None:
     assert state_of(root)["apps"].keys() == {"a", "b"}
 
 
-def test_the_first_record_of_a_store_may_be_spliced_and_undone(tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    shard = stage(tmp_path / "shard", ROWS)
+def test_the_first_record_of_a_store_may_be_spliced_and_undone(root: Path, shard: Path) -> None:
     store = open_store(root)
 
     def interrupt(done: int, total: int) -> None:

@@ -83,9 +83,7 @@ def test_bounds_are_kept(
     ],
     ids=str,
 )
-def test_each_bad_record_is_told_once_and_costs_nothing_else(
-    store: tuple[Path, list[SendReceipt]], victims: range | list[int]
-) -> None:
+def test_each_bad_record_is_told_once(store: tuple[Path, list[SendReceipt]], victims: range | list[int]) -> None:
     """Wherever it lies: at either end, across the steps of the walk, and whole steps of it."""
     path, receipts = store
     for i in victims:
@@ -105,7 +103,7 @@ def test_each_bad_record_is_told_once_and_costs_nothing_else(
     ]
 
 
-def test_a_missing_segment_is_told_once_by_its_name(
+def test_a_missing_segment_is_told_once(
     store: tuple[Path, list[SendReceipt]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each of its messages was a record that does not verify, in a file that is not there."""
@@ -173,7 +171,7 @@ def test_an_unknown_queue_is_an_error(store: tuple[Path, list[SendReceipt]]) -> 
         list(walk_queue(opened, "nonesuch", 0))
 
 
-def test_what_retention_takes_during_a_step_is_no_gap(
+def test_retention_during_a_step_is_no_gap(
     store: tuple[Path, list[SendReceipt]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of units that went between the read and the look at its gaps were reported as missing units."""

@@ -118,9 +118,7 @@ def test_a_bad_record_below_the_watermark_is_damage(tmp_path: Path, profile: str
 
 @pytest.mark.parametrize(("judge", "went_down"), [*((judge, False) for judge in JUDGES | RECOVER), ("recover", True)])
 @pytest.mark.parametrize("profile", PROFILES)
-def test_a_bad_record_beyond_the_watermark_is_damage_where_the_machine_ran_on(
-    tmp_path: Path, profile: str, judge: str, went_down: bool
-) -> None:
+def test_a_bad_record_of_a_kill_is_damage(tmp_path: Path, profile: str, judge: str, went_down: bool) -> None:
     places, flushed = make(tmp_path / "s", profile, went_down=went_down)
     beyond = [place for place in places if place >= flushed]
     bad = [damage(tmp_path / "s", place) for place in (beyond[0], beyond[len(beyond) // 2])]

@@ -111,8 +111,7 @@ def test_several_topics(store: Path) -> None:
 
 
 @pytest.mark.parametrize("only", [("--tags", "odd"), ("--sql", "TAGS = 'odd'")], ids=["tags", "sql"])
-def test_what_a_filter_does_not_pass_is_passed_over_to_the_end(tmp_path: Path, only: list[str]) -> None:
-    path = tmp_path / "s"
+def test_what_a_filter_does_not_pass_is_passed_over_to_the_end(path: Path, only: list[str]) -> None:
     with library.open(path) as opened:
         opened.create_topic("orders", queues=1)
         opened.put_many("orders", [b"no"] * 3000)
@@ -149,8 +148,7 @@ def test_nothing_that_steers_a_terminal_is_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [["--format", "text"], ["--format", "jsonl"], ["--exec", "true"]], ids=" ".join)
-def test_a_body_that_cannot_be_read_is_not_done(tmp_path: Path, how: list[str]) -> None:
-    path = tmp_path / "s"
+def test_a_body_that_cannot_be_read_is_not_done(path: Path, how: list[str]) -> None:
     with library.open(path) as opened:
         opened.put("orders", b"no stream of zlib's", queue_id=0, compressed="zlib")
 
@@ -161,8 +159,7 @@ def test_a_body_that_cannot_be_read_is_not_done(tmp_path: Path, how: list[str]) 
 
 
 @pytest.mark.parametrize("read", [0, 1])
-def test_what_a_reader_that_went_away_did_not_get_is_not_done(tmp_path: Path, read: int) -> None:
-    path = tmp_path / "s"
+def test_what_a_reader_that_went_away_did_not_get_is_not_done(path: Path, read: int) -> None:
     with library.open(path) as opened:
         opened.create_topic("orders", queues=1)
         opened.put_many("orders", [b"%d" % i * 200_000 for i in range(4)])  # none of which fits into a pipe
@@ -242,8 +239,7 @@ def test_it_ends_when_nothing_came_for_a_while_and_not_before(store: Path) -> No
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_command_has_the_body_and_knows_the_message(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_a_command_has_the_body_and_knows_the_message(tmp_path: Path, path: Path) -> None:
     with library.open(path) as opened:
         opened.create_topic("orders", queues=3)
         receipt = opened.put(
@@ -293,9 +289,7 @@ def test_no_property_can_name_another_variable(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("code", "given"), [(65, ()), (3, ("--reject-code", 3))], ids=["default", "another"])
-def test_an_exit_code_says_what_becomes_of_a_message(
-    store: Path, tmp_path: Path, code: int, given: tuple[object, ...]
-) -> None:
+def test_the_exit_code_settles_a_message(store: Path, tmp_path: Path, code: int, given: tuple[object, ...]) -> None:
     command = script(
         tmp_path,
         "if body in '3': print('', 'no such customer\\x1b[2J', 'at all', sep='\\n', file=sys.stderr)\n"
@@ -482,8 +476,7 @@ def test_a_second_signal_kills_what_runs_and_that_is_no_attempt(store: Path, tmp
     assert len(ran(tmp_path)) == 10
 
 
-def test_a_third_signal_ends_it_though_nobody_reads_the_output(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_a_third_signal_ends_it_though_nobody_reads_the_output(path: Path) -> None:
     with library.open(path) as opened:
         opened.put("orders", b"x" * 200_000)
     child = process("consume", path, "orders", "--group", "g", "--body-bytes", 200_000)

@@ -156,8 +156,7 @@ def test_a_restored_file_can_be_listed_and_exported_by_name(store: Path) -> None
         assert mqstore("cut", "list", store, name).exit_code == 2
 
 
-def test_messages_larger_than_the_limit_of_today_come_back(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_messages_larger_than_the_limit_of_today_come_back(path: Path) -> None:
     large = os.urandom(5 << 20)
     with MessageStore(path, config=StoreConfig(max_message_size=6 << 20, segment_bytes=16 << 20)) as store:
         bad = store.put("t", b"x" * 20)

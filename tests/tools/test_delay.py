@@ -38,8 +38,7 @@ def test_levels_are_shown_with_what_waits_and_when_the_first_is_due(tmp_path: Pa
     assert ["timer", "any", "-", "-", "0"] in shown
 
 
-def test_a_level_that_the_table_lost_is_an_orphan(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_a_level_that_the_table_lost_is_an_orphan(path: Path) -> None:
     with broker(path, delay_levels="1s 1h") as running:
         running.put("orders", b"x", delay_level=2)
     library.engine.MessageStore(path, config=StoreConfig(delay_levels="1s")).close()
@@ -188,8 +187,7 @@ def test_a_store_in_which_nothing_ever_waited(tmp_path: Path) -> None:
     assert mqstore_json("delay", tmp_path / "s") == {"levels": [], "timer": {"waiting": 0, "next_due_ms": None}}
 
 
-def test_a_damaged_progress_file_is_3_and_is_not_taken_for_none(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_a_damaged_progress_file_is_3_and_is_not_taken_for_none(path: Path) -> None:
     with broker(path) as running:
         running.put("orders", b"x", delay_level=1)
     (path / "config" / "delayOffset.json").write_bytes(b"\0" * 40)

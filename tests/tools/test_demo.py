@@ -106,9 +106,7 @@ def test_the_mended_copy_has_lost_one_message_and_says_so(run: tuple[dict[str, A
     assert findings[0].file == flipped["bad_record"]["file"]
 
 
-def test_a_file_that_comes_back_changed_is_told_and_the_directory_is_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_file_that_comes_back_changed_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def one_wrong(*arguments: Any) -> list[demo_module.Source]:
         sources = demo_module_read(*arguments)
         return [replace(sources[0], sha256="0" * 64), *sources[1:]]

@@ -72,16 +72,6 @@ def test_it_prints_what_export_prints(golden: Golden) -> None:
     assert got == exported
 
 
-def test_keys_find_what_the_java_engine_finds(golden: Golden) -> None:
-    store = golden("clean")
-    keys = [k for k in store.of("key") if k["physical_offsets"]][:6]
-    assert keys
-
-    for line in keys:
-        found = get(store.path, "--topic", line["topic"], "--key", line["key"], "--max-messages", 1000)
-        assert [m["physical_offset"] for m in found] == sorted(line["physical_offsets"], reverse=True)
-
-
 def test_for_people_it_shows_names_and_an_escaped_body(tmp_path: Path) -> None:
     with library.engine.MessageStore(tmp_path / "s") as store:
         store.append(

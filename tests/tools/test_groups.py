@@ -36,10 +36,7 @@ RETRIES: list[tuple[str, RetryPolicy, str]] = [
 
 
 @pytest.mark.parametrize(("typed", "policy", "shown"), RETRIES, ids=[each[0] for each in RETRIES])
-def test_a_retry_policy_is_stored_as_typed_and_shown_as_it_may_be_typed(
-    tmp_path: Path, typed: str, policy: RetryPolicy, shown: str
-) -> None:
-    path = tmp_path / "s"
+def test_a_retry_policy_is_shown_as_typed(path: Path, typed: str, policy: RetryPolicy, shown: str) -> None:
     library.engine.MessageStore(path).close()
 
     row = mqstore_json("groups", "create", path, "billing", "--retry", typed, "--max-attempts", 5)
@@ -59,8 +56,7 @@ def test_one_group_is_shown_as_in_the_list(store: Path) -> None:
     assert "no group 'biling'" in refused.stderr
 
 
-def test_what_is_not_typed_stays_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_what_is_not_typed_stays_as_it_is(path: Path) -> None:
     library.engine.MessageStore(path).close()
     mqstore_json("groups", "create", path, "billing", "--retry", "1s 2s", "--start", "latest", "--fifo")
 
@@ -83,9 +79,8 @@ def test_what_is_not_typed_stays_as_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_a_fifo_group_retries_for_ever_unless_told_otherwise(
-    tmp_path: Path, typed: list[Any], retry: str, max_attempts: int | None
+    path: Path, typed: list[Any], retry: str, max_attempts: int | None
 ) -> None:
-    path = tmp_path / "s"
     library.engine.MessageStore(path).close()
 
     row = mqstore_json("groups", "create", path, "ledger", *typed)
@@ -93,8 +88,7 @@ def test_a_fifo_group_retries_for_ever_unless_told_otherwise(
     assert (row["retry"], row["max_attempts"]) == (retry, max_attempts)
 
 
-def test_a_start_may_be_a_time(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_a_start_may_be_a_time(path: Path) -> None:
     library.engine.MessageStore(path).close()
 
     row = mqstore_json("groups", "create", path, "billing", "--start", "2026-01-31T13:00:00+01:00")
@@ -111,9 +105,8 @@ def test_groups_are_shown_with_the_topics_that_they_consume(store: Path) -> None
     assert "billing" in mqstore("groups", "list", store).stdout
 
 
-def test_a_group_that_has_only_progress_is_shown_and_can_be_deleted(tmp_path: Path) -> None:
+def test_a_group_that_has_only_progress_is_shown_and_can_be_deleted(path: Path) -> None:
     """A RocketMQ directory whose subscriptionGroup.json went missing."""
-    path = tmp_path / "s"
     with library.engine.MessageStore(path) as opened:
         opened.put("orders", b"hello")
     (path / "config").mkdir(exist_ok=True)
@@ -159,9 +152,7 @@ def test_deleting_forgets_settings_progress_and_deliveries(store: Path) -> None:
         (["delete", "nonesuch", "--yes"], "no group"),
     ],
 )
-def test_what_cannot_be_done_is_2_and_changes_nothing(
-    store: Path, arguments: list[str], told: str, dry_run: list[str]
-) -> None:
+def test_what_cannot_be_done_is_2(store: Path, arguments: list[str], told: str, dry_run: list[str]) -> None:
     before: Any = mqstore_json("groups", store)
 
     result = mqstore("groups", arguments[0], store, *arguments[1:], *dry_run, exit_code=2)

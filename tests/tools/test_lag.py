@@ -46,9 +46,8 @@ def test_a_lag_counts_what_is_not_consumed_and_tells_the_age_of_its_first(tmp_pa
     assert ["idle", "-", "0", "0", "-"] in shown
 
 
-def test_a_queue_in_which_a_group_has_no_progress_is_not_counted_as_in_a_broker(tmp_path: Path) -> None:
+def test_a_queue_in_which_a_group_has_no_progress_is_not_counted_as_in_a_broker(path: Path) -> None:
     """The command counted all of such a queue, 8 where `broker.lag` and Prometheus told 3 (delivery#statistics)."""
-    path = tmp_path / "s"
     with broker(path) as running:
         for i in range(10):
             running.put("orders", b"x", queue_id=i % 2)
@@ -143,9 +142,8 @@ def test_what_is_popped_and_not_settled_is_in_flight(tmp_path: Path, order: bool
     assert [(row["committed"], row["behind"]) for row in mqstore_json("offsets", tmp_path / "s")["offsets"]] == [(1, 8)]
 
 
-def test_what_lies_before_a_queues_start_is_not_in_flight(tmp_path: Path) -> None:
+def test_what_lies_before_a_queues_start_is_not_in_flight(path: Path) -> None:
     """As the next opening has it, which does not wait for messages that were purged."""
-    path = tmp_path / "s"
     with broker(path) as running:
         running.topics.create("orders", queues=1)
         for i in range(5):

@@ -73,9 +73,7 @@ def test_each_line_is_a_message_with_what_the_options_say(tmp_path: Path) -> Non
     ],
     ids=str,
 )
-def test_fields_of_a_json_line_say_what_they_are(
-    tmp_path: Path, record: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_fields_of_a_json_line(tmp_path: Path, record: dict[str, Any], expected: dict[str, Any]) -> None:
     result = run(tmp_path / "s", json.dumps(record) + "\n\n", "--format", "jsonl")
 
     assert result.exit_code == 0, result.output
@@ -242,9 +240,7 @@ _BAD = [
 
 
 @pytest.mark.parametrize(("format_", "good", "bad", "says"), _BAD, ids=[f"{f}-{s}" for f, _, _, s in _BAD])
-def test_a_line_that_is_no_message_ends_it_behind_what_was_good(
-    tmp_path: Path, format_: str, good: bytes, bad: bytes, says: str
-) -> None:
+def test_a_line_that_is_no_message_ends_it(tmp_path: Path, format_: str, good: bytes, bad: bytes, says: str) -> None:
     text = good + b"\n" + bad + b"\n"
 
     result = run(tmp_path / "s", text, "--format", format_)
@@ -418,9 +414,7 @@ def follow(command: subprocess.Popen[bytes], path: Path, count: int) -> None:
     ],
     ids=["lines", "rate", "csv"],
 )
-def test_what_came_is_stored_before_more_is_waited_for_and_a_signal_tells_how_much(
-    tmp_path: Path, options: list[str], text: bytes, number: int
-) -> None:
+def test_what_came_is_stored_before_it_waits(tmp_path: Path, options: list[str], text: bytes, number: int) -> None:
     with running(tmp_path / "s", "orders", *options) as command:
         assert command.stdin is not None
         command.stdin.write(text)

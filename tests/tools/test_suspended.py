@@ -54,8 +54,7 @@ class Outage:
 
 @pytest.mark.parametrize("shown", [by_lag, by_groups, by_group])
 @pytest.mark.parametrize("mode", ["queue", "pop"])
-def test_a_suspended_queue_is_shown_until_it_goes_on(tmp_path: Path, mode: str, shown: Shown) -> None:
-    path = tmp_path / "s"
+def test_a_suspended_queue_is_shown_until_it_goes_on(path: Path, mode: str, shown: Shown) -> None:
     outage = Outage(path, mode)
     where = {"topic": "t", "queue_id": 0, "offset": 1, "since_ms": outage.since_ms}
     error = "ConnectionError: the\ndatabase is away"
@@ -81,8 +80,7 @@ def test_a_suspended_queue_is_shown_until_it_goes_on(tmp_path: Path, mode: str, 
         ("groups", "show", "DIR", "g"),
     ],
 )
-def test_a_suspended_queue_has_its_line(tmp_path: Path, mode: str, command: tuple[str, ...]) -> None:
-    path = tmp_path / "s"
+def test_a_suspended_queue_has_its_line(path: Path, mode: str, command: tuple[str, ...]) -> None:
     outage = Outage(path, mode)
     shown = mqstore(*(path if word == "DIR" else word for word in command))
     outage.bench.close()
@@ -92,8 +90,7 @@ def test_a_suspended_queue_has_its_line(tmp_path: Path, mode: str, command: tupl
     assert line.endswith(r"ConnectionError: the\ndatabase is away")
 
 
-def test_a_group_that_does_not_consume_in_order_is_not_suspended(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_a_group_that_does_not_consume_in_order_is_not_suspended(path: Path) -> None:
     bench = Bench(path)
     bench.put("0")
     bench.broker.groups.create("g")

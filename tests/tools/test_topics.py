@@ -53,8 +53,7 @@ def test_the_engines_own_topics_are_shown_when_asked_for(store: Path) -> None:
     assert "rmq_sys_pop_log" in all_of_them > plain
 
 
-def test_a_topic_is_created_altered_and_deleted(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_a_topic_is_created_altered_and_deleted(path: Path) -> None:
     library.engine.MessageStore(path).close()
 
     created = mqstore_json("topics", "create", path, "orders", "--queues", 8, "--type", "fifo", "--perm", "r")
@@ -86,9 +85,7 @@ def test_a_topic_is_created_altered_and_deleted(tmp_path: Path) -> None:
         (["delete", "rmq_sys_pop_log", "--yes"], "belongs to the engine"),
     ],
 )
-def test_what_cannot_be_done_is_2_and_changes_nothing(
-    store: Path, arguments: list[str], told: str, dry_run: list[str]
-) -> None:
+def test_what_cannot_be_done_is_2(store: Path, arguments: list[str], told: str, dry_run: list[str]) -> None:
     before = mqstore_json("topics", store, "--system")
 
     result = mqstore("topics", arguments[0], store, *arguments[1:], *dry_run, exit_code=2)
@@ -143,8 +140,7 @@ def test_a_damaged_table_is_3_and_names_what_mends_it(store: Path) -> None:
     assert "recover" in result.stderr
 
 
-def test_queues_are_altered_by_the_option_that_creates_them(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_queues_are_altered_by_the_option_that_creates_them(path: Path) -> None:
     library.engine.MessageStore(path).close()
     mqstore_json("topics", "create", path, "orders", "--queues", 8)
     altered = mqstore_json("topics", "alter", path, "orders", "--queues", 9)
