@@ -52,11 +52,6 @@ class Around(Interceptor):
         self.seen.append(f"<{self.name}")
 
 
-def test_what_nobody_overrides_costs_nothing() -> None:
-    chain = Interceptors([Interceptor(), Around([], "a")])
-    assert (chain.on_settle, chain.on_receive, len(chain.around_consume)) == ((), (), 1)
-
-
 # --- receiving -----------------------------------------------------------------------------------------------------
 
 
@@ -127,20 +122,3 @@ def test_whatever_a_hook_does_the_handler_is_called_once_and_its_error_passes(
 
 
 # --- telling -------------------------------------------------------------------------------------------------------
-
-
-def test_one_that_fails_does_not_keep_the_others_from_hearing(caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[str] = []
-
-    class Deaf(Interceptor):
-        def on_settle(self, message: Any, outcome: Any, seconds: float) -> None:
-            raise ValueError("deaf")
-
-    class Hears(Interceptor):
-        def on_settle(self, message: Any, outcome: Any, seconds: float) -> None:
-            heard.append(outcome)
-
-    chain = Interceptors([Deaf(), Hears()])
-    chain.tell(chain.on_settle, messages(1)[0], "ack", 0.1)
-    assert heard == ["ack"]
-    assert "Deaf.on_settle failed" in caplog.text

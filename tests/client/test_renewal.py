@@ -70,14 +70,6 @@ def consumer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Consume
     bench.store.close()
 
 
-def test_what_is_held_stays_invisible_and_its_receipt_good(consumer: Consumer) -> None:
-    held = consumer.take(3)
-    consumer.pass_time(1_000)
-    assert consumer.pop() == []
-    consumer.settle(held, 3)
-    assert sum(consumer.bench.store.lag("g").values()) == 0
-
-
 def test_a_renewal_comes_when_a_third_of_the_loan_is_left(consumer: Consumer) -> None:
     consumer.take()
     assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 40_000
@@ -101,19 +93,6 @@ def test_what_is_removed_is_renewed_no_more(consumer: Consumer) -> None:
     assert consumer.renewer.run_once(consumer.now_ms) is None
     consumer.bench.advance(60)
     assert [each.attempt for each in consumer.pop(2)] == [2, 2]
-
-
-def test_what_comes_later_has_times_of_its_own(consumer: Consumer) -> None:
-    consumer.settle(consumer.take())
-    second = consumer.take()
-    consumer.bench.advance(30)
-    if consumer.ordered:  # which pops nothing behind what is not settled
-        consumer.renewer.add(Held([]), consumer.now_ms + LOAN_MS)
-    else:
-        consumer.take()
-    assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 10_000
-    consumer.settle(second)
-    assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 40_000
 
 
 def test_what_came_too_late_is_told_and_renewed_no_more(
