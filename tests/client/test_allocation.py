@@ -33,22 +33,6 @@ def shares(strategy: Strategy, queue_count: int, names: list[str]) -> list[list[
 @pytest.mark.parametrize(
     ("queue_count", "member_count", "expected"),
     [
-        (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
-        (10, 4, [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]),
-        (16, 5, [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12], [13, 14, 15]]),
-        (7, 2, [[0, 1, 2, 3], [4, 5, 6]]),
-        (4, 4, [[0], [1], [2], [3]]),
-        (3, 4, [[0], [1], [2], []]),
-        (1, 2, [[0], []]),
-    ],
-)
-def test_avg_gives_contiguous_shares(queue_count: int, member_count: int, expected: list[list[int]]) -> None:
-    assert shares(avg, queue_count, members(member_count)) == expected
-
-
-@pytest.mark.parametrize(
-    ("queue_count", "member_count", "expected"),
-    [
         (8, 3, [[0, 3, 6], [1, 4, 7], [2, 5]]),
         (10, 4, [[0, 4, 8], [1, 5, 9], [2, 6], [3, 7]]),
         (16, 5, [[0, 5, 10, 15], [1, 6, 11], [2, 7, 12], [3, 8, 13], [4, 9, 14]]),

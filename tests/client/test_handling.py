@@ -21,7 +21,6 @@ from mqstore.client.handling import (
 )
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.outcome import BatchFailure, Reject, Retry
-from mqstore.client.shown import as_sent
 from mqstore.client.wanted import Wanted
 from mqstore.client.workers import Worker
 from mqstore.log.message import Message
@@ -156,13 +155,6 @@ def test_orders_are_no_errors_and_errors_are_told(handle: Handle, given: list[Me
     assert handle(raising(error))[2] == [(error, given[0])]
 
 
-def test_an_on_error_that_fails_changes_nothing(handle: Handle) -> None:
-    def on_error(error: BaseException, message: Message | None) -> None:
-        raise KeyError("on_error")
-
-    assert handle(raising(ValueError("x")), on_error=on_error)[0] == Failure("retry", "ValueError: x")
-
-
 @pytest.mark.parametrize("chosen", [[], [1], [2, 0], [1, 1], [0, 1, 2]])
 def test_of_a_batch_those_that_are_named_failed_each_once_in_order(
     handle: Handle, given: list[Message], chosen: list[int]
@@ -199,12 +191,6 @@ def test_who_names_something_else_has_failed_with_all(
     assert [type(each) for each, _ in told] == [ValueError]
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt()])
-def test_the_end_of_the_program_passes(handle: Handle, error: BaseException) -> None:
-    with pytest.raises(type(error)):
-        handle(raising(error))
-
-
 def test_the_same_error_again_and_again_is_logged_once_in_a_while(
     handle: Handle, given: list[Message], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,18 +225,6 @@ def test_counters_are_of_messages_and_their_time(handle: Handle, given: list[Mes
         PULL_US: (2_000, 1),
     }
     assert settled == [(0, "ack", 0.003), (1, "ack", 0.003), (2, "retry", 0.001), (2, "dlq", 0.001)]
-
-
-def test_a_message_that_came_back_is_shown_as_it_was_sent(bench: PushBench, given: list[Message]) -> None:
-    bench.broker.groups.create("g")
-    bench.broker.send_back("g", given[1].physical_offset, delay=0)
-    bench.advance(1)
-    [copy] = bench.broker.read("%RETRY%g", 0, 0).messages
-    shown = as_sent(copy, "g")
-    assert (shown.topic, shown.body, shown.offset, shown.attempt) == ("t", b"1", 0, 2)
-    assert shown.queue.topic == "%RETRY%g"
-    assert shown.physical_offset == copy.physical_offset
-    assert as_sent(given[0], "g") is given[0]
 
 
 def test_a_worker_that_comes_after_the_end_keeps_no_suspected_message_from_others(bench: PushBench) -> None:

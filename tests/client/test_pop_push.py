@@ -184,21 +184,6 @@ def test_stop_releases_what_was_not_begun(bench: Bench, ordered: bool) -> None:
 
 
 @BOTH
-def test_ctrl_c_in_a_handler_stops_the_consumer_and_settles_nothing(bench: Bench, ordered: bool) -> None:
-    def act(message: Message) -> None:
-        raise KeyboardInterrupt
-
-    bench.put(b"0", b"1", queue_id=0)
-    push = Push(bench, act, ordered=ordered, workers=1)
-    push.consumer.run_once()
-    until(lambda: push.consumer._state == "stopped")
-    bench.settle()
-    other = Push(bench, ordered=ordered)
-    other.go()
-    assert other.seen == [(b"0", 1), (b"1", 1)]
-
-
-@BOTH
 def test_what_takes_long_is_kept_and_so_is_what_waits_behind_it(bench: Bench, ordered: bool) -> None:
     def act(message: Message) -> None:
         if message.body == b"0":
@@ -590,56 +575,6 @@ def test_of_a_batch_only_what_failed_comes_again(bench: Bench) -> None:
 
 
 # -- in order ---------------------------------------------------------------------------------------------------------
-
-
-def test_in_order_what_stands_behind_a_failure_is_not_done_either(bench: Bench) -> None:
-    def act(given: Any) -> None:
-        if given[0].attempt == 1 and len(given) == 3:
-            raise BatchFailure(given[1:])
-
-    push = Push(bench, act, ordered=True, batch_size=3)
-    bench.put(b"0", b"1", b"2", b"3", queue_id=0)
-    push.advance(10)
-    assert push.bodies() == [b"0", b"1", b"2", b"1", b"2", b"3"]
-    assert dict(push.seen[3:]) == {b"1": 2, b"2": 2, b"3": 1}
-    assert lag(bench) == 0
-
-
-def test_a_failure_that_is_not_the_end_of_its_batch_fails_it_all(bench: Bench) -> None:
-    """What stood before it was acknowledged, and nobody was told, while consumers by queue did as is documented."""
-    told: list[tuple[str, Any]] = []
-
-    def act(given: Any) -> None:
-        failed = [message for message in given if message.body == b"1" and message.attempt == 1]
-        if failed:
-            raise BatchFailure(failed)
-
-    push = Push(
-        bench,
-        act,
-        ordered=True,
-        batch_size=3,
-        on_error=lambda error, message: told.append((str(error), message.body)),
-    )
-    bench.put(b"0", b"1", b"2", b"3", queue_id=0)
-    push.advance(10)
-    assert push.bodies() == [b"0", b"1", b"2", b"0", b"1", b"2", b"3"]
-    assert dict(push.seen[3:]) == {b"0": 2, b"1": 2, b"2": 2, b"3": 1}
-    [(text, body)] = told
-    assert "must name the end of the batch" in text
-    assert body == b"0"
-    assert lag(bench) == 0
-
-
-def test_a_failure_blocks_its_queue_and_no_other(bench: Bench) -> None:
-    push = Push(bench, fails(b"0"), ordered=True, retry=RetryPolicy(3, [10]))
-    bench.put(b"0", b"1", queue_id=0)
-    bench.put(b"a", b"b", queue_id=1)
-    push.advance(9)
-    assert sorted(push.seen) == [(b"0", 1), (b"a", 1), (b"b", 1)]
-    assert not push.engine._renewer  # nothing is held meanwhile
-    push.advance(30)
-    assert [each for each in push.seen if each[0] in b"01"] == [(b"0", 1), (b"0", 2), (b"0", 3), (b"1", 1)]
 
 
 @BOTH

@@ -520,19 +520,29 @@ def test_a_broker_that_is_closed_under_a_consumer_leaves_one_that_can_be_stopped
 def test_a_handler_that_ends_the_process_ends_run(
     broker: Broker, error: BaseException, mode: Any, ordered: bool
 ) -> None:
-    """`run` came back as if somebody had asked the consumer to stop, and the process ended with 0."""
+    """`run` came back as if somebody had asked the consumer to stop, and the process ended with 0. What was being
+    handled is not settled, and has lost no attempt."""
+    seen: list[tuple[bytes, int]] = []
 
     def handle(message: Message) -> None:
-        raise error
+        seen.append((message.body, message.attempt))
+        if seen == [(b"0", 1), (b"1", 1)]:
+            raise error
 
-    consumer = PushConsumer(broker, "g", workers=2, mode=mode, ordered=ordered)
+    broker.put_many("t", [b"0", b"1", b"2"], queue_id=0)
+    consumer = PushConsumer(broker, "g", workers=1, mode=mode, ordered=ordered)
     consumer.subscribe("t", handle)
-    broker.put("t", b"x")
     with pytest.raises(type(error)) as caught:
         consumer.run()
     assert caught.value is error
-    assert sum(broker.lag("g").values()) == 1
+    assert sum(broker.lag("g").values()) == 2
     assert "stopped" in repr(consumer)
+    assert broker.members.members("g") == []
+    other = PushConsumer(broker, "g", workers=1, mode=mode, ordered=ordered)
+    other.subscribe("t", handle)
+    with other:
+        until(lambda: len(seen) == 4)
+    assert seen[2:] == [(b"1", 1), (b"2", 1)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
