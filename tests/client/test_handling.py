@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -110,11 +109,6 @@ class OddBatch(BatchFailure):
     def failed(self, value: Any) -> None: ...
 
 
-def test_what_is_returned_does_not_matter(handle: Handle) -> None:
-    for value in (None, False, 17, "RECONSUME_LATER"):
-        assert handle(lambda given, value=value: value)[0] is None
-
-
 def test_handlers_of_batches_get_a_sequence_others_one_message(handle: Handle, given: list[Message]) -> None:
     seen: list[Any] = []
     handle(seen.append, batch=True)
@@ -189,19 +183,6 @@ def test_who_names_something_else_has_failed_with_all(
     assert failure is not None
     assert (failure.kind, failure.failed) == ("retry", None)
     assert [type(each) for each, _ in told] == [ValueError]
-
-
-def test_the_same_error_again_and_again_is_logged_once_in_a_while(
-    handle: Handle, given: list[Message], caplog: pytest.LogCaptureFixture
-) -> None:
-    _, handling, told = handle(raising(ValueError("x")))
-    for _ in range(5):
-        handling.call(Worker(), Subscription(raising(ValueError("x")), ALL), given)
-    handling.call(Worker(), Subscription(raising(KeyError("y")), ALL), given)
-    lines = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert [record.exc_info[0] for record in lines if record.exc_info] == [ValueError, KeyError]
-    assert "t/0, offset 0 and 2 more: the handler failed, attempt 1: ValueError: x" in lines[0].getMessage()
-    assert len(told) == 7  # on_error hears of each
 
 
 def test_counters_are_of_messages_and_their_time(handle: Handle, given: list[Message]) -> None:

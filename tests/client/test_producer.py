@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -345,25 +345,6 @@ def test_a_put_of_many_to_one_queue_refuses_what_it_cannot_do_for_one(bench: Ben
 
 
 # -- which queue (delivery#queue-choice) -------------------------------------------------------------------------------
-
-
-def test_messages_without_a_group_go_to_the_queues_by_turns(bench: Bench) -> None:
-    bench.broker.topics.create("orders", queues=3)
-    bench.broker.topics.create("others", queues=3)
-    producer = bench.producer()
-
-    queues = [producer.send("orders", b"x").queue_id for _ in range(7)]
-    between = [(producer.send("orders", b"x").queue_id, producer.send("others", b"x").queue_id) for _ in range(6)]
-
-    assert queues == [(queues[0] + i) % 3 for i in range(7)]
-    for column in zip(*between, strict=True):
-        assert list(column) == [(column[0] + i) % 3 for i in range(6)]
-
-
-def test_where_the_turns_begin_is_random_for_each_producer(bench: Bench) -> None:
-    first = Counter(bench.producer().send("orders", b"x").queue_id for _ in range(64))
-
-    assert len(first) == 4  # all of one producer's counter: 4 * (1/4)^63 would be
 
 
 VECTORS = {
@@ -836,16 +817,6 @@ def test_options_of_the_call_hold_where_a_message_has_none_of_its_own(bench: Ben
     assert [(message.tag, message.keys) for message in bench.stored()] == [("all", ("k",)), ("own", ("k",))]
 
 
-def test_many_are_split_where_they_are_too_large_for_one_chunk(bench: Bench) -> None:
-    bench.broker.close()
-    bench.open(max_message_size=1 << 17)
-    bodies = [bytes([i]) * 50_000 for i in range(12)]
-
-    bench.producer().send_many("orders", bodies)
-
-    assert bench.bodies() == bodies
-
-
 def test_what_is_stored_of_many_before_a_failure_is_told(bench: Bench) -> None:
     seen = Recorder()
     producer = bench.producer(interceptors=[seen])
@@ -957,12 +928,6 @@ def test_submit_blocks_when_so_much_is_in_flight_and_not_before(broker: Broker, 
     assert len(list(broker.store.iter("orders"))) == 4
 
 
-def test_a_message_larger_than_all_the_room_goes_alone(broker: Broker) -> None:
-    with Producer(broker, max_inflight_bytes=10) as producer:
-        futures = [producer.submit("orders", bytes(size)) for size in (5, 100, 200, 5)]
-        assert [future.result(WAIT_S).size > 0 for future in futures] == [True] * 4
-
-
 def test_close_while_others_submit_and_wait_for_room(broker: Broker) -> None:
     producer = Producer(broker, max_inflight=4)
     gate = Gate(producer)
@@ -1064,20 +1029,6 @@ def test_an_after_send_that_calls_exit_leaves_no_future_unanswered(broker: Broke
     with Producer(broker, interceptors=[Exiting()]) as producer:
         futures = [producer.submit("orders", b"%d" % i) for i in range(2)]
         assert [future.result(20).topic for future in futures] == ["orders"] * 2
-
-
-def test_a_full_disk_fails_the_futures_and_those_after_it_are_stored(tmp_path: Path) -> None:
-    fs = FaultyFileSystem()
-    with Broker(open_store(tmp_path / "s", fs=fs, segment_bytes=4096)) as broker:
-        producer = Producer(broker)
-        fs.fail("allocate", errno.ENOSPC, times=None)
-        futures = [producer.submit("orders", bytes(1000), queue_id=0) for _ in range(8)]
-        producer.flush()
-        failed = [future for future in futures if future.exception()]
-        assert failed
-        assert {type(future.exception()) for future in failed} == {StoreFullError}
-        fs.heal()
-        assert producer.send("orders", b"x", queue_id=0).offset == len(futures) - len(failed)
 
 
 def test_a_batch_shares_one_sync_and_when_that_fails_each_waiter_hears_of_it(tmp_path: Path) -> None:
@@ -1338,19 +1289,6 @@ def test_an_exception_rolls_all_of_them_back(bench: Bench, error: type[BaseExcep
     assert [(r, type(e)) for _, r, e in seen.after] == [(None, error)] * 2
 
 
-def test_a_message_that_is_refused_rolls_back_those_before_it(bench: Bench) -> None:
-
-    def block() -> None:
-        with bench.producer().transaction() as tx:
-            tx.send("orders", b"paid")
-            tx.send("orders", b"", tag="|")
-
-    with pytest.raises(InvalidMessageError):
-        block()
-    assert bench.bodies() == []
-    assert bench.broker.stats().open_transactions == 0
-
-
 def test_a_transaction_is_one_block(bench: Bench) -> None:
     tx = bench.producer().transaction()
     with pytest.raises(TransactionStateError):
@@ -1433,23 +1371,6 @@ def test_only_a_producer_of_the_group_that_is_open_is_asked(bench: Bench) -> Non
     bench.advance(3 * AGAIN_MS)
 
     assert asked == ["younger"] * 2 + ["elder"] * 2
-
-
-def test_a_checker_that_fails_does_not_know(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    crashed_inside(bench)
-    answers = iter([RuntimeError, None, False, True])
-
-    def checker(message: Message) -> bool | None:
-        answer = next(answers)
-        if answer is RuntimeError:
-            raise RuntimeError("the database is away")
-        return answer  # type: ignore[return-value]
-
-    bench.producer(checker=checker)
-    bench.advance(CHECK_MS + AGAIN_MS)
-
-    assert "the database is away" in caplog.text
-    assert bench.bodies() == [b"unpaid"]
 
 
 def test_a_commit_that_finds_no_room_is_told_and_made_later(tmp_path: Path) -> None:
@@ -1700,20 +1621,3 @@ def test_one_send_may_have_its_selector(bench: Bench, way: str, hooked: bool) ->
             send("orders", b"none", selector="last")
     assert [(message.body, message.queue.queue_id) for message in bench.stored()] == [(b"mine", 7), (b"its", 2)]
     assert asked == [(8, "7")]
-
-
-def test_each_thread_has_a_transaction_of_its_own(broker: Broker) -> None:
-    producer = Producer(broker)
-    barrier = threading.Barrier(2, timeout=WAIT_S)
-
-    def work(body: bytes, fails: bool) -> None:
-        with producer.transaction() as tx:
-            tx.send("orders", body)
-            barrier.wait()
-            if fails:
-                raise ValueError
-
-    good, bad = in_thread(lambda: work(b"good", False)), in_thread(lambda: work(b"bad", True))
-    assert ended(*good) is None
-    assert isinstance(ended(*bad), ValueError)
-    assert [m.body for m in broker.store.iter("orders")] == [b"good"]

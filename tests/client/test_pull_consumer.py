@@ -103,22 +103,6 @@ def test_queues_take_turns_and_an_empty_one_holds_up_nobody(broker: Broker) -> N
     assert [look(consumer, 2) for _ in range(5)] == [["a", "b"], ["A", "B"], ["c", "d"], ["C", "D"], []]
 
 
-def test_one_poll_returns_messages_of_several_queues(broker: Broker) -> None:
-    put(broker, "a", queue_id=0)
-    put(broker, "B", queue_id=2)
-
-    assert look(subscribed(broker)) == ["a", "B"]
-
-
-def test_an_sql_expression_looks_at_properties(broker: Broker) -> None:
-    for price in (3, 7, 9):
-        put(broker, str(price), properties={"price": str(price)})
-    consumer = PullConsumer(broker, "g")
-    consumer.subscribe("orders", sql="price > 5")
-
-    assert look(consumer) == ["7", "9"]
-
-
 def test_what_a_filter_passes_over_is_consumed(broker: Broker) -> None:
     put(broker, *"abc", tag="no")
     consumer = PullConsumer(broker, "g", auto_commit_interval=0)
@@ -172,9 +156,11 @@ def test_interceptors_choose_and_are_told(broker: Broker) -> None:
 # --- where a group begins ------------------------------------------------------------------------------------------
 
 
-def test_the_latest_of_a_topic_that_comes_later_is_its_first_message(broker: Broker) -> None:
+@pytest.mark.parametrize("start", ["latest", None], ids=["the consumer's", "the group's"])
+def test_the_latest_of_a_topic_that_comes_later_is_its_first_message(broker: Broker, start: Any) -> None:
     """What came after `subscribe` came after "latest", whenever the queue is first looked at."""
-    consumer = PullConsumer(broker, "g", start="latest")
+    broker.groups.create("g", start="earliest" if start else "latest")
+    consumer = PullConsumer(broker, "g", start=start)
     consumer.subscribe("later")
     put(broker, "a", topic="later")
     broker.topics.alter("later", read_queues=5, write_queues=5)
@@ -1200,14 +1186,3 @@ def test_a_store_closes_its_consumers_and_claims_nothing_for_them(tmp_path: Path
     assert consumer.closed
     with mqstore.open(tmp_path / "mq") as store:
         assert store.committed("g", Q[0]) == 1
-
-
-def test_a_seek_wakes_who_waits(live: Broker) -> None:
-    put(live, "a")
-    consumer = subscribed(live)
-    assert look(consumer) == ["a"]
-    poller = Poller(consumer)
-    poller.waits()
-    consumer.seek(Q[0], 0)
-
-    assert poller.ends() == ["a"]

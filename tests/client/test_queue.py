@@ -274,17 +274,6 @@ def test_a_full_queue_refuses(bench: Bench) -> None:
     assert taken(queue) == [b"b", b"c"]
 
 
-def test_a_put_waits_for_room(broker: Broker) -> None:
-    queue = Queue(broker, "jobs", maxsize=1)
-    queue.put(b"a")
-    putting = in_thread(lambda: queue.put(b"b", timeout=20))
-    task = queue.get()
-    assert not putting[1]
-    task.ack()
-    ended(*putting)
-    assert queue.get(timeout=20).value == b"b"
-
-
 def test_many_putters_never_put_too_much(broker: Broker) -> None:
     queue = Queue(broker, "jobs", maxsize=3)
     threads = [in_thread(lambda: [queue.put(b"x") for _ in range(20)]) for _ in range(4)]
@@ -299,21 +288,6 @@ def test_many_putters_never_put_too_much(broker: Broker) -> None:
 
 
 # -- loans -----------------------------------------------------------------------------------------------------------
-
-
-def test_an_item_that_is_not_settled_comes_again(bench: Bench) -> None:
-    queue = bench.queue(visibility=30)
-    queue.put_many([b"a", b"b"])
-    lost = queue.get()
-    bench.advance(29.9)
-    assert taken(queue) == [b"b"]
-    bench.advance(0.2)
-    again = queue.get_nowait()
-    assert (again.value, again.attempt) == (b"a", 2)
-    with pytest.raises(mqstore.errors.ReceiptExpiredError):
-        lost.ack()
-    again.ack()
-    assert queue.empty()
 
 
 def test_a_pause_that_is_too_long_is_shortened_and_how_often_is_told_at_the_end(
@@ -395,22 +369,6 @@ def test_what_was_got_is_given_though_more_cannot_be(bench: Bench, monkeypatch: 
 
 
 # -- order -----------------------------------------------------------------------------------------------------------
-
-
-def test_nothing_overtakes_in_an_ordered_queue(bench: Bench) -> None:
-    queue = bench.queue(ordered=True, retry=RetryPolicy(5, [10]))
-    queue.put_many([b"a", b"b"])
-    task = queue.get()
-    with pytest.raises(mqstore.QueueEmpty):
-        queue.get_nowait()
-    task.nack()
-    with pytest.raises(mqstore.QueueEmpty):
-        queue.get_nowait()
-    bench.advance(10)
-    again = queue.get_nowait()
-    assert (again.value, again.attempt) == (b"a", 2)
-    again.ack()
-    assert taken(queue) == [b"b"]
 
 
 def test_an_ordered_queue_gives_a_batch_in_order(bench: Bench) -> None:

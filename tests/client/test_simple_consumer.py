@@ -18,8 +18,6 @@ import pytest
 import mqstore
 from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
 from mqstore.broker.members import Mode
-from mqstore.client.popsource import PopSource
-from mqstore.client.wanted import wanted
 from mqstore.signalsafe import Bell
 from tests.client.popsupport import Bench, ended, in_thread, until
 
@@ -128,22 +126,6 @@ def test_members_subscribe_alike(bench: Bench) -> None:
     assert (
         bench.broker.committed("g", "u", 0) is None
     )  # nor is the topic kept for a group that has nothing to do with it
-
-
-def test_a_topic_that_may_not_be_read_changes_nothing(bench: Bench) -> None:
-    consumer = bench.consumer("t")
-    bench.broker.groups.forbid("g", "u")
-    with pytest.raises(mqstore.errors.NotPermittedError):
-        consumer.subscribe("u")
-    assert consumer.subscriptions == {"t": "*"}
-    assert dict(bench.broker.members.subscriptions("g")) == {"t": ("TAG", "*")}
-    consumer.close()
-    source = PopSource(bench.broker, "g", "c1")
-    with pytest.raises(mqstore.errors.NotPermittedError):
-        source.change({"u": wanted(bench.broker, "u")}, join=True)
-    assert bench.broker.members.groups() == []
-    source.change({"t": wanted(bench.broker, "t")}, join=True)
-    assert bench.broker.members.members("g") == ["c1"]
 
 
 def test_order_is_a_property_of_the_group(bench: Bench) -> None:
@@ -557,14 +539,6 @@ def test_in_order_an_ack_ends_the_wait_for_what_is_behind(store: Store) -> None:
     until(lambda: parked(store) == 2)
     first.ack()
     assert ended(*waiting) == [b"1"]
-
-
-def test_a_topic_that_comes_ends_the_wait(store: Store) -> None:
-    consumer = store.simple_consumer("g", {"later": "*"})
-    waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
-    until(lambda: consumer._source.waits.open)
-    store.put("later", b"a")
-    assert ended(*waiting) == [b"a"]
 
 
 def test_subscribing_ends_the_wait_for_the_old_subscriptions(store: Store) -> None:
