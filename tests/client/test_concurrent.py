@@ -13,14 +13,13 @@ import pytest
 
 from mqstore.broker.groups import RetryPolicy
 from mqstore.client.concurrent import SEND_BACK_AGAIN_MS
-from mqstore.client.interceptors import Interceptor
 from mqstore.client.outcome import BatchFailure, Reject, Retry
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.client.workers import cancelled
 from mqstore.errors import NotPermittedError, StoreFullError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
-from tests.client.pushsupport import PushBench, engine_of, unsettled
+from tests.client.pushsupport import PushBench, Told, engine_of, hook, unsettled
 from tests.faults import FaultyFileSystem
 
 T0 = QueueRef("t", 0)
@@ -50,18 +49,6 @@ class Handler:
         error = self.errors.pop(0) if self.errors else self.then
         if error is not None:
             raise error
-
-
-class Told(Interceptor):
-    def __init__(self) -> None:
-        self.settled: list[tuple[bytes, str]] = []
-        self.timeouts: list[tuple[bytes, str]] = []
-
-    def on_settle(self, message: Message, outcome: Any, seconds: float) -> None:
-        self.settled.append((message.body, outcome))
-
-    def on_timeout(self, message: Message, stack: str) -> None:
-        self.timeouts.append((message.body, stack))
 
 
 # --- outcomes ------------------------------------------------------------------------------------------------------
@@ -203,8 +190,7 @@ def test_retries_of_a_topic_that_nobody_subscribes_to_any_more_end_as_dead_lette
     consumer = bench.consumer(Handler(bench, ValueError("x")), retry=RetryPolicy(3, delays=[1]))
     bench.put(b"m")
     bench.settle()
-    assert consumer.stop()
-    bench.consumers.remove(consumer)
+    assert bench.leave(consumer)
     bench.broker.topics.create("u")
     other = Handler(bench)
     bench.consumer(other, "u")
@@ -429,9 +415,8 @@ def test_what_hangs_and_cannot_be_sent_back_is_tried_until_it_can(
 
 
 def test_ticks_go_on_whatever_a_hook_meets_and_end_when_there_is_nothing_to_do(bench: PushBench) -> None:
-    class Fails(Interceptor):
-        def on_timeout(self, message: Message, stack: str) -> None:
-            raise SystemExit
+    def fails(message: Message, stack: str) -> None:
+        raise SystemExit
 
     lapses: list[int] = []
 
@@ -440,7 +425,7 @@ def test_ticks_go_on_whatever_a_hook_meets_and_end_when_there_is_nothing_to_do(b
             consumer._workers.on_exit = lambda error: lapses.append(message.offset)
             hang(bench, consumer, 30)
 
-    consumer = bench.consumer(handler, consume_timeout=20, interceptors=[Fails()], workers=1)
+    consumer = bench.consumer(handler, consume_timeout=20, interceptors=[hook(on_timeout=fails)], workers=1)
     service = engine_of(consumer)._service
     bench.put(b"0")
     bench.settle()

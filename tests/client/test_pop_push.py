@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import BatchFailure, Interceptor, Message, Reject, Retry, RetryPolicy, Store
+from mqstore import BatchFailure, Message, Reject, Retry, RetryPolicy, Store
 from mqstore.broker.begun import UNREAD
 from mqstore.broker.members import Mode
 from mqstore.client import chunks, poppush
 from mqstore.client.workers import cancelled
 from tests.client.popsupport import BOTH, Bench, Push, ended, in_thread, until
+from tests.client.pushsupport import Told, hook
 
 
 @pytest.fixture
@@ -45,24 +46,6 @@ def fails(*bodies: bytes) -> Callable[[Message], None]:
             raise RuntimeError("mine")
 
     return act
-
-
-class Recorder(Interceptor):
-    def __init__(self) -> None:
-        self.left_out: set[bytes] = set()
-        self.settled: list[tuple[bytes, str]] = []
-        self.timed_out: list[bytes] = []
-        self.stacks: list[str] = []
-
-    def on_receive(self, messages: list[Message]) -> list[Message]:
-        return [message for message in messages if message.body not in self.left_out]
-
-    def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
-        self.settled.append((message.body, outcome))
-
-    def on_timeout(self, message: Message, stack: str) -> None:
-        self.stacks.append(stack)
-        self.timed_out.append(message.body)
 
 
 def full(*_: Any, **__: Any) -> Any:
@@ -116,7 +99,7 @@ def test_handlers_say_when_it_comes_again_or_never(bench: Bench, ordered: bool) 
         if message.body == b"never":
             raise Reject("no such customer")
 
-    recorder = Recorder()
+    recorder = Told()
     push = Push(bench, act, ordered=ordered, interceptors=[recorder])
     bench.put(b"later", b"never", queue_id=0)
     push.advance(6.9)
@@ -200,7 +183,7 @@ def test_what_takes_long_is_kept_and_so_is_what_waits_behind_it(bench: Bench, or
 
 
 def test_a_handler_that_hangs_is_given_up(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    recorder, was_cancelled = Recorder(), []
+    recorder, was_cancelled = Told(), []
 
     def act(message: Message) -> None:
         if message.attempt == 1:
@@ -215,7 +198,7 @@ def test_a_handler_that_hangs_is_given_up(bench: Bench, caplog: pytest.LogCaptur
     assert was_cancelled == [False] * 21 + [True] * 9
     push.advance(100)
     assert push.seen == [(b"0", 1), (b"0", 2)]
-    assert recorder.timed_out == [b"0"]
+    assert [body for body, _ in recorder.timeouts] == [b"0"]
     assert recorder.settled == [(b"0", "retry"), (b"0", "ack")]
     assert "its result does not count" in caplog.text
     assert "too late" not in caplog.text  # nobody tried
@@ -223,7 +206,7 @@ def test_a_handler_that_hangs_is_given_up(bench: Bench, caplog: pytest.LogCaptur
 
 
 def test_an_ordered_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Bench) -> None:
-    recorder = Recorder()
+    recorder = Told()
 
     def act(message: Message) -> None:
         if message.body == b"0":
@@ -238,7 +221,7 @@ def test_an_ordered_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Ben
     bench.put(b"1", queue_id=0)
     push.advance(100)
     assert push.seen == [(b"0", 1), (b"1", 1)]
-    assert recorder.timed_out == [b"0"]
+    assert [body for body, _ in recorder.timeouts] == [b"0"]
     assert recorder.settled == [(b"0", "ack"), (b"1", "ack")]
 
 
@@ -309,7 +292,7 @@ def test_who_is_too_late_is_told_of_and_done_with(
     bench: Bench, ordered: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The process slept: the message was given to another member meanwhile."""
-    recorder = Recorder()
+    recorder = Told()
 
     def act(message: Message) -> None:
         if message.attempt == 1 and message.body == b"0":
@@ -330,8 +313,7 @@ def test_who_is_too_late_is_told_of_and_done_with(
 
 @BOTH
 def test_what_an_interceptor_leaves_out_is_done_unhandled(bench: Bench, ordered: bool) -> None:
-    recorder = Recorder()
-    recorder.left_out = {b"0", b"2"}
+    recorder = Told(b"0", b"2")
     push = Push(bench, ordered=ordered, interceptors=[recorder])
     bench.put(b"0", b"1", b"2", b"3", queue_id=0)
     bench.put(b"0", queue_id=1)
@@ -350,15 +332,14 @@ def test_hooks_hear_how_long_the_handler_of_a_message_took(
     now, took = [0.0], dict[bytes, float]()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
-    class Timed(Interceptor):
-        def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
-            took[message.body] = seconds
+    def timed(message: Message, outcome: str, seconds: float) -> None:
+        took[message.body] = seconds
 
     def act(message: Message) -> None:
         now[0] += int(message.body) / 1000
 
     bench.put(b"1", b"2", b"3", queue_id=0)
-    push = Push(bench, act, ordered=ordered, interceptors=[Timed()], workers=1)
+    push = Push(bench, act, ordered=ordered, interceptors=[hook(on_settle=timed)], workers=1)
     push.go()
     assert took == {body: pytest.approx(int(body) / 1000) for body in (b"1", b"2", b"3")}
 
@@ -751,7 +732,7 @@ def test_an_ordered_queue_is_strictly_serial(store: Store) -> None:
 
 def test_a_handler_that_hangs_blocks_nobody_for_ever(store: Store) -> None:
     """Its message is handled by another worker, and it is told where it hung."""
-    recorder, go = Recorder(), threading.Event()
+    recorder, go = Told(), threading.Event()
 
     def hang_once(message: Message) -> None:
         if message.attempt == 1:
@@ -767,5 +748,5 @@ def test_a_handler_that_hangs_blocks_nobody_for_ever(store: Store) -> None:
         assert go.wait(20)
         until(lambda: len(recorder.settled) == 2)
     assert recorder.settled == [(b"0", "retry"), (b"0", "ack")]
-    assert "hang_once" in recorder.stacks[0]
+    assert "hang_once" in recorder.timeouts[0][1]
     assert sum(store.lag("g").values()) == 0
