@@ -20,6 +20,7 @@ from mqstore import QueueRef, SimulatedClock, StoreConfig, aio
 from tests.children import speaking_child
 from tests.client.aiosupport import in_store, run, with_store
 from tests.client.popsupport import until
+from tests.client.pushsupport import hook
 
 AGAIN = mqstore.RetryPolicy(3, [0])
 
@@ -449,10 +450,9 @@ def test_who_is_told_of_a_handler_that_hangs_sees_where(tmp_path: Path, mode: An
     stacks: list[str] = []
     told = threading.Event()
 
-    class Told(mqstore.Interceptor):
-        def on_timeout(self, message: mqstore.Message, stack: str) -> None:
-            stacks.append(stack)
-            told.set()
+    def on_timeout(message: mqstore.Message, stack: str) -> None:
+        stacks.append(stack)
+        told.set()
 
     async def test(store: aio.Store) -> None:
         async def hang_here() -> None:
@@ -464,7 +464,9 @@ def test_who_is_told_of_a_handler_that_hangs_sees_where(tmp_path: Path, mode: An
         async def handle(message: mqstore.Message) -> None:
             await hang_here()
 
-        consumer = await store.push_consumer("g", mode=mode, consume_timeout=0.1, interceptors=[Told()])
+        consumer = await store.push_consumer(
+            "g", mode=mode, consume_timeout=0.1, interceptors=[hook(on_timeout=on_timeout)]
+        )
         consumer.subscribe("t", handle)
         async with asyncio.timeout(20):
             await consumer.start()

@@ -18,6 +18,7 @@ from mqstore.errors import ConfigError, FilterError, GroupInUseError, OffsetOutO
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from mqstore.options import Retention
+from tests.client.popsupport import on_call
 from tests.client.pushsupport import PushBench, Told, engine_of, hook, pulls, unsettled
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
@@ -724,16 +725,9 @@ def test_of_two_seeks_at_once_the_second_counts(bench: PushBench) -> None:
 
 def test_what_a_worker_lost_hold_of_is_pulled_again(bench: PushBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that is no handler's leaves neither messages that nobody handles nor a position that stands still."""
-    seen, errors = Seen(), [MemoryError()]
+    seen = Seen()
     consumer = bench.consumer(seen)
-    real = consumer._handling.call
-
-    def once(*arguments: Any) -> Any:
-        if errors:
-            raise errors.pop()
-        return real(*arguments)
-
-    monkeypatch.setattr(consumer._handling, "call", once)
+    monkeypatch.setattr(consumer._handling, "call", on_call(1, MemoryError(), consumer._handling.call))
     bench.put(b"0", b"1")
     bench.advance(2)
     assert set(seen) == {b"0", b"1"}

@@ -23,7 +23,7 @@ from mqstore.client.outcome import BatchFailure, Reject, Retry
 from mqstore.client.wanted import Wanted
 from mqstore.client.workers import Worker
 from mqstore.log.message import Message
-from tests.client.pushsupport import PushBench
+from tests.client.pushsupport import PushBench, hook
 
 ALL = Wanted(("TAG", "*"), None)
 
@@ -187,12 +187,8 @@ def test_who_names_something_else_has_failed_with_all(
 
 def test_counters_are_of_messages_and_their_time(handle: Handle, given: list[Message]) -> None:
     settled: list[tuple[int, str, float]] = []
-
-    class Told(Interceptor):
-        def on_settle(self, message: Message, outcome: Any, seconds: float) -> None:
-            settled.append((message.offset, outcome, seconds))
-
-    _, handling, _ = handle(lambda given: None, interceptor=Told())
+    hears = hook(on_settle=lambda message, outcome, seconds: settled.append((message.offset, outcome, seconds)))
+    _, handling, _ = handle(lambda given: None, interceptor=hears)
     handling.settled(given[:2], "ack", 3.0)
     handling.settled(given[2:], "retry", 1.0)
     handling.settled(given[2:], "dlq", 1.0)

@@ -13,7 +13,7 @@ import pytest
 import mqstore
 from mqstore import Interceptor, SimulatedClock
 from mqstore.client.limitedlog import _KINDS_MAX, EVERY_MS, LimitedLog
-from tests.client.pushsupport import PushBench
+from tests.client.pushsupport import PushBench, hook
 
 NUMBER = 200
 FAST: dict[str, Any] = {"retry": mqstore.RetryPolicy(1, [0])}
@@ -177,19 +177,16 @@ def test_a_batch_that_hangs_shows_its_stack_once(
 ) -> None:
     """500 messages of one call made 500 stacks."""
     let_go, told = threading.Event(), threading.Semaphore(0)
+    counts = hook(on_timeout=lambda message, stack: told.release())
 
     def hangs_here(batch: Any) -> None:
         let_go.wait(30)
-
-    class Told(Interceptor):
-        def on_timeout(self, message: Any, stack: str) -> None:
-            told.release()
 
     with mqstore.open(tmp_path) as store:
         store.create_topic("t", queues=1)
         store.put_many("t", [b"x"] * 20)
         consumer = store.push_consumer(
-            "g", workers=1, mode=mode, ordered=ordered, batch_size=20, consume_timeout=0.1, interceptors=[Told()]
+            "g", workers=1, mode=mode, ordered=ordered, batch_size=20, consume_timeout=0.1, interceptors=[counts]
         )
         consumer.subscribe("t", hangs_here)
         with consumer:

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import BatchFailure, Interceptor, Message, QueueRef, Reject, Retry, RetryPolicy
+from mqstore import BatchFailure, Message, QueueRef, Reject, Retry, RetryPolicy
 from mqstore.broker.begun import Address
 from mqstore.client import chunks, orderly
 from mqstore.client.workers import cancelled
 from mqstore.errors import ConfigError, StoreBusyError
 from tests.client.orderlysupport import Bench, fire
+from tests.client.pushsupport import hook
 
 T0, T1 = QueueRef("t", 0), QueueRef("t", 1)
 MODES = pytest.mark.parametrize("mode", ["queue", "pop"])
@@ -484,12 +485,8 @@ def test_a_failure_of_a_queue_that_is_being_given_up_still_counts(wide: Bench) -
 
 
 def test_a_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    class Timeouts(Interceptor):
-        def __init__(self) -> None:
-            self.seen: list[tuple[str, int]] = []
-
-        def on_timeout(self, message: Message, stack: str) -> None:
-            self.seen.append((message.text(), bench.clock.monotonic_ms()))
+    def timeout(message: Message, stack: str) -> None:
+        timeouts.append((message.text(), bench.clock.monotonic_ms()))
 
     def handle(messages: Sequence[Message]) -> None:
         if messages[0].text() != "0":
@@ -502,16 +499,16 @@ def test_a_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Bench, caplo
         seen.append(cancelled())
 
     seen: list[bool] = []
-    timeouts = Timeouts()
+    timeouts: list[tuple[str, int]] = []
     bench.put("0", "1", "2")
-    first = bench.join("a", handle, batch_size=2, consume_timeout=900, interceptors=[timeouts])
+    first = bench.join("a", handle, batch_size=2, consume_timeout=900, interceptors=[hook(on_timeout=timeout)])
     other = bench.join("b", lambda messages: None, batch_size=2)
     bench.members.remove(other)
     with caplog.at_level(logging.ERROR):
         bench.settle()
 
-    assert [body for body, _ in timeouts.seen] == ["0", "1"]
-    assert 900_000 <= timeouts.seen[0][1] <= 902_000
+    assert [body for body, _ in timeouts] == ["0", "1"]
+    assert 900_000 <= timeouts[0][1] <= 902_000
     assert seen == [False, True]
     assert len([record for record in caplog.records if "has been in its handler for 900 s" in record.message]) == 1
     bench.advance(1)

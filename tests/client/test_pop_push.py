@@ -3,7 +3,6 @@ thread, but in the last part."""
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections import Counter
@@ -19,7 +18,7 @@ from mqstore.broker.begun import UNREAD
 from mqstore.broker.members import Mode
 from mqstore.client import chunks, poppush
 from mqstore.client.workers import cancelled
-from tests.client.popsupport import BOTH, Bench, Push, ended, in_thread, until
+from tests.client.popsupport import BOTH, Bench, Push, ended, full, in_thread, on_call, until
 from tests.client.pushsupport import Told, hook
 
 
@@ -46,10 +45,6 @@ def fails(*bodies: bytes) -> Callable[[Message], None]:
             raise RuntimeError("mine")
 
     return act
-
-
-def full(*_: Any, **__: Any) -> Any:
-    raise mqstore.errors.StoreFullError(errno.ENOSPC, "no space", "log", "put")
 
 
 # -- what both do -----------------------------------------------------------------------------------------------------
@@ -562,14 +557,7 @@ def test_of_a_batch_only_what_failed_comes_again(bench: Bench) -> None:
 def test_what_fails_with_what_was_found_silences_nobody(
     bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, errors = poppush.Held, [MemoryError()]
-
-    def once(found: Any) -> Any:
-        if errors:
-            raise errors.pop()
-        return real(found)
-
-    monkeypatch.setattr(poppush, "Held", once)
+    monkeypatch.setattr(poppush, "Held", on_call(1, MemoryError(), poppush.Held))
     push = Push(bench, ordered=ordered)
     bench.put(b"0", queue_id=0)
     push.advance(2)

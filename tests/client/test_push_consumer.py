@@ -24,7 +24,6 @@ import pytest
 import mqstore
 from mqstore.broker.broker import Broker
 from mqstore.client.consumerstats import QueueStats
-from mqstore.client.interceptors import Interceptor
 from mqstore.client.outcome import Reject, Retry
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.pushconsumer import PushConsumer
@@ -34,7 +33,7 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from tests.children import speaking_child
 from tests.client.popsupport import until
-from tests.client.pushsupport import PushBench
+from tests.client.pushsupport import PushBench, Told, hook
 
 T0 = QueueRef("t", 0)
 LONG_S = 20.0
@@ -176,13 +175,10 @@ def test_one_that_was_never_started_may_be_stopped(bench: PushBench) -> None:
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_hook_that_stops_a_consumer_while_it_starts_has_stopped_it(bench: PushBench, ordered: bool) -> None:
-    class Stops(Interceptor):
-        def on_assign(self, queues: frozenset[QueueRef]) -> None:
-            consumer.stop()
-
     seen: list[Message] = []
     bench.put(b"x")
-    consumer = bench.consumer(seen.append, interceptors=[Stops()], ordered=ordered)
+    stops = hook(on_assign=lambda queues: consumer.stop())
+    consumer = bench.consumer(seen.append, interceptors=[stops], ordered=ordered)
     bench.consumers.remove(consumer)
     consumer.run_once()
     assert seen == []
@@ -613,11 +609,7 @@ def test_a_rate_is_not_known_before_there_is_a_sample(bench: PushBench, mode: An
 
 
 def test_the_time_of_a_handler_is_not_known_before_it_was_called(bench: PushBench) -> None:
-    class LeavesOut(Interceptor):
-        def on_receive(self, messages: list[Message]) -> list[Message]:
-            return []
-
-    consumer = bench.consumer(interceptors=[LeavesOut()])
+    consumer = bench.consumer(interceptors=[Told(b"x")])
     bench.put(b"x")
     bench.settle()
     stats = consumer.stats().topics["t"]

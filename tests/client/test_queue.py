@@ -16,31 +16,18 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Queue, RetryPolicy, SimulatedClock, StoreConfig
+from mqstore import Queue, RetryPolicy
 from mqstore.admin import Broker
 from mqstore.broker.housekeeper import Housekeeper
 from mqstore.signalsafe import Bell
-from tests.broker.support import advance_broker
 from tests.children import in_child
-from tests.client.popsupport import ended, in_thread
+from tests.client import popsupport
+from tests.client.popsupport import ended, full, in_thread, on_call
 
 
-class Bench:
-    """A broker with time by hand."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.clock = SimulatedClock()
-        self.open()
-
-    def open(self) -> None:
-        self.broker = Broker(mqstore.engine.MessageStore(self.path, config=StoreConfig(clock=self.clock)))
-
+class Bench(popsupport.Bench):
     def queue(self, **options: Any) -> Queue:
         return Queue(self.broker, "jobs", **options)
-
-    def advance(self, duration_s: float) -> None:
-        advance_broker(self.broker, self.clock, round(duration_s * 1000))
 
 
 @pytest.fixture
@@ -717,10 +704,6 @@ def test_task_done_may_be_said_again_when_the_disk_was_full(bench: Bench, monkey
     queue = bench.queue()
     queue.put(b"a")
     queue.get()
-
-    def full(*arguments: Any) -> None:
-        raise mqstore.errors.StoreFullError(28, "full", "file", "append")
-
     with monkeypatch.context() as patch:
         patch.setattr(bench.broker, "ack", full)
         with pytest.raises(mqstore.errors.StoreFullError):
@@ -734,16 +717,8 @@ def test_task_done_may_be_said_again_when_the_disk_was_full(bench: Bench, monkey
 def test_what_an_interrupted_get_many_had_taken_is_there_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = bench.queue()
     queue.put_many([b"%d" % i for i in range(40)])
-    pop, calls = bench.broker.pop, []
-
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return pop(*arguments, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(bench.broker, "pop", interrupted)
+        patch.setattr(bench.broker, "pop", on_call(2, KeyboardInterrupt(), bench.broker.pop))
         with pytest.raises(KeyboardInterrupt):
             queue.get_many(40)
     tasks = queue.get_many(40)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import mqstore
 from mqstore.broker.pop.service import Delivery
 from mqstore.client.renewal import Held, Renewer
-from tests.client.popsupport import Bench
+from tests.client.popsupport import Bench, full
 
 LOAN_MS = 60_000
 
@@ -114,10 +112,6 @@ def test_what_came_too_late_is_told_and_renewed_no_more(
 
 def test_a_full_disk_is_tried_again(consumer: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
     consumer.take()
-
-    def full(*_: Any, **__: Any) -> str:
-        raise mqstore.errors.StoreFullError(errno.ENOSPC, "no space", "log", "put")
-
     with monkeypatch.context() as disk:
         disk.setattr(consumer.bench.broker, "renew", full)
         consumer.pass_time(40)

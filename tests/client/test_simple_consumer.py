@@ -19,7 +19,7 @@ import mqstore
 from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
 from mqstore.broker.members import Mode
 from mqstore.signalsafe import Bell
-from tests.client.popsupport import Bench, ended, in_thread, until
+from tests.client.popsupport import Bench, ended, in_thread, on_call, until
 
 
 @pytest.fixture
@@ -374,16 +374,8 @@ def test_what_was_found_when_ctrl_c_comes_is_given_back(bench: Bench, monkeypatc
     consumer = bench.consumer("t", "u")
     bench.put(b"a")
     bench.put(b"b", topic="u")
-    pop, calls = bench.broker.pop, []
-
-    def interrupted(*rest: Any, **more: Any) -> Any:
-        calls.append(rest)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return pop(*rest, **more)
-
     with monkeypatch.context() as patch:
-        patch.setattr(bench.broker, "pop", interrupted)
+        patch.setattr(bench.broker, "pop", on_call(2, KeyboardInterrupt(), bench.broker.pop))
         with pytest.raises(KeyboardInterrupt):
             consumer.receive(2, wait=0)
     assert consumer.pending() == []
@@ -631,14 +623,7 @@ def test_ctrl_c_in_the_wait_leaves_nothing_behind(store: Store, monkeypatch: pyt
 
 def test_a_wait_that_cannot_begin_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
-    add, calls = store.broker.add_pop_waiter, []
-
-    def busy(*rest: Any, **more: Any) -> Any:
-        calls.append(rest)
-        if len(calls) == 2:
-            raise mqstore.errors.StoreBusyError("too many")
-        return add(*rest, **more)
-
+    busy = on_call(2, mqstore.errors.StoreBusyError("too many"), store.broker.add_pop_waiter)
     monkeypatch.setattr(store.broker, "add_pop_waiter", busy)
     with pytest.raises(mqstore.errors.StoreBusyError):
         consumer.receive()
@@ -747,10 +732,7 @@ def test_who_was_called_and_fails_passes_it_on(
     bench.put(b"a")
     assert called == ["one"]
 
-    def failing(*_: Any, **__: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(bench.broker, "pop", failing)
+    monkeypatch.setattr(bench.broker, "pop", on_call(1, error, bench.broker.pop))
     with pytest.raises(type(error)):
         consumer.receive(wait=0)
     bench.settle()
