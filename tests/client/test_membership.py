@@ -21,6 +21,7 @@ from mqstore.log.commitlog import QueueRef
 ALL = {"orders": ("TAG", "*")}
 Q = [QueueRef("orders", i) for i in range(4)]
 CLUSTERING = Mode("queue")
+BROADCASTING = Mode("queue", broadcasting=True)
 
 
 class Seat(Membership):
@@ -161,6 +162,26 @@ def test_what_is_another_s_by_now_is_wanted_no_longer(seat: Callable[..., Seat],
     first.give([Q[3]])
     assert second.news() == 1
     assert third.mine() == {Q[0], Q[1]}
+
+
+def test_a_queue_at_work_is_not_for_another_who_has_taken_the_name(seat: Callable[..., Seat]) -> None:
+    first = seat("c1")
+    first.rebalance()
+    assert first.begin_work(Q[0])
+    first.leave()
+    second = seat("c1")
+    assert second.rebalance() == set(Q[1:])
+    first.end_work(Q[0])
+    assert second.rebalance() == set(Q)
+    first.give(Q)
+
+    assert second.renew() == set()
+
+
+def test_work_on_a_queue_of_a_broadcast_needs_no_lock(seat: Callable[..., Seat]) -> None:
+    first = seat("c1", BROADCASTING)
+    assert first.begin_work(Q[0])
+    first.end_work(Q[0])
 
 
 def test_another_group_s_changes_are_not_told(seat: Callable[..., Seat], broker: Broker) -> None:
