@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.client.allocation import (
-    STRATEGIES,
-    Strategy,
-    avg,
-    circle,
-    fixed_queues,
-    strategy_named,
-)
+from mqstore.client.allocation import STRATEGIES, Strategy, avg, circle, fixed_queues, strategy_named
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 

@@ -235,13 +235,8 @@ def test_averages_outlast_the_minute(bench: PushBench, mode: Any, monkeypatch: p
     monkeypatch.setattr(consumer._handling, "pulled", lambda topic, messages, took_ms: counted(topic, messages, 4.0))
     bench.put(*[b"x"] * 5)
     assert (consumer.stats().topics.get("t"), bench.settle()) != (None, None)
-    for idle_s in (
-        0,
-        10,
-        300,
-        900,
-        4_000,
-    ):  # before there is a sample, in the minute, before the hour's first, in it, later
+    # Before there is a sample, in the minute, before the hour's first, in it, later.
+    for idle_s in (0, 10, 300, 900, 4_000):
         bench.advance(idle_s)
         stats = consumer.stats().topics["t"]
         assert 2 <= stats.handler_ms < 1_000

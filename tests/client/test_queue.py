@@ -576,8 +576,7 @@ def test_as_a_context_it_is_shut_at_the_end(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"visibility": 0}, {"visibility": -1}, {"visibility": 13 * 3600}, {"maxsize": -1}, {"maxsize": 1.5}],
+    "options", [{"visibility": 0}, {"visibility": -1}, {"visibility": 13 * 3600}, {"maxsize": -1}, {"maxsize": 1.5}]
 )
 def test_options_that_cannot_be_make_no_queue(bench: Bench, options: dict[str, Any]) -> None:
     with pytest.raises(mqstore.errors.ConfigError):
