@@ -318,24 +318,6 @@ def test_what_hung_comes_again_as_the_policy_says(bench: PushBench, mode: Any) -
     assert at_ms[2] - at_ms[1] == pytest.approx(300_000, abs=1_000)
 
 
-def test_a_first_retry_comes_after_10_s_with_any_level_table(tmp_path: Path) -> None:
-    """In a store with the levels "1h 5h" it came after five hours: the first retry was always level 3, at most the
-    last one."""
-    bench = PushBench(tmp_path / "levels", delay_levels="1h 5h")
-    at_ms = list[int]()
-
-    def handler(message: Message) -> None:
-        at_ms.append(bench.clock.now_ms())
-        if message.attempt == 1:
-            raise ValueError("no")
-
-    bench.consumer(handler)
-    bench.put(b"m")
-    bench.advance(60)
-    assert [later - at_ms[0] for later in at_ms[1:]] == [pytest.approx(10_000, abs=1_000)]
-    bench.close()
-
-
 def test_a_handler_that_takes_another_s_place_does_so_within_a_chunk(bench: PushBench) -> None:
     """A chunk may hold a thousand messages, of minutes each."""
     after = Handler(bench)

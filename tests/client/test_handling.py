@@ -9,11 +9,6 @@ import pytest
 
 from mqstore.broker.begun import Suspects
 from mqstore.client.handling import (
-    CONSUME_FAILED,
-    CONSUME_OK,
-    CONSUME_US,
-    PULL,
-    PULL_US,
     Failure,
     Handling,
     Subscription,
@@ -23,7 +18,7 @@ from mqstore.client.outcome import BatchFailure, Reject, Retry
 from mqstore.client.wanted import Wanted
 from mqstore.client.workers import Worker
 from mqstore.log.message import Message
-from tests.client.pushsupport import PushBench, hook
+from tests.client.pushsupport import PushBench
 
 ALL = Wanted(("TAG", "*"), None)
 
@@ -183,25 +178,6 @@ def test_who_names_something_else_has_failed_with_all(
     assert failure is not None
     assert (failure.kind, failure.failed) == ("retry", None)
     assert [type(each) for each, _ in told] == [ValueError]
-
-
-def test_counters_are_of_messages_and_their_time(handle: Handle, given: list[Message]) -> None:
-    settled: list[tuple[int, str, float]] = []
-    hears = hook(on_settle=lambda message, outcome, seconds: settled.append((message.offset, outcome, seconds)))
-    _, handling, _ = handle(lambda given: None, interceptor=hears)
-    handling.settled(given[:2], "ack", 3.0)
-    handling.settled(given[2:], "retry", 1.0)
-    handling.settled(given[2:], "dlq", 1.0)
-    handling.pulled("t", 3, 2.0)
-    totals = handling.statistics.snapshot().totals
-    assert {name: totals[name, "t"] for name in (CONSUME_OK, CONSUME_FAILED, CONSUME_US, PULL, PULL_US)} == {
-        CONSUME_OK: (2, 1),
-        CONSUME_FAILED: (2, 2),
-        CONSUME_US: (5_000, 4),
-        PULL: (3, 1),
-        PULL_US: (2_000, 1),
-    }
-    assert settled == [(0, "ack", 0.003), (1, "ack", 0.003), (2, "retry", 0.001), (2, "dlq", 0.001)]
 
 
 def test_a_worker_that_comes_after_the_end_keeps_no_suspected_message_from_others(bench: PushBench) -> None:

@@ -644,27 +644,6 @@ def test_an_idle_consumer_is_woken_each_time(store: Store, ordered: bool) -> Non
     assert seen == [b"%d" % i for i in range(50)]
 
 
-def test_a_handler_that_blocks_keeps_none_from_the_others(store: Store) -> None:
-    """Its worker fetched a chunk, took the handlers for quick, and would have handled the rest, and fetched on."""
-    go, seen = threading.Event(), []
-
-    def handle(message: Message) -> None:
-        if message.body == b"0":
-            go.wait(20)
-        seen.append(message.body)
-
-    consumer = store.push_consumer("g", mode="pop", workers=2)
-    consumer._engine._runner.pace_ms = 0.0  # type: ignore[attr-defined]
-    consumer.subscribe("t", handle)
-    store.put_many("t", [b"%d" % i for i in range(100)], queue_id=0)
-    with consumer:
-        until(lambda: len(seen) == 99)
-        go.set()
-        until(lambda: len(seen) == 100)
-    assert seen[-1] == b"0"
-    assert sum(store.lag("g").values()) == 0
-
-
 @BOTH
 def test_stop_waits_for_handlers_and_what_hangs_counts_for_nothing(store: Store, ordered: bool) -> None:
     go, begun = threading.Event(), threading.Event()

@@ -290,7 +290,8 @@ def test_all_workers_are_at_what_one_pull_brought(broker: Broker) -> None:
         until(lambda: len(done) == 4)
 
 
-def test_what_stands_behind_a_slow_message_is_offered_to_others(broker: Broker) -> None:
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_what_stands_behind_a_slow_message_is_offered_to_others(broker: Broker, mode: Any) -> None:
     """Handlers were fast so far, so nobody was asked to help with this pull."""
     fast, last = list[bytes](), threading.Event()
     waited = list[bool]()
@@ -303,7 +304,7 @@ def test_what_stands_behind_a_slow_message_is_offered_to_others(broker: Broker) 
         else:
             fast.append(message.body)
 
-    consumer = PushConsumer(broker, "g", workers=2)
+    consumer = PushConsumer(broker, "g", workers=2, mode=mode)
     consumer.subscribe("t", handler)
     with consumer:
         broker.put_many("t", [b"m"] * 800, queue_id=0)
@@ -468,19 +469,6 @@ def test_the_end_of_a_process_stops_the_consumers_of_a_store_that_nobody_holds(t
     subprocess.run([sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], check=True, timeout=60)
     with mqstore.open(tmp_path) as store:
         assert store.committed("g", T0) == 1
-
-
-def test_a_store_that_is_closed_stops_its_consumers_first(tmp_path: Path) -> None:
-    handled, threads = list[bytes](), set(threading.enumerate())
-    with mqstore.open(tmp_path) as store:
-        consumer = store.push_consumer("g", workers=2)
-        consumer.subscribe("t", lambda message: handled.append(message.body))
-        consumer.start()
-        store.put("t", b"0")
-        until(lambda: handled)
-    assert set(threading.enumerate()) <= threads
-    with mqstore.open(tmp_path) as store:
-        assert sum(store.broker.lag("g").values()) == 0
 
 
 def test_a_broker_that_is_closed_under_a_consumer_leaves_one_that_can_be_stopped(
