@@ -1253,14 +1253,10 @@ def test_an_exception_rolls_all_of_them_back(bench: Bench, error: type[BaseExcep
     seen = Recorder()
     producer = bench.producer(interceptors=[seen], checker=lambda message: True)
 
-    def block() -> None:
-        with producer.transaction() as tx:
-            tx.send("orders", b"paid")
-            tx.send("orders", b"booked")
-            raise error
-
-    with pytest.raises(error):
-        block()
+    with pytest.raises(error), producer.transaction() as tx:  # noqa: PT012
+        tx.send("orders", b"paid")
+        tx.send("orders", b"booked")
+        raise error
     bench.advance(CHECK_MS + AGAIN_MS)
 
     assert bench.sent() == []
@@ -1357,14 +1353,10 @@ def test_a_commit_that_finds_no_room_is_told_and_made_later(tmp_path: Path) -> N
     producer = bench.producer(checker=lambda message: False)
     tx = producer.transaction()
 
-    def block() -> None:
-        with tx:
-            for i in range(3):
-                tx.send("orders", bytes([i]) * 1000, queue_id=0)
-            fs.fail("allocate", errno.ENOSPC, times=None)
-
-    with pytest.raises(StoreFullError) as caught:
-        block()
+    with pytest.raises(StoreFullError) as caught, tx:  # noqa: PT012
+        for i in range(3):
+            tx.send("orders", bytes([i]) * 1000, queue_id=0)
+        fs.fail("allocate", errno.ENOSPC, times=None)
     stored = [receipt for receipt in tx.receipts if receipt]
     assert len(stored) < 3
     assert list(caught.value.receipts) == stored
@@ -1387,14 +1379,10 @@ def test_a_rollback_that_fails_is_logged_and_the_cause_reaches_the_caller(
     def failing(*arguments: Any, **options: Any) -> Any:
         raise StoreFullError(errno.ENOSPC, "full", "file", "append")
 
-    def block() -> None:
-        with producer.transaction() as tx:
-            tx.send("orders", b"x")
-            monkeypatch.setattr(bench.broker.transactions, "end", failing)
-            raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        block()
+    with pytest.raises(ValueError, match="mine"), producer.transaction() as tx:  # noqa: PT012
+        tx.send("orders", b"x")
+        monkeypatch.setattr(bench.broker.transactions, "end", failing)
+        raise ValueError("mine")
     assert "could not be rolled back yet" in caplog.text
     monkeypatch.setattr(bench.broker.transactions, "end", end)
     bench.advance(CHECK_MS + AGAIN_MS)
@@ -1410,14 +1398,10 @@ def test_a_ctrl_c_between_two_commits_leaves_none_undecided(bench: Bench, monkey
         monkeypatch.setattr(bench.broker.transactions, "end", end)
         raise KeyboardInterrupt
 
-    def block() -> None:
-        with producer.transaction() as tx:
-            tx.send("orders", b"1")
-            tx.send("orders", b"2")
-            monkeypatch.setattr(bench.broker.transactions, "end", interrupted)
-
-    with pytest.raises(KeyboardInterrupt):
-        block()
+    with pytest.raises(KeyboardInterrupt), producer.transaction() as tx:  # noqa: PT012
+        tx.send("orders", b"1")
+        tx.send("orders", b"2")
+        monkeypatch.setattr(bench.broker.transactions, "end", interrupted)
     bench.advance(CHECK_MS + AGAIN_MS)
 
     assert sorted(bench.sent()) == [b"1", b"2"]
@@ -1496,13 +1480,9 @@ def test_a_block_that_outlives_its_producer_still_ends(bench: Bench) -> None:
 def test_with_closes_and_stores_what_was_submitted_even_when_it_raises(broker: Broker) -> None:
     producer = Producer(broker)
 
-    def block() -> None:
-        with producer:
-            producer.submit("orders", b"x")
-            raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        block()
+    with pytest.raises(ValueError, match="mine"), producer:  # noqa: PT012
+        producer.submit("orders", b"x")
+        raise ValueError("mine")
     assert producer.closed
     assert [m.body for m in broker.store.iter("orders")] == [b"x"]
 

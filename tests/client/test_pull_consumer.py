@@ -278,20 +278,6 @@ def test_the_loop_counts_a_message_as_done_when_the_next_is_asked_for(broker: Br
     assert committed(broker) == 3  # though more had been read
 
 
-def test_an_exception_in_the_loop_leaves_its_message_uncommitted(broker: Broker) -> None:
-    put(broker, *"abcde")
-
-    def work() -> None:
-        with subscribed(broker) as consumer:
-            for message in consumer:
-                if message.text() == "c":
-                    raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        work()
-    assert committed(broker) == 2
-
-
 def test_a_commit_in_the_loop_covers_what_the_loop_has_given(broker: Broker) -> None:
     put(broker, *"abcde")
     consumer = subscribed(broker, auto_commit=False)

@@ -437,19 +437,6 @@ def test_what_the_codec_cannot_read_is_a_failed_attempt_and_is_kept(bench: Bench
 # -- what it is on disk ----------------------------------------------------------------------------------------------
 
 
-def test_items_and_loans_are_there_after_a_restart(bench: Bench) -> None:
-    queue = bench.queue()
-    queue.put_many([b"a", b"b", b"c"])
-    queue.get().ack()
-    queue.get()
-    bench.broker.close()
-    bench.open()
-    again = bench.queue()
-    assert again.qsize() == 2
-    bench.advance(0)
-    assert sorted(taken(again)) == [b"b", b"c"]
-
-
 def test_after_kill_9_what_was_on_loan_comes_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came when the background thread had got to it, and `for task in queue` could end before."""
     path = tmp_path / "store"
