@@ -10,18 +10,11 @@ import pytest
 
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.log.commitlog import QueueRef
+from tests.client.pushsupport import hook
 
 
 def messages(*offsets: int) -> list[Any]:
     return [SimpleNamespace(offset=offset, queue=QueueRef("t", 0)) for offset in offsets]
-
-
-class Receiving(Interceptor):
-    def __init__(self, choose: Callable[[list[Any]], Any]) -> None:
-        self.choose = choose
-
-    def on_receive(self, messages: list[Any]) -> Any:
-        return self.choose(messages)
 
 
 class Around(Interceptor):
@@ -73,15 +66,15 @@ class Around(Interceptor):
 )
 def test_a_hook_chooses_among_what_came_and_can_do_nothing_else(choose: Any, expected: list[int]) -> None:
     came = messages(1, 2, 3)
-    kept = Interceptors([Receiving(choose)]).receiving(came)
+    kept = Interceptors([hook(on_receive=choose)]).receiving(came)
     assert [message.offset for message in kept] == expected
     assert all(message in came for message in kept)
 
 
 def test_each_hook_sees_what_those_before_it_left() -> None:
     seen: list[int] = []
-    second = Receiving(lambda given: seen.extend(each.offset for each in given) or given)
-    Interceptors([Receiving(lambda given: given[1:]), second]).receiving(messages(1, 2))
+    second = hook(on_receive=lambda given: seen.extend(each.offset for each in given) or given)
+    Interceptors([hook(on_receive=lambda given: given[1:]), second]).receiving(messages(1, 2))
     assert seen == [2]
 
 

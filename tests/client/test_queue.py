@@ -22,7 +22,7 @@ from mqstore.broker.housekeeper import Housekeeper
 from mqstore.signalsafe import Bell
 from tests.children import in_child
 from tests.client import popsupport
-from tests.client.popsupport import ended, full, in_thread, on_call
+from tests.client.popsupport import ended, full, in_thread, on_call, until
 
 
 class Bench(popsupport.Bench):
@@ -105,8 +105,7 @@ def test_task_done_is_for_what_the_thread_got_last(bench: Bench) -> None:
 def test_a_put_wakes_one_who_waits(broker: Broker) -> None:
     queue = Queue(broker, "jobs")
     threads = [in_thread(lambda wait=wait: queue.get(timeout=wait).value) for wait in (20, None, math.inf)]  # type: ignore[misc]
-    while broker._waiters.parked < 3:
-        time.sleep(0.001)
+    until(lambda: broker._waiters.parked == 3)
     queue.put_many([b"0", b"1"])
     queue.put(b"2")
     assert {ended(*each) for each in threads} == {b"0", b"1", b"2"}
@@ -119,8 +118,7 @@ def test_who_waits_in_order_is_woken_by_the_ack(broker: Broker) -> None:
     queue.put_many([b"0", b"1"])
     task = queue.get()
     waiting = in_thread(lambda: queue.get(timeout=20).value)
-    while broker._waiters.parked < 1:
-        time.sleep(0.001)
+    until(lambda: broker._waiters.parked == 1)
     task.ack()
     assert ended(*waiting) == b"1"
 
@@ -234,8 +232,7 @@ def test_who_waits_for_others_to_settle_hears_that_the_store_was_closed(broker: 
     queue = Queue(broker, "jobs", maxsize=1)
     queue.put(b"a")
     waiting = in_thread(lambda: wait(queue))
-    while not queue._waiting:
-        time.sleep(0.001)
+    until(lambda: queue._waiting)
     broker.close()
     assert isinstance(ended(*waiting), mqstore.errors.StoreClosedError)
     assert isinstance(ended(*in_thread(lambda: wait(queue))), mqstore.errors.StoreClosedError)  # and who comes later
@@ -529,8 +526,7 @@ def test_join_does_not_wait_for_what_an_immediate_shutdown_left_there(broker: Br
 def test_shutdown_wakes_who_waits(broker: Broker, immediate: bool) -> None:
     queue = Queue(broker, "jobs", maxsize=1)
     waiting = [in_thread(queue.get) for _ in range(3)]
-    while broker._waiters.parked < 3:
-        time.sleep(0.001)
+    until(lambda: broker._waiters.parked == 3)
     queue.shutdown(immediate)
     assert all(isinstance(ended(*each), mqstore.QueueShutDown) for each in waiting)
     other = Queue(broker, "others", maxsize=1)
@@ -545,8 +541,7 @@ def test_closing_the_broker_ends_the_wait(tmp_path: Path) -> None:
     broker = Broker(mqstore.engine.MessageStore(tmp_path / "store"))
     queue = Queue(broker, "jobs")
     waiting = in_thread(queue.get)
-    while broker._waiters.parked < 1:
-        time.sleep(0.001)
+    until(lambda: broker._waiters.parked == 1)
     broker.close()
     assert isinstance(ended(*waiting), mqstore.errors.StoreClosedError)
 
@@ -663,11 +658,9 @@ def test_who_finds_his_queue_shut_passes_his_turn_on(broker: Broker) -> None:
 
     first._waits.wait = slow  # type: ignore[method-assign]
     shut = in_thread(first.get)
-    while not first._waits.open:
-        time.sleep(0.001)
+    until(lambda: first._waits.open)
     lucky = in_thread(second.get)
-    while not second._waits.open:
-        time.sleep(0.001)
+    until(lambda: second._waits.open)
     second.put(b"a")  # the first one's turn: it was there before
     assert called.wait(20)
     first.shutdown(immediate=True)
