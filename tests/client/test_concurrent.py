@@ -84,7 +84,8 @@ def test_what_a_handler_says_is_done(
     assert bench.committed() == 1
 
 
-def test_of_a_batch_only_those_that_failed_come_again(bench: PushBench) -> None:
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_of_a_batch_only_those_that_failed_come_again(bench: PushBench, mode: Any) -> None:
     calls: list[list[bytes]] = []
 
     def handler(batch: Sequence[Message]) -> None:
@@ -93,7 +94,7 @@ def test_of_a_batch_only_those_that_failed_come_again(bench: PushBench) -> None:
             raise BatchFailure([batch[3], batch[1]])
 
     hook = Told()
-    bench.consumer(handler, batch_size=4, interceptors=[hook])
+    bench.consumer(handler, mode=mode, batch_size=4, interceptors=[hook])
     bench.put(b"0", b"1", b"2", b"3")
     bench.advance(30)
 

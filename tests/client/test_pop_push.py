@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import BatchFailure, Message, Reject, Retry, RetryPolicy, Store
+from mqstore import Message, Reject, Retry, RetryPolicy, Store
 from mqstore.broker.begun import UNREAD
 from mqstore.broker.members import Mode
 from mqstore.client import chunks, poppush
@@ -340,16 +340,8 @@ def test_hooks_hear_how_long_the_handler_of_a_message_took(
 
 
 @BOTH
-def test_pause_and_resume(bench: Bench, ordered: bool) -> None:
+def test_it_has_no_queues_to_pause_or_to_seek_in(bench: Bench, ordered: bool) -> None:
     push = Push(bench, ordered=ordered)
-    push.go()
-    push.consumer.pause()
-    bench.put(b"a")
-    push.advance(10)
-    assert push.seen == []
-    push.consumer.resume()
-    push.go()
-    assert push.seen == [(b"a", 1)]
     queue = mqstore.QueueRef("t", 0)
     for call in (lambda: push.consumer.pause(queue), lambda: push.consumer.resume(queue)):
         with pytest.raises(mqstore.errors.ConfigError, match="no queues"):
@@ -534,19 +526,6 @@ def test_a_batch_is_of_one_topic(bench: Bench, ordered: bool) -> None:
     bench.put(*[b"u"] * 4, topic="u", queue_id=0)
     push.go()
     assert sorted(batches) == [["t"], ["t"] * 3, ["u"], ["u"] * 3]
-    assert lag(bench) == 0
-
-
-def test_of_a_batch_only_what_failed_comes_again(bench: Bench) -> None:
-    def act(given: Any) -> None:
-        failed = [message for message in given if message.body == b"1" and message.attempt == 1]
-        if failed:
-            raise BatchFailure(failed)
-
-    push = Push(bench, act, batch_size=3)
-    bench.put(b"0", b"1", b"2", queue_id=0)
-    push.advance(5)
-    assert push.seen == [(b"0", 1), (b"1", 1), (b"2", 1), (b"1", 2)]
     assert lag(bench) == 0
 
 
