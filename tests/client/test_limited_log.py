@@ -194,7 +194,7 @@ def test_a_batch_that_hangs_shows_its_stack_once(
                 assert told.acquire(timeout=20)
             let_go.set()
     [first] = [line for line in lines(caplog) if "in hangs_here" in line]
-    assert first.startswith("group g: t/0, offset 0")
+    assert first.startswith("group g: t/0, offset 0 and 19 more: ")
     assert "has been in its handler for 0.1 s" in first
 
 
