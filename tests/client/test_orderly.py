@@ -285,29 +285,6 @@ def test_a_message_rejected_at_its_third_attempt_has_had_three(bench: Bench) -> 
     assert letter.reconsume_times == 3
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_attempts_survive_a_restart(bench: Bench, killed: bool) -> None:
-    policy = RetryPolicy(5, [1])
-    bench.put("0", "1")
-    consumer = bench.join(handler=fails("0"), retry=policy)
-    bench.advance(2)
-    assert bench.attempts == [("0", 1), ("0", 2), ("0", 3)]
-    if killed:
-        bench.advance(0.5)  # on disk within a second of the first
-        bench.kill()
-    else:
-        bench.leave(consumer)
-        bench.close()
-    bench.open()
-    bench.join(handler=fails("0"))
-    bench.advance(10)
-
-    counts = [attempt for body, attempt in bench.attempts[3:] if body == "0"]
-    assert counts == [4, 5] or (killed and counts == [3, 4, 5])
-    assert bench.bodies[-1] == "1"
-    assert bench.letters() == ["0"]
-
-
 def test_a_crash_between_dead_letter_and_offset_makes_two_letters_never_none(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
