@@ -177,29 +177,6 @@ def test_what_takes_long_is_kept_and_so_is_what_waits_behind_it(bench: Bench, or
     assert lag(bench) == 0
 
 
-def test_a_handler_that_hangs_is_given_up(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    recorder, was_cancelled = Told(), []
-
-    def act(message: Message) -> None:
-        if message.attempt == 1:
-            for _ in range(30):
-                was_cancelled.append(cancelled())
-                bench.advance(1)
-                push.consumer._workers._fire()
-
-    bench.put(b"0")
-    push = Push(bench, act, workers=1, consume_timeout=20, interceptors=[recorder], retry=RetryPolicy(5, [3]))
-    push.go()
-    assert was_cancelled == [False] * 21 + [True] * 9
-    push.advance(100)
-    assert push.seen == [(b"0", 1), (b"0", 2)]
-    assert [body for body, _ in recorder.timeouts] == [b"0"]
-    assert recorder.settled == [(b"0", "retry"), (b"0", "ack")]
-    assert "its result does not count" in caplog.text
-    assert "too late" not in caplog.text  # nobody tried
-    assert lag(bench) == 0
-
-
 def test_an_ordered_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Bench) -> None:
     recorder = Told()
 
