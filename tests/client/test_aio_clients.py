@@ -350,7 +350,7 @@ async def test_batches_of_handlers(store: aio.Store) -> None:
 @pytest.mark.parametrize("ordered", [False, True])
 @in_store
 async def test_handlers_that_run_hold_no_thread(store: aio.Store, ordered: bool, mode: Any) -> None:
-    """A hundred at a time, between the threads of the consumer and those of the store."""
+    """A hundred at a time, as many as there are workers, between the threads of the consumer and those of the store."""
 
     full, go_on = asyncio.Event(), asyncio.Event()
     running = ended = threads = 0
@@ -364,8 +364,8 @@ async def test_handlers_that_run_hold_no_thread(store: aio.Store, ordered: bool,
         await go_on.wait()
         ended += 1
 
-    await store.create_topic("t", queues=100)
-    for i in range(100):
+    await store.create_topic("t", queues=120)
+    for i in range(120):
         await store.put("t", b"x", queue_id=i)
     before = threading.active_count()
     consumer = await store.push_consumer("g", workers=100, ordered=ordered, mode=mode)
@@ -374,7 +374,7 @@ async def test_handlers_that_run_hold_no_thread(store: aio.Store, ordered: bool,
         await full.wait()
         assert (await consumer.stats()).running == 100
         go_on.set()
-        while ended < 100:
+        while ended < 120:
             await asyncio.sleep(0.001)
     assert threads - before <= 4 + 1  # and the one for timers
 

@@ -471,6 +471,19 @@ def test_the_end_of_a_process_stops_the_consumers_of_a_store_that_nobody_holds(t
         assert store.committed("g", T0) == 1
 
 
+def test_a_store_that_is_closed_stops_its_consumers_first(tmp_path: Path) -> None:
+    handled, threads = list[bytes](), set(threading.enumerate())
+    with mqstore.open(tmp_path) as store:
+        consumer = store.push_consumer("g", workers=2)
+        consumer.subscribe("t", lambda message: handled.append(message.body))
+        consumer.start()
+        store.put("t", b"0")
+        until(lambda: handled)
+    assert set(threading.enumerate()) <= threads
+    with mqstore.open(tmp_path) as store:
+        assert sum(store.broker.lag("g").values()) == 0
+
+
 def test_a_broker_that_is_closed_under_a_consumer_leaves_one_that_can_be_stopped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
