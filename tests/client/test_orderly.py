@@ -96,7 +96,8 @@ def test_a_failure_holds_up_its_queue_and_no_other(wide: Bench, mode: Any) -> No
     assert sorted(wide.bodies) == ["0", "a", "b"]
     assert wide.committed(0) == 0
     wide.advance(3)
-    assert wide.attempts == [("0", 1), ("a", 1), ("b", 1), ("0", 2), ("0", 3), ("1", 1)]
+    assert [each for each in wide.attempts if each[0] in "01"] == [("0", 1), ("0", 2), ("0", 3), ("1", 1)]
+    assert sorted(wide.bodies) == ["0", "0", "0", "1", "a", "b"]
 
 
 @pytest.mark.parametrize("together_s", [0, 1_000])
