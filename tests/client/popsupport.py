@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from mqstore.client.poppush import PopEngine
 from tests.broker.support import advance_broker, settle_broker
 from tests.log.support import kill
 
-__all__ = ["BOTH", "Bench", "Push", "ended", "in_thread", "until"]
+__all__ = ["BOTH", "Bench", "Push", "ended", "full", "in_thread", "on_call", "until"]
 
 
 class Bench:
@@ -71,9 +73,9 @@ def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, outcome
 
 
-def ended(thread: threading.Thread, outcome: list[Any]) -> Any:
+def ended(thread: threading.Thread, outcome: list[Any], timeout_s: float = 20) -> Any:
     """What the thread returned or raised."""
-    thread.join(20)
+    thread.join(timeout_s)
     assert not thread.is_alive()
     return outcome[0]
 
@@ -84,6 +86,23 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def on_call(number: int, error: BaseException, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands for `call`, and raises `error` in its place when it is called the `number`-th time."""
+    calls = count(1)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == number:
+            raise error
+        return call(*arguments, **options)
+
+    return called
+
+
+def full(*_: Any, **__: Any) -> Any:
+    """Stands for a call that finds the disk full."""
+    raise mqstore.errors.StoreFullError(errno.ENOSPC, "no space", "log", "put")
 
 
 BOTH = pytest.mark.parametrize("ordered", [False, True], ids=["standard", "ordered"])

@@ -10,6 +10,7 @@ from typing import Any
 
 from mqstore.broker.broker import Broker
 from mqstore.client.assignment import Assignment
+from mqstore.client.interceptors import Interceptor
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.clock import SimulatedClock
 from mqstore.files.filesystem import FileSystem
@@ -17,9 +18,44 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from tests.log.support import kill, open_store
 
-__all__ = ["PushBench", "engine_of", "pulls", "unsettled"]
+__all__ = ["PushBench", "Told", "engine_of", "hook", "pulls", "unsettled"]
 
 SEGMENT = 1 << 18
+
+
+def hook(**calls: Callable[..., Any]) -> Interceptor:
+    """An interceptor whose hooks are these functions."""
+    found = type("Hook", (Interceptor,), {name: staticmethod(call) for name, call in calls.items()})()
+    assert isinstance(found, Interceptor)
+    return found
+
+
+class Told(Interceptor):
+    """Notes what it is told, and leaves out messages with one of these bodies."""
+
+    def __init__(self, *left_out: bytes) -> None:
+        self.left_out = left_out
+        self.news: list[tuple[Any, ...]] = []
+        self.settled: list[tuple[bytes, str]] = []
+        self.timeouts: list[tuple[bytes, str]] = []
+
+    def on_receive(self, messages: list[Message]) -> list[Message]:
+        return [message for message in messages if message.body not in self.left_out]
+
+    def on_assign(self, queues: frozenset[QueueRef]) -> None:
+        self.news.append(("assign", *sorted(queues)))
+
+    def on_revoke(self, queues: frozenset[QueueRef]) -> None:
+        self.news.append(("revoke", *sorted(queues)))
+
+    def on_offset_reset(self, queue: QueueRef, old: int, new: int) -> None:
+        self.news.append(("reset", queue, old, new))
+
+    def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
+        self.settled.append((message.body, outcome))
+
+    def on_timeout(self, message: Message, stack: str) -> None:
+        self.timeouts.append((message.body, stack))
 
 
 class PushBench:
@@ -73,6 +109,11 @@ class PushBench:
         consumer.subscribe(topic, (lambda message: None) if handler is None else handler, tags=tags)
         self.consumers.append(consumer)
         return consumer.start() if run else consumer
+
+    def leave(self, consumer: PushConsumer) -> bool:
+        """Stop a consumer, and run it no more."""
+        self.consumers.remove(consumer)
+        return consumer.stop()
 
     def committed(self, queue_id: int = 0, topic: str = "t", group: str = "g") -> int | None:
         return self.broker.committed(group, topic, queue_id)

@@ -20,6 +20,7 @@ from mqstore import QueueRef, SimulatedClock, StoreConfig, aio
 from tests.children import speaking_child
 from tests.client.aiosupport import in_store, run, with_store
 from tests.client.popsupport import until
+from tests.client.pushsupport import hook
 
 AGAIN = mqstore.RetryPolicy(3, [0])
 
@@ -345,40 +346,11 @@ async def test_batches_of_handlers(store: aio.Store) -> None:
     assert failed == [b"1", b"1"]
 
 
-@in_store
-async def test_handlers_run_side_by_side_as_many_as_there_are_workers(store: aio.Store) -> None:
-    running = most = ended = 0
-    full, go_on = asyncio.Event(), asyncio.Event()
-
-    async def handle(message: mqstore.Message) -> None:
-        nonlocal running, most, ended
-        running += 1
-        most = max(most, running)
-        if running == 5:
-            full.set()
-        await go_on.wait()
-        running -= 1
-        ended += 1
-
-    for i in range(4):
-        await store.put_many("t", [b"x"] * 5, queue_id=i)
-    consumer = await store.push_consumer("g", workers=5)
-    consumer.subscribe("t", handle)
-    async with consumer:
-        await full.wait()
-        assert (await consumer.stats()).running == 5
-        assert len(await consumer.assignment()) == 4
-        go_on.set()
-        while ended < 20:
-            await asyncio.sleep(0.001)
-    assert most == 5
-
-
 @pytest.mark.parametrize("mode", ["queue", "pop"])
 @pytest.mark.parametrize("ordered", [False, True])
 @in_store
 async def test_handlers_that_run_hold_no_thread(store: aio.Store, ordered: bool, mode: Any) -> None:
-    """A hundred at a time, between the threads of the consumer and those of the store."""
+    """A hundred at a time, as many as there are workers, between the threads of the consumer and those of the store."""
 
     full, go_on = asyncio.Event(), asyncio.Event()
     running = ended = threads = 0
@@ -392,16 +364,17 @@ async def test_handlers_that_run_hold_no_thread(store: aio.Store, ordered: bool,
         await go_on.wait()
         ended += 1
 
-    await store.create_topic("t", queues=100)
-    for i in range(100):
+    await store.create_topic("t", queues=120)
+    for i in range(120):
         await store.put("t", b"x", queue_id=i)
     before = threading.active_count()
     consumer = await store.push_consumer("g", workers=100, ordered=ordered, mode=mode)
     consumer.subscribe("t", handle)
     async with consumer, asyncio.timeout(60):
         await full.wait()
+        assert (await consumer.stats()).running == 100
         go_on.set()
-        while ended < 100:
+        while ended < 120:
             await asyncio.sleep(0.001)
     assert threads - before <= 4 + 1  # and the one for timers
 
@@ -449,10 +422,9 @@ def test_who_is_told_of_a_handler_that_hangs_sees_where(tmp_path: Path, mode: An
     stacks: list[str] = []
     told = threading.Event()
 
-    class Told(mqstore.Interceptor):
-        def on_timeout(self, message: mqstore.Message, stack: str) -> None:
-            stacks.append(stack)
-            told.set()
+    def on_timeout(message: mqstore.Message, stack: str) -> None:
+        stacks.append(stack)
+        told.set()
 
     async def test(store: aio.Store) -> None:
         async def hang_here() -> None:
@@ -464,7 +436,9 @@ def test_who_is_told_of_a_handler_that_hangs_sees_where(tmp_path: Path, mode: An
         async def handle(message: mqstore.Message) -> None:
             await hang_here()
 
-        consumer = await store.push_consumer("g", mode=mode, consume_timeout=0.1, interceptors=[Told()])
+        consumer = await store.push_consumer(
+            "g", mode=mode, consume_timeout=0.1, interceptors=[hook(on_timeout=on_timeout)]
+        )
         consumer.subscribe("t", handle)
         async with asyncio.timeout(20):
             await consumer.start()

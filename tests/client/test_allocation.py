@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mqstore.client.allocation import (
-    STRATEGIES,
-    Strategy,
-    avg,
-    circle,
-    fixed_queues,
-    strategy_named,
-)
+from mqstore.client.allocation import STRATEGIES, Strategy, avg, circle, fixed_queues, strategy_named
 from mqstore.errors import ConfigError
 from mqstore.log.commitlog import QueueRef
 
@@ -28,22 +21,6 @@ def members(count: int) -> list[str]:
 
 def shares(strategy: Strategy, queue_count: int, names: list[str]) -> list[list[int]]:
     return [[queue.queue_id for queue in strategy(name, queues(queue_count), names)] for name in names]
-
-
-@pytest.mark.parametrize(
-    ("queue_count", "member_count", "expected"),
-    [
-        (8, 3, [[0, 1, 2], [3, 4, 5], [6, 7]]),
-        (10, 4, [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]),
-        (16, 5, [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12], [13, 14, 15]]),
-        (7, 2, [[0, 1, 2, 3], [4, 5, 6]]),
-        (4, 4, [[0], [1], [2], [3]]),
-        (3, 4, [[0], [1], [2], []]),
-        (1, 2, [[0], []]),
-    ],
-)
-def test_avg_gives_contiguous_shares(queue_count: int, member_count: int, expected: list[list[int]]) -> None:
-    assert shares(avg, queue_count, members(member_count)) == expected
 
 
 @pytest.mark.parametrize(

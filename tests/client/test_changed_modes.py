@@ -228,29 +228,6 @@ def test_a_receive_that_waits_hears_of_letters_of_a_group_that_read(bench: PushB
         assert note(delivery.message) == ("t", b"a", 1)
 
 
-def test_batches_of_a_popping_consumer_have_one_topic_each(bench: PushBench) -> None:
-    bench.put(b"a", b"b")
-    bench.put(b"c", b"d", topic="u")
-    fail_once(bench, read, ("t", "u"))
-    for ordered in (True, False):
-        bench.broker.groups.alter("g", orderly=ordered)
-        batches: list[tuple[mqstore.Message, ...]] = []
-
-        def handle(batch: tuple[mqstore.Message, ...], batches: list[Any] = batches) -> None:
-            batches.append(batch)
-            raise mqstore.Retry(delay=1)
-
-        consumer = mqstore.PushConsumer(bench.broker, "g", mode="pop", batch_size=10, workers=1)
-        for topic in ("t", "u"):
-            consumer.subscribe(topic, handle)
-        bench.consumers.append(consumer.start())
-        bench.advance(1)
-        consumer.stop()
-        bench.consumers.remove(consumer)
-        assert batches
-        assert all(len({message.topic for message in batch}) == 1 for batch in batches)
-
-
 # --- nobody subscribes any more --------------------------------------------------------------------------------------
 
 

@@ -13,14 +13,13 @@ import pytest
 
 from mqstore.broker.groups import RetryPolicy
 from mqstore.client.concurrent import SEND_BACK_AGAIN_MS
-from mqstore.client.interceptors import Interceptor
 from mqstore.client.outcome import BatchFailure, Reject, Retry
 from mqstore.client.pushconsumer import PushConsumer
 from mqstore.client.workers import cancelled
 from mqstore.errors import NotPermittedError, StoreFullError
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
-from tests.client.pushsupport import PushBench, engine_of, unsettled
+from tests.client.pushsupport import PushBench, Told, engine_of, hook, unsettled
 from tests.faults import FaultyFileSystem
 
 T0 = QueueRef("t", 0)
@@ -52,18 +51,6 @@ class Handler:
             raise error
 
 
-class Told(Interceptor):
-    def __init__(self) -> None:
-        self.settled: list[tuple[bytes, str]] = []
-        self.timeouts: list[tuple[bytes, str]] = []
-
-    def on_settle(self, message: Message, outcome: Any, seconds: float) -> None:
-        self.settled.append((message.body, outcome))
-
-    def on_timeout(self, message: Message, stack: str) -> None:
-        self.timeouts.append((message.body, stack))
-
-
 # --- outcomes ------------------------------------------------------------------------------------------------------
 
 
@@ -91,19 +78,14 @@ def test_what_a_handler_says_is_done(
     assert handler.at_s == ([0.0] if again_s is None else [0.0, again_s])
     assert handler.topics == ["t"] * len(handler.at_s)
     assert [outcome for _, outcome in hook.settled] == told
-    assert bench.dead() == ([b"m"] if dead else [])
+    assert [(each.body, each.properties["dlq_reason"]) for each in bench.broker.dead_letters("g")] == [
+        (b"m", "bad")
+    ] * dead
     assert bench.committed() == 1
 
 
-def test_the_reason_of_a_dead_letter_is_what_the_handler_said(bench: PushBench) -> None:
-    bench.consumer(Handler(bench, Reject("no such customer")))
-    bench.put(b"m")
-    bench.settle()
-    [letter] = bench.broker.dead_letters("g")
-    assert letter.properties["dlq_reason"] == "no such customer"
-
-
-def test_of_a_batch_only_those_that_failed_come_again(bench: PushBench) -> None:
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_of_a_batch_only_those_that_failed_come_again(bench: PushBench, mode: Any) -> None:
     calls: list[list[bytes]] = []
 
     def handler(batch: Sequence[Message]) -> None:
@@ -112,7 +94,7 @@ def test_of_a_batch_only_those_that_failed_come_again(bench: PushBench) -> None:
             raise BatchFailure([batch[3], batch[1]])
 
     hook = Told()
-    bench.consumer(handler, batch_size=4, interceptors=[hook])
+    bench.consumer(handler, mode=mode, batch_size=4, interceptors=[hook])
     bench.put(b"0", b"1", b"2", b"3")
     bench.advance(30)
 
@@ -133,24 +115,6 @@ def test_a_retry_further_off_than_the_store_delays_anything_follows_the_policy(b
     bench.advance(20)
     assert handler.at_s == [0.0, 10.0]
     assert len(errors) == 1
-
-
-@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt()])
-def test_the_end_of_the_program_settles_nothing_and_stops_the_consumer(bench: PushBench, error: BaseException) -> None:
-    handler = Handler(bench, None, error)
-    consumer = bench.consumer(handler)
-    bench.put(b"0", b"1", b"2")
-    bench.settle()
-    assert consumer._stopped.wait(10)
-
-    assert (b"1", 1) in handler.seen
-    assert bench.committed() == 1
-    assert bench.broker.members.members("g") == []
-    bench.consumers.remove(consumer)
-    again = Handler(bench)
-    bench.consumer(again)
-    bench.settle()
-    assert [body for body, _ in again.seen] == [b"1", b"2"]
 
 
 # --- attempts ------------------------------------------------------------------------------------------------------
@@ -227,8 +191,7 @@ def test_retries_of_a_topic_that_nobody_subscribes_to_any_more_end_as_dead_lette
     consumer = bench.consumer(Handler(bench, ValueError("x")), retry=RetryPolicy(3, delays=[1]))
     bench.put(b"m")
     bench.settle()
-    assert consumer.stop()
-    bench.consumers.remove(consumer)
+    assert bench.leave(consumer)
     bench.broker.topics.create("u")
     other = Handler(bench)
     bench.consumer(other, "u")
@@ -356,24 +319,6 @@ def test_what_hung_comes_again_as_the_policy_says(bench: PushBench, mode: Any) -
     assert at_ms[2] - at_ms[1] == pytest.approx(300_000, abs=1_000)
 
 
-def test_a_first_retry_comes_after_10_s_with_any_level_table(tmp_path: Path) -> None:
-    """In a store with the levels "1h 5h" it came after five hours: the first retry was always level 3, at most the
-    last one."""
-    bench = PushBench(tmp_path / "levels", delay_levels="1h 5h")
-    at_ms = list[int]()
-
-    def handler(message: Message) -> None:
-        at_ms.append(bench.clock.now_ms())
-        if message.attempt == 1:
-            raise ValueError("no")
-
-    bench.consumer(handler)
-    bench.put(b"m")
-    bench.advance(60)
-    assert [later - at_ms[0] for later in at_ms[1:]] == [pytest.approx(10_000, abs=1_000)]
-    bench.close()
-
-
 def test_a_handler_that_takes_another_s_place_does_so_within_a_chunk(bench: PushBench) -> None:
     """A chunk may hold a thousand messages, of minutes each."""
     after = Handler(bench)
@@ -453,9 +398,8 @@ def test_what_hangs_and_cannot_be_sent_back_is_tried_until_it_can(
 
 
 def test_ticks_go_on_whatever_a_hook_meets_and_end_when_there_is_nothing_to_do(bench: PushBench) -> None:
-    class Fails(Interceptor):
-        def on_timeout(self, message: Message, stack: str) -> None:
-            raise SystemExit
+    def fails(message: Message, stack: str) -> None:
+        raise SystemExit
 
     lapses: list[int] = []
 
@@ -464,7 +408,7 @@ def test_ticks_go_on_whatever_a_hook_meets_and_end_when_there_is_nothing_to_do(b
             consumer._workers.on_exit = lambda error: lapses.append(message.offset)
             hang(bench, consumer, 30)
 
-    consumer = bench.consumer(handler, consume_timeout=20, interceptors=[Fails()], workers=1)
+    consumer = bench.consumer(handler, consume_timeout=20, interceptors=[hook(on_timeout=fails)], workers=1)
     service = engine_of(consumer)._service
     bench.put(b"0")
     bench.settle()

@@ -11,7 +11,7 @@ import pytest
 import mqstore
 from mqstore import BatchFailure, Consumed, Interceptor, Message, Reject, Retry, RetryPolicy, aio
 from tests.client.aiosupport import with_store
-from tests.client.pushsupport import PushBench
+from tests.client.pushsupport import PushBench, hook
 
 MODES: list[dict[str, Any]] = [
     {},
@@ -110,12 +110,11 @@ def test_a_call_that_takes_too_long_is_a_timeout(bench: PushBench, mode: dict[st
 
 
 def test_a_hook_that_fails_changes_nothing(bench: PushBench, caplog: pytest.LogCaptureFixture) -> None:
-    class Fails(Interceptor):
-        def after_consume(self, consumed: Consumed) -> None:
-            raise ValueError("mine")
+    def after_consume(consumed: Consumed) -> None:
+        raise ValueError("mine")
 
     notes = Notes()
-    bench.consumer(interceptors=[Fails(), notes])
+    bench.consumer(interceptors=[hook(after_consume=after_consume), notes])
     bench.put(b"m")
     bench.settle()
     assert bench.committed() == 1

@@ -3,7 +3,6 @@ for groups with and without order, whose engines differ."""
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 import mqstore
 from mqstore import Delivery, Message, Reject, Retry, RetryPolicy, SimpleConsumer
-from tests.client.popsupport import Bench
+from tests.client.popsupport import Bench, full
 
 
 @pytest.fixture
@@ -338,10 +337,6 @@ def test_a_full_disk_is_told_and_the_verb_may_be_said_again(
     bench: Bench, consumer: SimpleConsumer, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delivery = received(bench, consumer)
-
-    def full(*_: Any, **__: Any) -> None:
-        raise mqstore.errors.StoreFullError(errno.ENOSPC, "no space", "log", "put")
-
     with monkeypatch.context() as disk:
         tables = bench.broker._pop._tables
         disk.setattr(tables, "_tip", None)  # the compiled ack would not ask these

@@ -97,17 +97,6 @@ def test_a_new_group_keeps_where_its_first_consumer_began(bench: PushBench, take
     assert bench.broker.groups.need("g").start == kept
 
 
-def test_a_pull_consumer_of_a_group_that_starts_late_misses_nothing_of_a_later_topic(bench: PushBench) -> None:
-    """ "latest" counts from `subscribe`, whoever said it."""
-    bench.broker.groups.create("g", start="latest")
-    consumer = mqstore.PullConsumer(bench.broker, "g")
-    consumer.subscribe("later")
-    consumer.poll(0)
-    bench.put(b"a", topic="later")
-    bench.settle()
-    assert [message.body for message in consumer.poll(0)] == [b"a"]
-
-
 # --- order -----------------------------------------------------------------------------------------------------------
 
 
@@ -492,16 +481,3 @@ def test_an_async_consumer_takes_from_its_group_and_starts_again_too(tmp_path: P
                 assert simple.ordered
 
     asyncio.run(main())
-
-
-def test_a_start_that_was_not_permitted_may_be_tried_again(bench: PushBench) -> None:
-    bench.put(b"a")
-    bench.broker.groups.create("g", consume_enable=False)
-    seen: list[bytes] = []
-    consumer = bench.consumer(lambda message: seen.append(message.body), mode="pop", run=False)
-    with pytest.raises(mqstore.errors.NotPermittedError):
-        consumer.start()
-    bench.broker.groups.alter("g", consume_enable=True)
-    consumer.start()
-    bench.settle()
-    assert seen == [b"a"]

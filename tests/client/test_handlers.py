@@ -119,14 +119,21 @@ def test_what_can_be_seen_not_to_run_is_refused(bench: PushBench) -> None:
         consumer.subscribe("t", handler)
 
 
-def test_of_those_aio_refuses_what_it_cannot_await(tmp_path: Path) -> None:
+def test_of_those_aio_refuses_what_it_cannot_await_or_call(tmp_path: Path) -> None:
     for handler in (*COROUTINES, *PLAIN):
         check_handler(handler, coroutines=True)
+
+    async def none() -> None: ...
+
+    async def two(message: object, more: object) -> None: ...
 
     async def test(store: aio.Store) -> None:
         consumer = await store.push_consumer("g")
         for handler in GENERATORS:
             with pytest.raises(ConfigError, match="yield"):
+                consumer.subscribe("t", handler)
+        for handler in (none, two, no_arguments):
+            with pytest.raises(ConfigError, match="one argument"):
                 consumer.subscribe("t", handler)
         for handler in COROUTINES:
             consumer.subscribe("t", handler)
@@ -334,17 +341,3 @@ def test_a_handler_of_the_wrong_arity_is_refused(bench: PushBench, options: dict
         consumer.start()
     for handler in FITTING:
         consumer.subscribe("t", handler)
-
-
-def test_aio_refuses_a_handler_of_the_wrong_arity(tmp_path: Path) -> None:
-    async def none() -> None: ...
-
-    async def two(message: object, more: object) -> None: ...
-
-    async def test(store: aio.Store) -> None:
-        consumer = await store.push_consumer("g")
-        for handler in (none, two, no_arguments):
-            with pytest.raises(ConfigError, match="one argument"):
-                consumer.subscribe("t", handler)
-
-    with_store(test, tmp_path)

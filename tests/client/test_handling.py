@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +9,12 @@ import pytest
 
 from mqstore.broker.begun import Suspects
 from mqstore.client.handling import (
-    CONSUME_FAILED,
-    CONSUME_OK,
-    CONSUME_US,
-    PULL,
-    PULL_US,
     Failure,
     Handling,
     Subscription,
 )
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.client.outcome import BatchFailure, Reject, Retry
-from mqstore.client.shown import as_sent
 from mqstore.client.wanted import Wanted
 from mqstore.client.workers import Worker
 from mqstore.log.message import Message
@@ -111,11 +104,6 @@ class OddBatch(BatchFailure):
     def failed(self, value: Any) -> None: ...
 
 
-def test_what_is_returned_does_not_matter(handle: Handle) -> None:
-    for value in (None, False, 17, "RECONSUME_LATER"):
-        assert handle(lambda given, value=value: value)[0] is None
-
-
 def test_handlers_of_batches_get_a_sequence_others_one_message(handle: Handle, given: list[Message]) -> None:
     seen: list[Any] = []
     handle(seen.append, batch=True)
@@ -156,13 +144,6 @@ def test_orders_are_no_errors_and_errors_are_told(handle: Handle, given: list[Me
     assert handle(raising(error))[2] == [(error, given[0])]
 
 
-def test_an_on_error_that_fails_changes_nothing(handle: Handle) -> None:
-    def on_error(error: BaseException, message: Message | None) -> None:
-        raise KeyError("on_error")
-
-    assert handle(raising(ValueError("x")), on_error=on_error)[0] == Failure("retry", "ValueError: x")
-
-
 @pytest.mark.parametrize("chosen", [[], [1], [2, 0], [1, 1], [0, 1, 2]])
 def test_of_a_batch_those_that_are_named_failed_each_once_in_order(
     handle: Handle, given: list[Message], chosen: list[int]
@@ -197,60 +178,6 @@ def test_who_names_something_else_has_failed_with_all(
     assert failure is not None
     assert (failure.kind, failure.failed) == ("retry", None)
     assert [type(each) for each, _ in told] == [ValueError]
-
-
-@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt()])
-def test_the_end_of_the_program_passes(handle: Handle, error: BaseException) -> None:
-    with pytest.raises(type(error)):
-        handle(raising(error))
-
-
-def test_the_same_error_again_and_again_is_logged_once_in_a_while(
-    handle: Handle, given: list[Message], caplog: pytest.LogCaptureFixture
-) -> None:
-    _, handling, told = handle(raising(ValueError("x")))
-    for _ in range(5):
-        handling.call(Worker(), Subscription(raising(ValueError("x")), ALL), given)
-    handling.call(Worker(), Subscription(raising(KeyError("y")), ALL), given)
-    lines = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert [record.exc_info[0] for record in lines if record.exc_info] == [ValueError, KeyError]
-    assert "t/0, offset 0 and 2 more: the handler failed, attempt 1: ValueError: x" in lines[0].getMessage()
-    assert len(told) == 7  # on_error hears of each
-
-
-def test_counters_are_of_messages_and_their_time(handle: Handle, given: list[Message]) -> None:
-    settled: list[tuple[int, str, float]] = []
-
-    class Told(Interceptor):
-        def on_settle(self, message: Message, outcome: Any, seconds: float) -> None:
-            settled.append((message.offset, outcome, seconds))
-
-    _, handling, _ = handle(lambda given: None, interceptor=Told())
-    handling.settled(given[:2], "ack", 3.0)
-    handling.settled(given[2:], "retry", 1.0)
-    handling.settled(given[2:], "dlq", 1.0)
-    handling.pulled("t", 3, 2.0)
-    totals = handling.statistics.snapshot().totals
-    assert {name: totals[name, "t"] for name in (CONSUME_OK, CONSUME_FAILED, CONSUME_US, PULL, PULL_US)} == {
-        CONSUME_OK: (2, 1),
-        CONSUME_FAILED: (2, 2),
-        CONSUME_US: (5_000, 4),
-        PULL: (3, 1),
-        PULL_US: (2_000, 1),
-    }
-    assert settled == [(0, "ack", 0.003), (1, "ack", 0.003), (2, "retry", 0.001), (2, "dlq", 0.001)]
-
-
-def test_a_message_that_came_back_is_shown_as_it_was_sent(bench: PushBench, given: list[Message]) -> None:
-    bench.broker.groups.create("g")
-    bench.broker.send_back("g", given[1].physical_offset, delay=0)
-    bench.advance(1)
-    [copy] = bench.broker.read("%RETRY%g", 0, 0).messages
-    shown = as_sent(copy, "g")
-    assert (shown.topic, shown.body, shown.offset, shown.attempt) == ("t", b"1", 0, 2)
-    assert shown.queue.topic == "%RETRY%g"
-    assert shown.physical_offset == copy.physical_offset
-    assert as_sent(given[0], "g") is given[0]
 
 
 def test_a_worker_that_comes_after_the_end_keeps_no_suspected_message_from_others(bench: PushBench) -> None:

@@ -10,18 +10,11 @@ import pytest
 
 from mqstore.client.interceptors import Interceptor, Interceptors
 from mqstore.log.commitlog import QueueRef
+from tests.client.pushsupport import hook
 
 
 def messages(*offsets: int) -> list[Any]:
     return [SimpleNamespace(offset=offset, queue=QueueRef("t", 0)) for offset in offsets]
-
-
-class Receiving(Interceptor):
-    def __init__(self, choose: Callable[[list[Any]], Any]) -> None:
-        self.choose = choose
-
-    def on_receive(self, messages: list[Any]) -> Any:
-        return self.choose(messages)
 
 
 class Around(Interceptor):
@@ -52,11 +45,6 @@ class Around(Interceptor):
         self.seen.append(f"<{self.name}")
 
 
-def test_what_nobody_overrides_costs_nothing() -> None:
-    chain = Interceptors([Interceptor(), Around([], "a")])
-    assert (chain.on_settle, chain.on_receive, len(chain.around_consume)) == ((), (), 1)
-
-
 # --- receiving -----------------------------------------------------------------------------------------------------
 
 
@@ -78,15 +66,15 @@ def test_what_nobody_overrides_costs_nothing() -> None:
 )
 def test_a_hook_chooses_among_what_came_and_can_do_nothing_else(choose: Any, expected: list[int]) -> None:
     came = messages(1, 2, 3)
-    kept = Interceptors([Receiving(choose)]).receiving(came)
+    kept = Interceptors([hook(on_receive=choose)]).receiving(came)
     assert [message.offset for message in kept] == expected
     assert all(message in came for message in kept)
 
 
 def test_each_hook_sees_what_those_before_it_left() -> None:
     seen: list[int] = []
-    second = Receiving(lambda given: seen.extend(each.offset for each in given) or given)
-    Interceptors([Receiving(lambda given: given[1:]), second]).receiving(messages(1, 2))
+    second = hook(on_receive=lambda given: seen.extend(each.offset for each in given) or given)
+    Interceptors([hook(on_receive=lambda given: given[1:]), second]).receiving(messages(1, 2))
     assert seen == [2]
 
 
@@ -127,20 +115,3 @@ def test_whatever_a_hook_does_the_handler_is_called_once_and_its_error_passes(
 
 
 # --- telling -------------------------------------------------------------------------------------------------------
-
-
-def test_one_that_fails_does_not_keep_the_others_from_hearing(caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[str] = []
-
-    class Deaf(Interceptor):
-        def on_settle(self, message: Any, outcome: Any, seconds: float) -> None:
-            raise ValueError("deaf")
-
-    class Hears(Interceptor):
-        def on_settle(self, message: Any, outcome: Any, seconds: float) -> None:
-            heard.append(outcome)
-
-    chain = Interceptors([Deaf(), Hears()])
-    chain.tell(chain.on_settle, messages(1)[0], "ack", 0.1)
-    assert heard == ["ack"]
-    assert "Deaf.on_settle failed" in caplog.text

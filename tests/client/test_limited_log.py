@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Interceptor, QueueRef, SimulatedClock
+from mqstore import Interceptor, SimulatedClock
 from mqstore.client.limitedlog import _KINDS_MAX, EVERY_MS, LimitedLog
-from tests.client.pushsupport import PushBench
+from tests.client.pushsupport import PushBench, hook
 
 NUMBER = 200
 FAST: dict[str, Any] = {"retry": mqstore.RetryPolicy(1, [0])}
@@ -32,20 +32,6 @@ def failed(kind: type[Exception] = ValueError, text: str = "bad") -> Exception:
 
 
 # --- by itself -------------------------------------------------------------------------------------------------------
-
-
-def test_of_lines_that_are_alike_one_comes_every_ten_seconds_and_tells_of_the_others(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    clock = SimulatedClock()
-    log = LimitedLog("group g", clock)
-    for i in range(5):
-        log.say(logging.ERROR, f"try {i}", at=QueueRef("t", 3), error=failed(), like="try")
-        clock.advance(EVERY_MS // 4)
-    assert lines(caplog) == [
-        "group g: t/3: try 0: ValueError: bad",
-        "group g: t/3: try 4: ValueError: bad (3 more like this were held back)",
-    ]
 
 
 def test_another_place_in_the_code_another_type_another_topic_are_not_alike(caplog: pytest.LogCaptureFixture) -> None:
@@ -98,15 +84,6 @@ def test_kinds_without_end_take_no_memory_without_end() -> None:
     for i in range(3 * _KINDS_MAX):
         log.say(logging.DEBUG, f"kind {i}")
     assert len(log._kinds) <= _KINDS_MAX
-
-
-def test_what_cannot_be_shown_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    class Mute(Exception):  # noqa: N818
-        def __str__(self) -> str:
-            raise RuntimeError
-
-    LimitedLog().say(logging.ERROR, "failed", error=Mute())
-    assert lines(caplog) == ["failed: Mute: Mute (it cannot be shown)"]
 
 
 # --- consumers -------------------------------------------------------------------------------------------------------
@@ -200,19 +177,16 @@ def test_a_batch_that_hangs_shows_its_stack_once(
 ) -> None:
     """500 messages of one call made 500 stacks."""
     let_go, told = threading.Event(), threading.Semaphore(0)
+    counts = hook(on_timeout=lambda message, stack: told.release())
 
     def hangs_here(batch: Any) -> None:
         let_go.wait(30)
-
-    class Told(Interceptor):
-        def on_timeout(self, message: Any, stack: str) -> None:
-            told.release()
 
     with mqstore.open(tmp_path) as store:
         store.create_topic("t", queues=1)
         store.put_many("t", [b"x"] * 20)
         consumer = store.push_consumer(
-            "g", workers=1, mode=mode, ordered=ordered, batch_size=20, consume_timeout=0.1, interceptors=[Told()]
+            "g", workers=1, mode=mode, ordered=ordered, batch_size=20, consume_timeout=0.1, interceptors=[counts]
         )
         consumer.subscribe("t", hangs_here)
         with consumer:
@@ -220,7 +194,7 @@ def test_a_batch_that_hangs_shows_its_stack_once(
                 assert told.acquire(timeout=20)
             let_go.set()
     [first] = [line for line in lines(caplog) if "in hangs_here" in line]
-    assert first.startswith("group g: t/0, offset 0")
+    assert first.startswith("group g: t/0, offset 0 and 19 more: ")
     assert "has been in its handler for 0.1 s" in first
 
 

@@ -9,20 +9,12 @@ from typing import Any
 
 import pytest
 
-from mqstore import Interceptor, QueueRef, Retention
+from mqstore import QueueRef, Retention
 from tests.client.popsupport import BOTH, Bench, Push
+from tests.client.pushsupport import Told
 
-Told = list[tuple[QueueRef, int, int]]
 Q = QueueRef("t", 0)
 POLICY: dict[str, Any] = {"segment_bytes": 4096, "retention": Retention(age=60, unconsumed="drop")}
-
-
-class Witness(Interceptor):
-    def __init__(self) -> None:
-        self.told: Told = []
-
-    def on_offset_reset(self, queue: QueueRef, old: int, new: int) -> None:
-        self.told.append((queue, old, new))
 
 
 @pytest.fixture
@@ -48,48 +40,48 @@ def stats_lost(bench: Bench, group: str = "g") -> int:
 @BOTH
 def test_a_simple_consumer_is_told_what_its_group_lost(bench: Bench, ordered: bool) -> None:
     """It stood in `stats()` and in the log alone: consumers by queue were told, those by pop were not."""
-    witness = Witness()
+    witness = Told()
     consumer = bench.consumer(ordered=ordered, interceptors=[witness])
     first = put_and_lose(bench)
     [delivery] = consumer.receive(wait=0)
     delivery.ack()
     assert delivery.message.offset == first > 0
-    assert witness.told == [(Q, 0, first)]
+    assert witness.news == [("reset", Q, 0, first)]
     assert stats_lost(bench) == first
     consumer.receive(5, wait=0)
-    assert witness.told == [(Q, 0, first)]
+    assert witness.news == [("reset", Q, 0, first)]
     consumer.close()
 
 
 @BOTH
 def test_a_push_consumer_is_told_what_its_group_lost(bench: Bench, ordered: bool) -> None:
-    witness = Witness()
+    witness = Told()
     push = Push(bench, ordered=ordered, interceptors=[witness])
     push.go()
     push.consumer.pause()
     first = put_and_lose(bench)
-    assert witness.told == []
+    assert witness.news == []
     push.consumer.resume()
     push.go()
     assert len(push.seen) == 100 - first < 100
-    assert witness.told == [(Q, 0, first)]
+    assert witness.news == [("reset", Q, 0, first)]
     push.consumer.stop()
 
 
 def test_of_several_members_one_is_told(bench: Bench) -> None:
-    witness = Witness()
+    witness = Told()
     deaf = bench.consumer()
     members = [bench.consumer(interceptors=[witness]) for _ in range(2)]
     first = put_and_lose(bench)
     for member in (deaf, *members):
         member.receive(wait=0)
-    assert witness.told == [(Q, 0, first)]
+    assert witness.news == [("reset", Q, 0, first)]
     for member in (deaf, *members):
         member.close()
 
 
 def test_each_loss_is_told_by_itself(bench: Bench) -> None:
-    witness = Witness()
+    witness = Told()
     consumer = bench.consumer(interceptors=[witness])
     first = put_and_lose(bench)
     while found := consumer.receive(32, wait=0):
@@ -98,7 +90,7 @@ def test_each_loss_is_told_by_itself(bench: Bench) -> None:
     second = put_and_lose(bench)
     consumer.receive(wait=0)
     assert second > 100
-    assert witness.told == [(Q, 0, first), (Q, 100, second)]
+    assert witness.news == [("reset", Q, 0, first), ("reset", Q, 100, second)]
     assert stats_lost(bench) == first + second - 100
     consumer.close()
 
@@ -107,7 +99,7 @@ def test_what_was_popped_and_is_gone_before_it_comes_again_is_told(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Retention keeps what is in flight; damage may take it all the same, and one who waits for messages is woken."""
-    witness = Witness()
+    witness = Told()
     consumer = bench.consumer(interceptors=[witness], visibility=1)
     bench.put(*[b"x"] * 5)
     assert len(consumer.receive(5, wait=0)) == 5
@@ -119,7 +111,7 @@ def test_what_was_popped_and_is_gone_before_it_comes_again_is_told(
     bench.advance(2)
     assert called
     consumer.receive(wait=0)
-    assert witness.told == [(Q, 0, 5)]
+    assert witness.news == [("reset", Q, 0, 5)]
     assert stats_lost(bench) == 5
     consumer.close()
 
@@ -128,11 +120,11 @@ def test_an_offset_beyond_the_end_is_told(bench: Bench, caplog: pytest.LogCaptur
     bench.broker.groups.create("g")
     bench.put(b"a")
     bench.broker.offsets.commit("g", "t", 0, 99)
-    witness = Witness()
+    witness = Told()
     consumer = bench.consumer(interceptors=[witness])
     with caplog.at_level(logging.ERROR, "mqstore"):
         assert consumer.receive(wait=0) == []
-    assert witness.told == [(Q, 99, 1)]
+    assert witness.news == [("reset", Q, 99, 1)]
     consumer.close()
 
 

@@ -95,16 +95,6 @@ def test_who_joins_is_told_to_look(seat: Callable[..., Seat]) -> None:
 # --- whose queues are whose ----------------------------------------------------------------------------------------
 
 
-def test_a_broadcasting_member_has_all_queues_and_needs_no_locks(seat: Callable[..., Seat], broker: Broker) -> None:
-    first, second = seat("c1", BROADCASTING), seat("c2", BROADCASTING)
-
-    assert first.rebalance() == second.rebalance() == set(Q)
-    assert broker.locks.snapshot() == []
-    assert first.renew() == set()
-    first.give(Q[:1])
-    assert first.held == set(Q[1:])
-
-
 def test_a_topic_that_is_not_there_has_no_share_and_is_logged_once(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,29 +162,6 @@ def test_what_is_another_s_by_now_is_wanted_no_longer(seat: Callable[..., Seat],
     first.give([Q[3]])
     assert second.news() == 1
     assert third.mine() == {Q[0], Q[1]}
-
-
-def test_who_has_left_takes_no_locks(seat: Callable[..., Seat], broker: Broker) -> None:
-    a = seat("a")
-    a.leave()
-    assert a.take({QueueRef("orders", 0)}) == set()
-    assert a.held == frozenset()
-    assert broker.locks.snapshot() == []
-
-
-def test_who_leaves_keeps_the_lock_of_a_queue_at_work(seat: Callable[..., Seat], clock: SimulatedClock) -> None:
-    """A handler that still runs must have ended before another member begins there."""
-    first, second = seat("c1"), seat("c2")
-    first.rebalance()
-    assert first.begin_work(Q[0])
-    first.leave()
-    clock.advance(10 * LEASE_MS)
-    assert second.rebalance() == set(Q[1:])
-    second.news()
-    first.end_work(Q[0])
-    first.give([Q[0]])
-    assert second.news() == 1
-    assert second.rebalance() == set(Q)
 
 
 def test_a_queue_at_work_is_not_for_another_who_has_taken_the_name(seat: Callable[..., Seat]) -> None:

@@ -3,7 +3,6 @@ thread, but in the last part."""
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections import Counter
@@ -14,12 +13,13 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import BatchFailure, Interceptor, Message, Reject, Retry, RetryPolicy, Store
+from mqstore import Message, Reject, Retry, RetryPolicy, Store
 from mqstore.broker.begun import UNREAD
 from mqstore.broker.members import Mode
 from mqstore.client import chunks, poppush
 from mqstore.client.workers import cancelled
-from tests.client.popsupport import BOTH, Bench, Push, ended, in_thread, until
+from tests.client.popsupport import BOTH, Bench, Push, ended, full, in_thread, on_call, until
+from tests.client.pushsupport import Told, hook
 
 
 @pytest.fixture
@@ -45,28 +45,6 @@ def fails(*bodies: bytes) -> Callable[[Message], None]:
             raise RuntimeError("mine")
 
     return act
-
-
-class Recorder(Interceptor):
-    def __init__(self) -> None:
-        self.left_out: set[bytes] = set()
-        self.settled: list[tuple[bytes, str]] = []
-        self.timed_out: list[bytes] = []
-        self.stacks: list[str] = []
-
-    def on_receive(self, messages: list[Message]) -> list[Message]:
-        return [message for message in messages if message.body not in self.left_out]
-
-    def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
-        self.settled.append((message.body, outcome))
-
-    def on_timeout(self, message: Message, stack: str) -> None:
-        self.stacks.append(stack)
-        self.timed_out.append(message.body)
-
-
-def full(*_: Any, **__: Any) -> Any:
-    raise mqstore.errors.StoreFullError(errno.ENOSPC, "no space", "log", "put")
 
 
 # -- what both do -----------------------------------------------------------------------------------------------------
@@ -116,7 +94,7 @@ def test_handlers_say_when_it_comes_again_or_never(bench: Bench, ordered: bool) 
         if message.body == b"never":
             raise Reject("no such customer")
 
-    recorder = Recorder()
+    recorder = Told()
     push = Push(bench, act, ordered=ordered, interceptors=[recorder])
     bench.put(b"later", b"never", queue_id=0)
     push.advance(6.9)
@@ -184,21 +162,6 @@ def test_stop_releases_what_was_not_begun(bench: Bench, ordered: bool) -> None:
 
 
 @BOTH
-def test_ctrl_c_in_a_handler_stops_the_consumer_and_settles_nothing(bench: Bench, ordered: bool) -> None:
-    def act(message: Message) -> None:
-        raise KeyboardInterrupt
-
-    bench.put(b"0", b"1", queue_id=0)
-    push = Push(bench, act, ordered=ordered, workers=1)
-    push.consumer.run_once()
-    until(lambda: push.consumer._state == "stopped")
-    bench.settle()
-    other = Push(bench, ordered=ordered)
-    other.go()
-    assert other.seen == [(b"0", 1), (b"1", 1)]
-
-
-@BOTH
 def test_what_takes_long_is_kept_and_so_is_what_waits_behind_it(bench: Bench, ordered: bool) -> None:
     def act(message: Message) -> None:
         if message.body == b"0":
@@ -214,31 +177,8 @@ def test_what_takes_long_is_kept_and_so_is_what_waits_behind_it(bench: Bench, or
     assert lag(bench) == 0
 
 
-def test_a_handler_that_hangs_is_given_up(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    recorder, was_cancelled = Recorder(), []
-
-    def act(message: Message) -> None:
-        if message.attempt == 1:
-            for _ in range(30):
-                was_cancelled.append(cancelled())
-                bench.advance(1)
-                push.consumer._workers._fire()
-
-    bench.put(b"0")
-    push = Push(bench, act, workers=1, consume_timeout=20, interceptors=[recorder], retry=RetryPolicy(5, [3]))
-    push.go()
-    assert was_cancelled == [False] * 21 + [True] * 9
-    push.advance(100)
-    assert push.seen == [(b"0", 1), (b"0", 2)]
-    assert recorder.timed_out == [b"0"]
-    assert recorder.settled == [(b"0", "retry"), (b"0", "ack")]
-    assert "its result does not count" in caplog.text
-    assert "too late" not in caplog.text  # nobody tried
-    assert lag(bench) == 0
-
-
 def test_an_ordered_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Bench) -> None:
-    recorder = Recorder()
+    recorder = Told()
 
     def act(message: Message) -> None:
         if message.body == b"0":
@@ -253,7 +193,7 @@ def test_an_ordered_handler_that_hangs_is_told_of_and_keeps_its_queue(bench: Ben
     bench.put(b"1", queue_id=0)
     push.advance(100)
     assert push.seen == [(b"0", 1), (b"1", 1)]
-    assert recorder.timed_out == [b"0"]
+    assert [body for body, _ in recorder.timeouts] == [b"0"]
     assert recorder.settled == [(b"0", "ack"), (b"1", "ack")]
 
 
@@ -324,7 +264,7 @@ def test_who_is_too_late_is_told_of_and_done_with(
     bench: Bench, ordered: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The process slept: the message was given to another member meanwhile."""
-    recorder = Recorder()
+    recorder = Told()
 
     def act(message: Message) -> None:
         if message.attempt == 1 and message.body == b"0":
@@ -345,8 +285,7 @@ def test_who_is_too_late_is_told_of_and_done_with(
 
 @BOTH
 def test_what_an_interceptor_leaves_out_is_done_unhandled(bench: Bench, ordered: bool) -> None:
-    recorder = Recorder()
-    recorder.left_out = {b"0", b"2"}
+    recorder = Told(b"0", b"2")
     push = Push(bench, ordered=ordered, interceptors=[recorder])
     bench.put(b"0", b"1", b"2", b"3", queue_id=0)
     bench.put(b"0", queue_id=1)
@@ -365,30 +304,21 @@ def test_hooks_hear_how_long_the_handler_of_a_message_took(
     now, took = [0.0], dict[bytes, float]()
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
-    class Timed(Interceptor):
-        def on_settle(self, message: Message, outcome: str, seconds: float) -> None:
-            took[message.body] = seconds
+    def timed(message: Message, outcome: str, seconds: float) -> None:
+        took[message.body] = seconds
 
     def act(message: Message) -> None:
         now[0] += int(message.body) / 1000
 
     bench.put(b"1", b"2", b"3", queue_id=0)
-    push = Push(bench, act, ordered=ordered, interceptors=[Timed()], workers=1)
+    push = Push(bench, act, ordered=ordered, interceptors=[hook(on_settle=timed)], workers=1)
     push.go()
     assert took == {body: pytest.approx(int(body) / 1000) for body in (b"1", b"2", b"3")}
 
 
 @BOTH
-def test_pause_and_resume(bench: Bench, ordered: bool) -> None:
+def test_it_has_no_queues_to_pause_or_to_seek_in(bench: Bench, ordered: bool) -> None:
     push = Push(bench, ordered=ordered)
-    push.go()
-    push.consumer.pause()
-    bench.put(b"a")
-    push.advance(10)
-    assert push.seen == []
-    push.consumer.resume()
-    push.go()
-    assert push.seen == [(b"a", 1)]
     queue = mqstore.QueueRef("t", 0)
     for call in (lambda: push.consumer.pause(queue), lambda: push.consumer.resume(queue)):
         with pytest.raises(mqstore.errors.ConfigError, match="no queues"):
@@ -576,84 +506,14 @@ def test_a_batch_is_of_one_topic(bench: Bench, ordered: bool) -> None:
     assert lag(bench) == 0
 
 
-def test_of_a_batch_only_what_failed_comes_again(bench: Bench) -> None:
-    def act(given: Any) -> None:
-        failed = [message for message in given if message.body == b"1" and message.attempt == 1]
-        if failed:
-            raise BatchFailure(failed)
-
-    push = Push(bench, act, batch_size=3)
-    bench.put(b"0", b"1", b"2", queue_id=0)
-    push.advance(5)
-    assert push.seen == [(b"0", 1), (b"1", 1), (b"2", 1), (b"1", 2)]
-    assert lag(bench) == 0
-
-
 # -- in order ---------------------------------------------------------------------------------------------------------
-
-
-def test_in_order_what_stands_behind_a_failure_is_not_done_either(bench: Bench) -> None:
-    def act(given: Any) -> None:
-        if given[0].attempt == 1 and len(given) == 3:
-            raise BatchFailure(given[1:])
-
-    push = Push(bench, act, ordered=True, batch_size=3)
-    bench.put(b"0", b"1", b"2", b"3", queue_id=0)
-    push.advance(10)
-    assert push.bodies() == [b"0", b"1", b"2", b"1", b"2", b"3"]
-    assert dict(push.seen[3:]) == {b"1": 2, b"2": 2, b"3": 1}
-    assert lag(bench) == 0
-
-
-def test_a_failure_that_is_not_the_end_of_its_batch_fails_it_all(bench: Bench) -> None:
-    """What stood before it was acknowledged, and nobody was told, while consumers by queue did as is documented."""
-    told: list[tuple[str, Any]] = []
-
-    def act(given: Any) -> None:
-        failed = [message for message in given if message.body == b"1" and message.attempt == 1]
-        if failed:
-            raise BatchFailure(failed)
-
-    push = Push(
-        bench,
-        act,
-        ordered=True,
-        batch_size=3,
-        on_error=lambda error, message: told.append((str(error), message.body)),
-    )
-    bench.put(b"0", b"1", b"2", b"3", queue_id=0)
-    push.advance(10)
-    assert push.bodies() == [b"0", b"1", b"2", b"0", b"1", b"2", b"3"]
-    assert dict(push.seen[3:]) == {b"0": 2, b"1": 2, b"2": 2, b"3": 1}
-    [(text, body)] = told
-    assert "must name the end of the batch" in text
-    assert body == b"0"
-    assert lag(bench) == 0
-
-
-def test_a_failure_blocks_its_queue_and_no_other(bench: Bench) -> None:
-    push = Push(bench, fails(b"0"), ordered=True, retry=RetryPolicy(3, [10]))
-    bench.put(b"0", b"1", queue_id=0)
-    bench.put(b"a", b"b", queue_id=1)
-    push.advance(9)
-    assert sorted(push.seen) == [(b"0", 1), (b"a", 1), (b"b", 1)]
-    assert not push.engine._renewer  # nothing is held meanwhile
-    push.advance(30)
-    assert [each for each in push.seen if each[0] in b"01"] == [(b"0", 1), (b"0", 2), (b"0", 3), (b"1", 1)]
 
 
 @BOTH
 def test_what_fails_with_what_was_found_silences_nobody(
     bench: Bench, ordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, errors = poppush.Held, [MemoryError()]
-
-    def once(found: Any) -> Any:
-        if errors:
-            raise errors.pop()
-        return real(found)
-
-    monkeypatch.setattr(poppush, "Held", once)
+    monkeypatch.setattr(poppush, "Held", on_call(1, MemoryError(), poppush.Held))
     push = Push(bench, ordered=ordered)
     bench.put(b"0", queue_id=0)
     push.advance(2)
@@ -740,27 +600,6 @@ def test_an_idle_consumer_is_woken_each_time(store: Store, ordered: bool) -> Non
     assert seen == [b"%d" % i for i in range(50)]
 
 
-def test_a_handler_that_blocks_keeps_none_from_the_others(store: Store) -> None:
-    """Its worker fetched a chunk, took the handlers for quick, and would have handled the rest, and fetched on."""
-    go, seen = threading.Event(), []
-
-    def handle(message: Message) -> None:
-        if message.body == b"0":
-            go.wait(20)
-        seen.append(message.body)
-
-    consumer = store.push_consumer("g", mode="pop", workers=2)
-    consumer._engine._runner.pace_ms = 0.0  # type: ignore[attr-defined]
-    consumer.subscribe("t", handle)
-    store.put_many("t", [b"%d" % i for i in range(100)], queue_id=0)
-    with consumer:
-        until(lambda: len(seen) == 99)
-        go.set()
-        until(lambda: len(seen) == 100)
-    assert seen[-1] == b"0"
-    assert sum(store.lag("g").values()) == 0
-
-
 @BOTH
 def test_stop_waits_for_handlers_and_what_hangs_counts_for_nothing(store: Store, ordered: bool) -> None:
     go, begun = threading.Event(), threading.Event()
@@ -816,7 +655,7 @@ def test_an_ordered_queue_is_strictly_serial(store: Store) -> None:
 
 def test_a_handler_that_hangs_blocks_nobody_for_ever(store: Store) -> None:
     """Its message is handled by another worker, and it is told where it hung."""
-    recorder, go = Recorder(), threading.Event()
+    recorder, go = Told(), threading.Event()
 
     def hang_once(message: Message) -> None:
         if message.attempt == 1:
@@ -832,5 +671,5 @@ def test_a_handler_that_hangs_blocks_nobody_for_ever(store: Store) -> None:
         assert go.wait(20)
         until(lambda: len(recorder.settled) == 2)
     assert recorder.settled == [(b"0", "retry"), (b"0", "ack")]
-    assert "hang_once" in recorder.stacks[0]
+    assert "hang_once" in recorder.timeouts[0][1]
     assert sum(store.lag("g").values()) == 0

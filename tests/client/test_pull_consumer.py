@@ -18,7 +18,6 @@ import mqstore
 from mqstore.broker.broker import Broker
 from mqstore.broker.locks import LEASE_MS
 from mqstore.broker.members import Mode
-from mqstore.client.interceptors import Interceptor
 from mqstore.client.pullconsumer import PullConsumer
 from mqstore.clock import SimulatedClock
 from mqstore.errors import (
@@ -35,8 +34,12 @@ from mqstore.errors import (
 )
 from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
+from tests.client.popsupport import ended, in_thread, until
+from tests.client.pushsupport import Told
 
 Q = [QueueRef("orders", i) for i in range(6)]
+SOON_S = 15
+"""Less than the 20 s after which a poll that waits looks by itself."""
 
 
 @pytest.fixture
@@ -103,22 +106,6 @@ def test_queues_take_turns_and_an_empty_one_holds_up_nobody(broker: Broker) -> N
     assert [look(consumer, 2) for _ in range(5)] == [["a", "b"], ["A", "B"], ["c", "d"], ["C", "D"], []]
 
 
-def test_one_poll_returns_messages_of_several_queues(broker: Broker) -> None:
-    put(broker, "a", queue_id=0)
-    put(broker, "B", queue_id=2)
-
-    assert look(subscribed(broker)) == ["a", "B"]
-
-
-def test_an_sql_expression_looks_at_properties(broker: Broker) -> None:
-    for price in (3, 7, 9):
-        put(broker, str(price), properties={"price": str(price)})
-    consumer = PullConsumer(broker, "g")
-    consumer.subscribe("orders", sql="price > 5")
-
-    assert look(consumer) == ["7", "9"]
-
-
 def test_what_a_filter_passes_over_is_consumed(broker: Broker) -> None:
     put(broker, *"abc", tag="no")
     consumer = PullConsumer(broker, "g", auto_commit_interval=0)
@@ -142,39 +129,27 @@ def test_a_poll_reads_on_over_more_than_one_read_passes(broker: Broker) -> None:
 
 
 def test_interceptors_choose_and_are_told(broker: Broker) -> None:
-    told: list[object] = []
-
-    class Witness(Interceptor):
-        def on_receive(self, messages: list[Message]) -> list[Message]:
-            return [message for message in messages if message.text() != "b"]
-
-        def on_assign(self, queues: frozenset[QueueRef]) -> None:
-            told.append(("assign", len(queues)))
-
-        def on_revoke(self, queues: frozenset[QueueRef]) -> None:
-            told.append(("revoke", len(queues)))
-
-        def on_offset_reset(self, queue: QueueRef, old: int, new: int) -> None:
-            told.append((queue, old, new))
-
+    told = Told(b"b")
     put(broker, *"bab")
-    with subscribed(broker, interceptors=[Witness()], auto_commit_interval=0) as consumer:
+    with subscribed(broker, interceptors=[told], auto_commit_interval=0) as consumer:
         assert look(consumer) == ["a"]
         assert consumer.position(Q[0]) == 3
         put(broker, "b")
         assert look(consumer) == []  # all left out: done with
         broker.reset("g", "orders", 0, 2)
         look(consumer)
-    assert told == [("assign", 4), (Q[0], 4, 2), ("revoke", 4)]
+    assert told.news == [("assign", *Q[:4]), ("reset", Q[0], 4, 2), ("revoke", *Q[:4])]
     assert committed(broker) == 4
 
 
 # --- where a group begins ------------------------------------------------------------------------------------------
 
 
-def test_the_latest_of_a_topic_that_comes_later_is_its_first_message(broker: Broker) -> None:
+@pytest.mark.parametrize("start", ["latest", None], ids=["the consumer's", "the group's"])
+def test_the_latest_of_a_topic_that_comes_later_is_its_first_message(broker: Broker, start: Any) -> None:
     """What came after `subscribe` came after "latest", whenever the queue is first looked at."""
-    consumer = PullConsumer(broker, "g", start="latest")
+    broker.groups.create("g", start="earliest" if start else "latest")
+    consumer = PullConsumer(broker, "g", start=start)
     consumer.subscribe("later")
     put(broker, "a", topic="later")
     broker.topics.alter("later", read_queues=5, write_queues=5)
@@ -303,20 +278,6 @@ def test_the_loop_counts_a_message_as_done_when_the_next_is_asked_for(broker: Br
     assert committed(broker) == 3  # though more had been read
 
 
-def test_an_exception_in_the_loop_leaves_its_message_uncommitted(broker: Broker) -> None:
-    put(broker, *"abcde")
-
-    def work() -> None:
-        with subscribed(broker) as consumer:
-            for message in consumer:
-                if message.text() == "c":
-                    raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        work()
-    assert committed(broker) == 2
-
-
 def test_a_commit_in_the_loop_covers_what_the_loop_has_given(broker: Broker) -> None:
     put(broker, *"abcde")
     consumer = subscribed(broker, auto_commit=False)
@@ -438,14 +399,9 @@ def test_a_reset_before_it_begins_is_no_surprise(broker: Broker, caplog: pytest.
 
 
 def test_from_an_offset_that_is_gone_it_goes_on_at_the_first_there_is(broker: Broker) -> None:
-    told: list[tuple[QueueRef, int, int]] = []
-
-    class Witness(Interceptor):
-        def on_offset_reset(self, queue: QueueRef, old: int, new: int) -> None:
-            told.append((queue, old, new))
-
+    told = Told()
     put(broker, *"abc")
-    consumer = subscribed(broker, interceptors=[Witness()])
+    consumer = subscribed(broker, interceptors=[told])
     look(consumer, 1)
     broker.topics.delete("orders", force=True)
     assert look(consumer) == []
@@ -453,7 +409,7 @@ def test_from_an_offset_that_is_gone_it_goes_on_at_the_first_there_is(broker: Br
     put(broker, "d")
 
     assert look(consumer) == ["d"]
-    assert told == [(Q[0], 1, 3)]
+    assert told.news[1:] == [("reset", Q[0], 1, 3)]
 
 
 def test_from_an_offset_that_never_was_it_goes_on_at_the_end(broker: Broker) -> None:
@@ -1088,48 +1044,26 @@ def live(tmp_path: Path) -> Iterator[Broker]:
         yield broker
 
 
-class Poller(threading.Thread):
-    """Polls once, for as long as it takes."""
-
-    def __init__(self, consumer: PullConsumer) -> None:
-        super().__init__(daemon=True)
-        self.consumer = consumer
-        self.found: list[str] | None = None
-        self.error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self.found = texts(self.consumer.poll(None))
-        except Exception as error:
-            self.error = error
-
-    def waits(self) -> None:
-        """Until it does."""
-        while not self.consumer._waiting:
-            assert self.is_alive()
-
-    def ends(self) -> list[str] | None:
-        self.join(15)  # less than the 20 s after which it looks by itself
-        assert not self.is_alive()
-        return self.found
+def polling(consumer: PullConsumer) -> tuple[threading.Thread, list[Any]]:
+    """A thread that waits in a poll, for as long as it takes."""
+    thread = in_thread(lambda: texts(consumer.poll(None)))
+    until(lambda: consumer._waiting)
+    return thread
 
 
 def test_a_put_wakes_who_waits(live: Broker) -> None:
-    poller = Poller(subscribed(live))
-    poller.waits()
+    poller = polling(subscribed(live))
     put(live, "a", queue_id=3)
 
-    assert poller.ends() == ["a"]
+    assert ended(*poller, SOON_S) == ["a"]
 
 
 def test_closing_wakes_who_waits_and_hands_over(live: Broker) -> None:
     consumer = subscribed(live)
-    poller = Poller(consumer)
-    poller.waits()
+    poller = polling(consumer)
     consumer.close()
 
-    assert poller.ends() == []
+    assert ended(*poller, SOON_S) == []
     put(live, "a")
     assert look(subscribed(live, "c2")) == ["a"]
 
@@ -1156,32 +1090,26 @@ def test_closing_between_the_look_and_the_wait_is_noticed(live: Broker, monkeypa
     monkeypatch.setattr(live, "read", read_and_be_closed)
     monkeypatch.setattr(consumer, "_ring", ring_and_tell)
 
-    assert Poller(consumer).ends() == []
+    assert ended(*in_thread(lambda: consumer.poll(None)), SOON_S) == []
     threads[0].join(30)
     assert live.members.members("g") == []
 
 
 def test_closing_the_store_wakes_who_waits(live: Broker) -> None:
-    poller = Poller(subscribed(live))
-    poller.waits()
+    poller = polling(subscribed(live))
     live.close()
-    poller.ends()
 
-    assert isinstance(poller.error, StoreClosedError)
+    assert isinstance(ended(*poller, SOON_S), StoreClosedError)
 
 
 def test_who_waits_hands_over_and_takes(live: Broker) -> None:
     first, second = subscribed(live, "c1"), subscribed(live, "c2")
-    one = Poller(first)
-    one.waits()
-    two = Poller(second)
-    while (first.assignment(), second.assignment()) != (frozenset(Q[:2]), frozenset(Q[2:4])):
-        assert one.is_alive()
-        assert two.is_alive()
+    one, two = polling(first), polling(second)
+    until(lambda: (first.assignment(), second.assignment()) == (frozenset(Q[:2]), frozenset(Q[2:4])))
     put(live, "a", queue_id=0)
     put(live, "b", queue_id=3)
 
-    assert (one.ends(), two.ends()) == (["a"], ["b"])
+    assert (ended(*one, SOON_S), ended(*two, SOON_S)) == (["a"], ["b"])
 
 
 def test_a_poll_gives_up_when_its_time_is_over(live: Broker) -> None:
@@ -1200,14 +1128,3 @@ def test_a_store_closes_its_consumers_and_claims_nothing_for_them(tmp_path: Path
     assert consumer.closed
     with mqstore.open(tmp_path / "mq") as store:
         assert store.committed("g", Q[0]) == 1
-
-
-def test_a_seek_wakes_who_waits(live: Broker) -> None:
-    put(live, "a")
-    consumer = subscribed(live)
-    assert look(consumer) == ["a"]
-    poller = Poller(consumer)
-    poller.waits()
-    consumer.seek(Q[0], 0)
-
-    assert poller.ends() == ["a"]

@@ -24,7 +24,6 @@ import pytest
 import mqstore
 from mqstore.broker.broker import Broker
 from mqstore.client.consumerstats import QueueStats
-from mqstore.client.interceptors import Interceptor
 from mqstore.client.outcome import Reject, Retry
 from mqstore.client.processqueue import ProcessQueue
 from mqstore.client.pushconsumer import PushConsumer
@@ -34,7 +33,7 @@ from mqstore.log.commitlog import QueueRef
 from mqstore.log.message import Message
 from tests.children import speaking_child
 from tests.client.popsupport import until
-from tests.client.pushsupport import PushBench
+from tests.client.pushsupport import PushBench, Told, hook
 
 T0 = QueueRef("t", 0)
 LONG_S = 20.0
@@ -176,13 +175,10 @@ def test_one_that_was_never_started_may_be_stopped(bench: PushBench) -> None:
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_hook_that_stops_a_consumer_while_it_starts_has_stopped_it(bench: PushBench, ordered: bool) -> None:
-    class Stops(Interceptor):
-        def on_assign(self, queues: frozenset[QueueRef]) -> None:
-            consumer.stop()
-
     seen: list[Message] = []
     bench.put(b"x")
-    consumer = bench.consumer(seen.append, interceptors=[Stops()], ordered=ordered)
+    stops = hook(on_assign=lambda queues: consumer.stop())
+    consumer = bench.consumer(seen.append, interceptors=[stops], ordered=ordered)
     bench.consumers.remove(consumer)
     consumer.run_once()
     assert seen == []
@@ -239,13 +235,8 @@ def test_averages_outlast_the_minute(bench: PushBench, mode: Any, monkeypatch: p
     monkeypatch.setattr(consumer._handling, "pulled", lambda topic, messages, took_ms: counted(topic, messages, 4.0))
     bench.put(*[b"x"] * 5)
     assert (consumer.stats().topics.get("t"), bench.settle()) != (None, None)
-    for idle_s in (
-        0,
-        10,
-        300,
-        900,
-        4_000,
-    ):  # before there is a sample, in the minute, before the hour's first, in it, later
+    # Before there is a sample, in the minute, before the hour's first, in it, later.
+    for idle_s in (0, 10, 300, 900, 4_000):
         bench.advance(idle_s)
         stats = consumer.stats().topics["t"]
         assert 2 <= stats.handler_ms < 1_000
@@ -299,7 +290,8 @@ def test_all_workers_are_at_what_one_pull_brought(broker: Broker) -> None:
         until(lambda: len(done) == 4)
 
 
-def test_what_stands_behind_a_slow_message_is_offered_to_others(broker: Broker) -> None:
+@pytest.mark.parametrize("mode", ["queue", "pop"])
+def test_what_stands_behind_a_slow_message_is_offered_to_others(broker: Broker, mode: Any) -> None:
     """Handlers were fast so far, so nobody was asked to help with this pull."""
     fast, last = list[bytes](), threading.Event()
     waited = list[bool]()
@@ -312,7 +304,7 @@ def test_what_stands_behind_a_slow_message_is_offered_to_others(broker: Broker) 
         else:
             fast.append(message.body)
 
-    consumer = PushConsumer(broker, "g", workers=2)
+    consumer = PushConsumer(broker, "g", workers=2, mode=mode)
     consumer.subscribe("t", handler)
     with consumer:
         broker.put_many("t", [b"m"] * 800, queue_id=0)
@@ -520,19 +512,29 @@ def test_a_broker_that_is_closed_under_a_consumer_leaves_one_that_can_be_stopped
 def test_a_handler_that_ends_the_process_ends_run(
     broker: Broker, error: BaseException, mode: Any, ordered: bool
 ) -> None:
-    """`run` came back as if somebody had asked the consumer to stop, and the process ended with 0."""
+    """`run` came back as if somebody had asked the consumer to stop, and the process ended with 0. What was being
+    handled is not settled, and has lost no attempt."""
+    seen: list[tuple[bytes, int]] = []
 
     def handle(message: Message) -> None:
-        raise error
+        seen.append((message.body, message.attempt))
+        if seen == [(b"0", 1), (b"1", 1)]:
+            raise error
 
-    consumer = PushConsumer(broker, "g", workers=2, mode=mode, ordered=ordered)
+    broker.put_many("t", [b"0", b"1", b"2"], queue_id=0)
+    consumer = PushConsumer(broker, "g", workers=1, mode=mode, ordered=ordered)
     consumer.subscribe("t", handle)
-    broker.put("t", b"x")
     with pytest.raises(type(error)) as caught:
         consumer.run()
     assert caught.value is error
-    assert sum(broker.lag("g").values()) == 1
+    assert sum(broker.lag("g").values()) == 2
     assert "stopped" in repr(consumer)
+    assert broker.members.members("g") == []
+    other = PushConsumer(broker, "g", workers=1, mode=mode, ordered=ordered)
+    other.subscribe("t", handle)
+    with other:
+        until(lambda: len(seen) == 4)
+    assert seen[2:] == [(b"1", 1), (b"2", 1)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -603,11 +605,7 @@ def test_a_rate_is_not_known_before_there_is_a_sample(bench: PushBench, mode: An
 
 
 def test_the_time_of_a_handler_is_not_known_before_it_was_called(bench: PushBench) -> None:
-    class LeavesOut(Interceptor):
-        def on_receive(self, messages: list[Message]) -> list[Message]:
-            return []
-
-    consumer = bench.consumer(interceptors=[LeavesOut()])
+    consumer = bench.consumer(interceptors=[Told(b"x")])
     bench.put(b"x")
     bench.settle()
     stats = consumer.stats().topics["t"]

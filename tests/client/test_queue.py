@@ -16,31 +16,18 @@ from typing import Any
 import pytest
 
 import mqstore
-from mqstore import Queue, RetryPolicy, SimulatedClock, StoreConfig
+from mqstore import Queue, RetryPolicy
 from mqstore.admin import Broker
 from mqstore.broker.housekeeper import Housekeeper
 from mqstore.signalsafe import Bell
-from tests.broker.support import advance_broker
 from tests.children import in_child
-from tests.client.popsupport import ended, in_thread
+from tests.client import popsupport
+from tests.client.popsupport import ended, full, in_thread, on_call, until
 
 
-class Bench:
-    """A broker with time by hand."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.clock = SimulatedClock()
-        self.open()
-
-    def open(self) -> None:
-        self.broker = Broker(mqstore.engine.MessageStore(self.path, config=StoreConfig(clock=self.clock)))
-
+class Bench(popsupport.Bench):
     def queue(self, **options: Any) -> Queue:
         return Queue(self.broker, "jobs", **options)
-
-    def advance(self, duration_s: float) -> None:
-        advance_broker(self.broker, self.clock, round(duration_s * 1000))
 
 
 @pytest.fixture
@@ -118,8 +105,7 @@ def test_task_done_is_for_what_the_thread_got_last(bench: Bench) -> None:
 def test_a_put_wakes_one_who_waits(broker: Broker) -> None:
     queue = Queue(broker, "jobs")
     threads = [in_thread(lambda wait=wait: queue.get(timeout=wait).value) for wait in (20, None, math.inf)]  # type: ignore[misc]
-    while broker._waiters.parked < 3:
-        time.sleep(0.001)
+    until(lambda: broker._waiters.parked == 3)
     queue.put_many([b"0", b"1"])
     queue.put(b"2")
     assert {ended(*each) for each in threads} == {b"0", b"1", b"2"}
@@ -132,8 +118,7 @@ def test_who_waits_in_order_is_woken_by_the_ack(broker: Broker) -> None:
     queue.put_many([b"0", b"1"])
     task = queue.get()
     waiting = in_thread(lambda: queue.get(timeout=20).value)
-    while broker._waiters.parked < 1:
-        time.sleep(0.001)
+    until(lambda: broker._waiters.parked == 1)
     task.ack()
     assert ended(*waiting) == b"1"
 
@@ -247,8 +232,7 @@ def test_who_waits_for_others_to_settle_hears_that_the_store_was_closed(broker: 
     queue = Queue(broker, "jobs", maxsize=1)
     queue.put(b"a")
     waiting = in_thread(lambda: wait(queue))
-    while not queue._waiting:
-        time.sleep(0.001)
+    until(lambda: queue._waiting)
     broker.close()
     assert isinstance(ended(*waiting), mqstore.errors.StoreClosedError)
     assert isinstance(ended(*in_thread(lambda: wait(queue))), mqstore.errors.StoreClosedError)  # and who comes later
@@ -274,17 +258,6 @@ def test_a_full_queue_refuses(bench: Bench) -> None:
     assert taken(queue) == [b"b", b"c"]
 
 
-def test_a_put_waits_for_room(broker: Broker) -> None:
-    queue = Queue(broker, "jobs", maxsize=1)
-    queue.put(b"a")
-    putting = in_thread(lambda: queue.put(b"b", timeout=20))
-    task = queue.get()
-    assert not putting[1]
-    task.ack()
-    ended(*putting)
-    assert queue.get(timeout=20).value == b"b"
-
-
 def test_many_putters_never_put_too_much(broker: Broker) -> None:
     queue = Queue(broker, "jobs", maxsize=3)
     threads = [in_thread(lambda: [queue.put(b"x") for _ in range(20)]) for _ in range(4)]
@@ -299,21 +272,6 @@ def test_many_putters_never_put_too_much(broker: Broker) -> None:
 
 
 # -- loans -----------------------------------------------------------------------------------------------------------
-
-
-def test_an_item_that_is_not_settled_comes_again(bench: Bench) -> None:
-    queue = bench.queue(visibility=30)
-    queue.put_many([b"a", b"b"])
-    lost = queue.get()
-    bench.advance(29.9)
-    assert taken(queue) == [b"b"]
-    bench.advance(0.2)
-    again = queue.get_nowait()
-    assert (again.value, again.attempt) == (b"a", 2)
-    with pytest.raises(mqstore.errors.ReceiptExpiredError):
-        lost.ack()
-    again.ack()
-    assert queue.empty()
 
 
 def test_a_pause_that_is_too_long_is_shortened_and_how_often_is_told_at_the_end(
@@ -397,22 +355,6 @@ def test_what_was_got_is_given_though_more_cannot_be(bench: Bench, monkeypatch: 
 # -- order -----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_overtakes_in_an_ordered_queue(bench: Bench) -> None:
-    queue = bench.queue(ordered=True, retry=RetryPolicy(5, [10]))
-    queue.put_many([b"a", b"b"])
-    task = queue.get()
-    with pytest.raises(mqstore.QueueEmpty):
-        queue.get_nowait()
-    task.nack()
-    with pytest.raises(mqstore.QueueEmpty):
-        queue.get_nowait()
-    bench.advance(10)
-    again = queue.get_nowait()
-    assert (again.value, again.attempt) == (b"a", 2)
-    again.ack()
-    assert taken(queue) == [b"b"]
-
-
 def test_an_ordered_queue_gives_a_batch_in_order(bench: Bench) -> None:
     queue = bench.queue(ordered=True)
     queue.put_many(b"%d" % i for i in range(50))
@@ -490,19 +432,6 @@ def test_what_the_codec_cannot_read_is_a_failed_attempt_and_is_kept(bench: Bench
 
 
 # -- what it is on disk ----------------------------------------------------------------------------------------------
-
-
-def test_items_and_loans_are_there_after_a_restart(bench: Bench) -> None:
-    queue = bench.queue()
-    queue.put_many([b"a", b"b", b"c"])
-    queue.get().ack()
-    queue.get()
-    bench.broker.close()
-    bench.open()
-    again = bench.queue()
-    assert again.qsize() == 2
-    bench.advance(0)
-    assert sorted(taken(again)) == [b"b", b"c"]
 
 
 def test_after_kill_9_what_was_on_loan_comes_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,8 +526,7 @@ def test_join_does_not_wait_for_what_an_immediate_shutdown_left_there(broker: Br
 def test_shutdown_wakes_who_waits(broker: Broker, immediate: bool) -> None:
     queue = Queue(broker, "jobs", maxsize=1)
     waiting = [in_thread(queue.get) for _ in range(3)]
-    while broker._waiters.parked < 3:
-        time.sleep(0.001)
+    until(lambda: broker._waiters.parked == 3)
     queue.shutdown(immediate)
     assert all(isinstance(ended(*each), mqstore.QueueShutDown) for each in waiting)
     other = Queue(broker, "others", maxsize=1)
@@ -613,8 +541,7 @@ def test_closing_the_broker_ends_the_wait(tmp_path: Path) -> None:
     broker = Broker(mqstore.engine.MessageStore(tmp_path / "store"))
     queue = Queue(broker, "jobs")
     waiting = in_thread(queue.get)
-    while broker._waiters.parked < 1:
-        time.sleep(0.001)
+    until(lambda: broker._waiters.parked == 1)
     broker.close()
     assert isinstance(ended(*waiting), mqstore.errors.StoreClosedError)
 
@@ -631,8 +558,7 @@ def test_as_a_context_it_is_shut_at_the_end(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"visibility": 0}, {"visibility": -1}, {"visibility": 13 * 3600}, {"maxsize": -1}, {"maxsize": 1.5}],
+    "options", [{"visibility": 0}, {"visibility": -1}, {"visibility": 13 * 3600}, {"maxsize": -1}, {"maxsize": 1.5}]
 )
 def test_options_that_cannot_be_make_no_queue(bench: Bench, options: dict[str, Any]) -> None:
     with pytest.raises(mqstore.errors.ConfigError):
@@ -732,11 +658,9 @@ def test_who_finds_his_queue_shut_passes_his_turn_on(broker: Broker) -> None:
 
     first._waits.wait = slow  # type: ignore[method-assign]
     shut = in_thread(first.get)
-    while not first._waits.open:
-        time.sleep(0.001)
+    until(lambda: first._waits.open)
     lucky = in_thread(second.get)
-    while not second._waits.open:
-        time.sleep(0.001)
+    until(lambda: second._waits.open)
     second.put(b"a")  # the first one's turn: it was there before
     assert called.wait(20)
     first.shutdown(immediate=True)
@@ -759,10 +683,6 @@ def test_task_done_may_be_said_again_when_the_disk_was_full(bench: Bench, monkey
     queue = bench.queue()
     queue.put(b"a")
     queue.get()
-
-    def full(*arguments: Any) -> None:
-        raise mqstore.errors.StoreFullError(28, "full", "file", "append")
-
     with monkeypatch.context() as patch:
         patch.setattr(bench.broker, "ack", full)
         with pytest.raises(mqstore.errors.StoreFullError):
@@ -776,16 +696,8 @@ def test_task_done_may_be_said_again_when_the_disk_was_full(bench: Bench, monkey
 def test_what_an_interrupted_get_many_had_taken_is_there_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = bench.queue()
     queue.put_many([b"%d" % i for i in range(40)])
-    pop, calls = bench.broker.pop, []
-
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return pop(*arguments, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(bench.broker, "pop", interrupted)
+        patch.setattr(bench.broker, "pop", on_call(2, KeyboardInterrupt(), bench.broker.pop))
         with pytest.raises(KeyboardInterrupt):
             queue.get_many(40)
     tasks = queue.get_many(40)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import mqstore
 from mqstore.broker.pop.service import Delivery
 from mqstore.client.renewal import Held, Renewer
-from tests.client.popsupport import Bench
+from tests.client.popsupport import Bench, full
 
 LOAN_MS = 60_000
 
@@ -70,14 +68,6 @@ def consumer(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Consume
     bench.store.close()
 
 
-def test_what_is_held_stays_invisible_and_its_receipt_good(consumer: Consumer) -> None:
-    held = consumer.take(3)
-    consumer.pass_time(1_000)
-    assert consumer.pop() == []
-    consumer.settle(held, 3)
-    assert sum(consumer.bench.store.lag("g").values()) == 0
-
-
 def test_a_renewal_comes_when_a_third_of_the_loan_is_left(consumer: Consumer) -> None:
     consumer.take()
     assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 40_000
@@ -103,19 +93,6 @@ def test_what_is_removed_is_renewed_no_more(consumer: Consumer) -> None:
     assert [each.attempt for each in consumer.pop(2)] == [2, 2]
 
 
-def test_what_comes_later_has_times_of_its_own(consumer: Consumer) -> None:
-    consumer.settle(consumer.take())
-    second = consumer.take()
-    consumer.bench.advance(30)
-    if consumer.ordered:  # which pops nothing behind what is not settled
-        consumer.renewer.add(Held([]), consumer.now_ms + LOAN_MS)
-    else:
-        consumer.take()
-    assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 10_000
-    consumer.settle(second)
-    assert consumer.renewer.run_once(consumer.now_ms) == consumer.now_ms + 40_000
-
-
 def test_what_came_too_late_is_told_and_renewed_no_more(
     consumer: Consumer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,10 +112,6 @@ def test_what_came_too_late_is_told_and_renewed_no_more(
 
 def test_a_full_disk_is_tried_again(consumer: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
     consumer.take()
-
-    def full(*_: Any, **__: Any) -> str:
-        raise mqstore.errors.StoreFullError(errno.ENOSPC, "no space", "log", "put")
-
     with monkeypatch.context() as disk:
         disk.setattr(consumer.bench.broker, "renew", full)
         consumer.pass_time(40)

@@ -167,6 +167,3 @@ def test_a_push_consumer_gets_its_letter_and_no_other_group_does(
         with consumer():
             assert got.get(timeout=LONG_S) == ("orders", b"poison", 1)
     assert (len(letters), in_topic(store, "orders"), got.qsize()) == (0, 1, 0)
-
-
-# -- others ----------------------------------------------------------------------------------------------------------

@@ -18,10 +18,8 @@ import pytest
 import mqstore
 from mqstore import Interceptor, Message, RetryPolicy, SimpleConsumer, Store
 from mqstore.broker.members import Mode
-from mqstore.client.popsource import PopSource
-from mqstore.client.wanted import wanted
 from mqstore.signalsafe import Bell
-from tests.client.popsupport import Bench, ended, in_thread, until
+from tests.client.popsupport import Bench, ended, in_thread, on_call, until
 
 
 @pytest.fixture
@@ -128,22 +126,6 @@ def test_members_subscribe_alike(bench: Bench) -> None:
     assert (
         bench.broker.committed("g", "u", 0) is None
     )  # nor is the topic kept for a group that has nothing to do with it
-
-
-def test_a_topic_that_may_not_be_read_changes_nothing(bench: Bench) -> None:
-    consumer = bench.consumer("t")
-    bench.broker.groups.forbid("g", "u")
-    with pytest.raises(mqstore.errors.NotPermittedError):
-        consumer.subscribe("u")
-    assert consumer.subscriptions == {"t": "*"}
-    assert dict(bench.broker.members.subscriptions("g")) == {"t": ("TAG", "*")}
-    consumer.close()
-    source = PopSource(bench.broker, "g", "c1")
-    with pytest.raises(mqstore.errors.NotPermittedError):
-        source.change({"u": wanted(bench.broker, "u")}, join=True)
-    assert bench.broker.members.groups() == []
-    source.change({"t": wanted(bench.broker, "t")}, join=True)
-    assert bench.broker.members.members("g") == ["c1"]
 
 
 def test_order_is_a_property_of_the_group(bench: Bench) -> None:
@@ -392,16 +374,8 @@ def test_what_was_found_when_ctrl_c_comes_is_given_back(bench: Bench, monkeypatc
     consumer = bench.consumer("t", "u")
     bench.put(b"a")
     bench.put(b"b", topic="u")
-    pop, calls = bench.broker.pop, []
-
-    def interrupted(*rest: Any, **more: Any) -> Any:
-        calls.append(rest)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return pop(*rest, **more)
-
     with monkeypatch.context() as patch:
-        patch.setattr(bench.broker, "pop", interrupted)
+        patch.setattr(bench.broker, "pop", on_call(2, KeyboardInterrupt(), bench.broker.pop))
         with pytest.raises(KeyboardInterrupt):
             consumer.receive(2, wait=0)
     assert consumer.pending() == []
@@ -559,14 +533,6 @@ def test_in_order_an_ack_ends_the_wait_for_what_is_behind(store: Store) -> None:
     assert ended(*waiting) == [b"1"]
 
 
-def test_a_topic_that_comes_ends_the_wait(store: Store) -> None:
-    consumer = store.simple_consumer("g", {"later": "*"})
-    waiting = in_thread(lambda: bodies(consumer.receive(wait=math.inf)))
-    until(lambda: consumer._source.waits.open)
-    store.put("later", b"a")
-    assert ended(*waiting) == [b"a"]
-
-
 def test_subscribing_ends_the_wait_for_the_old_subscriptions(store: Store) -> None:
     consumer = store.simple_consumer("g", {"t": "*"})
     store.put("u", b"a")
@@ -657,14 +623,7 @@ def test_ctrl_c_in_the_wait_leaves_nothing_behind(store: Store, monkeypatch: pyt
 
 def test_a_wait_that_cannot_begin_leaves_nothing_behind(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     consumer = store.simple_consumer("g", {"t": "*", "u": "*"})
-    add, calls = store.broker.add_pop_waiter, []
-
-    def busy(*rest: Any, **more: Any) -> Any:
-        calls.append(rest)
-        if len(calls) == 2:
-            raise mqstore.errors.StoreBusyError("too many")
-        return add(*rest, **more)
-
+    busy = on_call(2, mqstore.errors.StoreBusyError("too many"), store.broker.add_pop_waiter)
     monkeypatch.setattr(store.broker, "add_pop_waiter", busy)
     with pytest.raises(mqstore.errors.StoreBusyError):
         consumer.receive()
@@ -773,10 +732,7 @@ def test_who_was_called_and_fails_passes_it_on(
     bench.put(b"a")
     assert called == ["one"]
 
-    def failing(*_: Any, **__: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(bench.broker, "pop", failing)
+    monkeypatch.setattr(bench.broker, "pop", on_call(1, error, bench.broker.pop))
     with pytest.raises(type(error)):
         consumer.receive(wait=0)
     bench.settle()

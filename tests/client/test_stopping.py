@@ -17,6 +17,7 @@ import mqstore
 import mqstore.aio
 from mqstore import Message
 from tests.client.popsupport import until
+from tests.client.pushsupport import hook
 
 
 def push_consumer(store: mqstore.Store) -> mqstore.PushConsumer:
@@ -269,11 +270,8 @@ def test_idle_consumers_are_closed_before_hanging_ones(tmp_path: Path) -> None:
     store = mqstore.open(tmp_path / "s")
     revoked: list[bool] = []
 
-    class Idle(mqstore.Interceptor):
-        def on_revoke(self, queues: frozenset[mqstore.QueueRef]) -> None:
-            revoked.append(hangs())
-
-    before = [store.push_consumer(f"idle{i}", workers=1, interceptors=[Idle()]) for i in range(4)]
+    idle = hook(on_revoke=lambda queues: revoked.append(not crowd.let_go.is_set()))
+    before = [store.push_consumer(f"idle{i}", workers=1, interceptors=[idle]) for i in range(4)]
     for consumer in before:
         consumer.subscribe("nothing", print)
         consumer.start()
@@ -281,9 +279,6 @@ def test_idle_consumers_are_closed_before_hanging_ones(tmp_path: Path) -> None:
     until(lambda: all(consumer.assignment() for consumer in before))
     crowd = Crowd(store, 3, {})
     closing = threading.Thread(target=store.close, args=(20,))
-
-    def hangs() -> bool:
-        return not crowd.let_go.is_set()
 
     closing.start()
     try:

@@ -179,11 +179,7 @@ def test_groups_and_queues_are_suspended_each_by_itself(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "fail",
-    [
-        lambda delivery: delivery.nack(),
-        lambda delivery: delivery.__exit__(ValueError, ValueError("no"), None),
-    ],
+    "fail", [lambda delivery: delivery.nack(), lambda delivery: delivery.__exit__(ValueError, ValueError("no"), None)]
 )
 def test_a_simple_consumer_in_order_suspends_its_queue(bench: Bench, fail: Callable[[Any], Any]) -> None:
     bench.put("0")

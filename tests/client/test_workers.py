@@ -64,13 +64,6 @@ def test_timers_fire_in_the_order_in_which_they_are_due(workers: Workers, clock:
     assert fired == ["first", "same", "late"]
 
 
-def test_a_timer_may_submit_and_a_job_may_ask_for_a_timer(workers: Workers, clock: SimulatedClock) -> None:
-    seen: list[str] = []
-    workers.later(0, lambda: workers.submit(lambda worker: workers.later(0, lambda: seen.append("done"))))
-    assert workers.run_once() is None
-    assert seen == ["done"]
-
-
 def test_what_fails_stops_neither_jobs_nor_timers(workers: Workers) -> None:
     seen: list[str] = []
     workers.submit(lambda worker: 1 / 0)
@@ -216,48 +209,12 @@ def test_jobs_that_were_submitted_before_stop_are_done_and_no_thread_is_left(
     assert workers.stop(10)  # again is harmless
 
 
-def test_a_thread_that_hangs_is_left_and_told_of(threaded: Callable[[int], Workers]) -> None:
-    workers, go, begun = threaded(2), threading.Event(), threading.Event()
-    workers.start()
-    workers.submit(lambda worker: (begun.set(), go.wait(10)))
-    assert begun.wait(10)
-    assert not workers.stop(0.01)
-    go.set()
-    assert workers.stop(10)
-
-
-def test_stop_in_a_job_does_not_wait_for_itself(threaded: Callable[[int], Workers]) -> None:
-    workers, results, done = threaded(2), list[bool](), threading.Event()
-    workers.start()
-    workers.submit(lambda worker: (results.append(workers.stop(10)), done.set()))
-    assert done.wait(10)
-    assert results == [True]
-    for thread in workers._threads:  # who called ends as well, a moment later
-        thread.join(10)
-        assert not thread.is_alive()
-
-
 def test_a_timer_that_is_earlier_than_those_that_wait_wakes_the_thread(threaded: Callable[[int], Workers]) -> None:
     workers, fired = threaded(1), threading.Event()
     workers.start()
     workers.later(60_000, lambda: None)
     workers.later(1, fired.set)
     assert fired.wait(10)
-
-
-def test_the_stack_shows_where_a_handler_is(threaded: Callable[[int], Workers]) -> None:
-    workers, go, begun = threaded(1), threading.Event(), threading.Event()
-    workers.start()
-
-    def somewhere(worker: Worker) -> None:
-        begun.set()
-        go.wait(10)
-
-    workers.submit(somewhere)
-    assert begun.wait(10)
-    assert "somewhere" in workers.all[0].stack()
-    go.set()
-    assert Worker().stack() == ""
 
 
 def test_after_stop_nothing_is_held(threaded: Callable[[int], Workers]) -> None:
@@ -363,52 +320,6 @@ def test_what_was_raised_elsewhere_is_raised_where_it_was_waited_for(workers: Wo
     workers.submit(lambda worker: seen.append(worker is workers.all[0]))  # it is free again
     workers.run_once()
     assert seen[2:] == [True]
-
-
-def test_who_exits_elsewhere_ends_the_consumer_and_the_worker_goes_on(threaded: Callable[[int], Workers]) -> None:
-    exits: list[BaseException] = []
-    workers, done = threaded(1), threading.Event()
-    workers.on_exit = exits.append
-    workers.start()
-    place = Elsewhere()
-
-    def job(worker: Worker) -> Flow[None]:
-        worker.begin([Value()])  # type: ignore[list-item]
-        yield place
-
-    workers.submit(job)
-    place.end(SystemExit(3))
-    workers.submit(lambda worker: done.set())
-    assert done.wait(10)
-    assert [type(error) for error in exits] == [SystemExit]
-    assert not workers.busy()
-
-
-def test_stop_waits_for_what_goes_on_elsewhere_and_for_what_stands_behind_it(
-    threaded: Callable[[int], Workers],
-) -> None:
-    before = set(threading.enumerate())
-    workers = threaded(2)
-    workers.start()
-    places, done = [Elsewhere(), Elsewhere(), Elsewhere()], list[int]()
-
-    def job(i: int, worker: Worker) -> Flow[None]:
-        yield places[i]
-        yield Ended()
-        done.append(i)
-
-    for i in range(3):
-        workers.submit(partial(job, i))
-    until(lambda: sum(place.begun.is_set() for place in places) == 2)  # which two, the threads settle between them
-    assert not workers._free
-    ends = [threading.Timer(0.05 * (i + 1), place.end) for i, place in enumerate(places)]
-    for timer in ends:
-        timer.start()
-    assert workers.stop(10)
-    assert sorted(done) == [0, 1, 2]
-    for timer in ends:
-        timer.join()
-    assert not new_threads(before)
 
 
 def test_what_never_ends_elsewhere_is_told_of_and_leaves_no_thread(threaded: Callable[[int], Workers]) -> None:
@@ -517,27 +428,3 @@ def test_without_threads_stop_waits_for_the_run_and_takes_nothing_from_it(worker
     runner.join(10)
     assert not runner.is_alive()
     assert done == [0, 1]
-
-
-def test_without_threads_a_run_lasts_until_all_has_ended(workers: Workers) -> None:
-    done: list[int] = []
-    one_done = threading.Event()
-    places = [Elsewhere(), Elsewhere()]
-
-    def job(i: int, worker: Worker) -> Flow[None]:
-        yield places[i]
-        done.append(i)
-        one_done.set()
-
-    for i in range(2):
-        workers.submit(partial(job, i))
-
-    def end() -> None:
-        places[1].end()
-        one_done.wait()
-        places[0].end()
-
-    (ending := threading.Timer(0.01, end)).start()
-    workers.run_once()
-    assert done == [1, 0]
-    ending.join()
