@@ -19,6 +19,7 @@ from mqstore import OutgoingMessage, Retention, StoreConfig
 from mqstore.engine import MessageStore, ReadOnlyMessageStore
 from mqstore.errors import (
     ConfigError,
+    FlushTimeoutError,
     OffsetOutOfRangeError,
     ReadOnlyStoreError,
     StoreClosedError,
@@ -28,7 +29,7 @@ from mqstore.errors import (
 from tests.children import in_child, speaking_child
 from tests.faults import FaultyFileSystem
 from tests.holding import linux_only, open_files
-from tests.log.support import open_in, open_store
+from tests.log.support import Unsynced, open_in, open_store
 
 SMALL = StoreConfig(segment_bytes=1 << 14, consumequeue_units=50, index_slots=50, index_entries=200)
 STORE = Path(sys.modules[MessageStore.__module__].__file__ or "").parents[2]
@@ -147,6 +148,37 @@ def test_listeners_hear_of_a_put_once_it_is_on_disk(tmp_path: Path) -> None:
             store.on_growth[:] = [lambda *_, heard=heard: heard.set()]
             store.put("t", b"%d" % i)
             assert heard.wait(10)
+
+
+class SlowDisk(Unsynced):
+    """Syncs of files begin at once, and end while `go_on` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def fdatasync(self, fd: int) -> None:
+        self.begun.set()
+        assert self.go_on.wait(20)
+
+
+def test_a_put_that_waits_too_long_for_anothers_sync_says_so(tmp_path: Path) -> None:
+    """It is stored, and its receipt says where (format#flush)."""
+    fs = SlowDisk()
+    with open_store(tmp_path / "s", fs=fs, flush_timeout=0.05) as store:
+        store.put("t", b"first")
+        fs.begun.clear()
+        fs.go_on.clear()
+        leader = threading.Thread(target=store.flush)
+        leader.start()
+        assert fs.begun.wait(20)
+        with pytest.raises(FlushTimeoutError, match=r"after 0\.05 s") as caught:
+            store.put("t", b"second", durability="flush")
+        fs.go_on.set()
+        leader.join()
+        store.flush()
+        assert store.at(caught.value.receipt.physical_offset).body == b"second"
 
 
 def test_retention_beside_readers_and_writers_loses_nothing_that_is_kept(tmp_path: Path) -> None:
