@@ -1,4 +1,4 @@
-"""Popping in order: a queue's next batch only when nothing of the last is invisible (delivery#pop-fifo).
+"""Popping in order: the next batch comes only after the last one is visible (delivery#pop-fifo).
 
     pop      blocked?  -> nothing
              else      -> ck record, then the order info's new batch; committed = its first message. With `skip_acked`

@@ -391,7 +391,7 @@ class JavaTakeover:
         self._parts.road.append(TIMER_TOPIC, 0, body, properties, durability="append")
 
 
-# -- what records say -------------------------------------------------------------------------------------------------
+# -- contents of records ----------------------------------------------------------------------------------------------
 
 
 def _whole(value: dict[str, Any], name: str, limit: int) -> int:

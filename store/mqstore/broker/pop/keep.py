@@ -1,4 +1,5 @@
-"""Housekeeping of pop: a short log, a saved summary (delivery#pop-log, delivery#order-clean, delivery#order-file).
+"""Housekeeping of pop: a short log, a saved summary (delivery#pop-log).
+See also delivery#order-clean and delivery#order-file.
 
 replay position    the oldest batch with an unsettled message, but never past the log that the order info file includes.
                    It is the offset of group CID_RMQ_SYS_POP_LOG, so it is saved together with the offsets of groups

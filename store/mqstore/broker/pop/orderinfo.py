@@ -80,7 +80,7 @@ class Suspended:
 
 @dataclass(frozen=True, slots=True)
 class OrderInfo:
-    """One batch of one queue. Offsets are absolute here; the file stores distances from the first.
+    """One batch of one queue. Offsets are absolute here. The file stores distances from the first.
 
     >>> record = OrderInfo((0, 1, 2), 1_000_000, 60_000, 1_000_000).acknowledged([1])
     >>> record.next_offset(), record.blocks(None, 1_059_999), record.blocks(None, 1_060_000)
@@ -111,7 +111,7 @@ class OrderInfo:
     unknown: dict[str, Any] = field(default_factory=dict)
     """Unknown members of the file's entry, which are kept on rewriting (delivery#tables)."""
 
-    # --- what it says ----------------------------------------------------------------------------------------------
+    # --- contents --------------------------------------------------------------------------------------------------
 
     @property
     def counts_attempts(self) -> bool:
@@ -178,7 +178,7 @@ class OrderInfo:
         }
         return {offset: n for offset, n in now.items() if n}
 
-    # --- what becomes of it ----------------------------------------------------------------------------------------
+    # --- changed copies --------------------------------------------------------------------------------------------
 
     def followed_by(
         self, offsets: Sequence[int], pop_time_ms: int, invisible_ms: int, now_ms: int, attempt_id: str | None
@@ -292,7 +292,7 @@ _MEMBERS = frozenset({"a", "c", "cm", "i", "l", "o", "oc", "ot", "popTime", "rel
 
 
 class OrderInfoTable:
-    """Records of all queues (delivery#order-rules). Thread-safe; each call is atomic."""
+    """Records of all queues (delivery#order-rules). Thread-safe. Each call is atomic."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,5 @@
-"""Fields of a queue, a batch and a timeline of pop: bases of the classes in state.py, compiled where possible.
+"""Fields of a queue, a batch and a timeline of pop, compiled where possible.
+They are bases of the classes in state.py.
 
 With `native.kernel` the fields are in C structures, and `Desk` delivers a batch, or settles messages of one, in one
 call. Without it these are plain classes, and the two methods do not exist. The rules are in standard.py, fifo.py and
@@ -108,7 +109,7 @@ class Lending:
     _batches: int
     """Number of batches with an unsettled message."""
     fifo: Batch | None
-    """The last FIFO batch. The state of its messages is in the order info, which may be this batch itself."""
+    """The last FIFO batch. The order info, which may be this batch itself, knows its messages' state."""
     ahead: list[Message]
     """Prefetched messages. Reading one message costs as much as reading many."""
     ahead_at: int
@@ -123,7 +124,7 @@ class Lending:
     reset_ms: int
     """Last pop time before a reset, after which all messages are redelivered."""
     pops: int
-    """Pops since the last call of `counts`, like the three below. Each caller that pops or settles has the lock."""
+    """Pops since the last call of `counts`, like the three below. They are counted under the lock."""
     popped: int
     popped_bytes: int
     acked: int

@@ -40,7 +40,7 @@ _N = "([0-9]{1,19})"  # no digits beyond ASCII, which int() would accept
 _RECEIPT = re.compile(rf"{_N} {_N} {_N} ([0-7]|{_FIFO}) ([0-2]) [^ ]{{1,255}} {_N} {_N}(?: (?:-1|{_N}))?").fullmatch
 _HANDLE = re.compile(rf"v1 ([^ ]+) [^ ]+ {_N} (.+)", re.DOTALL).fullmatch
 _HANDLE_MAX = 65_536
-"""Longest handle. A unique key has at most 32767 bytes, and base64 makes four characters of three bytes."""
+"""Longest handle: a unique key has at most 32767 bytes, and base64 makes four characters of three."""
 
 
 # --- receipts (delivery#receipt) --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Start-up: rebuild the states that a crash or a close left, from order info file, offset table and pop log.
+"""Start-up: rebuild the states that a crash or a close left, from order info file, offset table, log.
 
     order info file     FIFO batches as of its last save; the only state of order in directories of a Java broker
     + pop log           from the replay position: every batch with an unsettled message, and what happened to it
@@ -120,7 +120,7 @@ class Replay:
                 # No record of mqstore has such content, so it is ignored. This redelivers and never loses.
                 _log.error("record %d of the pop log makes no sense (%r): %.200s", record.position, error, record.value)
 
-    # -- what records say -------------------------------------------------------------------------------------------
+    # -- contents of records ----------------------------------------------------------------------------------------
 
     def _pop(self, position: int, value: dict[str, Any]) -> None:
         key = QueueKey(value["c"], value["t"], value["q"])
@@ -265,7 +265,7 @@ class Replay:
         else:
             self._placed.add(key)
 
-    # -- what is settled, but may be acknowledged too late ----------------------------------------------------------
+    # -- settled batches that may be acknowledged too late -----------------------------------------------------------
 
     def _pop_before(self, position: int, value: dict[str, Any]) -> None:
         if value.get("f") != 1:
@@ -282,7 +282,7 @@ class Replay:
             state.cursor = self._tables.offsets.committed(*key) or 0
         return state
 
-    # -- what follows from them -------------------------------------------------------------------------------------
+    # -- conclusions ------------------------------------------------------------------------------------------------
 
     def _finish(self, state: QueueState, release: bool, now_ms: int) -> None:
         tables = self._tables

@@ -134,7 +134,7 @@ class PopService:
         skip_acked: bool = False,
         at_once: bool = False,
     ) -> list[Delivery]:
-        """Deliver up to `n` (1 to 32) messages for `invisible_ms` (100 ms to 12 h), waiting `poll_s` for a first one.
+        """Deliver up to `n` (1 to 32) messages for `invisible_ms` (100 ms to 12 h), after at most `poll_s`.
 
         queue_id    one queue, or -1: all queues, beginning at a random one, and the group's retry topic
         order       a queue's next batch only when no message of its last is invisible. The retry topic is one more
@@ -150,8 +150,7 @@ class PopService:
         Each batch is in the pop log before this returns, and with durability "flush" also on disk. Raises ConfigError
         for numbers out of range, TopicNotFoundError, GroupNotFoundError, NotPermittedError, and what a put raises.
         After an error nothing was delivered. If one queue delivered before another failed, its messages are returned,
-        and the next call raises the error.
-        """
+        and the next call raises the error."""
         if type(n) is not int or not 1 <= n <= MAX_BATCH:
             raise ConfigError(f"n is {n!r}; one pop gives 1 to {MAX_BATCH} messages, so pop several times for more")
         if not _MIN_INVISIBLE_MS <= invisible_ms <= _MAX_INVISIBLE_MS:
@@ -335,7 +334,7 @@ class PopService:
             raise expired(late)
 
     def ack_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> bool:
-        """Acknowledge without waiting for a lock or the disk. Return False if it had to wait: then call `ack`."""
+        """Acknowledge without waiting for a lock or the disk. Return False, to call `ack`, if it had to."""
         return not self._flush_by_default and self._settle_at_once(group, topic, receipts) == len(receipts)
 
     def _settle_at_once(self, group: str, topic: str, receipts: Sequence[str] | str) -> int:
@@ -477,7 +476,7 @@ class PopService:
         if waits:
             self._store.flush()
 
-    # -- what is in flight ------------------------------------------------------------------------------------------
+    # -- deliveries in flight ---------------------------------------------------------------------------------------
 
     def pending(self, group: str) -> list[Pending]:
         """Return the deliveries of a group that are in flight, by topic, queue and offset."""

@@ -1,4 +1,4 @@
-"""Popping without order: messages that are not acknowledged are redelivered as copies (delivery#pop-queue).
+"""Popping without order: unacknowledged messages are redelivered as copies (delivery#pop-queue).
 
     pop      ck record, then in flight                           attempt ended by expiry (`visit`) or `bury`:
     settle   ack record, then settled                               copy to the retry topic, or dead letter

@@ -1,4 +1,4 @@
-"""Shared tables of pop: the states of all queues, the pop log, the order info, and the agenda of due queues.
+"""Shared tables of pop: states of all queues, pop log, order info, agenda of due queues.
 
     state(key)     the queue's state, opened: position known, a pending reset applied
     log, orders    events, and the resulting state of FIFO queues
