@@ -507,7 +507,7 @@ class Broker(Closing, Sending):
     def renew(
         self, group: str, topic: str, receipt: str, invisible: Duration, *, durability: Durability | None = None
     ) -> str:
-        """Extend a delivery that is still in work. The receipt stays valid, and is returned."""
+        """Extend a delivery that is still being handled. The receipt stays valid, and is returned."""
         return self._pop.renew(group, topic, receipt, milliseconds(invisible, "invisible"), durability)
 
     def nack(

@@ -64,7 +64,7 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True, init=False)
 class RetryPolicy:
-    """Number of deliveries before a message is a dead letter, and the wait before each of them.
+    """Number of deliveries before a message is a dead letter, and the waits between them.
 
     >>> RetryPolicy().delay(1), RetryPolicy(delays=[0.5, 2]).delay(9), RetryPolicy.exponential(5, 2, 60).delay(3)
     (1.0, 2.0, 20.0)

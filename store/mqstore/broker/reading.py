@@ -99,7 +99,7 @@ class Fetched:
 
     def __init__(self) -> None:
         self.times = self.messages = self.size = 0
-        """Number of reads that delivered, of their messages, and of their bytes as stored."""
+        """Number of reads that delivered, number of their messages, and their stored bytes."""
         self.reads = self.took_ns = 0
         """Number of all reads with messages, and their total time in ns."""
         self.behind_bytes = self.behind_ms = 0

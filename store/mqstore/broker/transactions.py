@@ -393,10 +393,10 @@ class Transactions:
     def on_check(self, producer_group: str | None, callback: CheckCallback | None) -> None:
         """Set the callback that is asked about a producer group's open transactions.
 
-        Group None: every group without its own callback. `callback` None removes it. It gets the half message (its
-        topic is REAL_TOPIC). The answer True commits, False rolls back, and None means unknown. NOT_ASKED means
-        unknown, and does not count as one of the 15 checks. An error is logged and counts as None. Halves that waited
-        for a callback are due at once. Raises StoreClosedError if no check will follow."""
+        Group None: every group without its own callback. `callback` None removes the present one. A callback gets the
+        half message (its topic is REAL_TOPIC). The answer True commits, False rolls back, and None means unknown.
+        NOT_ASKED means unknown, and does not count as one of the 15 checks. An error is logged and counts as None.
+        Halves that waited for a callback are due at once. Raises StoreClosedError if no check will follow."""
         if callback is not None and self._store.closed:
             raise StoreClosedError(f"{self._store.path} was closed; open it again")
         with self._lock:

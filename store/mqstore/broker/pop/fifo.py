@@ -1,8 +1,8 @@
-"""Popping in order: the next batch comes only after the last one is visible (delivery#pop-fifo).
+"""Popping in order: a batch waits while a message of the last is invisible (delivery#pop-fifo).
 
     pop      blocked?  -> nothing
              else      -> ck record, then the order info's new batch; committed = its first message. With `skip_acked`
-                          it keeps what the last batch knew of messages that this one does not hand out
+                          it keeps the state of messages of the last batch that this one does not deliver
     settle   ack record, then the bit; committed = first message not acknowledged. Released: rel record
     change   chg record, then the visible time
     visit    attempts all used up -> dead letter, rev record, then as acknowledged

@@ -343,8 +343,8 @@ class JavaTakeover:
         self, key: QueueKey, cursor: int, checkpoints: Iterable[_Checkpoint]
     ) -> Iterator[tuple[_Checkpoint, list[int]]]:
         """Yield each checkpoint and its offsets in flight, oldest first.
-        For a message delivered several times only the last delivery counts, and only if our log does not have it, or a
-        later one."""
+        If a message was delivered several times, only its last delivery counts. It does not count if our log has it, or
+        a later one."""
         low = self._offsets.start_of(key.topic, key.queue_id)
         ordered = sorted(checkpoints, key=lambda each: each.batch.pop_time_ms)
         last = {offset: each for each in ordered for offset in each.offsets if low <= offset < cursor}

@@ -356,7 +356,7 @@ class PopService:
     def renew(
         self, group: str, topic: str, receipt: str, invisible_ms: int, durability: Durability | None = None
     ) -> str:
-        """Change the invisible time as `change_invisible` does, but keep and return the given receipt."""
+        """Extend a delivery as `change_invisible` does. The given receipt stays valid, and is returned."""
         return self.change_invisible(group, topic, receipt, invisible_ms, durability, renew=True)
 
     def change_invisible(
