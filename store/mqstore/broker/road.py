@@ -61,9 +61,10 @@ __all__ = ["DelayedReceipt", "Road", "SendOptions"]
 
 
 class SendOptions(PutOptions, total=False):
-    """Options of a put beside topic, body and queue id, at most one of the first four.
+    """Options of a put: those of `MessageStore.put`, delays, and `compressed`.
 
-    `compressed`: the body is already a zlib stream, and readers get it inflated.
+    At most one of `message_group`, `delay`, `deliver_at` and `delay_level` may be given. With `compressed` the body is
+    already a zlib stream, and readers get it inflated.
 
     >>> import mqstore, tempfile
     >>> options: SendOptions = {"tag": "paid", "message_group": "customer-7"}
